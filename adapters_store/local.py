@@ -1,4 +1,5 @@
-"""Blobs in a directory: ``ab/cd/<sha256>``, written so that a blob which was acknowledged survives a power cut.
+"""Blobs in a directory: ``ab/cd/<sha256>``,
+written so that a blob which was acknowledged survives a power cut.
 
 The order: bytes → fsync → rename → fsync of the folder. After a failed fsync the kernel may have
 dropped the pages and report success the next time, so that it is never tried again on the same
@@ -204,7 +205,9 @@ class LocalStore:
                 os.close(fd)
 
     def _check_place(self) -> None:
-        """Raise StorageError if the folder was moved away or replaced: what is written by its descriptor wouldn't be found again."""
+        """Raise StorageError if the folder was moved away or replaced: what is written by its
+        descriptor wouldn't be found again.
+        """
         opened = os.fstat(self._root_fd)
         try:
             found = os.stat(self.root)
@@ -313,7 +316,10 @@ class LocalStagedBlob(StagedFile):
 
 
 class _FilePieces:
-    """Single-use iterable of a file's bytes in pieces. It owns the descriptor, even if it is never iterated."""
+    """Single-use iterable of a file's bytes in pieces.
+
+    It owns the descriptor, even if it is never iterated.
+    """
 
     def __init__(self, fd: int, digest: Digest) -> None:
         self._fd: int | None = fd

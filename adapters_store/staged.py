@@ -16,11 +16,15 @@ from loraserve.errors import StorageError
 from loraserve.types import Digest
 
 KEPT_BYTES = 16 << 20
-"""Maximum size up to which bytes are kept in memory for `read`, so that they needn't be read back and hashed again."""
+"""Maximum size up to which bytes are kept in memory for `read`,
+so that they needn't be read back and hashed again.
+"""
 
 
 class StagedFile(ABC):
-    """`StagedBlob` in an open file, which it owns. Stores implement how the file becomes a blob (`_make_durable`).
+    """`StagedBlob` in an open file, which it owns.
+
+    Stores implement how the file becomes a blob (`_make_durable`).
 
     Calls are serialized: one thread may discard the blob while another writes, and a closed
     descriptor may be reused.

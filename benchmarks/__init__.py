@@ -1,1 +1,4 @@
-"""Benchmarks. A package so that `benchmarks.gpu` is found whatever else of this name is installed."""
+"""Benchmarks.
+
+A package so that `benchmarks.gpu` is found whatever else of this name is installed.
+"""

@@ -1,4 +1,6 @@
-"""Sends streams of requests to a server and notes when each token came: N at a time, or each at its own time whether earlier ones were answered or not."""
+"""Sends streams of requests to a server and notes when each token came: N at a time, or each at its
+own time whether earlier ones were answered or not.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From when it was to be sent: a client that lags behind doesn't hide what its users wait."""
+        """From when it was to be sent: a client that lags behind doesn't hide what its users
+        wait.
+        """
         return self.token_times_s[0] - self.due_s
 
     @property
@@ -104,10 +108,12 @@ class Asker:
     ) -> Answer:
         """Send one request and read its answer to the end, or until `stop` is set.
 
-        What goes wrong is in the answer: nothing is raised for a refusal, an error in the stream or a lost connection.
+        What goes wrong is in the answer: nothing is raised for a refusal, an error in the stream or
+        a lost connection.
 
         Args:
-            into: the answer is put there before it is sent for, so that others see how far it has come.
+            into: the answer is put there before it is sent for, so that others see how far it has
+                come.
         """
         body = {
             "model": self._name.format(ask.adapter),
@@ -177,7 +183,11 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a stream's answers come to. Times in seconds; throughput counts complete answers alone, from the first that was due to the last's end."""
+    """What a stream's answers come to.
+
+    Times in seconds; throughput counts complete answers alone, from the first that was due to the
+    last's end.
+    """
 
     num_sent: int
     num_complete: int

@@ -1,11 +1,13 @@
-"""Time to the first token of activated LoRAs, which find the conversation in the base's KV cache, and of the same weights as plain LoRAs, which compute it anew.
+"""Time to the first token of activated LoRAs, which find the conversation in the base's KV cache,
+and of the same weights as plain LoRAs, which compute it anew.
 
     python -m benchmarks.bench_alora                    # about two minutes on two cores
     python -m benchmarks.bench_alora --prompt-tokens 512 --quantize int8
 
-The pipeline: the base answers a long prompt; then three adapters, one after the other, are each asked with the whole conversation and their invocation behind it.
-One server has all six adapters; kinds take turns within a round, and each round has a conversation of its own. The best round of each adapter counts, since
-others may share the machine. Nothing is written but the models.
+The pipeline: the base answers a long prompt; then three adapters, one after the other, are each
+asked with the whole conversation and their invocation behind it. One server has all six adapters;
+kinds take turns within a round, and each round has a conversation of its own. The best round of
+each adapter counts, since others may share the machine. Nothing is written but the models.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def make_adapters(size: str, model: Path) -> list[Path]:
 async def ask(
     client: httpx2.AsyncClient, model: str, prompt: list[int], max_tokens: int
 ) -> tuple[float, int, list[int]]:
-    """Stream an answer; return the milliseconds to its first token, how many prompt tokens were cached, and its tokens."""
+    """Stream an answer; return the milliseconds to its first token,
+    how many prompt tokens were cached, and its tokens.
+    """
     body = {
         "model": model,
         "prompt": prompt,

@@ -1,12 +1,17 @@
-"""What cold adapters and uploads cost those who are served already: 32 streams decode, while adapters that nobody has used are asked for and others are uploaded.
+"""What cold adapters and uploads cost those who are served already: 32 streams decode, while
+adapters that nobody has used are asked for and others are uploaded.
 
-    python -m benchmarks.churn                # 200 cold adapters and 200 uploads, in two rounds: about 25 minutes on two cores
+    python -m benchmarks.churn                # 200 cold adapters and 200 uploads, in two rounds:
+                                              # about 25 minutes on two cores
     python -m benchmarks.churn --quick        # 40 of each in one round: about six minutes
 
-In each round the same streams run twice, each from another place in its answer on, so that together they are as long at any time, and phases of any length compare. Beside them go the
-same extra requests of one token at the same times: at first these ask for the streams' own adapters, which are resident, and
-nothing is uploaded; then each asks for a cold adapter, and as many adapters are uploaded by a process of its own, in time that nobody else wants. Before that, alone on the server: the first token of
-cold adapters and of a resident one, and in a process without a server what reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
+In each round the same streams run twice, each from another place in its answer on, so that together
+they are as long at any time, and phases of any length compare. Beside them go the same extra
+requests of one token at the same times: at first these ask for the streams' own adapters, which are
+resident, and nothing is uploaded; then each asks for a cold adapter, and as many adapters are
+uploaded by a process of its own, in time that nobody else wants. Before that, alone on the server:
+the first token of cold adapters and of a resident one, and in a process without a server what
+reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ class Phase:
 
     Attributes:
         gaps_s: between their tokens, while everything else went on that's in the phase.
-        gaps_after_s: while what was left of it ended: most often uploads, as fast as they are taken.
+        gaps_after_s: while what was left of it ended: most often uploads, as fast as they are
+            taken.
     """
 
     kind: str
@@ -69,7 +75,9 @@ class Phase:
 
 @dataclass(slots=True)
 class FirstTokens:
-    """Seconds to the first token of requests that were alone, the computing of their prompts among it and without it; and to load such an adapter without a server."""
+    """Seconds to the first token of requests that were alone, the computing of their prompts among
+    it and without it; and to load such an adapter without a server.
+    """
 
     cold_s: list[float] = field(default_factory=list)
     resident_s: list[float] = field(default_factory=list)
@@ -82,13 +90,17 @@ class FirstTokens:
 
     @property
     def added_s(self) -> list[float]:
-        """What being cold adds to each, the computing of prompts aside: that differs from one time to the next by more."""
+        """What being cold adds to each, the computing of prompts aside:
+        that differs from one time to the next by more.
+        """
         return [cold - percentile(self.resident_apart_s, 50) for cold in self.cold_apart_s]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Which adapter is for what: the streams' first, then those that are cold when a request is alone, those cold in the churn, and those to upload."""
+    """Which adapter is for what: the streams' first, then those that are cold when a request is
+    alone, those cold in the churn, and those to upload.
+    """
 
     num_alone: int
     num_cold: int
@@ -107,14 +119,17 @@ class Numbers:
 
 
 def extra_asks(adapters: Sequence[int], rate: float, seed: int) -> list[Ask]:
-    """One request of one token for each of these, at a steady rate; those of another seed have other prompts."""
+    """One request of one token for each of these, at a steady rate;
+    those of another seed have other prompts.
+    """
     return [Ask(i / rate, adapter, PROMPT_TOKENS, 1, seed + i) for i, adapter in enumerate(adapters)]
 
 
 def stream_asks(number: int, num_tokens: int, seed: int) -> Iterator[Ask]:
     """What a stream asks for, one after the other, without end.
 
-    The first of them stand where streams are that have run for long, each at another place in its answer: from then on they are as long, all together, as ever.
+    The first of them stand where streams are that have run for long, each at another place in its
+    answer: from then on they are as long, all together, as ever.
     """
     done = num_tokens * number // NUM_STREAMS
     yield Ask(0.0, number, PROMPT_TOKENS + done, num_tokens - done, seed)
@@ -123,7 +138,9 @@ def stream_asks(number: int, num_tokens: int, seed: int) -> Iterator[Ask]:
 
 
 async def stream_until(asker: Asker, asks: Iterator[Ask], answers: list[Answer], stop: asyncio.Event) -> None:
-    """One stream: an answer after the other, put into `answers` as they begin, until it's told to stop or one goes wrong."""
+    """One stream: an answer after the other, put into `answers` as they begin,
+    until it's told to stop or one goes wrong.
+    """
     while not stop.is_set():
         if (await asker.ask(next(asks), stop=stop, into=answers)).error:
             return
@@ -156,7 +173,9 @@ class Bench:
     """Of the directories that are uploaded."""
 
     async def first_tokens(self, server: Server, loading: subprocess.Popen[str]) -> FirstTokens:
-        """Of cold adapters and of a resident one, and in turn with them what `loading` takes for a load; each alone."""
+        """Of cold adapters and of a resident one, and in turn with them what `loading` takes for a
+        load; each alone.
+        """
         first = FirstTokens()
         if loading.stdin is None or loading.stdout is None or loading.stdout.readline() != "ready\n":
             raise SystemExit("benchmarks.loading doesn't load")
@@ -178,7 +197,10 @@ class Bench:
         return first
 
     async def phase(self, server: Server, kind: str, extras: Sequence[int], uploads: range | None, seed: int) -> Phase:
-        """The streams beside these extra requests and uploads. Another seed's prompts are in no prefix cache."""
+        """The streams beside these extra requests and uploads.
+
+        Another seed's prompts are in no prefix cache.
+        """
         rate, tokens = self.options.rate, TINY_TOKENS if self.options.size == "tiny" else STREAM_TOKENS
         stop = asyncio.Event()
         pushed: dict[str, Any] = {}

@@ -1,11 +1,14 @@
-"""What a tenant that sends twenty times as much does to one that sends little: the quiet one's time to first token, alone and beside the noisy one.
+"""What a tenant that sends twenty times as much does to one that sends little: the quiet one's time
+to first token, alone and beside the noisy one.
 
     python -m benchmarks.fairness                # two rounds: about five minutes on two cores
     python -m benchmarks.fairness --quick        # one short round: about a minute
 
-The quiet tenant's requests come at random (Poisson's arrivals) at a rate that the server has room for; the noisy tenant's, in the same way and of the same lengths, at twenty times that
-rate, which is more than the server can do. In each round the same times and lengths are asked first alone, then beside the noisy tenant's. The noisy tenant has several adapters, the quiet
-one has one. The noisy tenant is a process of its own.
+The quiet tenant's requests come at random (Poisson's arrivals) at a rate that the server has room
+for; the noisy tenant's, in the same way and of the same lengths, at twenty times that rate, which
+is more than the server can do. In each round the same times and lengths are asked first alone, then
+beside the noisy tenant's. The noisy tenant has several adapters, the quiet one has one. The noisy
+tenant is a process of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class Phase:
 
 
 def asks_of(options: argparse.Namespace, number: int, *, seed: int) -> list[Ask]:
-    """A round's requests: their times and lengths are those of its number, their prompts those of the seed."""
+    """A round's requests: their times and lengths are those of its number,
+    their prompts those of the seed.
+    """
     prompts, outputs = LENGTHS[options.size]
     lengths = {"prompt_tokens": prompts, "output_tokens": outputs}
     asks = slora_trace(1, 1.0, options.rate, 1.0, options.duration, number, **lengths)
@@ -137,7 +142,9 @@ def pooled(phases: Sequence[Phase], kind: str) -> tuple[list[float], list[float]
 
 
 def ratio(phases: Sequence[Phase], percent: float = 95) -> float:
-    """The quiet tenant's time to first token beside the noisy one, by that alone; NaN where nothing was answered."""
+    """The quiet tenant's time to first token beside the noisy one, by that alone;
+    NaN where nothing was answered.
+    """
     alone, beside = (percentile(pooled(phases, kind)[0], percent) for kind in ("alone", "beside"))
     return beside / alone if alone else math.nan
 

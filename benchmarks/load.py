@@ -1,6 +1,8 @@
-"""Load a server of OpenAI's completions API: N requests at a time, streamed, greedy, each with a fresh random prompt, and say how fast it answered.
+"""Load a server of OpenAI's completions API: N requests at a time, streamed, greedy, each with a
+fresh random prompt, and say how fast it answered.
 
-    LORASERVE_API_KEY=… python benchmarks/load.py --url http://127.0.0.1:8000 --models lora-{:04d} --adapters 32 --concurrency 32
+    LORASERVE_API_KEY=… python benchmarks/load.py --url http://127.0.0.1:8000 \\
+        --models lora-{:04d} --adapters 32 --concurrency 32
 
 Request i asks for model i of ``--adapters``. Prints one JSON object.
 """
@@ -22,7 +24,9 @@ import httpx2
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer: when it was asked for, when each piece came, and how many tokens the server counted."""
+    """One streamed answer: when it was asked for, when each piece came,
+    and how many tokens the server counted.
+    """
 
     started_s: float
     piece_times_s: list[float] = field(default_factory=list)

@@ -1,11 +1,15 @@
-"""What loading an adapter takes when nothing else is done: its blobs read from the project's store and verified, then compiled and copied to where steps read them.
+"""What loading an adapter takes when nothing else is done: its blobs read from the project's store
+and verified, then compiled and copied to where steps read them.
 
     yes | python -m benchmarks.loading --model benchmarks/models/S --size S --ranks 24 --count 10
 
-Runs on one thread, as a server's loaders do, in a process without a server. The blobs are in the page cache, as they are soon after an upload, and an adapter stays
-where it was copied to, as on a server that has room: the next one's memory is fresh. (A virtual machine may get fresh memory from its host at a tenth of the speed of
-copying: so a load takes 31 ms that takes 17 in memory that the process has had before.) Loads one for each line that it reads, so that whoever compares it with something can measure both in turn, and prints how many seconds that took; in the end, a list of
-how long reading and verifying alone take for each.
+Runs on one thread, as a server's loaders do, in a process without a server. The blobs are in the
+page cache, as they are soon after an upload, and an adapter stays where it was copied to, as on a
+server that has room: the next one's memory is fresh. (A virtual machine may get fresh memory from
+its host at a tenth of the speed of copying: so a load takes 31 ms that takes 17 in memory that the
+process has had before.) Loads one for each line that it reads, so that whoever compares it with
+something can measure both in turn, and prints how many seconds that took; in the end, a list of how
+long reading and verifying alone take for each.
 """
 
 from __future__ import annotations
@@ -34,8 +38,10 @@ from loraserve.memory.loading.load import load_adapter
 from loraserve.types import AdapterRef, BaseSpec, TenantId
 
 HOST_TAKES_BACK_S = 5.0
-"""A virtual machine's kernel tells its host of free memory after two seconds (free page reporting). Until then a load may be given pages that the host still backs, and takes
-half its time or not, as luck would have it.
+"""A virtual machine's kernel tells its host of free memory after two seconds (free page reporting).
+
+Until then a load may be given pages that the host still backs, and takes half its time or not, as
+luck would have it.
 """
 
 
@@ -63,8 +69,8 @@ def stored(adapters: Adapters, count: int) -> Iterator[tuple[BlobStore, list[Ada
 
 
 def give_back_memory() -> None:
-    """What this process needs no more is the system's again: the base, of which only the shapes are wanted, and the adapters' files. Loads would be given that memory instead of
-    fresh one.
+    """What this process needs no more is the system's again: the base, of which only the shapes are
+    wanted, and the adapters' files. Loads would be given that memory instead of fresh one.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

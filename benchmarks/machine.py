@@ -1,4 +1,6 @@
-"""What this machine can do: the limits that the benchmarks' figures are held against. Prints one JSON object.
+"""What this machine can do: the limits that the benchmarks' figures are held against.
+
+Prints one JSON object.
 
 python benchmarks/machine.py
 """

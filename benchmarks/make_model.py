@@ -1,7 +1,10 @@
-"""Make a random-weight Llama, a tokenizer and LoRA adapters in PEFT's format. Nothing is downloaded; the same arguments give the same bytes.
+"""Make a random-weight Llama, a tokenizer and LoRA adapters in PEFT's format.
+
+Nothing is downloaded; the same arguments give the same bytes.
 
     python benchmarks/make_model.py S benchmarks/models/S --adapters 32
-    python benchmarks/make_model.py S benchmarks/models/S --adapters 1000 --ranks 1 --targets q_proj --first 1000 --only-adapters
+    python benchmarks/make_model.py S benchmarks/models/S --adapters 1000 \\
+        --ranks 1 --targets q_proj --first 1000 --only-adapters
 
 The base goes to OUT, the adapters to OUT-adapters/lora-0000 and so on, ranks taken in turn.
 """
@@ -61,7 +64,10 @@ def module_path(layer: int, module: str) -> str:
 
 
 def write_base(size: Size, out: Path, dtype: torch.dtype, seed: int) -> None:
-    """Write config.json, generation_config.json and model.safetensors. Activations and logits have the size that a trained model's have."""
+    """Write config.json, generation_config.json and model.safetensors.
+
+    Activations and logits have the size that a trained model's have.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {"model.embed_tokens.weight": normal(generator, (size.vocab, size.hidden), 1.0, dtype)}
     for layer in range(size.layers):
@@ -146,7 +152,10 @@ def write_tokenizer(out: Path, vocab: int) -> None:
 def adapter_tensors(
     size: Size, *, rank: int, targets: tuple[str, ...], dtype: torch.dtype, seed: int
 ) -> dict[str, Tensor]:
-    """Random weights of one adapter. With alpha / r = 2, its update is half as large as the base weight, whatever the rank."""
+    """Random weights of one adapter.
+
+    With alpha / r = 2, its update is half as large as the base weight, whatever the rank.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(size.layers):

@@ -1,12 +1,16 @@
-"""Tokens billed against tokens received, over thousands of requests half of whose clients leave before the end.
+"""Tokens billed against tokens received, over thousands of requests half of whose clients leave
+before the end.
 
     python -m benchmarks.metering              # 10,000 requests: a few minutes on two cores
     python -m benchmarks.metering --quick      # 1,000
 
-Tenants ask for the base, adapters and a sum of two, streamed and in one piece, one answer and several. Half of the requests are left somewhere: the client closes its half of the
-connection and reads what is on its way, so that it knows what it was given; all of that, and nothing else, has to be billed. One more tenant's clients break the
-connection off instead: they can't know what was on its way, and what is billed is at least what they saw. `GET /api/v1/usage` is compared with the clients' own books, tenant by
-tenant and adapter by adapter; the program fails where the two differ. Beside it: what recording takes of the server's time.
+Tenants ask for the base, adapters and a sum of two, streamed and in one piece, one answer and
+several. Half of the requests are left somewhere: the client closes its half of the connection and
+reads what is on its way, so that it knows what it was given; all of that, and nothing else, has to
+be billed. One more tenant's clients break the connection off instead: they can't know what was on
+its way, and what is billed is at least what they saw. `GET /api/v1/usage` is compared with the
+clients' own books, tenant by tenant and adapter by adapter; the program fails where the two differ.
+Beside it: what recording takes of the server's time.
 """
 
 from __future__ import annotations
@@ -128,7 +132,9 @@ async def ask_all(server: Server, keys: Sequence[str], requests: Sequence[Reques
 
 
 def billed(server: Server) -> dict[int, dict[str, dict[str, Any]]]:
-    """What `GET /usage` says of each tenant, model by model, once the server has nothing left to do."""
+    """What `GET /usage` says of each tenant, model by model,
+    once the server has nothing left to do.
+    """
     with httpx2.Client(
         base_url=server.url, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60
     ) as admin:
@@ -153,7 +159,9 @@ def model_of(item: Mapping[str, Any]) -> str:
 
 
 def differences(book: Book, sums: Mapping[str, Mapping[str, Any]], *, is_exact: bool) -> list[str]:
-    """Where the bill isn't what clients were given; where they can't know that, where it is less."""
+    """Where the bill isn't what clients were given; where they can't know that,
+    where it is less.
+    """
     found = []
     for model in sorted(book.given.keys() | sums.keys()):
         given, item = book.given.get(model, Counter()), sums.get(model, {})

@@ -1,8 +1,10 @@
-"""A tenant that sends more than a server can do, until its time is over: what it got is printed as one JSON object.
+"""A tenant that sends more than a server can do, until its time is over:
+what it got is printed as one JSON object.
 
 python -m benchmarks.noisy --url URL --vocab 32000 --rate 20 --duration 60 --adapters 8
 
-The key is LORASERVE_API_KEY. A process of its own: what it costs to send and to read isn't the measured client's.
+The key is LORASERVE_API_KEY. A process of its own: what it costs to send and to read isn't the
+measured client's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from benchmarks.traffic import slora_trace
 
 
 async def send(options: argparse.Namespace, key: str) -> list[Answer]:
-    """The answers as far as they came within the time; requests that wait or run then are given up."""
+    """The answers as far as they came within the time;
+    requests that wait or run then are given up.
+    """
     lengths = {"prompt_tokens": tuple(options.prompt_tokens), "output_tokens": tuple(options.output_tokens)}
     asks = slora_trace(options.adapters, 1.0, options.rate, 1.0, options.duration, options.seed, **lengths)
     answers: list[Answer] = []

@@ -1,9 +1,12 @@
-"""The peer: transformers and PEFT generate for a batch in which every row has an adapter of its own, in process.
+"""The peer: transformers and PEFT generate for a batch in which every row has an adapter of its
+own, in process.
 
-Reads one JSON object a line, ``{"concurrency": 8, "mode": "mixed"}`` (or ``"base"``), and answers each with a line of results, so that its runs can
-take turns with another server's. There's no server here and the rows start and end together, which is the kindest case for this peer.
+Reads one JSON object a line, ``{"concurrency": 8, "mode": "mixed"}`` (or ``"base"``), and answers
+each with a line of results, so that its runs can take turns with another server's. There's no
+server here and the rows start and end together, which is the kindest case for this peer.
 
-    echo '{"concurrency": 8, "mode": "mixed"}' | python benchmarks/peft_generate.py benchmarks/models/S --adapters 8
+    echo '{"concurrency": 8, "mode": "mixed"}' \\
+        | python benchmarks/peft_generate.py benchmarks/models/S --adapters 8
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Plots of results, by matplotlib: `pip install 'loraserve[bench]'`. Nothing else of the project imports it."""
+"""Plots of results, by matplotlib: `pip install 'loraserve[bench]'`.
+
+Nothing else of the project imports it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ class TracePoint(Protocol):
 
 
 def plot_trace(points: Sequence[TracePoint], out: Path) -> None:
-    """`out` is an SVG: throughput, time to the first token, and where adapters were found, by the skew of popularity."""
+    """`out` is an SVG: throughput, time to the first token, and where adapters were found,
+    by the skew of popularity.
+    """
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     # from uniform to strongly skewed
     alphas = sorted({point.alpha for point in points}, reverse=True)

@@ -1,7 +1,10 @@
-"""Pushes adapters over a server's API, several at a time. As a program of its own it pushes at a steady rate, so that its work is in no measurement's process, and in time that nobody else wants: who uploads isn't on the
-server's machine.
+"""Pushes adapters over a server's API, several at a time.
 
-LORASERVE_API_KEY=… python -m benchmarks.pushing --url http://127.0.0.1:8000 --folder adapters --first 200 --count 200 --rate 2
+As a program of its own it pushes at a steady rate, so that its work is in no measurement's process,
+and in time that nobody else wants: who uploads isn't on the server's machine.
+
+LORASERVE_API_KEY=… python -m benchmarks.pushing --url http://127.0.0.1:8000 --folder adapters
+--first 200 --count 200 --rate 2
 """
 
 from __future__ import annotations
@@ -95,7 +98,9 @@ async def push_one(client: httpx2.AsyncClient, name: str, files: tuple[bytes, by
 
 
 async def push_at_rate(url: str, key: str, folders: list[Path], rate: float) -> Pushed:
-    """Push these directories, one beginning every 1 / `rate` s, or as soon as `MAX_CLIENTS` allow."""
+    """Push these directories, one beginning every 1 / `rate` s,
+    or as soon as `MAX_CLIENTS` allow.
+    """
     pushed, started, places = Pushed(), time.perf_counter(), asyncio.Semaphore(MAX_CLIENTS)
     async with httpx2.AsyncClient(
         base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S

@@ -1,13 +1,19 @@
-"""Throughput with ten registered adapters, and with hundreds and thousands: the same requests, a memory budget that holds only a part of them.
+"""Throughput with ten registered adapters, and with hundreds and thousands: the same requests, a
+memory budget that holds only a part of them.
 
-    python -m benchmarks.registered              # 10, 100, 1,000 and 5,000 adapters: about 20 minutes on two cores
+    python -m benchmarks.registered              # 10, 100, 1,000 and 5,000 adapters:
+                                                 # about 20 minutes on two cores
     python -m benchmarks.registered --quick      # 10, 100 and 400: about two minutes
 
-Two servers of one budget: one has ten adapters all along, the other has more and more. Each time, both are warmed up with requests of the popularity to be measured, then they
-take turns with the same stream: prompts, lengths and ranks of its requests are equal, and only which adapter of that rank each asks for differs, drawn by Zipf's law from those
-registered. The ratio is the median over the turns, since others may share the machine: two turns, one after the other, differ by up to a quarter on a virtual one.
+Two servers of one budget: one has ten adapters all along, the other has more and more. Each time,
+both are warmed up with requests of the popularity to be measured, then they take turns with the
+same stream: prompts, lengths and ranks of its requests are equal, and only which adapter of that
+rank each asks for differs, drawn by Zipf's law from those registered. The ratio is the median over
+the turns, since others may share the machine: two turns, one after the other, differ by up to a
+quarter on a virtual one.
 
-Some uploads go over the API, and what they took is reported; the others go past the engine's certificates (`benchmarks.registering`).
+Some uploads go over the API, and what they took is reported; the others go past the engine's
+certificates (`benchmarks.registering`).
 """
 
 from __future__ import annotations
@@ -58,7 +64,9 @@ class Turn:
 
 @dataclass(slots=True)
 class Point:
-    """All turns with one number of registered adapters, and the turns of the server with ten between them."""
+    """All turns with one number of registered adapters,
+    and the turns of the server with ten between them.
+    """
 
     num_adapters: int
     turns: list[Turn] = field(default_factory=list)
@@ -165,7 +173,9 @@ def budget_flags(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> tuple[list[Point], Pushed, float]:
-    """The points by number of adapters, what uploads over the API took, and the seconds that registering the others took."""
+    """The points by number of adapters, what uploads over the API took, and the seconds that
+    registering the others took.
+    """
     size = SIZES[options.size]
     bench = Bench(options, make_base(options.size), Adapters(size, targets=(TARGETS,)), size.vocab)
     flags = budget_flags(options)
@@ -190,7 +200,8 @@ def run(options: argparse.Namespace) -> tuple[list[Point], Pushed, float]:
             for number in range(options.repeat):
                 seed += 1
                 pair = [(few, counts[0], point.peers), (many, count, point.turns)]
-                # whose turn is first alternates: a machine that becomes slower all the while favours neither
+                # whose turn is first alternates: a machine that becomes slower all the while
+                # favours neither
                 for server, num_adapters, turns in pair if number % 2 == 0 else reversed(pair):
                     turns.append(asyncio.run(bench.turn(server, num_adapters, seed)))
             say(f"  {count:,}: {point.turns[-1].summary.tokens_per_s:.1f} tokens/s, {point.ratio:.3f} of ten's")

@@ -1,9 +1,13 @@
-"""Registers many adapters with a running server's registry, without asking its engine for a certificate of each.
+"""Registers many adapters with a running server's registry,
+without asking its engine for a certificate of each.
 
-    python -m benchmarks.registering DATA_DIR --model benchmarks/models/S --size S --first 10 --count 990
+    python -m benchmarks.registering DATA_DIR --model benchmarks/models/S --size S \\
+        --first 10 --count 990
 
-It is the server's own way in (`loraserve.registry`: checked, digested, stored and committed) from another process; of the server it shares the database and the store.
-A certificate takes the engine longer than everything else of an upload together, and thousands of them would take hours: they aren't what is measured here.
+It is the server's own way in (`loraserve.registry`: checked, digested, stored and committed) from
+another process; of the server it shares the database and the store. A certificate takes the engine
+longer than everything else of an upload together, and thousands of them would take hours: they
+aren't what is measured here.
 """
 
 from __future__ import annotations

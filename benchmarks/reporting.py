@@ -1,4 +1,6 @@
-"""What a run leaves in benchmarks/results/: a page and its numbers, with the machine, the command and who else was on it."""
+"""What a run leaves in benchmarks/results/: a page and its numbers, with the machine,
+the command and who else was on it.
+"""
 
 from __future__ import annotations
 

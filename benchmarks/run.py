@@ -1,12 +1,15 @@
-"""`make bench`: our server and PEFT on the same work, on this machine, in one go, beside the limits that its bytes and operations set.
+"""`make bench`: our server and PEFT on the same work, on this machine, in one go, beside the limits
+that its bytes and operations set.
 
     python -m benchmarks.run --size S             # about ten minutes on two cores
-    python -m benchmarks.run --size S --quick     # one run of each point instead of the best of three
+    python -m benchmarks.run --size S --quick     # one run of each point, not the best of three
     python -m benchmarks.run --size M --peers none
 
-For each precision of the base, two servers start: one with no adapter registered, one with 32 adapters of ranks 8 to 64 on all seven linears and a thousand
-small ones. Then 1, 8 and 32 requests at a time, 64 tokens in and 64 out: base only on either server, and each request with an adapter of its own, in turn with
-PEFT's `generate` for the same mixed batch (always in float32: it's what PEFT runs on a CPU). The best of the runs counts, since others may share the machine.
+For each precision of the base, two servers start: one with no adapter registered, one with 32
+adapters of ranks 8 to 64 on all seven linears and a thousand small ones. Then 1, 8 and 32 requests
+at a time, 64 tokens in and 64 out: base only on either server, and each request with an adapter of
+its own, in turn with PEFT's `generate` for the same mixed batch (always in float32: it's what PEFT
+runs on a CPU). The best of the runs counts, since others may share the machine.
 
 Prints a table; writes it, and every run, to benchmarks/results/.
 """
@@ -54,7 +57,8 @@ class Peft:
     def __init__(self, model: Path, num_adapters: int) -> None:
         sizes = ("--adapters", num_adapters, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", OUTPUT_TOKENS)
         command = [sys.executable, "-P", str(HERE / "peft_generate.py"), str(model), *map(str, sizes)]
-        # alone on the cores in its turns, it's fastest with OpenMP's own wait policy, in which threads spin for a while
+        # alone on the cores in its turns, it's fastest with OpenMP's own wait policy, in which
+        # threads spin for a while
         env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._read()
@@ -79,7 +83,9 @@ class Peft:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step can't do without: reading each weight once, and multiplying with it once for each row. Nothing else is counted."""
+    """What a step can't do without: reading each weight once, and multiplying with it once for each
+    row. Nothing else is counted.
+    """
 
     machine: dict[str, Any]
     layer_weights: int
@@ -108,7 +114,9 @@ class Limits:
         )
 
     def tokens_per_s(self, quantize: str, concurrency: int, is_mixed: bool) -> float:
-        """The most that this machine could do for so many requests at a time, weights read at its measured bandwidth, products at its measured rate."""
+        """The most that this machine could do for so many requests at a time, weights read at its
+        measured bandwidth, products at its measured rate.
+        """
         width, rate = (
             (1, self.machine["int8_ops_per_s"]) if quantize == "int8" else (4, self.machine["float32_ops_per_s"])
         )
@@ -163,7 +171,9 @@ EMPTY, FULL, MIXED, PEFT = (
 
 
 def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft | None) -> list[Point]:
-    """All points of one precision; the systems take turns, so that a noisy minute hits them alike."""
+    """All points of one precision; the systems take turns,
+    so that a noisy minute hits them alike.
+    """
     folder = model.with_name(f"{model.name}-adapters")
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     numbers = (*range(NUM_ADAPTERS), *range(FIRST_SMALL, FIRST_SMALL + NUM_SMALL))
@@ -209,7 +219,9 @@ def table(points: list[Point], limits: Limits) -> str:
 
 
 def fastest(measurements: list[dict[str, Any]]) -> dict[str, Any]:
-    """The machine's facts with the best of its measured rates: a limit that was taken in a noisy moment is no limit."""
+    """The machine's facts with the best of its measured rates:
+    a limit that was taken in a noisy moment is no limit.
+    """
     rates = {name: max(m[name] for m in measurements) for name in measurements[0] if name.endswith("_per_s")}
     return {**measurements[0], **rates}
 

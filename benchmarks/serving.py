@@ -1,4 +1,6 @@
-"""A server to measure: its models made once, itself started with an empty data directory, and gone afterwards."""
+"""A server to measure: its models made once, itself started with an empty data directory,
+and gone afterwards.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def script(name: str, *arguments: str | int, env: dict[str, str] | None = None) 
 
 
 def module(name: str, *arguments: str | int | Path, is_asked: bool = False) -> subprocess.Popen[str]:
-    """One of this package's modules, started in a process of its own; its standard output is a pipe.
+    """One of this package's modules, started in a process of its own;
+    its standard output is a pipe.
 
     Args:
         is_asked: so is its standard input.
@@ -73,7 +76,9 @@ def make_base(size: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running `loraserve serve`, a tenant's key for it, an admin's, and where it keeps its data."""
+    """A running `loraserve serve`, a tenant's key for it, an admin's,
+    and where it keeps its data.
+    """
 
     url: str
     key: str

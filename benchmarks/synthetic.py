@@ -1,4 +1,6 @@
-"""Adapters by the thousand, in PEFT's format: a few sets of random weights, and in each adapter one row of its own, so that each has its own digest."""
+"""Adapters by the thousand, in PEFT's format: a few sets of random weights, and in each adapter one
+row of its own, so that each has its own digest.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ RANKS = (8, 16, 32, 64)
 
 
 class Adapters:
-    """Adapter i has the rank ``ranks[i % len(ranks)]``. Nothing is written: an adapter's files are made when they're asked for, in a millisecond."""
+    """Adapter i has the rank ``ranks[i % len(ranks)]``.
+
+    Nothing is written: an adapter's files are made when they're asked for, in a millisecond.
+    """
 
     def __init__(self, size: Size, *, ranks: tuple[int, ...] = RANKS, targets: tuple[str, ...], seed: int = 0) -> None:
         self.ranks = ranks

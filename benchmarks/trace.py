@@ -1,11 +1,15 @@
-"""S-LoRA's synthetic trace (arXiv:2311.03285, §7.1): requests for many adapters that arrive when they arrive, whether earlier ones were answered or not.
+"""S-LoRA's synthetic trace (arXiv:2311.03285, §7.1): requests for many adapters that arrive when
+they arrive, whether earlier ones were answered or not.
 
-    python -m benchmarks.trace                # cv 1 and 4, four skews of popularity, a minute of each: about fifteen minutes on two cores
-    python -m benchmarks.trace --quick        # two skews, a quarter of a minute each: about two minutes
+    python -m benchmarks.trace                # cv 1 and 4, four skews of popularity, a minute
+                                              # of each: about fifteen minutes on two cores
+    python -m benchmarks.trace --quick        # two skews, 15 seconds of each: about two minutes
 
-Gaps between arrivals are gamma distributed; popularity is a power law, of which alpha 1 is uniform and 0.1 strongly skewed; lengths are uniform. The paper's lengths are from 8 to 512 on
-one GPU, with 2 requests a second and more: here they're shorter, and the rate is a part of what this machine was just measured to do with them. Before each point a trace of another seed
-brings the popular adapters in.
+Gaps between arrivals are gamma distributed; popularity is a power law, of which alpha 1 is uniform
+and 0.1 strongly skewed; lengths are uniform. The paper's lengths are from 8 to 512 on one GPU, with
+2 requests a second and more: here they're shorter, and the rate is a part of what this machine was
+just measured to do with them. Before each point a trace of another seed brings the popular adapters
+in.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ LENGTHS = {"tiny": (8, 32), "S": (8, 128), "M": (8, 64)}
 MIN_REQUESTS = 30
 """Of a point, which takes longer for them where the rate is low."""
 FIRST_SEED, WARMING_SEEDS = 100, 1000
-"""No point has the seed of what ran before it: its prompts would be in the prefix cache, and its adapters in memory."""
+"""No point has the seed of what ran before it: its prompts would be in the prefix cache,
+and its adapters in memory.
+"""
 CALIBRATION = {False: (128, 32), True: (48, 32)}
 """Requests and how many at a time, in full and quick."""
 
@@ -99,7 +105,9 @@ class Bench:
         return slora_trace(self.options.adapters, alpha, rate, cv, duration_s, seed, **lengths)
 
     async def capacity(self) -> float:
-        """Requests a second that the machine does of these lengths, many at a time, of adapters that are equally popular."""
+        """Requests a second that the machine does of these lengths, many at a time, of adapters
+        that are equally popular.
+        """
         count, concurrency = CALIBRATION[self.options.quick]
         async with Asker(self.server.url, self.server.key, self.vocab) as asker:
             # what is compiled or allocated on first use is behind it

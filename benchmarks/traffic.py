@@ -1,6 +1,7 @@
 """Streams of requests: which adapter, how long, and when. The same arguments give the same stream.
 
-Popularity is Zipf's, or the power law of S-LoRA's generator (arXiv:2311.03285, §7.1); arrivals are that generator's too.
+Popularity is Zipf's, or the power law of S-LoRA's generator (arXiv:2311.03285, §7.1); arrivals are
+that generator's too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Ask:
     prompt_seed: int
 
     def prompt(self, vocab: int) -> list[int]:
-        """Random tokens that no other request has, so that nothing of it is in a prefix cache; none of them is a special one."""
+        """Random tokens that no other request has, so that nothing of it is in a prefix cache; none
+        of them is a special one.
+        """
         rng = random.Random(self.prompt_seed)
         return [rng.randrange(260, vocab) for _ in range(self.num_prompt_tokens)]
 
@@ -41,7 +44,9 @@ class Zipf:
         self._sums = list(itertools.accumulate(weights))
 
     def pick(self, u: float) -> int:
-        """The item of a number in [0, 1): for the same number, a larger set gives the same item or a less popular one."""
+        """The item of a number in [0, 1): for the same number,
+        a larger set gives the same item or a less popular one.
+        """
         return min(bisect.bisect_right(self._sums, u * self._sums[-1]), len(self._sums) - 1)
 
 
@@ -55,10 +60,12 @@ def zipf_stream(
     prompt_tokens: tuple[int, int],
     output_tokens: tuple[int, int],
 ) -> list[Ask]:
-    """Requests to be sent as fast as their turns come; streams of one seed are equal but for their adapters, whatever ``num_adapters`` is.
+    """Requests to be sent as fast as their turns come; streams of one seed are equal but for their
+    adapters, whatever ``num_adapters`` is.
 
-    Adapter i has the rank number i % ``num_ranks``. A request's rank is drawn first, then one of the adapters that have it, by popularity: so
-    the ranks, and the work, of two streams of one seed are equal too.
+    Adapter i has the rank number i % ``num_ranks``. A request's rank is drawn first, then one of
+    the adapters that have it, by popularity: so the ranks, and the work, of two streams of one seed
+    are equal too.
 
     Args:
         prompt_tokens: from, to (not included).
@@ -92,8 +99,9 @@ def slora_trace(
 ) -> list[Ask]:
     """S-LoRA's synthetic trace: ``rate * duration_s`` requests, by the time they arrive.
 
-    Gaps are gamma distributed with a mean of 1 / ``rate`` and a coefficient of variation of ``cv`` (1: Poisson's arrivals); adapters are drawn by a power
-    law, of which ``alpha`` 1 is uniform and less favours the first; lengths are uniform in [from, to).
+    Gaps are gamma distributed with a mean of 1 / ``rate`` and a coefficient of variation of ``cv``
+    (1: Poisson's arrivals); adapters are drawn by a power law, of which ``alpha`` 1 is uniform and
+    less favours the first; lengths are uniform in [from, to).
     """
     rng = random.Random(seed)
     asks, now_s = [], 0.0

@@ -1,4 +1,6 @@
-"""Looks at a running server all along: the bytes of its tiers against their budgets, and the memory of its processes."""
+"""Looks at a running server all along: the bytes of its tiers against their budgets,
+and the memory of its processes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Seen:
     engine_rss: int = 0
     server_rss: int = 0
     engine_cpu_s: float = 0.0
-    """What the engine computed for, on all cores together: others on the machine change it less than the time on the clock."""
+    """What the engine computed for, on all cores together: others on the machine change it less
+    than the time on the clock.
+    """
     server_cpu_s: float = 0.0
 
     def take(self, now: Scrape) -> None:
@@ -169,5 +173,7 @@ class Watch:
         return self.changed("loraserve_adapter_load_seconds_total") / num_loads if num_loads else math.nan
 
     def delayed_s(self) -> float:
-        """The seconds that the step's thread was kept from its steps by adapters, all steps together."""
+        """The seconds that the step's thread was kept from its steps by adapters,
+        all steps together.
+        """
         return self.changed("loraserve_step_loading_delay_seconds_sum")

@@ -5,7 +5,8 @@
     export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
     python examples/openai_client.py [MODEL]
 
-Nothing here is special: OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="sk-lora-…") is the same client.
+Nothing here is special: OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="sk-lora-…") is the
+same client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Ask the base and every adapter the same thing at once, and watch the answers grow side by side out of one batch.
+"""Ask the base and every adapter the same thing at once,
+and watch the answers grow side by side out of one batch.
 
 loraserve demo                                      # in another terminal; it prints a key
 export LORASERVE_API_KEY=sk-lora-…                  # and LORASERVE_URL, where it isn't http://127.0.0.1:8000
@@ -16,7 +17,10 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 async def ask(client: AsyncClient, model: str, prompt: str, answers: dict[str, str]) -> None:
-    """Fill ``answers[model]`` piece by piece. One model's failure is its answer, and nobody else's."""
+    """Fill ``answers[model]`` piece by piece.
+
+    One model's failure is its answer, and nobody else's.
+    """
     try:
         stream = await client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": prompt}], max_tokens=64, temperature=0, stream=True

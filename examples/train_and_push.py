@@ -1,4 +1,5 @@
-"""Train a new adapter for the demo's base with PEFT (a minute on one core), push it, and ask it something.
+"""Train a new adapter for the demo's base with PEFT (a minute on one core), push it,
+and ask it something.
 
 pip install "loraserve[demo-train]"
 loraserve demo                                      # in another terminal; it prints a key

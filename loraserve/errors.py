@@ -1,6 +1,7 @@
 """Every error that loraserve raises on purpose.
 
-An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` maps a class to a status.
+An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` maps a class to a
+status.
 
     LoraserveError
     ├── ConfigError                 a flag, variable or file says something impossible
@@ -28,7 +29,7 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── OperationNotFound
     ├── Conflict                    the thing exists, or changed meanwhile
     │   ├── AlreadyExists
-    │   ├── UploadOffsetMismatch    a piece of a resumable upload doesn't begin where the last one ended
+    │   ├── UploadOffsetMismatch    a piece of an upload doesn't begin where the last one ended
     │   ├── UploadDigestMismatch    an upload's bytes aren't those it was announced with
     │   ├── PreconditionFailed      If-Match named another version
     │   └── IdempotencyKeyReused    the same Idempotency-Key came with another request
@@ -39,10 +40,10 @@ An error knows what went wrong, never how HTTP says it: `loraserve.api.errors` m
     │   └── AdapterNotFinite        NaN or infinity in the weights
     ├── AdapterUnavailable          a published adapter can't be served now
     │   ├── AdapterCorrupt          its bytes no longer hash to its digest
-    │   ├── AdapterNotReady         it wasn't on the device within the deadline: still loading, or no place was free
+    │   ├── AdapterNotReady         not on the device by the deadline: still loading, or no room
     │   ├── AdapterNumerics         its logits were not finite
     │   ├── AdapterQuarantined      its certificate failed, or its stored bytes were found damaged
-    │   ├── AdapterOfAnotherBase    it was made for another base than this server's; of `AdapterBaseMismatch`'s code
+    │   ├── AdapterOfAnotherBase    made for another base; has `AdapterBaseMismatch`'s code
     │   └── AdapterUnservable       it never can, on this base and device as this server was started
     │       └── AdapterTooLarge     it can never fit the memory budget
     ├── ModelError                  the base model can't be loaded
@@ -80,7 +81,8 @@ from collections.abc import Sequence
 class LoraserveError(Exception):
     """The root. `code` is stable and machine-readable; `hint` says what to do next.
 
-    `status_code` and `request_id` are None but on errors that came back from a server: the SDK sets them, nothing else does.
+    `status_code` and `request_id` are None but on errors that came back from a server: the SDK sets
+    them, nothing else does.
     """
 
     code: str = "internal_error"
@@ -203,7 +205,9 @@ class AlreadyExists(Conflict):
 
 
 class UploadOffsetMismatch(Conflict):
-    """`received` is how many bytes are durable: where the next piece should begin; None where the error came from afar."""
+    """`received` is how many bytes are durable: where the next piece should begin;
+    None where the error came from afar.
+    """
 
     code = "upload_offset_mismatch"
 
@@ -255,7 +259,9 @@ class AdapterUnavailable(LoraserveError):
 
 
 class AdapterCorrupt(AdapterUnavailable):
-    """`digest` is the version's, of a composition the damaged part's, and `blob` the one that is damaged; None where the error came from afar."""
+    """`digest` is the version's, of a composition the damaged part's, and `blob` the one that is
+    damaged; None where the error came from afar.
+    """
 
     code = "adapter_corrupt"
 
@@ -284,8 +290,8 @@ class AdapterQuarantined(AdapterUnavailable):
 class AdapterOfAnotherBase(AdapterUnavailable):
     """A published version isn't of the base that this server serves.
 
-    For clients it is the same finding as `AdapterBaseMismatch`, and has its `code`: of an upload the status is 422, of a version 409.
-    `param` names the version: ``sql@3``.
+    For clients it is the same finding as `AdapterBaseMismatch`, and has its `code`: of an upload
+    the status is 422, of a version 409. `param` names the version: ``sql@3``.
     """
 
     code = "adapter_base_mismatch"
@@ -365,7 +371,9 @@ class EngineUnavailable(EngineError):
 
 
 class EngineDied(EngineUnavailable):
-    """For clients the same as its parent, and of the same `code`; what was asked for may be what killed it."""
+    """For clients the same as its parent, and of the same `code`;
+    what was asked for may be what killed it.
+    """
 
 
 class DeadlineExceeded(EngineError):
@@ -419,7 +427,8 @@ class UnexpectedAnswer(ClientError):
 
 
 def error_from_code(code: str, message: str) -> LoraserveError:
-    """Return an error of the class that has this code: how an error comes back from another process. Unknown codes give the root.
+    """Return an error of the class that has this code: how an error comes back from another
+    process. Unknown codes give the root.
 
     Of two classes with one code it is the one that the tree names first.
     """

@@ -17,10 +17,15 @@ class Limits:
     max_header_bytes: int = 16 * KIB
     max_headers: int = 100
     max_trailer_bytes: int = 8 * KIB
-    """Bytes between two of a chunked body's own, or after its last: sizes, extensions, trailers (which are dropped)."""
+    """Bytes between two of a chunked body's own, or after its last: sizes, extensions,
+    trailers (which are dropped).
+    """
     max_json_depth: int = 32
     max_json_containers: int = 16_384
-    """Objects and arrays in one body. A body of nothing else takes a second to read, and nothing else runs for half of it."""
+    """Objects and arrays in one body.
+
+    A body of nothing else takes a second to read, and nothing else runs for half of it.
+    """
     max_connections: int = 8192
     max_unproven_requests: int = 4096
     """Requests whose key isn't looked at yet, by address."""
@@ -33,8 +38,9 @@ class Limits:
     max_body_bytes_in_flight: int = 128 * MIB
     """Bytes of all live requests' bodies, as far as they are in memory."""
     share_of_free: float = 1.0
-    """Most that a tenant (an address, before the key is proven) may have of each of these and of uploads and downloads,
-    as a multiple of what is free."""
+    """Most that a tenant (an address, before the key is proven) may have of each of these and of
+    uploads and downloads, as a multiple of what is free.
+    """
     # inference
     max_prompt_bytes: int = 1 * MIB
     max_n: int = 16
@@ -60,7 +66,9 @@ class Limits:
     """After which an hour's comparison is forgotten."""
     stalled_reader_s: float = 30.0
     min_body_bytes_per_s: int = 16 * KIB
-    """Pace of a request's body: one that has fallen behind by stalled_reader_s ends, however fast it began."""
+    """Pace of a request's body: one that has fallen behind by stalled_reader_s ends,
+    however fast it began.
+    """
     min_read_bytes_per_s: int = 4 * KIB
     """Pace of an answer that waits for its reader, by the same measure."""
     # adapters
@@ -76,9 +84,13 @@ class Limits:
     max_adapter_regex_bytes: int = 1 * MIB
     """What one may take once it is compiled."""
     max_adapter_regex_steps: int = 1_000_000
-    """Steps of a config's regexes that RE2 doesn't take, on all names of the base's modules in all: about a second."""
+    """Steps of a config's regexes that RE2 doesn't take,
+    on all names of the base's modules in all: about a second.
+    """
     max_factors_bytes: int = 1 * GIB
-    """Of the float32 factors that an adapter of a kind other than LoRA is unfolded to: a small file can hold a large update."""
+    """Of the float32 factors that an adapter of a kind other than LoRA is unfolded to: a small file
+    can hold a large update.
+    """
     max_scaling: float = 1e4
     max_delta: float = 65504.0
     """Bound on scaling · B A, element by element: what half precision can hold."""
@@ -86,9 +98,13 @@ class Limits:
     """Running or waiting for their turn."""
     verification_timeout_s: float = 120.0
     late_certificates_interval_s: float = 60.0
-    """How often versions are looked for that were published without a certificate, since the engine was away."""
+    """How often versions are looked for that were published without a certificate,
+    since the engine was away.
+    """
     adapter_load_deadline_s: float = 60.0
-    """For so long a request waits for its adapter: for its load, or for a place when everything on the device is in use."""
+    """For so long a request waits for its adapter: for its load,
+    or for a place when everything on the device is in use.
+    """
     max_composition_terms: int = 8
     max_composition_weight: float = 10.0
     """Of a term, either way of zero, and of what the weights of one version add up to."""
@@ -118,18 +134,23 @@ class Limits:
     max_tags: int = 64
     max_tag_value_length: int = 256
     pin_sync_s: float = 2.0
-    """How often a server compares what its engine keeps on the device with what operators have pinned, on whichever server."""
+    """How often a server compares what its engine keeps on the device with what operators have
+    pinned, on whichever server.
+    """
     max_listed_models: int = 10_000
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8
     stalled_upload_s: float = 5.0
-    """Time behind min_body_bytes_per_s at which an upload gives its place to a tenant that has none, when there is no
-    other place."""
+    """Time behind min_body_bytes_per_s at which an upload gives its place to a tenant that has
+    none, when there is no other place.
+    """
     max_concurrent_verifications_per_tenant: int = 2
     max_open_uploads_per_tenant: int = 64
     """Resumable ones that have neither expired nor been deleted, nor been published."""
     upload_chunk_bytes: int = 16 * MIB
-    """After so many bytes of a resumable upload they are durable: what a broken connection can lose."""
+    """After so many bytes of a resumable upload they are durable:
+    what a broken connection can lose.
+    """
     max_upload_chunks: int = 4096
     """Of one resumable upload: it isn't made of crumbs."""
     upload_ttl_s: float = 86_400.0
@@ -138,13 +159,17 @@ class Limits:
     """Between a blob's being found needless and its end: longer than any publish takes."""
     gc_interval_s: float = 1800.0
     gc_mark_s: float = 300.0
-    """After so long a blob that a killed server was deleting is no longer taken to be: longer than a store takes for one."""
+    """After so long a blob that a killed server was deleting is no longer taken to be:
+    longer than a store takes for one.
+    """
     max_concurrent_operations: int = 4
     """Of one server: pulls."""
     pull_grace_s: float = 60.0
     """What a pull may wait for its source beyond what its bytes take at min_pull_bytes_per_s."""
     min_pull_bytes_per_s: int = 256 * KIB
-    """Of a pull on the whole, after its grace: a source that sends a byte now and then holds no place. max_upload_bytes take 2.3 hours at most."""
+    """Of a pull on the whole, after its grace: a source that sends a byte now and then holds no
+    place. max_upload_bytes take 2.3 hours at most.
+    """
     max_operations_per_tenant: int = 1000
     """Kept: the oldest that have ended make room."""
     operation_heartbeat_s: float = 2.0
@@ -157,7 +182,9 @@ class Limits:
     idempotency_ttl_s: float = 86_400.0
     # metering
     usage_journal_s: float = 0.25
-    """After so long at most, what a client was given is in the server's journal, which a kill leaves whole; at the end of an answer, before its last piece."""
+    """After so long at most, what a client was given is in the server's journal, which a kill
+    leaves whole; at the end of an answer, before its last piece.
+    """
     usage_flush_s: float = 1.0
     """And after so long in the database."""
     max_usage_journal_bytes: int = 4 * MIB

@@ -83,7 +83,8 @@ Names = Annotated[
 class Settings(BaseSettings):
     """The settings of ``loraserve serve``, complete and checked. Make them with `Settings.load`.
 
-    Every field is the flag ``--field-name``, the variable ``LORASERVE_FIELD_NAME`` and the key ``field_name`` of the TOML file.
+    Every field is the flag ``--field-name``, the variable ``LORASERVE_FIELD_NAME`` and the key
+    ``field_name`` of the TOML file.
     """
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
@@ -101,11 +102,14 @@ class Settings(BaseSettings):
     model: str = Field(min_length=1)
     """A directory in Hugging Face's layout, or a Hugging Face id."""
     model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
-    """Name of the base in requests' `model`. Default: the directory's name, or the Hugging Face
-    id."""
+    """Name of the base in requests' `model`.
+
+    Default: the directory's name, or the Hugging Face id.
+    """
     base_names: Names = ()
     """Other names of the base that adapters' configs may carry without a warning, separated by
-    commas."""
+    commas.
+    """
     strict_base: bool = False
     """Reject adapters whose config names another base, instead of a warning."""
     host: str = Field(default="127.0.0.1", min_length=1)
@@ -115,22 +119,27 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("loraserve")))
     """Directory of the SQLite registry and the adapters' files. Default: the user's data folder."""
     database_url: str | None = None
-    """Database of the registry: sqlite:///… or postgresql://…. Default: SQLite in the data
-    directory."""
+    """Database of the registry: sqlite:///… or postgresql://….
+
+    Default: SQLite in the data directory.
+    """
     store_url: str | None = None
     """Store of the adapters' files: file:///… or s3://…. Default: the data directory."""
     retention_s: float = Field(default=7 * 86_400.0, ge=0, le=10 * 365 * 86_400.0)
     """How long deleted adapters can be restored; their files are collected after that."""
     pull_allow: Patterns = ()
-    """Sources that admins may pull adapters from: hf://ORG/*, s3://BUCKET/PREFIX/*. Default:
-    none."""
+    """Sources that admins may pull adapters from: hf://ORG/*, s3://BUCKET/PREFIX/*.
+
+    Default: none.
+    """
     admin_key: SecretStr | None = None
     """The first admin key, of 32 characters or more. Default: one is made and printed."""
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM."""
     engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)
     """Replace an engine that makes no progress for this long; four times as long while it loads the
-    base."""
+    base.
+    """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""
 
@@ -142,24 +151,32 @@ class Settings(BaseSettings):
     """Format that a float checkpoint's linears are rounded to while loading; none: as stored."""
     activation_dtype: Literal["auto", "int8", "float"] = "auto"
     """Activations that int8 linears multiply on a CPU: rounded to int8, or float. auto: int8 with
-    --quantize, float for checkpoints that hold int8 weights."""
+    --quantize, float for checkpoints that hold int8 weights.
+    """
     memory_budget: Size | None = None
-    """Memory for KV blocks and adapters together. Default: 8GiB on a CPU, all free memory on a
-    GPU."""
+    """Memory for KV blocks and adapters together.
+
+    Default: 8GiB on a CPU, all free memory on a GPU.
+    """
     memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may use in all, if no budget is given."""
     adapter_dtype: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """Data type of adapters in memory; auto: on a GPU the activations', on a CPU as stored. fp32 is
-    for CPUs."""
+    for CPUs.
+    """
     adapter_rank_error: float | None = Field(default=None, gt=0, lt=1)
     """Reduce each module of an adapter to the fewest ranks within this relative (Frobenius) error,
-    e.g. 0.01. Default: keep all ranks."""
+    e.g. 0.01. Default: keep all ranks.
+    """
     max_adapter_loss: float | None = Field(default=None, ge=0, le=1)
-    """Reject adapters whose precision loss in any module exceeds this value, e.g. 0.02. Default:
-    reject none."""
+    """Reject adapters whose precision loss in any module exceeds this value, e.g. 0.02.
+
+    Default: reject none.
+    """
     certify: Literal["at-upload", "on-request"] = "at-upload"
     """When adapters are certified: uploads wait for a pass over the base's weights, or `adapter
-    verify` runs it."""
+    verify` runs it.
+    """
     cuda_graphs: bool = True
     """Capture a GPU's decode steps as CUDA graphs."""
     host_cache: Size = 4 * GIB
@@ -182,7 +199,8 @@ class Settings(BaseSettings):
         """Load and check the settings; a flag that is None wasn't given.
 
         Raises:
-            ConfigError: a flag, a variable or a key is unknown, missing or impossible. The message says which, and where it came from.
+            ConfigError: a flag, a variable or a key is unknown, missing or impossible. The message
+                says which, and where it came from.
         """
         given = {name: value for name, value in flags.items() if value is not None}
         _refuse_unknown_variables(cls)
@@ -226,7 +244,9 @@ class Settings(BaseSettings):
         return path.resolve().name if path.is_dir() else self.model
 
     def engine_config(self, model_dir: str | Path) -> EngineConfig:
-        """Return the engine's configuration. The engine resolves ``auto``: the server's process knows no devices.
+        """Return the engine's configuration.
+
+        The engine resolves ``auto``: the server's process knows no devices.
 
         Raises:
             ConfigError: flags that contradict each other.

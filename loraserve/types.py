@@ -1,4 +1,7 @@
-"""The values that cross packages. Immutable, comparable, and able to travel between processes (msgspec)."""
+"""The values that cross packages.
+
+Immutable, comparable, and able to travel between processes (msgspec).
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,11 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AdapterRef(Struct, frozen=True):
-    """One immutable adapter version, as the engine needs it: its identity and the blobs that hold it.
+    """One immutable adapter version, as the engine needs it:
+    its identity and the blobs that hold it.
 
-    `digest` is the identity (caches, KV prefixes and pins use it); `name` and `version` are for people.
+    `digest` is the identity (caches, KV prefixes and pins use it); `name` and `version` are for
+    people.
     """
 
     tenant: TenantId
@@ -44,9 +49,11 @@ class AdapterPart(Struct, frozen=True):
 
 
 class Certificate(Struct, frozen=True):
-    """How far an adapter's answers on this engine are from those of a plain float32 evaluation of it on the same (dequantised) base.
+    """How far an adapter's answers on this engine are from those of a plain float32 evaluation of
+    it on the same (dequantised) base.
 
-    Differences are of logits, over all tokens of the vocabulary at every probe position, the adapter alone and in a mixed batch.
+    Differences are of logits, over all tokens of the vocabulary at every probe position, the
+    adapter alone and in a mixed batch.
     """
 
     verdict: str
@@ -54,7 +61,9 @@ class Certificate(Struct, frozen=True):
     max_difference: float
     mean_difference: float
     base_difference: float
-    """The largest of the base alone, which has no part in the verdict on an adapter but in its bound."""
+    """The largest of the base alone, which has no part in the verdict on an adapter but in its
+    bound.
+    """
     tolerance: float
     """What `max_difference` must not pass."""
     max_effect: float
@@ -62,13 +71,18 @@ class Certificate(Struct, frozen=True):
     top1_agreement: float
     """The part of probe positions at which the two have the same likeliest token."""
     precision_loss: float
-    """The largest relative error, over the adapter's modules, of ``B A`` as it is served against as it was uploaded."""
+    """The largest relative error, over the adapter's modules,
+    of ``B A`` as it is served against as it was uploaded.
+    """
     num_probe_tokens: int
     seconds: float
     reason: str = ""
     """Why it failed, for people."""
     base_digest: str = ""
-    """The digest of the base that it holds for. Empty, like the four below, in certificates of releases that didn't say."""
+    """The digest of the base that it holds for.
+
+    Empty, like the four below, in certificates of releases that didn't say.
+    """
     quantization: str = ""
     """`BaseSpec.quantization` of that base."""
     arithmetic: str = ""
@@ -91,21 +105,30 @@ class BaseSpec(Struct, frozen=True):
     """The logits' width: every token id in a request is below it."""
     max_model_len: int
     modules: Mapping[str, tuple[int, int]]
-    """Module's short name (``q_proj``) → (out_features, in_features). ``lm_head`` and ``embed_tokens``, taken for a linear of one-hot rows, are among them."""
+    """Module's short name (``q_proj``) → (out_features, in_features).
+
+    ``lm_head`` and ``embed_tokens``, taken for a linear of one-hot rows, are among them.
+    """
     module_paths: Mapping[str, str]
-    """Module's short name → its path inside a layer (``self_attn.q_proj``); of ``lm_head`` and ``embed_tokens``, which are in none, the whole path."""
+    """Module's short name → its path inside a layer (``self_attn.q_proj``); of ``lm_head`` and
+    ``embed_tokens``, which are in none, the whole path.
+    """
     layers_path: str
     """Where the layers are in the checkpoint: ``model.layers``."""
     eos_token_ids: tuple[int, ...]
     dtype: str
     quantization: str
     arithmetic: str = ""
-    """How the linears multiply, by the names of `loraserve_kernels.common.arithmetic`: ``w8a8-row``; several joined by ``+``, those of the layers before the head's.
-    Empty, like the three below, where no weight was loaded."""
+    """How the linears multiply, by the names of `loraserve_kernels.common.arithmetic`:
+    ``w8a8-row``; several joined by ``+``, those of the layers before the head's. Empty, like the
+    three below, where no weight was loaded.
+    """
     kernels: str = ""
     """Kernels that multiply so: ``onednn-u8``; several joined likewise."""
     instructions: str = ""
-    """The widest instruction sets that those may use: ``avx512_core_vnni``; several joined likewise."""
+    """The widest instruction sets that those may use: ``avx512_core_vnni``;
+    several joined likewise.
+    """
     device: str = ""
     """cpu or cuda."""
     num_parameters: int = 0
@@ -113,8 +136,10 @@ class BaseSpec(Struct, frozen=True):
     biased_modules: tuple[str, ...] = ()
     """Those of `modules` that have a bias in this base."""
     norm_paths: Mapping[str, str] = {}
-    """Norm that an adapter may have a weight of its own for (`attention_norm`, `mlp_norm`: what a layer's linears read; `attention_out_norm`, `mlp_out_norm`: what their outputs
-    pass before they are added; `norm`: what the head reads) → its path: inside a layer, but for `norm`."""
+    """Norm that an adapter may have a weight of its own for (`attention_norm`, `mlp_norm`: what a
+    layer's linears read; `attention_out_norm`, `mlp_out_norm`: what their outputs pass before they
+    are added; `norm`: what the head reads) → its path: inside a layer, but for `norm`.
+    """
     norm_offset: float = 0.0
     """What is added to a norm's stored weight."""
     is_head_tied: bool = False
@@ -122,8 +147,9 @@ class BaseSpec(Struct, frozen=True):
 
 
 class KernelChoice(Struct, frozen=True):
-    """Kernel that computes a CPU's linears of one format and of about one shape; an engine that follows another
-    computes with the same."""
+    """Kernel that computes a CPU's linears of one format and of about one shape; an engine that
+    follows another computes with the same.
+    """
 
     format: str
     out_features: int
@@ -139,7 +165,9 @@ class Rounding(Struct, frozen=True):
     top1_agreement: float
     """The part of positions at which the two have the same likeliest token."""
     mean_difference: float
-    """Mean of the absolute differences of the log probability (natural) of the text's own next token."""
+    """Mean of the absolute differences of the log probability (natural)
+    of the text's own next token.
+    """
     max_difference: float
     """The largest of those."""
     mean_divergence: float
@@ -159,8 +187,9 @@ class RoundingCost(Struct, frozen=True):
     device: str
     num_positions: int
     weights: Rounding
-    """Cost of the weights as they are multiplied, against the checkpoint's, both in float32: nothing where the
-    checkpoint is quantized already."""
+    """Cost of the weights as they are multiplied, against the checkpoint's, both in float32:
+    nothing where the checkpoint is quantized already.
+    """
     activations: Rounding
     """Cost in the engine's own answers, against the same weights in float32."""
     total: Rounding
@@ -180,7 +209,10 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(Struct, frozen=True):
-    """How to choose tokens. Ranges are checked at the API's edge; the engine takes them as they are."""
+    """How to choose tokens.
+
+    Ranges are checked at the API's edge; the engine takes them as they are.
+    """
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -194,7 +226,9 @@ class SamplingParams(Struct, frozen=True):
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = {}
     seed: int = 0
-    """The uniform number of a token is a hash of (seed, position): always set, drawn by the API when the caller gives none."""
+    """The uniform number of a token is a hash of (seed, position): always set, drawn by the API
+    when the caller gives none.
+    """
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -203,7 +237,10 @@ class SamplingParams(Struct, frozen=True):
 
 
 class TokenLogprobs(Struct, frozen=True):
-    """The sampled (or given) token's log probability, and the likeliest tokens, best first. Natural log, of the raw model's distribution."""
+    """The sampled (or given) token's log probability, and the likeliest tokens, best first.
+
+    Natural log, of the raw model's distribution.
+    """
 
     token_id: int
     logprob: float
@@ -228,7 +265,9 @@ class TokenOutput(Struct, frozen=True):
     queue_s: float = 0.0
     adapter_s: float = 0.0
     prefill_s: float = 0.0
-    """Seconds spent waiting in the queue, waiting for the adapter, and in prefill; sent with the first token."""
+    """Seconds spent waiting in the queue, waiting for the adapter, and in prefill;
+    sent with the first token.
+    """
 
 
 TIME_BOUNDS_S: tuple[float, ...] = (
@@ -236,14 +275,21 @@ TIME_BOUNDS_S: tuple[float, ...] = (
     *(0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0),
 )
-"""Seconds up to and with which a bucket of `Histogram` counts, ascending: from what a step's bookkeeping takes to the longest that a request may wait."""
+"""Seconds up to and with which a bucket of `Histogram` counts, ascending: from what a step's
+bookkeeping takes to the longest that a request may wait.
+"""
 
 
 class Histogram(Struct, frozen=True):
-    """How long something took, and how often. Its buckets are `TIME_BOUNDS_S`, whatever is measured: their number never changes."""
+    """How long something took, and how often.
+
+    Its buckets are `TIME_BOUNDS_S`, whatever is measured: their number never changes.
+    """
 
     counts: tuple[int, ...] = (0,) * (len(TIME_BOUNDS_S) + 1)
-    """Of each bucket by itself, not of those below it too; the last is of what was longer than every bound."""
+    """Of each bucket by itself, not of those below it too;
+    the last is of what was longer than every bound.
+    """
     sum_s: float = 0.0
 
     @property
@@ -274,9 +320,13 @@ class AdapterResidency(Struct, frozen=True):
     dtype: str = ""
     """What its matrices are held in: fp32, bf16, fp16, int8; empty while it's being read."""
     precision_loss: float | None = None
-    """The largest relative error, over its modules, of its update as it is held against as it was uploaded; None while it's being read."""
+    """The largest relative error, over its modules, of its update as it is held against as it was
+    uploaded; None while it's being read.
+    """
     uses_per_s: float | None = None
-    """Uses per second of late, older ones counting less and less; None where they aren't counted."""
+    """Uses per second of late, older ones counting less and less;
+    None where they aren't counted.
+    """
 
 
 class EngineStats(Struct, frozen=True):
@@ -288,7 +338,9 @@ class EngineStats(Struct, frozen=True):
     num_waiting_for_adapter: int = 0
     num_preemptions: int = 0
     num_fair_preemptions: int = 0
-    """Of those, for the sake of a tenant that had less than its part, or by one that held more than it may."""
+    """Of those, for the sake of a tenant that had less than its part,
+    or by one that held more than it may.
+    """
     num_timeouts: int = 0
     """Requests that ended since their own time was over."""
     num_tenants: int = 0
@@ -301,7 +353,9 @@ class EngineStats(Struct, frozen=True):
     prefix_tokens_hit: int = 0
     prefix_tokens_queried: int = 0
     base_prefix_tokens_hit: int = 0
-    """Of those found for an activated adapter's requests, the ones before it acts: any other request of the tenant may have computed them."""
+    """Of those found for an activated adapter's requests, the ones before it acts: any other
+    request of the tenant may have computed them.
+    """
     prompt_tokens: int = 0
     generation_tokens: int = 0
     device_adapters: int = 0
@@ -333,9 +387,13 @@ class EngineStats(Struct, frozen=True):
     device_load_s: Histogram = Histogram()
     """From an adapter's place on the device to its being usable there."""
     adapter_wait_s: Histogram = Histogram()
-    """Seconds that each request for an adapter waited for it, 0 where it was there; of those too that ended waiting."""
+    """Seconds that each request for an adapter waited for it, 0 where it was there;
+    of those too that ended waiting.
+    """
     step_adapter_s: Histogram = Histogram()
-    """Seconds of each step that its thread spent on adapters' behalf: taking loads in, giving places, asking."""
+    """Seconds of each step that its thread spent on adapters' behalf: taking loads in,
+    giving places, asking.
+    """
     device_bytes: int = 0
     """The budget that KV blocks and adapters share."""
     kv_bytes_used: int = 0

@@ -1,7 +1,7 @@
 """What tests of several packages share.
 
-Databases: SQLite always, PostgreSQL too when LORASERVE_TEST_POSTGRES_URL names a server (tests/postgres.sh). Uploads: the two files
-of a tiny PEFT adapter, and the base that it fits.
+Databases: SQLite always, PostgreSQL too when LORASERVE_TEST_POSTGRES_URL names a server
+(tests/postgres.sh). Uploads: the two files of a tiny PEFT adapter, and the base that it fits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def migrated_postgres() -> Iterator[str]:
-    """The URL of a PostgreSQL database that the real migrations made, for one test after the other."""
+    """The URL of a PostgreSQL database that the real migrations made,
+    for one test after the other.
+    """
     if POSTGRES_URL is None:
         pytest.skip("LORASERVE_TEST_POSTGRES_URL isn't set")
     name = f"test_{uuid.uuid4().hex}"
@@ -67,7 +69,9 @@ def migrated_postgres() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def make_postgres_url() -> Iterator[Callable[[], str]]:
-    """A function that makes a PostgreSQL database without a table, for servers that a module's tests share, and returns its URL."""
+    """A function that makes a PostgreSQL database without a table, for servers that a module's
+    tests share, and returns its URL.
+    """
     if POSTGRES_URL is None:
         pytest.skip("LORASERVE_TEST_POSTGRES_URL isn't set")
     names: list[str] = []
@@ -139,7 +143,9 @@ def small_base() -> BaseSpec:
 
 @pytest.fixture
 def make_upload() -> Callable[..., tuple[bytes, bytes]]:
-    """A function that makes (adapter_config.json, adapter_model.safetensors) for `small_base`; another seed, other weights."""
+    """A function that makes (adapter_config.json, adapter_model.safetensors) for `small_base`;
+    another seed, other weights.
+    """
 
     def make(seed: int = 0, rank: int = 2, *, hidden_size: int = 8, fill: float | None = None) -> tuple[bytes, bytes]:
         rng = np.random.default_rng(seed)

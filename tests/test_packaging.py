@@ -1,5 +1,6 @@
-"""The wheel holds everything that an installation needs, and nothing that would overwrite another's package; neither does an
-editable installation, whose types are found too."""
+"""The wheel holds everything that an installation needs, and nothing that would overwrite another's
+package; neither does an editable installation, whose types are found too.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def run_installed(wheel: Path, code: str) -> str:
     if not installed.exists():
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(installed)
-    # Without site (-S) the checkout's editable hook isn't loaded; the libraries are named by their path instead.
+    # Without site (-S) the checkout's editable hook isn't loaded; the libraries are named by their
+    # path instead.
     paths = [str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "HOME": str(wheel.parent)}
     done = subprocess.run(
@@ -123,7 +125,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def editable_python(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment where `checkout` is installed as by `pip install -e`, with this environment's libraries."""
+    """The Python of a new environment where `checkout` is installed as by `pip install -e`, with
+    this environment's libraries.
+    """
     folder = tmp_path_factory.mktemp("editable")
     build = "import sys; from hatchling.build import build_editable; print(build_editable(sys.argv[1]))"
     for command, cwd in (
@@ -136,7 +140,8 @@ def editable_python(checkout: Path, tmp_path_factory: pytest.TempPathFactory) ->
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site_packages)
-    # Path files in a folder that a path file names aren't read: this environment's own installation stays unseen.
+    # Path files in a folder that a path file names aren't read: this environment's own installation
+    # stays unseen.
     (site_packages / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     return folder / "venv" / "bin" / "python"
 

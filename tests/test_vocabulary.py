@@ -1,6 +1,8 @@
-"""One language, the field's: words of an earlier, private one don't come back, and docstrings read as sentences.
+"""One language, the field's: words of an earlier, private one don't come back,
+and docstrings read as sentences.
 
-A ratchet: each count may fall and never rise. Where a test fails because a count fell, lower the bound in the same commit.
+A ratchet: each count may fall and never rise. Where a test fails because a count fell, lower the
+bound in the same commit.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ _OPENERS = (
     "whoever whom whose why with within without"
 )
 OPENERS = frozenset(_OPENERS.split())
-"""First words that begin a fragment. `Whether` is for properties, whose docstring is a noun phrase; it counts where a function has it."""
+"""First words that begin a fragment.
+
+`Whether` is for properties, whose docstring is a noun phrase; it counts where a function has it.
+"""
 
 PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody|someone|anybody|anyone)\b", re.IGNORECASE)
 """Words for people. A request, a thread or a tensor is *it*."""
@@ -78,7 +83,9 @@ def sources() -> dict[Path, str]:
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str, ast.AST | None]]:
-    """Give the docstrings of a module: of modules, classes and functions, and of attributes (whose node is None)."""
+    """Give the docstrings of a module: of modules, classes and functions,
+    and of attributes (whose node is None).
+    """
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -103,7 +110,9 @@ def is_fragment(text: str, node: ast.AST | None) -> bool:
 
 
 def is_function(node: ast.AST | None) -> bool:
-    """Return whether the node is a function that isn't a property: a property's docstring may be a noun phrase."""
+    """Return whether the node is a function that isn't a property:
+    a property's docstring may be a noun phrase.
+    """
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return False
     return not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)

@@ -1,7 +1,9 @@
-"""Generate `loraserve/sdk/_sync` from `loraserve/sdk/_async`; with ``--check``, fail unless it is current.
+"""Generate `loraserve/sdk/_sync` from `loraserve/sdk/_async`; with ``--check``,
+fail unless it is current.
 
-Every ``await`` and ``async`` goes, and each name of NAMES and each ``Async…`` or ``async_…`` name gets its blocking
-counterpart, in docstrings too. ruff then formats the result, so that its lines are as if written by hand.
+Every ``await`` and ``async`` goes, and each name of NAMES and each ``Async…`` or ``async_…`` name
+gets its blocking counterpart, in docstrings too. ruff then formats the result, so that its lines
+are as if written by hand.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 
 SDK = Path(__file__).parents[1] / "loraserve" / "sdk"
 SOURCE, TARGET = SDK / "_async", SDK / "_sync"
-HEADER = "# Generated from loraserve/sdk/_async/{name} by tools/generate_sync_sdk.py (make sdk): don't edit.\n"
+HEADER = "# Generated from loraserve/sdk/_async/{name} by `make sdk`: don't edit.\n"
 RUFF = (str(Path(sys.executable).with_name("ruff")),)
 
 PHRASES = {
@@ -37,7 +39,8 @@ PATTERNS = (
 def to_sync(text: str) -> str:
     """Return the blocking counterpart of a module's text, not formatted yet."""
     for awaiting, blocking in PHRASES.items():
-        text = text.replace(awaiting, blocking)
+        words = r"\s+".join(map(re.escape, awaiting.split()))
+        text = re.sub(words, blocking, text)
     for pattern, replacement in PATTERNS:
         text = pattern.sub(replacement, text)
     return text

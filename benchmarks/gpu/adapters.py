@@ -1,4 +1,6 @@
-"""Random adapters in a paged pool on the device: few with weights that are known exactly, to check; or many at once, to measure."""
+"""Random adapters in a paged pool on the device: few with weights that are known exactly, to check;
+or many at once, to measure.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ def exact_modules(
     has_more: Container[str] = (),
     strength: float = 1.0,
 ) -> list[LoraModule]:
-    """Modules on the CPU whose weights `stored` holds without rounding: int8 with the scales that it will choose.
+    """Modules on the CPU whose weights `stored` holds without rounding:
+    int8 with the scales that it will choose.
 
     Args:
-        has_more: modules with a δ; with a shift, but for the embedding; and with some rows in the place of the base's, at the head and the embedding.
+        has_more: modules with a δ; with a shift, but for the embedding; and with some rows in the
+            place of the base's, at the head and the embedding.
         strength: a power of two.
     """
     by_module = dict.fromkeys((m for m in MODULES if m in shapes), ranks) if isinstance(ranks, int) else ranks
@@ -200,7 +204,9 @@ def _on_device(modules: Sequence[LoraModule], device: torch.device) -> dict[tupl
 
 
 class SiteAdapters:
-    """Many adapters of one site over several layers, whose weights are drawn on the device. No two share memory.
+    """Many adapters of one site over several layers, whose weights are drawn on the device.
+
+    No two share memory.
 
     Attributes:
         slots: of the adapters, in the order of their ranks.
@@ -210,7 +216,9 @@ class SiteAdapters:
     def __init__(
         self, machine: Machine, site: str, shape: SiteShape, ranks: Sequence[int], num_layers: int, dtype: torch.dtype
     ) -> None:
-        """Ranks must divide the largest: then each page holds whole layers, and every matrix is contiguous."""
+        """Ranks must divide the largest: then each page holds whole layers,
+        and every matrix is contiguous.
+        """
         self.site, self.ranks, self.num_layers, self._dtype = site, list(ranks), num_layers, dtype
         shapes = {name: (out, shape.in_features) for name, out in zip(SITES[site], shape.out_features, strict=True)}
         page = max(ranks) * shape.weights_per_rank * dtype.itemsize
@@ -244,7 +252,10 @@ class SiteAdapters:
         return replace(pages, pages=pages.pages.to(device))
 
     def matrices(self, adapter: int, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Views of each slice's A [rank, in] and B transposed [rank, out]. B A is multiplied by 0.5."""
+        """Views of each slice's A [rank, in] and B transposed [rank, out].
+
+        B A is multiplied by 0.5.
+        """
         found = []
         for i, name in enumerate(SITES[self.site]):
             out_features, in_features = self.pool.module_shapes[MODULE_INDEX[name]]

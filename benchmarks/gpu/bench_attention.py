@@ -1,4 +1,6 @@
-"""One layer's attention: decode steps by rows and contexts, chunks, mixed steps; beside torch's varlen where that can answer."""
+"""One layer's attention: decode steps by rows and contexts, chunks, mixed steps; beside torch's
+varlen where that can answer.
+"""
 
 from __future__ import annotations
 

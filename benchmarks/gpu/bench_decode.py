@@ -1,4 +1,6 @@
-"""Whole decode steps of an 8B shape: bases in bf16, int8 and int4, by rows and adapters, through the decoder and the graphs that the engine runs."""
+"""Whole decode steps of an 8B shape: bases in bf16, int8 and int4, by rows and adapters, through
+the decoder and the graphs that the engine runs.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class World:
         return timing.us / 1e3 if timing else None
 
     def loop_ms(self, row_slots: Sequence[int], num_steps: int) -> float | None:
-        """A step's time among steps that follow each other as an engine launches them; None in a dry run."""
+        """A step's time among steps that follow each other as an engine launches them;
+        None in a dry run.
+        """
         self.loop(row_slots, 2)
         if not self.machine.is_timing:
             return None
@@ -94,7 +98,8 @@ class World:
 
     @torch.inference_mode()
     def loop(self, row_slots: Sequence[int], num_steps: int, after: Callable[[], None] = lambda: None) -> None:
-        """Launch steps with two in flight: the host takes a step's tokens after it has launched the next.
+        """Launch steps with two in flight: the host takes a step's tokens after it has launched the
+        next.
 
         Args:
             after: called behind each launch.
@@ -106,7 +111,8 @@ class World:
         params = [SamplingParams(temperature=i % 2 * 0.8, top_p=0.95, seed=i) for i in range(count)]
         last = [7] * count
         for step in range(num_steps):
-            # what the step before the last was described in and answered into is free again, also across loops
+            # what the step before the last was described in and answered into is free again, also
+            # across loops
             turn, self._turn = self._turn, 1 - self._turn
             if (event := self._events[turn]) is not None:
                 event.synchronize()
@@ -136,7 +142,9 @@ def zero_modules(shapes: dict[str, tuple[int, int]], num_layers: int, rank: int)
 def make_pool(
     machine: Machine, shapes: dict[str, tuple[int, int]], num_layers: int, count: int, dtype: torch.dtype
 ) -> tuple[PagedPool, list[int]]:
-    """A pool with so many random adapters of `RANK` on all seven linears, in pages of the engine's size; their slots."""
+    """A pool with so many random adapters of `RANK` on all seven linears,
+    in pages of the engine's size; their slots.
+    """
     page = 4096 if machine.is_tiny else PAGE_BYTES
     modules = zero_modules(shapes, num_layers, RANK)
     pages = make_pages(modules, num_layers=num_layers, module_shapes=shapes, page_num_bytes=page, dtype=dtype)

@@ -1,4 +1,6 @@
-"""Shrink and expand alone, over sites, ranks, rows and adapters; beside a torch loop, and other projects' kernels where there is a folder of them."""
+"""Shrink and expand alone, over sites, ranks, rows and adapters; beside a torch loop, and other
+projects' kernels where there is a folder of them.
+"""
 
 from __future__ import annotations
 

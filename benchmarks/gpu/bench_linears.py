@@ -1,4 +1,6 @@
-"""Base linears alone, by format and rows; and with adapters: the linear and then LoRA, or both with the expand in the linear's epilogue."""
+"""Base linears alone, by format and rows; and with adapters: the linear and then LoRA, or both with
+the expand in the linear's epilogue.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How long an adapter takes from packed, pinned memory to where steps may use it, and what that does to the steps that run meanwhile."""
+"""How long an adapter takes from packed, pinned memory to where steps may use it, and what that
+does to the steps that run meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Loading:
         return took
 
     def step_times_ms(self, *, with_loads: bool) -> tuple[list[float], int]:
-        """Milliseconds from the end of each step to that of the next; how many adapters landed meanwhile."""
+        """Milliseconds from the end of each step to that of the next;
+        how many adapters landed meanwhile.
+        """
         is_cuda, marks = self.machine.device.type == "cuda", []
         placed: PlacedAdapter | None = None
         started_s, turn, num_loads = 0.0, 0, 0

@@ -1,4 +1,6 @@
-"""Tokens a second of decode steps in which every row has an adapter: our decoder, and transformers with PEFT's mixed batch, for the same shape."""
+"""Tokens a second of decode steps in which every row has an adapter: our decoder, and transformers
+with PEFT's mixed batch, for the same shape.
+"""
 
 from __future__ import annotations
 

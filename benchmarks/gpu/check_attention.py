@@ -1,4 +1,6 @@
-"""Attention on the device: decode rows, chunks, both in one call, sliding windows; alone and in company; by torch's varlen where it can answer."""
+"""Attention on the device: decode rows, chunks, both in one call, sliding windows; alone and in
+company; by torch's varlen where it can answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weight-only linears on the device: every format, few rows and many, odd shapes, biases, float32 out; with LoRA's expand in the epilogue."""
+"""Weight-only linears on the device: every format, few rows and many, odd shapes, biases, float32
+out; with LoRA's expand in the epilogue.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def _check(machine: Machine, format: str, dtype: torch.dtype, shape: tuple[int, 
         found.append(against_float64(f"linear {name}", result, expected, factor=factor, note=note))
     few = min(MAX_DECODE_ROWS, max(rows))
     head = weight_only_linear(x[:few], weight, None, out_dtype=torch.float32)
-    # tensor cores cut off sums a little short of float32; two codes in a byte may be rounded to the activations' dtype
+    # tensor cores cut off sums a little short of float32; two codes in a byte may be rounded to the
+    # activations' dtype
     is_packed = isinstance(weight, QuantizedWeight) and weight.is_packed
     factor = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps if is_packed else 1024
     note = f"{dtype_name(dtype)}, {few} rows"

@@ -1,5 +1,6 @@
-"""LoRA's kernels on the device: every site, ranks from 1 to 512 mixed, 16 bits and int8 side by side, DoRA, shifts, the head, the embedding and rows
-of adapters' own there; base rows bit for bit."""
+"""LoRA's kernels on the device: every site, ranks from 1 to 512 mixed, 16 bits and int8 side by
+side, DoRA, shifts, the head, the embedding and rows of adapters' own there; base rows bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +146,9 @@ def _check_company(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
 
 
 def _check_replay(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
-    """A graph that was captured with one step's rows computes a later step's as eager launches do."""
+    """A graph that was captured with one step's rows computes a later step's as eager launches
+    do.
+    """
     slots, checks = row_slots(fleet, num_rows), []
     for site in ("qkv", "lm_head", "embed"):
         x, y, bias = make_rows(machine, fleet, site, slots)

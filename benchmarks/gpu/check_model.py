@@ -1,4 +1,6 @@
-"""Whole models of random weights on the device: logits of mixed batches, bits in any company, graphs beside eager launches, base rows beside a base without adapters."""
+"""Whole models of random weights on the device: logits of mixed batches, bits in any company,
+graphs beside eager launches, base rows beside a base without adapters.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ QWEN3: dict[str, Any] = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_d
 TINY_QWEN3: dict[str, Any] = {**TINY_LLAMA, "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
 
 EPSILONS = 6
-"""Of the dtype: how far a row's logits may be from the exact ones, by their length. Each layer rounds half a dozen times; a row with another's adapter is far beyond it."""
+"""Of the dtype: how far a row's logits may be from the exact ones, by their length.
+
+Each layer rounds half a dozen times; a row with another's adapter is far beyond it.
+"""
 
 
 @dataclass(slots=True)
@@ -66,7 +71,9 @@ class World:
         return self.fleet.modules.get(self.slots[sequence])
 
     def decode(self, sequences: list[int], *, slots: list[int] | None = None, eagerly: bool = False) -> Tensor:
-        """One more row of each of these sequences, whose prompts are in the cache but for their last tokens; as many rows as the step has room for."""
+        """One more row of each of these sequences, whose prompts are in the cache but for their
+        last tokens; as many rows as the step has room for.
+        """
         slots = [self.slots[i] for i in sequences] if slots is None else slots
         positions = [len(self.prompts[i]) - 1 for i in sequences]
         has_lora = self.steps.fill(sequences, positions, [self.prompts[i][-1] for i in sequences], slots)
@@ -126,7 +133,9 @@ def _compare(name: str, rows: Tensor, expected: Tensor, world: World) -> Row:
 
 
 def check_logits(world: World) -> list[Row]:
-    """All rows of a mixed prefill, then a decode step; and that the adapters make more of a difference than may be wrong."""
+    """All rows of a mixed prefill, then a decode step; and that the adapters make more of a
+    difference than may be wrong.
+    """
     model = ReferenceModel(world.base.config, world.base.weights)
     expected = [model.logits(prompt, world.adapter(i)) for i, prompt in enumerate(world.prompts)]
     plain = [model.logits(prompt, None) for prompt in world.prompts]
@@ -149,7 +158,9 @@ def prefill(world: World) -> Tensor:
 
 
 def check_company(world: World) -> list[Row]:
-    """A decode row's bits are the same alone and in the step; also, where nothing is left to a library, a prompt's rows."""
+    """A decode row's bits are the same alone and in the step; also, where nothing is left to a
+    library, a prompt's rows.
+    """
     prefill(world)
     together = world.decode(world.everyone)
     some = world.everyone[:2] if world.machine.is_tiny else world.everyone

@@ -1,4 +1,6 @@
-"""What stands between the linears, on the device: embedding, residual sum with RMSNorm, rotation with the cache's writes, SwiGLU."""
+"""What stands between the linears, on the device: embedding, residual sum with RMSNorm, rotation
+with the cache's writes, SwiGLU.
+"""
 
 from __future__ import annotations
 

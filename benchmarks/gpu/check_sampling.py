@@ -1,4 +1,6 @@
-"""Tokens sampled on the device, beside those that the CPU's sampler draws from the same logits, seeds and positions."""
+"""Tokens sampled on the device, beside those that the CPU's sampler draws from the same logits,
+seeds and positions.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "min_p": 0.05},
 }
 NEAR = 1e-6
-"""Of a random number to where another token begins: sums in another order may then give that one."""
+"""Of a random number to where another token begins:
+sums in another order may then give that one.
+"""
 
 
 def cases(machine: Machine) -> Iterator[Case]:
@@ -71,7 +75,9 @@ def _check(machine: Machine, count: int, vocab: int, std: float) -> list[Row]:
 
 
 def distance(row: Tensor, params: SamplingParams, u: float) -> float:
-    """How far the random number is from the nearest place where one token's part of the distribution ends, in float64."""
+    """How far the random number is from the nearest place where one token's part of the
+    distribution ends, in float64.
+    """
     scaled = row.numpy() / np.float32(params.temperature)
     has_top_k = 0 < params.top_k < len(scaled)
     order = np.argsort(-scaled, kind="stable") if has_top_k or params.top_p < 1 else np.arange(len(scaled))

@@ -9,7 +9,8 @@ from benchmarks.gpu.parts import Row
 
 
 def against_float64(name: str, result: Tensor, expected: Tensor, *, factor: float = 1.0, note: str = "") -> Row:
-    """The largest difference, by the largest number of what was expected; it may be `factor` times the result's dtype's epsilon (twice the rounding of one number).
+    """The largest difference, by the largest number of what was expected; it may be `factor` times
+    the result's dtype's epsilon (twice the rounding of one number).
 
     NaN or infinity anywhere in the result fails, save where it was expected.
     """

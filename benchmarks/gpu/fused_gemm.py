@@ -1,9 +1,11 @@
-"""A linear for up to 64 rows and LoRA's expand in one launch, after shrink: a candidate for the engine's two steps, measured beside them.
+"""A linear for up to 64 rows and LoRA's expand in one launch, after shrink: a candidate for the
+engine's two steps, measured beside them.
 
-A column tile has `SPLIT_K` programs that sum the linear's products, as in `decode_gemm`, and `LORA_PARTS` programs that multiply the
-shrunk sums of some of the step's row tiles by their adapters' B meanwhile. The last to arrive puts them together:
-``(1 + δ) (sums + Δ) + bias + shift``, rounded once. Rows without an adapter get the bits that `decode_gemm` gives them, and a row's Δ
-is one program's work: its bits depend neither on the other rows nor on how many parts there are.
+A column tile has `SPLIT_K` programs that sum the linear's products, as in `decode_gemm`, and
+`LORA_PARTS` programs that multiply the shrunk sums of some of the step's row tiles by their
+adapters' B meanwhile. The last to arrive puts them together: ``(1 + δ) (sums + Δ) + bias + shift``,
+rounded once. Rows without an adapter get the bits that `decode_gemm` gives them, and a row's Δ is
+one program's work: its bits depend neither on the other rows nor on how many parts there are.
 """
 
 from __future__ import annotations
@@ -28,20 +30,24 @@ HAS_SHIFT = tl.constexpr(paged_layout.HAS_SHIFT)
 UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 
 
-# programs that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the others
+# programs that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the
+# others
 _LORA_PROGRAMS = 512
 
 
 def weight_only_linear_lora(
     x: Tensor, weight: QuantizedWeight | Tensor, plan: GpuLoraPlan, site: str, layer: int
 ) -> Tensor:
-    """Return what `weight_only_linear` and then `apply_lora` give, up to rounding, by shrink and one launch for everything else.
+    """Return what `weight_only_linear` and then `apply_lora` give, up to rounding, by shrink and
+    one launch for everything else.
 
-    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on that row alone.
+    Rows without an adapter have the bits of `weight_only_linear`; those of a row with one depend on
+    that row alone.
 
     Args:
         x: [1 to 64, in_features], the pool's dtype.
-        weight: of a site whose slices are filled by column tiles; not the head, of which adapters may replace rows.
+        weight: of a site whose slices are filled by column tiles; not the head, of which adapters
+            may replace rows.
         plan: the last `fill` was True.
     """
     out_features, in_features = gemm._check(x, weight, None, None)
@@ -198,7 +204,9 @@ def expand_tiles(  # type: ignore[no-untyped-def]
     LORA_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Leave Δ, and where there is a δ or a shift both, of every so many-th row tile's rows in the rows' places of their planes."""
+    """Leave Δ, and where there is a δ or a shift both, of every so many-th row tile's rows in the
+    rows' places of their planes.
+    """
     offs_m = tl.arange(0, LORA_BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     for row_tile in range(lora_part, num_row_tiles, LORA_PARTS):
@@ -244,7 +252,9 @@ def expand_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rows_with_lora(tiles_ptr, perm_ptr, num_row_tiles, slice_):  # type: ignore[no-untyped-def]
-    """For up to 64 places of the permutation: the row, and 1 if its adapter has the slice's module, 2 if with a δ or a shift; -1 and 0 where there is none."""
+    """For up to 64 places of the permutation: the row, and 1 if its adapter has the slice's module,
+    2 if with a δ or a shift; -1 and 0 where there is none.
+    """
     offs = tl.arange(0, 64)
     is_tile = offs < num_row_tiles
     tile_ptrs = tiles_ptr + offs * 16
@@ -253,7 +263,8 @@ def rows_with_lora(tiles_ptr, perm_ptr, num_row_tiles, slice_):  # type: ignore[
     num_items = tl.load(tile_ptrs + 5 + slice_ * 4, mask=is_tile, other=0)
     has_ending = tl.load(tile_ptrs + 7 + slice_ * 4, mask=is_tile, other=0)
     state_of_tile = tl.where(num_items > 0, tl.where(has_ending != 0, 2, 1), 0)
-    # a site's row tiles stand in the order of the permutation, and no step that comes here has more than 64 rows
+    # a site's row tiles stand in the order of the permutation, and no step that comes here has more
+    # than 64 rows
     places = tl.min(row0, axis=0) + offs
     is_in = (places[:, None] >= row0[None, :]) & (places[:, None] - row0[None, :] < num_rows[None, :])
     states = tl.max(tl.where(is_in, state_of_tile[None, :], 0), axis=1)

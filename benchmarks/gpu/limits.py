@@ -1,6 +1,9 @@
-"""What a GPU can't do without: bytes that must be read or written once, and operations. A figure's share of the limit is the limit's time over its own.
+"""What a GPU can't do without: bytes that must be read or written once, and operations.
 
-Not counted: launches, what fits the cache between two kernels of one call (shrunk sums), tables and indices.
+A figure's share of the limit is the limit's time over its own.
+
+Not counted: launches, what fits the cache between two kernels of one call (shrunk sums), tables and
+indices.
 """
 
 from __future__ import annotations
@@ -69,12 +72,15 @@ class Rates:
     load_bytes_per_s: float
 
     def seconds(self, work: Work) -> float:
-        """The least time that the work takes: its bytes or its operations, whichever takes longer."""
+        """The least time that the work takes: its bytes or its operations,
+        whichever takes longer.
+        """
         return max(work.num_bytes / self.copy_bytes_per_s, work.operations / self.operations_per_s)
 
 
 def lora_work(shape: SiteShape, ranks: Iterable[int], row_ranks: Iterable[int], weight_bytes: float = 2) -> Work:
-    """Shrink and expand of one site: each distinct adapter's weights, x and y's old content read, y written.
+    """Shrink and expand of one site: each distinct adapter's weights, x and y's old content read,
+    y written.
 
     Args:
         ranks: of the distinct adapters that the step has.
@@ -96,7 +102,9 @@ def linear_work(shape: SiteShape, num_rows: int, weight_num_bytes: float) -> Wor
 def attention_work(
     query_lens: Sequence[int], context_lens: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int
 ) -> Work:
-    """One layer's attention: each sequence's cached keys and values read once, queries read and answers written; causal products."""
+    """One layer's attention: each sequence's cached keys and values read once, queries read and
+    answers written; causal products.
+    """
     kv = 2 * sum(context_lens) * num_kv_heads * head_dim * ACTIVATION_BYTES
     rows = 2 * sum(query_lens) * num_heads * head_dim * ACTIVATION_BYTES
     # row j of m sees context - m + j + 1 keys
@@ -113,7 +121,8 @@ def decode_work(
     row_adapter_weights: int,
     kv_bytes: float,
 ) -> Work:
-    """A whole decode step: every weight of the linears and the head, every distinct adapter's weights and every cached key and value, read once.
+    """A whole decode step: every weight of the linears and the head, every distinct adapter's
+    weights and every cached key and value, read once.
 
     Args:
         base_bytes, base_weights: of the linears and the head, as they are stored.

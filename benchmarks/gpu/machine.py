@@ -1,4 +1,7 @@
-"""The machine that a worker runs on: its device, its measured rates, and its clock. In a dry run the clock calls what it is given once and measures nothing."""
+"""The machine that a worker runs on: its device, its measured rates, and its clock.
+
+In a dry run the clock calls what it is given once and measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from benchmarks.gpu.limits import Rates
 
 REPLAYS = 30
 PACKAGES = ("torch", "triton", "numpy", "transformers", "peft")
-# a dry run's shares of a limit would mean nothing: they are left out, and these only keep the arithmetic going
+# a dry run's shares of a limit would mean nothing: they are left out, and these only keep the
+# arithmetic going
 _NO_RATES = Rates(1.0, 1.0, 1.0)
 
 
@@ -51,7 +55,8 @@ class Machine:
         rates: measured when the worker starts; meaningless in a dry run.
         cache_bytes: of the device's last cache.
         peers: the folder with other projects' kernels, if one was given.
-        is_warming: other processes use the device too, so nothing is timed: kernels are compiled, for those that will be.
+        is_warming: other processes use the device too, so nothing is timed: kernels are compiled,
+            for those that will be.
         deadline: of the part that runs, in seconds of time.time().
     """
 
@@ -65,7 +70,10 @@ class Machine:
 
     @staticmethod
     def found(peers: Path | None, *, is_alone: bool, is_warming: bool) -> Machine:
-        """The first CUDA device; without one, a dry run's. Its rates are measured now if this process has it alone."""
+        """The first CUDA device; without one, a dry run's.
+
+        Its rates are measured now if this process has it alone.
+        """
         if not torch.cuda.is_available():
             return Machine(torch.device("cpu"), True, _NO_RATES, 1 << 16, peers)
         device = torch.device("cuda", torch.cuda.current_device())
@@ -106,11 +114,15 @@ class Machine:
             torch.cuda.empty_cache()
 
     def num_copies(self, num_bytes: int, most: int = 1024) -> int:
-        """How many copies of so many bytes are read in turn until none is left in the cache when its turn comes again; 3 at least."""
+        """How many copies of so many bytes are read in turn until none is left in the cache when
+        its turn comes again; 3 at least.
+        """
         return 2 if not self.is_timing else min(most, max(3, -(-6 * self.cache_bytes // max(1, num_bytes))))
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Call `work` once, then return what repeats it: a graph's replay, or in a dry run the work itself."""
+        """Call `work` once, then return what repeats it: a graph's replay,
+        or in a dry run the work itself.
+        """
         work()
         if self.is_tiny:
             return work
@@ -121,7 +133,8 @@ class Machine:
         return graph.replay
 
     def time(self, calls: Sequence[Callable[[], object]], replays: int = REPLAYS) -> Timing | None:
-        """Time the calls as one CUDA graph; None in a dry run or while warming, which call the first one once.
+        """Time the calls as one CUDA graph; None in a dry run or while warming,
+        which call the first one once.
 
         They are run outside the graph before, so that kernels are compiled and workspaces there.
         """

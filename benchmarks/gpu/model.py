@@ -33,7 +33,8 @@ class RandomBase:
 
     Attributes:
         base_bytes, base_weights: of the linears and the head, as they are stored.
-        weights: by their names in a checkpoint, float32, as the decoder computes with them; empty unless they were to be kept.
+        weights: by their names in a checkpoint, float32, as the decoder computes with them; empty
+            unless they were to be kept.
     """
 
     decoder: Decoder
@@ -170,7 +171,9 @@ def _spec(config: ModelConfig, dtype: torch.dtype, format: str) -> BaseSpec:
 
 
 def make_kv(decoder: Decoder, num_blocks: int, block_size: int, machine: Machine) -> KVTensors:
-    """A cache full of random keys and values, so that a step may attend to contexts that nobody has computed."""
+    """A cache full of random keys and values, so that a step may attend to contexts that nobody has
+    computed.
+    """
     num_layers, num_kv_heads, head_dim = decoder.kv_shape
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
 

@@ -1,4 +1,6 @@
-"""The parts of `make gpu`: what each is called, how much of the time it may take, and what its rows show."""
+"""The parts of `make gpu`: what each is called, how much of the time it may take,
+and what its rows show.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Case:
 
     Attributes:
         run: returns the rows that it adds to the part's table.
-        group: cases that share what is slow to make, and so one process, name it; others are on their own.
+        group: cases that share what is slow to make, and so one process, name it; others are on
+            their own.
     """
 
     name: str
@@ -32,11 +35,13 @@ class Part:
     """Cases of one kind, from one module of this folder.
 
     Attributes:
-        weight: its part of the time that is left when it starts, beside the weights of those behind it.
+        weight: its part of the time that is left when it starts, beside the weights of those behind
+            it.
         columns: key of a row → heading, in the order in which they are shown.
         note: what a reader must know to read the table.
         is_check: nothing is timed, so others may use the device meanwhile.
-        num_shards: into how many processes the part may be divided while nothing is timed: compiling is what takes long then.
+        num_shards: into how many processes the part may be divided while nothing is timed:
+            compiling is what takes long then.
         is_warmed: its kernels are compiled beforehand.
     """
 

@@ -1,4 +1,6 @@
-"""vLLM's and SGLang's LoRA kernels from a folder of their files, called without their servers. README.md beside this file says how the folder is made.
+"""vLLM's and SGLang's LoRA kernels from a folder of their files, called without their servers.
+
+README.md beside this file says how the folder is made.
 
 What those files import of the rest of their projects is replaced by the little of it that they use.
 """
@@ -82,7 +84,9 @@ class VllmKernels:
 
 
 class SglangKernels:
-    """SGLang's csgmv: segments of up to `chunk` rows of one adapter; rows of the base are an adapter of rank 0."""
+    """SGLang's csgmv: segments of up to `chunk` rows of one adapter;
+    rows of the base are an adapter of rank 0.
+    """
 
     def __init__(self, folder: Path, machine: Machine) -> None:
         _install_sglang(folder, machine)
@@ -165,7 +169,9 @@ def load(machine: Machine) -> dict[str, VllmKernels | SglangKernels]:
 
 
 def _slabs(adapters: SiteAdapters, most: int) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """By layer, by slice: A [adapters, most, in] and B [adapters, out, most], zero behind an adapter's rank."""
+    """By layer, by slice: A [adapters, most, in] and B [adapters, out, most],
+    zero behind an adapter's rank.
+    """
     all_a, all_b = [], []
     for layer in range(adapters.num_layers):
         of_adapters = [adapters.matrices(i, layer) for i in range(len(adapters.ranks))]
@@ -184,7 +190,9 @@ def _slabs(adapters: SiteAdapters, most: int) -> tuple[list[list[Tensor]], list[
 
 
 def _packed_slabs(adapters: SiteAdapters, most: int) -> tuple[list[Tensor], list[Tensor]]:
-    """By layer: A [adapters, slices * most, in] with an adapter's slices one behind the other, B [adapters, sum of out, most]."""
+    """By layer: A [adapters, slices * most, in] with an adapter's slices one behind the other, B
+    [adapters, sum of out, most].
+    """
     all_a, all_b = [], []
     for layer in range(adapters.num_layers):
         rows_a, rows_b = [], []
@@ -218,7 +226,9 @@ def _module(name: str, **members: Any) -> None:
 
 
 def _packages(name: str, folder: Path) -> None:
-    """Every package on the way to `name`, whether its folder has an ``__init__.py`` or not; none of them is run."""
+    """Every package on the way to `name`, whether its folder has an ``__init__.py`` or not;
+    none of them is run.
+    """
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         _module(".".join(parts[:i]), __path__=[str(folder.joinpath(*parts[:i]))])

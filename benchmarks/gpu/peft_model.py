@@ -30,7 +30,8 @@ def make_model(config_json: Mapping[str, Any], device: torch.device, dtype: torc
 
 
 def add_adapters(model: Any, ranks: Sequence[int]) -> Any:
-    """Wrap the model, with an adapter ``a0``, ``a1``, … for each rank on all seven linears of each layer, in the model's dtype.
+    """Wrap the model, with an adapter ``a0``, ``a1``, … for each rank on all seven linears of each
+    layer, in the model's dtype.
 
     Raises:
         ModuleNotFoundError: PEFT is missing.
@@ -50,7 +51,9 @@ def add_adapters(model: Any, ranks: Sequence[int]) -> Any:
 def set_weights(
     wrapped: Any, weights: Mapping[str, Tensor], adapters: Sequence[Mapping[tuple[int, str], LoraModule]]
 ) -> None:
-    """Put a base's weights (by their names in a checkpoint) and the adapters' into a model that `add_adapters` has wrapped."""
+    """Put a base's weights (by their names in a checkpoint) and the adapters' into a model that
+    `add_adapters` has wrapped.
+    """
     inner = wrapped.get_base_model()
     with torch.no_grad():
         for name, parameter in inner.named_parameters():

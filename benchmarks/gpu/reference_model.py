@@ -1,4 +1,6 @@
-"""A whole model in plain torch, one sequence at a time, in the dtype of its weights; each adapter added as W x + scaling · B (A x)."""
+"""A whole model in plain torch, one sequence at a time, in the dtype of its weights; each adapter
+added as W x + scaling · B (A x).
+"""
 
 from __future__ import annotations
 

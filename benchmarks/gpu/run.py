@@ -2,10 +2,13 @@
 
     python3 -P benchmarks/gpu/run.py                       # all parts
     python3 -P benchmarks/gpu/run.py --only check-lora,kernels --peers ~/peers
-    python3 -P benchmarks/gpu/run.py --tiny                # without a GPU: everything at toy sizes in Triton's interpreter, nothing measured
+    python3 -P benchmarks/gpu/run.py --tiny                # without a GPU: everything at toy
+                                                           # sizes in Triton's interpreter,
+                                                           # nothing measured
 
-Needs Python 3.11, torch 2.11, triton 3.6 and numpy; neither a network nor the server's packages. Parts that compare with transformers and PEFT say so where these are
-missing. Prints a summary; writes all of it to benchmarks/results/ (a dry run: to build/gpu-tiny/) after every part.
+Needs Python 3.11, torch 2.11, triton 3.6 and numpy; neither a network nor the server's packages.
+Parts that compare with transformers and PEFT say so where these are missing. Prints a summary;
+writes all of it to benchmarks/results/ (a dry run: to build/gpu-tiny/) after every part.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class _Values(type):
-    """Makes each class a frozen, keyword-only dataclass; of a Struct's own arguments none changes what these benchmarks read."""
+    """Makes each class a frozen, keyword-only dataclass; of a Struct's own arguments none changes
+    what these benchmarks read.
+    """
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: object) -> Any:
         for member, value in namespace.items():
@@ -33,7 +35,9 @@ class _Unused:
 
 
 def install() -> list[str]:
-    """Where they are missing, msgspec's `Struct` (for values that don't travel) and cachetools' `LRUCache` can be imported. Returns what was replaced."""
+    """Where they are missing, msgspec's `Struct` (for values that don't travel) and cachetools'
+    `LRUCache` can be imported. Returns what was replaced.
+    """
     replaced = []
     for package, member in (("msgspec", "Struct"), ("cachetools", "LRUCache")):
         if importlib.util.find_spec(package) is not None:

@@ -1,4 +1,6 @@
-"""Steps of a decoder as an engine launches them: buffers at fixed addresses, decode steps as graphs, chunks and mixed steps without."""
+"""Steps of a decoder as an engine launches them: buffers at fixed addresses, decode steps as
+graphs, chunks and mixed steps without.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ class Steps:
         token_ids: Sequence[int],
         slots: Sequence[int],
     ) -> bool:
-        """Describe a decode step: one row of each of these sequences. Whether any has an adapter."""
+        """Describe a decode step: one row of each of these sequences.
+
+        Whether any has an adapter.
+        """
         where = np.array(positions)
         tables = self.tables[list(sequences)]
         cache_slots = (
@@ -99,7 +104,9 @@ class Steps:
 
     @torch.inference_mode()
     def decode(self, num_rows: int, with_lora: bool) -> Tensor:
-        """Run the step that was filled in, by its graph; [num_rows, vocab_size] until the next step."""
+        """Run the step that was filled in, by its graph; [num_rows,
+        vocab_size] until the next step.
+        """
         return self.graphs.replay(num_rows, with_lora)
 
     @torch.inference_mode()

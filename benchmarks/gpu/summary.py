@@ -1,4 +1,6 @@
-"""What a run says in a few lines: whether everything is right, and the figures that the project has set itself."""
+"""What a run says in a few lines: whether everything is right,
+and the figures that the project has set itself.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Runs the parts in processes of their own, so that a kernel that breaks the device or never ends costs its case and no more.
+"""Runs the parts in processes of their own, so that a kernel that breaks the device or never ends
+costs its case and no more.
 
-What is timed has the device to itself. Before that, checks run side by side, and so does a first pass over what will be timed: it's compiling that takes long, on one core at a time.
+What is timed has the device to itself. Before that, checks run side by side, and so does a first
+pass over what will be timed: it's compiling that takes long, on one core at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Any
 from benchmarks.gpu.parts import BY_NAME, Outcome
 
 STALL_S = 150.0
-"""Without a word for so long, a case is taken as stuck; the slowest one compiles for some tens of seconds."""
+"""Without a word for so long, a case is taken as stuck;
+the slowest one compiles for some tens of seconds.
+"""
 GRACE_S = 20.0
 """Past the deadline, for the case that runs."""
 MAX_STARTS = 12
@@ -50,7 +54,9 @@ class Job:
 
 
 def side_by_side(parts: Sequence[str], num_cores: int) -> list[Job]:
-    """The jobs that may run at the same time, before what is timed: the checks among these parts, and the warming of the others. One job for a core at most."""
+    """The jobs that may run at the same time, before what is timed: the checks among these parts,
+    and the warming of the others. One job for a core at most.
+    """
     wanted = [BY_NAME[name] for name in parts if BY_NAME[name].is_check or BY_NAME[name].is_warmed]
     is_divided = sum(part.num_shards for part in wanted) <= num_cores
     return [
@@ -99,10 +105,14 @@ class Run:
             outcome.state, outcome.seconds, self.part = event["state"], outcome.seconds + event["seconds"], None
 
     def lost(self, why: str) -> tuple[list[str], int]:
-        """The worker is gone: its case has failed. Returns the parts that are left, and which case of the first comes next."""
+        """The worker is gone: its case has failed.
+
+        Returns the parts that are left, and which case of the first comes next.
+        """
         waiting = [name for name, outcome in self.outcomes.items() if outcome.state == "waiting"]
         if self.part is None:
-            # it has not come so far as to start one: whatever the reason, the next worker doesn't try the same
+            # it has not come so far as to start one: whatever the reason, the next worker doesn't
+            # try the same
             if waiting:
                 first = self.outcomes[waiting.pop(0)]
                 first.state, first.problems = "failed", [*first.problems, why]
@@ -166,7 +176,8 @@ def run_parts(
     stall_s: float = STALL_S,
     grace_s: float = GRACE_S,
 ) -> None:
-    """Run every part of `run`, in as many processes as it takes; returns at the deadline, or a little later.
+    """Run every part of `run`, in as many processes as it takes; returns at the deadline,
+    or a little later.
 
     Args:
         job: all of the run's parts, alone on the device (None).

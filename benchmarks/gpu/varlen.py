@@ -1,4 +1,6 @@
-"""Paged attention by ``torch.nn.attention.varlen``, a peer of our own: another order of sums, so other bits."""
+"""Paged attention by ``torch.nn.attention.varlen``, a peer of our own: another order of sums,
+so other bits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class VarlenPlan:
     """One step's sequences, as torch takes them.
 
     Attributes:
-        query_starts, key_starts: [num_seqs + 1] int32, on the device: running sums of rows and of contexts.
+        query_starts, key_starts: [num_seqs + 1] int32, on the device: running sums of rows and of
+            contexts.
         context_lens: [num_seqs] int32, on the device.
         block_tables: [num_seqs, the longest context's blocks] int32, on the device.
     """
@@ -46,9 +49,10 @@ def plan_varlen(
 def varlen_obstacle(block_size: int, device: torch.device) -> str | None:
     """Return why `varlen_attention` can't answer for blocks of this size here; None if it can.
 
-    torch has block tables since 2.12. Its own FlashAttention 2 takes blocks of multiples of 256 tokens, and only since 2.13 can it be
-    kept from splitting keys, which depends on the batch and leaves rows unwritten (pytorch issue 194167). FlashAttention 3, where it
-    is installed and activated, takes blocks of any size.
+    torch has block tables since 2.12. Its own FlashAttention 2 takes blocks of multiples of 256
+    tokens, and only since 2.13 can it be kept from splitting keys, which depends on the batch and
+    leaves rows unwritten (pytorch issue 194167). FlashAttention 3, where it is installed and
+    activated, takes blocks of any size.
     """
     if not hasattr(varlen, "varlen_attn_out"):
         return f"torch {torch.__version__} has no block tables; 2.12 does"
@@ -67,7 +71,9 @@ def varlen_obstacle(block_size: int, device: torch.device) -> str | None:
 def varlen_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: VarlenPlan, out: Tensor, *, scale: float
 ) -> None:
-    """Write what `paged_attention` writes, up to rounding. Call it only where there is no `varlen_obstacle`.
+    """Write what `paged_attention` writes, up to rounding.
+
+    Call it only where there is no `varlen_obstacle`.
 
     Args:
         q, out: [num_tokens, num_heads, head_dim] bfloat16 or float16.
@@ -80,7 +86,8 @@ def varlen_attention(
         k_cache.transpose(1, 2),
         v_cache.transpose(1, 2),
         plan.query_starts,
-        # FA2 asks for these though the contexts' lengths say as much; FA3 refuses them beside a block table
+        # FA2 asks for these though the contexts' lengths say as much; FA3 refuses them beside a
+        # block table
         plan.key_starts if (current_flash_attention_impl() or "FA2") == "FA2" else None,
         plan.max_query_len,
         plan.max_context_len,

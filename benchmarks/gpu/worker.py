@@ -1,12 +1,16 @@
-"""Runs parts one after the other and writes down what happens, a line of JSON each, as it happens: whoever reads has all but the case that killed it.
+"""Runs parts one after the other and writes down what happens, a line of JSON each, as it happens:
+whoever reads has all but the case that killed it.
 
     python -m benchmarks.gpu.worker PLAN
 
-PLAN is a JSON object: ``events`` (the file that lines are added to), ``parts`` (names, in order), ``first_case`` (of the first part), ``deadline`` (seconds since the epoch), ``peers``, ``is_alone`` (on the
-device), ``is_warming``, and ``shard`` and ``num_shards``: this process runs every so manieth group of cases.
+PLAN is a JSON object: ``events`` (the file that lines are added to), ``parts`` (names, in order),
+``first_case`` (of the first part), ``deadline`` (seconds since the epoch), ``peers``, ``is_alone``
+(on the device), ``is_warming``, and ``shard`` and ``num_shards``: this process runs every so
+manieth group of cases.
 
-A case that raises is written down, and the next one runs. If the device is lost with it (an illegal access ends every kernel of the process after it), the
-process ends with `DEVICE_LOST`, and its parent starts another behind that case.
+A case that raises is written down, and the next one runs. If the device is lost with it (an illegal
+access ends every kernel of the process after it), the process ends with `DEVICE_LOST`, and its
+parent starts another behind that case.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ class Worker:
         self._events.flush()
 
     def run(self) -> None:
-        """Every part gets its share of the time that is left; what one doesn't use is the next ones'."""
+        """Every part gets its share of the time that is left;
+        what one doesn't use is the next ones'.
+        """
         self.say("machine", facts=self.machine.facts())
         parts = [BY_NAME[name] for name in self._plan["parts"]]
         for i, part in enumerate(parts):

@@ -1,9 +1,12 @@
-"""How fast the CPU kernels are, beside what this machine can read: LoRA, paged attention, linears. Prints Markdown tables.
+"""How fast the CPU kernels are, beside what this machine can read: LoRA, paged attention, linears.
+
+Prints Markdown tables.
 
     OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=20000 python kernels/benchmarks/cpu_lora.py
 
-Weights are those of a whole model (12 layers at hidden 768, or some of 22 at 2048), gone through layer by layer, so that none is still in a cache from the
-run before. The best of several runs counts, since others may share the machine.
+Weights are those of a whole model (12 layers at hidden 768, or some of 22 at 2048), gone through
+layer by layer, so that none is still in a cache from the run before. The best of several runs
+counts, since others may share the machine.
 """
 
 from __future__ import annotations

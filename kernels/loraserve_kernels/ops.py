@@ -1,4 +1,6 @@
-"""The entries that model code calls: each checks its tensors and picks the kernel for their device."""
+"""The entries that model code calls: each checks its tensors and picks the kernel for their
+device.
+"""
 
 from __future__ import annotations
 

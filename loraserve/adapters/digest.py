@@ -23,7 +23,8 @@ _TAG = b"loraserve adapter v1"
 _NUMBERS = ("r", "lora_alpha")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _FLAGS = ("use_rslora",)
-# Framed only where they say something, so that what was uploaded before they were known keeps its digest.
+# Framed only where they say something, so that what was uploaded before they were known keeps its
+# digest.
 _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
 
 

@@ -44,7 +44,8 @@ class ModuleIR:
 
     For an input x and the base's weight W and bias b, the output is::
 
-        output_scale · ((magnitude / ‖W' + scaling · B A‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
+        output_scale · ((magnitude / ‖W' + scaling · B A‖) · (W' x + scaling · B A x)
+                        + b' + scaling · lora_bias)
 
     where W' and b' are W and b, or what stands in their place, and what is None isn't there. (With
     a magnitude there is no lora_bias, and in a file no weight.)

@@ -17,7 +17,9 @@ _ORDER: tuple[type[AdapterRejected], ...] = (AdapterFormatError, AdapterUnsuppor
 
 @dataclass(slots=True)
 class Problems:
-    """Groups of one message with the layers it concerns; a mistake in 28 layers is reported once."""
+    """Groups of one message with the layers it concerns;
+    a mistake in 28 layers is reported once.
+    """
 
     by_message: dict[tuple[type[AdapterRejected], str], list[int]] = field(default_factory=dict)
 

@@ -104,7 +104,9 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, 
 
 
 def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: int) -> int | None:
-    """Return the layer that PEFT takes the module to be in; None where layers_pattern finds none."""
+    """Return the layer that PEFT takes the module to be in;
+    None where layers_pattern finds none.
+    """
     if not settings.layers_pattern:
         return layer
     for pattern in settings.layers_pattern:

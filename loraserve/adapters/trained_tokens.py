@@ -30,7 +30,9 @@ class TokenRows:
 def trained_tokens(
     settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems
 ) -> dict[str, TokenRows]:
-    """Module → the rows that the adapter has of it; problems where file, config and base disagree."""
+    """Module → the rows that the adapter has of it; problems where file,
+    config and base disagree.
+    """
     meant = _resolve(settings, names, problems)
     is_tied = _is_tied(settings, meant, names, problems)
     result: dict[str, TokenRows] = {}

@@ -51,7 +51,8 @@ _STATUS: dict[type[LoraserveError], int] = {
 # OpenAI's `type` for a status.
 _OPENAI_TYPE = {403: "permission_error", 503: "server_error"}
 
-# A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise repeat every 409 and 5xx.
+# A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise
+# repeat every 409 and 5xx.
 _NOT_WORTH_RETRYING = (
     errors.AdapterUnservable,
     errors.AdapterNumerics,
@@ -73,7 +74,9 @@ def status_of(error: LoraserveError) -> int:
 
 
 def openai_envelope(error: LoraserveError) -> dict[str, Any]:
-    """``{"error": {…}}`` as OpenAI's clients read it, for a body or for a stream's ``data:`` line."""
+    """``{"error": {…}}`` as OpenAI's clients read it,
+    for a body or for a stream's ``data:`` line.
+    """
     status = status_of(error)
     default = "server_error" if status >= 500 else "invalid_request_error"
     return {
@@ -110,7 +113,9 @@ def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
 
 
 def headers_of(error: LoraserveError) -> dict[str, str]:
-    """Return ``Retry-After`` in seconds and ``retry-after-ms``, or ``WWW-Authenticate`` on a 401."""
+    """Return ``Retry-After`` in seconds and ``retry-after-ms``,
+    or ``WWW-Authenticate`` on a 401.
+    """
     status = status_of(error)
     if status == 401:
         return {"www-authenticate": 'Bearer realm="loraserve"'}

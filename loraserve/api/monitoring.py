@@ -34,8 +34,9 @@ async def readyz(request: Request) -> JSONResponse:
 
     Among others while the engine hangs or restarts, and from the start of a shutdown.
 
-    With 503, `detail` says what is waited for, such as how far a load is. While the database is away, known keys and names are served on, so that is
-    said beside a 200: ``"database": "unavailable"``.
+    With 503, `detail` says what is waited for, such as how far a load is. While the database is
+    away, known keys and names are served on, so that is said beside a 200:
+    ``"database": "unavailable"``.
     """
     services = services_of(request)
     if services.is_draining:

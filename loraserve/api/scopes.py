@@ -42,7 +42,8 @@ def open(endpoint: Endpoint) -> Endpoint:
 def require(scope: str) -> CallerDependency:
     """Return a dependency that returns the caller, once its key is valid and has `scope`.
 
-    An admin key has every scope, and acts for the tenant of ``/t/{tenant}`` or of the header ``X-Tenant``.
+    An admin key has every scope, and acts for the tenant of ``/t/{tenant}`` or of the header
+    ``X-Tenant``.
 
     Raises (when called):
         AuthenticationError: no key, or a bad one.
@@ -82,7 +83,9 @@ def require(scope: str) -> CallerDependency:
 
 
 def _who_has(scope: str, caller: Caller) -> str:
-    """Return where a key with the scope comes from: a tenant's key can neither make nor list keys."""
+    """Return where a key with the scope comes from:
+    a tenant's key can neither make nor list keys.
+    """
     if scope == ADMIN:
         return "It takes an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
     # without --scope a key has all of a tenant's, which what is done next may need too
@@ -107,7 +110,8 @@ def bearer_key(request: Request) -> str:
 
 
 def _is_tenant_path(request: Request) -> bool:
-    # Management has resources called /tenants/{tenant}; only the prefix /t/{tenant} means "act for".
+    # Management has resources called /tenants/{tenant}; only the prefix /t/{tenant} means "act
+    # for".
     path: str = request.scope["path"]
     return path.startswith("/t/")
 

@@ -57,10 +57,12 @@ _CLOSE_S = 5
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code: 0 after a drain, 130 after an interrupt.
 
-    The socket listens at once; /readyz says 503 until the base is loaded. An empty registry is migrated; one that is behind is refused.
+    The socket listens at once; /readyz says 503 until the base is loaded. An empty registry is
+    migrated; one that is behind is refused.
 
     Raises:
-        ConfigError: the settings can't work: the model isn't there, the port is taken, the registry needs an upgrade.
+        ConfigError: the settings can't work: the model isn't there, the port is taken, the registry
+            needs an upgrade.
         ModelError, EngineError: the base can't be loaded.
     """
     configure_logging(settings.log_level)
@@ -69,9 +71,11 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings) -> int:
-    # what is too long for the event loop is mostly uploads': where the engine computes on the same cores, tokens come first
+    # what is too long for the event loop is mostly uploads': where the engine computes on the same
+    # cores, tokens come first
     asyncio.get_running_loop().set_default_executor(_threads("server"))
-    # Its default ends the process at once, streams and all: a closed terminal, or an operator who wants the settings reread.
+    # Its default ends the process at once, streams and all: a closed terminal, or an operator who
+    # wants the settings reread.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _ignore_hangup)
     listener = open_listener(settings.host, settings.port)
     with listener:
@@ -135,7 +139,8 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
     try:
         await claim.open()
     except BaseException:
-        # a SQLite database that isn't closed leaves a -wal file, which a restored backup would be mixed with
+        # a SQLite database that isn't closed leaves a -wal file, which a restored backup would be
+        # mixed with
         await database.dispose()
         raise
     admin_key = settings.admin_key.get_secret_value() if settings.admin_key else None
@@ -143,7 +148,8 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
     made = await authenticator.open()
     if made is not None:
         _show_admin_key(made)
-    # the two know of each other: the registry asks the engine for certificates, and is told by it of damaged bytes
+    # the two know of each other: the registry asks the engine for certificates, and is told by it
+    # of damaged bytes
     engine = EngineClient(
         config,
         tokenizer,

@@ -142,7 +142,8 @@ class ShadowRunner:
         """Start the copy of `request`, at its first token, if it falls into the share and there is
         room.
 
-        A tenant that uses a granted adapter has none: it would be at its cost, and for the owner's figures.
+        A tenant that uses a granted adapter has none: it would be at its cost, and for the owner's
+        figures.
         """
         if shadow.adapter.tenant != request.tenant:
             return None

@@ -31,7 +31,9 @@ def audit(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Show changes to the tenant's resources, newest first; all tenants' with an admin key that acts for none."""
+    """Show changes to the tenant's resources, newest first;
+    all tenants' with an admin key that acts for none.
+    """
     start = instant(since)
     with connected(format, url, tenant) as (output, client):
         entries = takewhile(lambda entry: start is None or entry.at >= start, client.audit())

@@ -47,9 +47,11 @@ def bench(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send load to a running server, and print its throughput, time to first token (TTFT) and time per token (TPOT).
+    """Send load to a running server, and print its throughput, time to first token (TTFT)
+    and time per token (TPOT).
 
-    Exit 1 if a request wasn't answered to its end. What is measured is what a client sees: this machine's part included.
+    Exit 1 if a request wasn't answered to its end. What is measured is what a client sees: this
+    machine's part included.
     """
     if shared_tokens > prompt_tokens:
         raise typer.BadParameter(

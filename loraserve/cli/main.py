@@ -40,7 +40,8 @@ def _root(
 ) -> None:
     """Serve thousands of LoRA adapters on one resident base model.
 
-    Data goes to stdout, messages to stderr. LORASERVE_URL names the server, LORASERVE_API_KEY holds the key.
+    Data goes to stdout, messages to stderr. LORASERVE_URL names the server, LORASERVE_API_KEY holds
+    the key.
     """
     choose_format(format)
 
@@ -65,7 +66,9 @@ app.command("doctor", cls=SettingsCommand)(doctor.doctor)
 
 
 def main() -> None:
-    """Run the command line and exit: 0 fine, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    """Run the command line and exit: 0 fine, 1 failed, 2 wrong usage or configuration,
+    130 interrupted.
+    """
     app(prog_name="loraserve")
 
 

@@ -40,7 +40,8 @@ _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
 def next_step(error: errors.LoraserveError, named: Mapping[str, str] | None = None) -> str | None:
-    """Return the command to run next: the error's own, else the one for its class; None if no command helps.
+    """Return the command to run next: the error's own, else the one for its class;
+    None if no command helps.
 
     Args:
         named: what NAME, DIR and the like are in the command that failed; others stay as they are.

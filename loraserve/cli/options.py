@@ -61,7 +61,8 @@ def reporting(format: Format | None, named: Mapping[str, str] = NOTHING_NAMED) -
     """Yield an `Output` for the block; print an error of ours on stderr and exit with its code.
 
     Args:
-        named: values of this command's NAME, DIR and the like, to fill into the command to run next.
+        named: values of this command's NAME, DIR and the like, to fill into the command to run
+            next.
 
     Raises:
         typer.Exit: 2 for a wrong configuration, 1 for every other error of ours.

@@ -41,14 +41,19 @@ class Column:
 
 
 class Output:
-    """Says things in one of the three formats: tables for people, JSON for programs, bare names for shell variables."""
+    """Says things in one of the three formats: tables for people, JSON for programs,
+    bare names for shell variables.
+    """
 
     def __init__(self, format: Format, named: Mapping[str, str] | None = None) -> None:
         self.format = format
         self._named = named or {}
 
     def rows(self, rows: Iterable[Result], columns: Iterable[Column], *, name: str, empty: str) -> None:
-        """A list: a table, a JSON array, or one `name` (an attribute) per line. `empty` is said when there is none."""
+        """A list: a table, a JSON array, or one `name` (an attribute) per line.
+
+        `empty` is said when there is none.
+        """
         match self.format:
             case Format.JSON:
                 self.json([row.model_dump(mode="json") for row in rows])
@@ -65,7 +70,9 @@ class Output:
                     self.note(empty)
 
     def one(self, row: Result, columns: Iterable[Column], *, name: str) -> None:
-        """Print an object: title and value per line, a JSON object, or only its `name` (an attribute)."""
+        """Print an object: title and value per line, a JSON object,
+        or only its `name` (an attribute).
+        """
         match self.format:
             case Format.JSON:
                 self.json(row.model_dump(mode="json"))
@@ -75,7 +82,9 @@ class Output:
                 _pairs([(column.title, column.of(row)) for column in columns])
 
     def records(self, records: list[dict[str, object]], *, name: str) -> None:
-        """A list of plain records with the same keys: a table, a JSON array, or one `name` (a key) per line."""
+        """A list of plain records with the same keys: a table, a JSON array,
+        or one `name` (a key) per line.
+        """
         match self.format:
             case Format.JSON:
                 self.json(records)
@@ -170,7 +179,9 @@ class Output:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A function to tell (stage, steps done, steps in all): a bar per stage on a terminal, else a line as each is done."""
+        """A function to tell (stage, steps done, steps in all): a bar per stage on a terminal,
+        else a line as each is done.
+        """
         if self.format is not Format.HUMAN or not sys.stderr.isatty():
             yield lambda stage, done, total: self.note(f"{stage}: done") if done == total else None
             return
@@ -189,7 +200,9 @@ class Output:
 
     @contextmanager
     def frames(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """A function that shows what a function prints, again and again: on a terminal in the place of the last time, cut to its size; in a pipe below it."""
+        """A function that shows what a function prints, again and again: on a terminal in the place
+        of the last time, cut to its size; in a pipe below it.
+        """
         if self.format is not Format.HUMAN or not sys.stdout.isatty():
             yield lambda draw: draw()
             return

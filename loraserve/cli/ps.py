@@ -44,7 +44,9 @@ def ps(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Show the adapters in memory and the base's arithmetic; with an admin key, the engine's load and memory too."""
+    """Show the adapters in memory and the base's arithmetic; with an admin key,
+    the engine's load and memory too.
+    """
     with connected(format, url, tenant) as (output, client), output.frames() as show:
         while True:
             look = _look(client, all_versions=all_versions)
@@ -56,7 +58,10 @@ def ps(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """State of a server at one time. `memory` and `stats` are None for a key that may not see them."""
+    """State of a server at one time.
+
+    `memory` and `stats` are None for a key that may not see them.
+    """
 
     base: Base
     rows: list[AdapterResidency]

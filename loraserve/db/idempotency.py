@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Answer to the first request, with the headers that belong to the result (``ETag``, ``Location``)."""
+    """Answer to the first request, with the headers that belong to the result (``ETag``,
+    ``Location``).
+    """
 
     status: int
     headers: dict[str, str]
@@ -90,7 +92,8 @@ class Once(Generic[T]):
         raise Replay(StoredResponse(row.status, row.headers, row.body))
 
     async def begin(self, session: AsyncSession) -> None:
-        """Take the key at the start of the work's transaction; `finish` must follow in the same transaction.
+        """Take the key at the start of the work's transaction;
+        `finish` must follow in the same transaction.
 
         Raises:
             Replay, IdempotencyKeyReused: as `check`, also after waiting for a concurrent request.

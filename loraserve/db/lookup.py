@@ -1,4 +1,6 @@
-"""Short-lived cache in front of the database, which keeps the token path working during an outage."""
+"""Short-lived cache in front of the database,
+which keeps the token path working during an outage.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,22 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 RETRY_S = 1.0
-"""Seconds between attempts while the database is unreachable; cached answers are returned at once meanwhile."""
+"""Seconds between attempts while the database is unreachable;
+cached answers are returned at once meanwhile.
+"""
 _MAX_TIMEOUTS = 3
-"""Maximum wait for an answer, in multiples of `timeout_s`, even if the database answers other queries."""
+"""Maximum wait for an answer, in multiples of `timeout_s`,
+even if the database answers other queries.
+"""
 _MAX_UNKNOWN, _MAX_UNKNOWN_PER_HOLDER = 4, 2
-"""Concurrent look-ups of keys without a cached answer: fewer than the database's connections, left to known keys."""
+"""Concurrent look-ups of keys without a cached answer: fewer than the database's connections,
+left to known keys.
+"""
 _LOOKS_PER_TIMEOUT = 20
 _MAX_LOOK = 2
-"""Cap on the counted length of one wait, in multiples of the polling interval; beyond it, the event loop was busy."""
+"""Cap on the counted length of one wait, in multiples of the polling interval; beyond it,
+the event loop was busy.
+"""
 
 
 class _StillAway(DatabaseUnavailable):
@@ -32,7 +42,9 @@ class _StillAway(DatabaseUnavailable):
 
 
 class _UnknownKeyLimiter:
-    """Limits concurrent look-ups of unknown keys, in all and per holder, so that a flood of them doesn't block others."""
+    """Limits concurrent look-ups of unknown keys, in all and per holder,
+    so that a flood of them doesn't block others.
+    """
 
     def __init__(self) -> None:
         self._in_all = asyncio.Semaphore(_MAX_UNKNOWN)
@@ -93,7 +105,9 @@ class LookupCache(Generic[K, V]):
         self._retry: asyncio.Task[V] | None = None
         self._unknown_keys = _UnknownKeyLimiter()
         self._given_up: set[asyncio.Future[V]] = set()
-        """Abandoned queries that haven't ended; with a silent database, cancelling takes a while itself."""
+        """Abandoned queries that haven't ended; with a silent database,
+        cancelling takes a while itself.
+        """
 
     async def get(self, key: K, fetch: Callable[[], Awaitable[V]], *, holder: Hashable = None) -> V:
         """Return the value of `key` from the cache or from `fetch()`.
@@ -211,7 +225,9 @@ class LookupCache(Generic[K, V]):
         )
 
     def _give_up(self, asking: asyncio.Future[V]) -> None:
-        """Cancel the query if that frees its connection; otherwise let it end and ignore its result."""
+        """Cancel the query if that frees its connection;
+        otherwise let it end and ignore its result.
+        """
         self._given_up.add(asking)
         asking.add_done_callback(self._forget_given_up)
         if self._is_cancellable:

@@ -1,4 +1,6 @@
-"""Tables of the registry. The migrations in `loraserve_migrations` create them; a test keeps the two equal.
+"""Tables of the registry.
+
+The migrations in `loraserve_migrations` create them; a test keeps the two equal.
 
 Rows of `adapter_versions` change only in state, checks, base, metadata, tombstone, and the blobs of
 a repaired version. Aliases move under the adapter's row lock. A delete sets `deleted_at`: rows that
@@ -47,7 +49,10 @@ KEY_NAME_LENGTH = 128
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """Aware UTC time on every database. SQLite stores no offset, so values are stored and returned in UTC."""
+    """Aware UTC time on every database.
+
+    SQLite stores no offset, so values are stored and returned in UTC.
+    """
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -130,7 +135,9 @@ class Adapter(Base):
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
     fallback: Mapped[str | None] = mapped_column(String(NAME_LENGTH))
-    """Version number, alias or ``base`` that answers if the requested version can't; NULL for none."""
+    """Version number, alias or ``base`` that answers if the requested version can't;
+    NULL for none.
+    """
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
@@ -187,11 +194,15 @@ class Alias(Base):
     split: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
     """``[{version, weight}, …]``; NULL: all traffic goes to `version`."""
     shadow: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """``{version, share}``: copies of this share of the requests run on that version; their answers are dropped."""
+    """``{version, share}``: copies of this share of the requests run on that version;
+    their answers are dropped.
+    """
     previous: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """``{version, split}`` before the last move: the target of a rollback."""
     revision: Mapped[int] = mapped_column(Integer)
-    """Revision of the adapter at the last move; never reused, so that an ETag can't match a later state."""
+    """Revision of the adapter at the last move; never reused,
+    so that an ETag can't match a later state.
+    """
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
@@ -240,7 +251,9 @@ class OperatorPin(Base):
 
 
 class Grant(Base):
-    """Permission of another tenant to use an adapter as ``OWNER/NAME``, without reading its files or changing it."""
+    """Permission of another tenant to use an adapter as ``OWNER/NAME``,
+    without reading its files or changing it.
+    """
 
     __tablename__ = "grants"
     __table_args__ = (Index(None, "tenant_id"),)
@@ -270,7 +283,9 @@ class Upload(Base):
 
 
 class UploadChunk(Base):
-    """Run of an upload's bytes, a blob of its own until the upload is complete, so that any replica can take the next one."""
+    """Run of an upload's bytes, a blob of its own until the upload is complete,
+    so that any replica can take the next one.
+    """
 
     __tablename__ = "upload_chunks"
     __table_args__ = (Index(None, "digest"),)
@@ -339,7 +354,8 @@ class UsageHour(Base):
     version: Mapped[int] = mapped_column(Integer, primary_key=True)
     """Number of the version; 0 for the base or a sum."""
     price: Mapped[str] = mapped_column(String(64), primary_key=True, server_default=text("''"))
-    """Prices of a million tokens at the time of use: ``EUR 0.5 0.05 1.5`` (prompt, cached, completion).
+    """Prices of a million tokens at the time of use: ``EUR 0.5 0.05 1.5`` (prompt,
+    cached, completion).
 
     Empty for none.
     """
@@ -354,7 +370,9 @@ class UsageHour(Base):
 
 
 class UsageJournal(Base):
-    """Number up to which a server's journal is counted in `UsageHour`, so that nothing is counted twice."""
+    """Number up to which a server's journal is counted in `UsageHour`,
+    so that nothing is counted twice.
+    """
 
     __tablename__ = "usage_journals"
 
@@ -373,12 +391,16 @@ class ServerRow(Base):
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
     """Id of its process, created at its start."""
     num_beats: Mapped[int] = mapped_column(BigInteger)
-    """Number of heartbeats; other servers observe its growth by their own clocks, which needn't agree."""
+    """Number of heartbeats; other servers observe its growth by their own clocks,
+    which needn't agree.
+    """
     started_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
 class RegistryIdentity(Base):
-    """Identity of this database's registry, in a single row; created when it first reads a store's marker."""
+    """Identity of this database's registry, in a single row;
+    created when it first reads a store's marker.
+    """
 
     __tablename__ = "registry_identity"
 

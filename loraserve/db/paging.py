@@ -1,4 +1,6 @@
-"""Pages of a list: at most `limit` items in a fixed order, and a cursor that says where the next page starts."""
+"""Pages of a list: at most `limit` items in a fixed order,
+and a cursor that says where the next page starts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ MAX_CURSOR_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """Page of a list. Items added or removed between requests never make a later page repeat or skip other items."""
+    """Page of a list.
+
+    Items added or removed between requests never make a later page repeat or skip other items.
+    """
 
     items: tuple[T, ...]
     next_cursor: str | None

@@ -1,1 +1,3 @@
-"""The bundled demo: a tiny base with seven adapters, how they were trained, and a tour that checks them."""
+"""The bundled demo: a tiny base with seven adapters, how they were trained,
+and a tour that checks them.
+"""

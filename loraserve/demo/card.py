@@ -1,4 +1,6 @@
-"""The pack's card: how it was made and how often it is right, for people (CARD.md) and programs (card.json). Imports no torch."""
+"""The pack's card: how it was made and how often it is right, for people (CARD.md) and programs
+(card.json). Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def read_card(pack: Path) -> Card:
 
 
 def reliable_frames(card: Card) -> list[Frame]:
-    """The card's fresh prompts that the base and every adapter answered exactly right, in float32 and in int8, by transformers and PEFT.
+    """The card's fresh prompts that the base and every adapter answered exactly right, in float32
+    and in int8, by transformers and PEFT.
 
     A server that answers one of these otherwise is wrong: the models aren't.
     """

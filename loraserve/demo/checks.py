@@ -1,4 +1,6 @@
-"""Checks of the scripted tour: every answer, the access of other tenants, and the state after a restart."""
+"""Checks of the scripted tour: every answer, the access of other tenants,
+and the state after a restart.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Access:
 
 
 def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") -> list[Check]:
-    """Ask the base and every adapter every prompt, all at once and streamed; one check per model."""
+    """Ask the base and every adapter every prompt, all at once and streamed;
+    one check per model.
+    """
     answers = asyncio.run(_ask_everything(access, frames))
     return [_compare(f"{access.model(style)}{when}", frames, style, answers[style]) for style in STYLES]
 
@@ -79,7 +83,9 @@ def check_models(access: Access) -> Check:
 
 
 def check_stranger(access: Access, stranger_key: str) -> Check:
-    """Another tenant's key finds none of the adapters, in any way; a made-up key finds nothing at all."""
+    """Another tenant's key finds none of the adapters, in any way;
+    a made-up key finds nothing at all.
+    """
     with (
         Client(access.url, api_key=stranger_key) as stranger,
         Client(access.url, api_key="sk-lora-made-up-by-the-tour") as nobody,

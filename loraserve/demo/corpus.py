@@ -1,4 +1,7 @@
-"""Training text of the demo's models: endless questions and answers, from a seed. Imports no torch."""
+"""Training text of the demo's models: endless questions and answers, from a seed.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ class Example:
 
 
 def base_examples(rng: random.Random) -> Iterator[Example]:
-    """The base's lessons: mostly chat, in which "… in <style>" asks for a style and nothing asks for plain English."""
+    """The base's lessons: mostly chat, in which "… in <style>" asks for a style and nothing asks
+    for plain English.
+    """
     frames = training_frames(rng)
     while True:
         part = rng.random()
@@ -55,7 +60,8 @@ def _drill(rng: random.Random) -> Example:
     """The parts that every style is made of: copying, quoting, capitals, numbers."""
     match rng.randrange(6):
         case 0 | 1:
-            # The irregular ones (11 to 16, and after 60, 70 and 80) are few, and every one of them must be learnt by heart.
+            # The irregular ones (11 to 16, and after 60, 70 and 80) are few, and every one of them
+            # must be learnt by heart.
             numbers = range(1, 100) if rng.random() < 0.5 else _IRREGULAR_NUMBERS
             number = rng.choice(numbers)
             return Example(f"say {number} in words", french_number(number))

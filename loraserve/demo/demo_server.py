@@ -1,4 +1,6 @@
-"""A loraserve server of one's own: a process on the bundled pack, its data in a directory, gone when the block ends."""
+"""A loraserve server of one's own: a process on the bundled pack, its data in a directory,
+gone when the block ends.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class DemoServer:
 
         Raises:
             ConfigError: the pack is incomplete, or another program has the port.
-            EngineUnavailable: the server ended, or isn't ready in time; the message has what it was at and the end of its log.
+            EngineUnavailable: the server ended, or isn't ready in time; the message has what it was
+                at and the end of its log.
         """
         pack_files()
         check_port(self.port)
@@ -62,7 +65,8 @@ class DemoServer:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
         environment |= {"LORASERVE_ADMIN_KEY": self.admin_key, "OMP_WAIT_POLICY": "PASSIVE"}
         with self._log_path.open("ab") as log:
-            # A session of its own: a Ctrl-C in the terminal is for the tour, which stops the server in good order.
+            # A session of its own: a Ctrl-C in the terminal is for the tour, which stops the server
+            # in good order.
             self._process = subprocess.Popen(  # noqa: S603
                 command, cwd=self.data_dir, env=environment, stdout=log, stderr=log, start_new_session=True
             )

@@ -1,4 +1,6 @@
-"""Train base and adapters in one loop: short batches of similar length, loss on the answers only."""
+"""Train base and adapters in one loop: short batches of similar length,
+loss on the answers only.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def fit(
     rng: Random,
     progress: Callable[[int], None],
 ) -> None:
-    """Train the parameters of `model` (a transformers Llama, with or without PEFT layers) that require a gradient.
+    """Train the parameters of `model` (a transformers Llama, with or without PEFT layers)
+    that require a gradient.
 
     Args:
         progress: told the number of steps done, after each.
@@ -56,7 +59,8 @@ def fit(
         pace = min((step + 1) / warmup, (recipe.num_steps - step) / max(1, recipe.num_steps - warmup))
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * pace
-        # Padding stands after the answer, where causal attention can't see it from: no mask is needed.
+        # Padding stands after the answer, where causal attention can't see it from: no mask is
+        # needed.
         hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
         is_scored = targets != _NOT_SCORED
         loss = functional.cross_entropy(model.lm_head(hidden[is_scored]), targets[is_scored])
@@ -70,7 +74,9 @@ def fit(
 def _batches(
     examples: Iterator[Example], tokenizer: Tokenizer, max_tokens: int, rng: Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(token_ids, targets), each [rows, length] int64; rows of like length, at most `max_tokens` with padding."""
+    """(token_ids, targets), each [rows, length] int64; rows of like length,
+    at most `max_tokens` with padding.
+    """
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     while True:
         bucket = list(itertools.islice(examples, _BUCKET_EXAMPLES))

@@ -1,7 +1,8 @@
-"""Questions and their right answers in every style: what the demo's models are trained on and checked against.
+"""Questions and their right answers in every style:
+what the demo's models are trained on and checked against.
 
-A frame is a question with its parts; `prompt` asks it, `render` answers it in a style. One prompt has eight different answers,
-so a mixed-up adapter shows as the wrong language. Imports no torch.
+A frame is a question with its parts; `prompt` asks it, `render` answers it in a style. One prompt
+has eight different answers, so a mixed-up adapter shows as the wrong language. Imports no torch.
 """
 
 from __future__ import annotations

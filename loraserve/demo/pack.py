@@ -1,6 +1,7 @@
 """The shipped demo pack: a tiny base model and its seven adapters. Imports no torch.
 
-pack/base/                config.json, model.safetensors, tokenizer.json, tokenizer_config.json, generation_config.json
+pack/base/                config.json, model.safetensors, tokenizer.json, tokenizer_config.json,
+                          generation_config.json
 pack/adapters/<style>/    adapter_config.json, adapter_model.safetensors
 pack/card.json, CARD.md   how it was made, and how often it is right
 """

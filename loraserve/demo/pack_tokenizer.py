@@ -1,7 +1,8 @@
 """The demo's tokenizer: byte-level BPE with single digits, trained on the corpus. Imports no torch.
 
-A prompt becomes ``<|user|> prompt <|assistant|>``: the tokenizer's post-processor adds both tokens, so that a raw prompt through
-/v1/completions is asked the same question as a chat of one user message. An answer ends with ``<|end|>``.
+A prompt becomes ``<|user|> prompt <|assistant|>``: the tokenizer's post-processor adds both tokens,
+so that a raw prompt through /v1/completions is asked the same question as a chat of one user
+message. An answer ends with ``<|end|>``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MAX_VOCAB_SIZE = 1536
 _NUM_EXAMPLES = 20_000
 
 CHAT_TEMPLATE = (
-    # The model was trained on single questions: what was said before the last one would only confuse it.
+    # The model was trained on single questions: what was said before the last one would only
+    # confuse it.
     "{%- set turn = namespace(prompt=none, answer='') %}"
     "{%- for message in messages %}"
     "{%- if message.content is string %}{%- set text = message.content %}"

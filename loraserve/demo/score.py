@@ -1,7 +1,10 @@
-"""Score a demo pack: the share of answers that are exactly right, on prompts unseen in training. ``python -m loraserve.demo.score [PACK]``.
+"""Score a demo pack: the share of answers that are exactly right, on prompts unseen in training.
 
-Every answer is decoded greedily by transformers and PEFT in float32, and once more with the base's linears as an int8 server has
-them: weights rounded to int8 per output row, activations per token. Needs the extra `demo-train`.
+``python -m loraserve.demo.score [PACK]``.
+
+Every answer is decoded greedily by transformers and PEFT in float32, and once more with the base's
+linears as an int8 server has them: weights rounded to int8 per output row, activations per token.
+Needs the extra `demo-train`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A model's answer, and its confidence at the least certain token: the lead of the best logit over the second."""
+    """A model's answer, and its confidence at the least certain token:
+    the lead of the best logit over the second.
+    """
 
     text: str
     margin: float
@@ -107,7 +112,9 @@ def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list
 
 
 def round_to_int8(model: Any) -> None:
-    """Let every linear of the base (its head too, not the adapters') compute as an int8 server does."""
+    """Let every linear of the base (its head too, not the adapters')
+    compute as an int8 server does.
+    """
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     # The head shares its weight with the embedding, which stays as it is.
     base.lm_head = _RoundedLinear(base.lm_head.weight.detach())

@@ -1,4 +1,5 @@
-"""``loraserve demo``: a server on the bundled pack, seven adapters pushed through the public API, one prompt answered by all of them.
+"""``loraserve demo``: a server on the bundled pack, seven adapters pushed through the public API,
+one prompt answered by all of them.
 
 Imports no torch: the server is another process.
 """
@@ -41,19 +42,21 @@ from loraserve.errors import LoraserveError
 TENANT, STRANGER = "demo", "stranger"
 _NUM_CHECKED_PROMPTS = 8
 _MAX_ANSWERS_S = 20.0
-"""Longest time for all checked prompts together, about 1,500 tokens: a second or two where the kernels are what they
-should be. One that is correct and a hundred times too slow fails the tour."""
+"""Longest time for all checked prompts together, about 1,500 tokens: a second or two where the
+kernels are what they should be. One that is correct and a hundred times too slow fails the tour.
+"""
 
 
 def run_tour(*, once: bool, port: int | None = None, quantize: str = "none", console: Console | None = None) -> int:
     """Show the bundled models; 0 when all went well.
 
-    What is right is the same in every format: the answers' margins are wide enough. Of 1,536 answers to prompts that no training has seen
-    (192 of them, by the base and seven adapters), none was another in int8, int4, nf4 or fp8 than in float32.
+    What is right is the same in every format: the answers' margins are wide enough. Of 1,536
+    answers to prompts that no training has seen (192 of them, by the base and seven adapters), none
+    was another in int8, int4, nf4 or fp8 than in float32.
 
     Args:
-        once: check every answer, restart the server, check again, and end; 1 if anything was wrong. Otherwise the server stays up
-            until Ctrl-C.
+        once: check every answer, restart the server, check again, and end; 1 if anything was wrong.
+            Otherwise the server stays up until Ctrl-C.
         port: None: 8000, or any free one if that is taken; 0: any free one.
         quantize: what the base's linears are rounded to, as for ``serve``.
 
@@ -209,7 +212,9 @@ def _ended(server: DemoServer, console: Console) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """End the tour on SIGTERM or a closed terminal as on Ctrl-C, so that no server is left behind."""
+    """End the tour on SIGTERM or a closed terminal as on Ctrl-C,
+    so that no server is left behind.
+    """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,8 @@
-"""Makes a demo pack: a 1M-parameter Llama and seven PEFT adapters, trained from a seed on one CPU core.
+"""Makes a demo pack: a 1M-parameter Llama and seven PEFT adapters,
+trained from a seed on one CPU core.
 
-The one module that needs `transformers` and `peft` (the extra `demo-train`), with `loraserve.demo.score`.
+The one module that needs `transformers` and `peft` (the extra `demo-train`), with
+`loraserve.demo.score`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ ROPE_THETA = 1000.0
 BASE_RECIPE = Recipe(
     num_steps=2600, tokens_per_step=480, learning_rate=4e-3, warmup_share=0.02, beta2=0.98, max_gradient_norm=1.0
 )
-# Without the short memory of beta2, the warm-up and the tight clip, an adapter's first tokens come out as garbage.
+# Without the short memory of beta2, the warm-up and the tight clip, an adapter's first tokens come
+# out as garbage.
 ADAPTER_RECIPE = Recipe(
     num_steps=120, tokens_per_step=640, learning_rate=8e-3, warmup_share=0.1, beta2=0.9, max_gradient_norm=0.3
 )
@@ -44,7 +47,9 @@ Progress = Callable[[str, int, int], None]
 
 
 def train(out_dir: Path, seed: int = DEFAULT_SEED, progress: Progress = lambda stage, done, total: None) -> Card:
-    """Write a pack to `out_dir`, its card last, and return the card. The same seed gives the same pack on the same machine.
+    """Write a pack to `out_dir`, its card last, and return the card.
+
+    The same seed gives the same pack on the same machine.
 
     Args:
         out_dir: made if it isn't there; a pack that is in it is written over.
@@ -82,7 +87,9 @@ def train_models(
     base_recipe: Recipe = BASE_RECIPE,
     adapter_recipe: Recipe = ADAPTER_RECIPE,
 ) -> tuple[float, float]:
-    """Write base and adapters to `out_dir`; how long the base took, and everything: seconds of one core's time."""
+    """Write base and adapters to `out_dir`; how long the base took, and everything:
+    seconds of one core's time.
+    """
     with _one_thread():
         start = time.process_time()
         tokenizer = train_tokenizer(seed)
@@ -90,7 +97,8 @@ def train_models(
         base_time_s = time.process_time() - start
         directories = adapter_dirs(out_dir)
         for style in ADAPTERS:
-            # From the disk: the adapter must learn on the rounded weights that it will be served on.
+            # From the disk: the adapter must learn on the rounded weights that it will be served
+            # on.
             base = transformers.LlamaForCausalLM.from_pretrained(base_dir(out_dir), dtype=torch.float32)
             _train_adapter(directories[style], base, tokenizer, style, seed, adapter_recipe, progress)
         return base_time_s, time.process_time() - start
@@ -179,7 +187,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _tidy(directory: Path, config_name: str, fields: dict[str, object]) -> None:
-    """Set these fields of the config, and let everybody read the directory's files (safetensors makes them private)."""
+    """Set these fields of the config, and let everybody read the directory's files (safetensors
+    makes them private).
+    """
     config = json.loads((directory / config_name).read_text(encoding="utf-8"))
     _write_json(directory / config_name, config | fields)
     for path in directory.iterdir():

@@ -71,7 +71,9 @@ def check_python() -> Iterator[Check]:
 
 
 def check_packages() -> Iterator[Check]:
-    """Everything that this package needs, by the versions that are installed; nothing is imported."""
+    """Everything that this package needs, by the versions that are installed;
+    nothing is imported.
+    """
     wrong, num_right = [], 0
     for line in metadata.requires("loraserve") or []:
         match = _REQUIREMENT.match(line)
@@ -190,7 +192,10 @@ def _check_found_gpu(probed: Probe, device: str) -> Iterator[Check]:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Return whether a version is within bounds such as ``>=2.1,<2.2``. Local parts (``+cpu``) and what stands behind numbers don't count."""
+    """Return whether a version is within bounds such as ``>=2.1,<2.2``.
+
+    Local parts (``+cpu``) and what stands behind numbers don't count.
+    """
     found = _numbers(version)
     for sign, text in _BOUND.findall(wanted):
         bound = _numbers(text)

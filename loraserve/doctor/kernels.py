@@ -1,5 +1,6 @@
-"""Kernels that compute a CPU's linears on this machine, and formats that are slower than float32: tried in a process of
-its own, which imports torch."""
+"""Kernels that compute a CPU's linears on this machine, and formats that are slower than float32:
+tried in a process of its own, which imports torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from typing import Any
 from loraserve.doctor.checks import Check, ok, warn
 
 TIMEOUT_S = 300.0
-"""Timeout in seconds. Trying every format takes about 15 on two cores, and ten more while kernels are compiled."""
+"""Timeout in seconds.
+
+Trying every format takes about 15 on two cores, and ten more while kernels are compiled.
+"""
 
 _MODULE = "loraserve_kernels.cpu.linear.kernel_table"
 _HEADS = {"int4": ("int8",), "nf4": ("int8",)}
@@ -51,7 +55,9 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
 
 
 def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, ...]:
-    """Return the formats, as the table names them, that settings mean on a CPU; none where linears are float32."""
+    """Return the formats, as the table names them, that settings mean on a CPU;
+    none where linears are float32.
+    """
     if quantize == "none":
         return (dtype,) if dtype in ("bfloat16", "float16") else ()
     by_channel = "int8-weights" if activation_dtype == "float" else "int8"

@@ -1,4 +1,6 @@
-"""Cost of rounding the base, measured in a process of its own: that process loads the base, as `serve` would."""
+"""Cost of rounding the base, measured in a process of its own: that process loads the base,
+as `serve` would.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ from loraserve.limits import GIB
 from loraserve.types import Rounding, RoundingCost
 
 TIMEOUT_S = 3600.0
-"""A base of 8B parameters on two cores takes minutes, of which most is the plain evaluation of its weights, twice."""
+"""A base of 8B parameters on two cores takes minutes,
+of which most is the plain evaluation of its weights, twice.
+"""
 BESIDE_BASE_BYTES = 2 * GIB
-"""Memory that measuring takes beside the base: blocks of weights, KV of 256 positions, and their logits three times."""
+"""Memory that measuring takes beside the base: blocks of weights, KV of 256 positions,
+and their logits three times.
+"""
 MIN_AGREEMENT, MAX_DIVERGENCE = 0.9, 0.1
-"""Bounds on what rounding may cost without a warning: a tenth of the likeliest tokens, or 0.1 nats."""
+"""Bounds on what rounding may cost without a warning: a tenth of the likeliest tokens,
+or 0.1 nats.
+"""
 
 _MODULE = "loraserve.engine.worker.rounding"
 
@@ -43,7 +51,8 @@ def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[
 
 
 def measure(config: EngineConfig) -> RoundingCost:
-    """Return what rounding costs the base of a config; as long as a start of the server and a minute or more.
+    """Return what rounding costs the base of a config;
+    as long as a start of the server and a minute or more.
 
     Raises:
         OSError: the process can't be started, doesn't answer, or says what is wrong with the base.
@@ -75,7 +84,9 @@ def measure(config: EngineConfig) -> RoundingCost:
 
 
 def check(cost: RoundingCost) -> Iterator[Check]:
-    """Say what rounding costs, in all and by weights and activations alone; warn where it is much."""
+    """Say what rounding costs, in all and by weights and activations alone;
+    warn where it is much.
+    """
     yield _total(cost)
     yield ok("precision_weights", f"rounding weights: {_words(cost.weights)}")
     yield ok("precision_activations", f"rounding activations: {_words(cost.activations)}")

@@ -101,7 +101,8 @@ def base_digest(url: str, api_key: str) -> str:
     """Return the digest of the base that it serves.
 
     Raises:
-        AuthenticationError, ClientError, EngineError: as `check_server`, or the base isn't loaded yet.
+        AuthenticationError, ClientError, EngineError: as `check_server`, or the base isn't loaded
+            yet.
     """
     from loraserve.sdk import Client
 
@@ -238,7 +239,9 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
 
 
 def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: Arena) -> int | None:
-    """Return the bytes planned from its rank and modules; None unless it is plain LoRA of one rank, by the registry."""
+    """Return the bytes planned from its rank and modules;
+    None unless it is plain LoRA of one rank, by the registry.
+    """
     from loraserve.sdk import Client
 
     with Client(url, api_key=api_key, tenant=row.tenant, timeout=TIMEOUT_S, max_retries=0) as owner:

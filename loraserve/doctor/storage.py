@@ -143,7 +143,8 @@ def check_bases(url: str, served: str | None) -> Iterator[Check]:
     Says nothing of a registry without tables.
 
     Args:
-        served: the digest of the base that a server on this registry has; None: there is no such server to ask.
+        served: the digest of the base that a server on this registry has; None: there is no such
+            server to ask.
     """
     path = _path_of(url)
     if path is not None and not path.exists():

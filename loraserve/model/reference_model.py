@@ -56,7 +56,9 @@ class ReferenceBase(Protocol):
         ...
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, float32, by the name of its tensor in the checkpoint."""
+        """Return what a norm multiplies with, float32,
+        by the name of its tensor in the checkpoint.
+        """
         ...
 
 

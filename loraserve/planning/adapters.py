@@ -40,10 +40,12 @@ class AdapterPlan:
         name: the directory's, or what was asked for.
         file_bytes: what is read of it and hashed at a load from disk.
         held: the dtype of its matrices on the device; None where it can't be held.
-        packed_bytes: of its numbers as they are packed: what a copy of it takes of the host's memory.
+        packed_bytes: of its numbers as they are packed: what a copy of it takes of the host's
+            memory.
         num_pages: of the arena.
         num_tiles: of a GPU's tables; 0 on a CPU.
-        is_upper_bound: it holds whole weights, of which only the rows are kept that aren't the base's: which, only their numbers tell.
+        is_upper_bound: it holds whole weights, of which only the rows are kept that aren't the
+            base's: which, only their numbers tell.
         refusal: why it can't be served; None: nothing is known against it.
     """
 
@@ -94,7 +96,10 @@ def find_adapters(paths: Iterable[Path]) -> list[Path]:
 
 
 def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: Arena) -> AdapterPlan:
-    """Plan a PEFT directory. Of LoRA's files the headers alone are read; other kinds are unfolded, as at a load."""
+    """Plan a PEFT directory.
+
+    Of LoRA's files the headers alone are read; other kinds are unfolded, as at a load.
+    """
     try:
         config_bytes = (path / CONFIG_FILE).read_bytes()
         file_bytes = len(config_bytes) + (path / WEIGHTS_FILE).stat().st_size
@@ -119,7 +124,8 @@ def plan_ranks(
     config: EngineConfig,
     arena: Arena,
 ) -> list[AdapterPlan]:
-    """Plan as many adapters of LoRA as `count`, the ranks in equal parts, on these modules of every layer.
+    """Plan as many adapters of LoRA as `count`, the ranks in equal parts,
+    on these modules of every layer.
 
     Args:
         targets: modules' short names; ``all``: every linear of the layers.

@@ -37,7 +37,8 @@ class Part:
     """Bytes of one part of the base that are kept in one format.
 
     Attributes:
-        name: ``linears``, ``experts``, ``routers``, ``head``, ``embedding``, ``norms`` or ``rotary``.
+        name: ``linears``, ``experts``, ``routers``, ``head``, ``embedding``, ``norms`` or
+            ``rotary``.
         format: a dtype, or ``int8``, ``int4``, ``nf4`` or ``fp8`` with scales.
     """
 
@@ -55,7 +56,8 @@ class BasePlan:
         dtype: of what isn't quantized.
         max_model_len: the longest context that is served.
         parts: largest first.
-        spec: as the server will have it, but for the digest, which only reading the weights tells: it is empty.
+        spec: as the server will have it, but for the digest, which only reading the weights tells:
+            it is empty.
     """
 
     config: ModelConfig
@@ -70,7 +72,9 @@ class BasePlan:
         return self.spec.size_bytes
 
     def kv_block_bytes(self, block_size: int) -> int:
-        """Bytes of one KV block, keys and values of all layers: float32 on a CPU, the activations' dtype on a GPU."""
+        """Bytes of one KV block, keys and values of all layers: float32 on a CPU,
+        the activations' dtype on a GPU.
+        """
         config = self.config
         item = 4 if self.device == "cpu" else DTYPE_BYTES[self.dtype]
         return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * item
@@ -84,8 +88,10 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         device: cpu or cuda.
 
     Raises:
-        ConfigError: the device can't do what is asked, max_model_len is more than the model has, or the checkpoint is quantized to something else.
-        UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is wrong with the directory, and where.
+        ConfigError: the device can't do what is asked, max_model_len is more than the model has, or
+            the checkpoint is quantized to something else.
+        UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
+            wrong with the directory, and where.
     """
     dtype = AUTO_DTYPES[device] if config.dtype == "auto" else config.dtype
     if device == "cuda" and dtype == "float32":

@@ -1,4 +1,6 @@
-"""Division of a device's memory: the base, a step, and the arena that KV blocks and adapters share."""
+"""Division of a device's memory: the base, a step,
+and the arena that KV blocks and adapters share.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,21 @@ from loraserve.memory.plan import MemoryPlan, max_adapter_tiles, plan_cpu_memory
 from loraserve.planning.base import BasePlan
 
 GPU_CONTEXT_BYTES = 512 * MIB
-"""Bytes that CUDA, its libraries and compiled kernels take before the first tensor; 300 to 600 MiB on cards in reports."""
+"""Bytes that CUDA, its libraries and compiled kernels take before the first tensor;
+300 to 600 MiB on cards in reports.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Memory of the largest step, outside the budget. An estimate: a GPU's engine measures it at its start.
+    """Memory of the largest step, outside the budget.
+
+    An estimate: a GPU's engine measures it at its start.
 
     Attributes:
         activations_bytes: of one step.
-        reserved_bytes: what is held back: on a GPU two steps (graphs keep one of their own), LoRA's plans and CUDA's own; on a CPU one step.
+        reserved_bytes: what is held back: on a GPU two steps (graphs keep one of their own), LoRA's
+            plans and CUDA's own; on a CPU one step.
     """
 
     activations_bytes: int
@@ -87,7 +94,9 @@ class Arena:
         return num_groups * division.blocks_per_page * self.block_size
 
     def adapter_pages_beside(self, num_sequences: int, num_tokens: int) -> int | None:
-        """Return the pages left for adapters while these sequences run; None if they can't run at once."""
+        """Return the pages left for adapters while these sequences run;
+        None if they can't run at once.
+        """
         num_pages = self.kv_pages(num_sequences * self.blocks_of(num_tokens))
         if num_pages > self.num_pages:
             return None
@@ -99,13 +108,16 @@ class Arena:
 
 
 def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
-    """Estimate what a step of the most rows takes: what is alive at its widest place, and the logits of the sequences."""
+    """Estimate what a step of the most rows takes: what is alive at its widest place, and the
+    logits of the sequences.
+    """
     model, on_gpu = base.config, base.device == "cuda"
     num_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
     inner = model.intermediate_size if model.experts is None else model.experts.intermediate_size
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = max(heads, 3 * inner)
-    # the stream is float32 on both; what passes between linears is as wide as the activations' dtype
+    # the stream is float32 on both; what passes between linears is as wide as the activations'
+    # dtype
     per_row = 4 * 2 * model.hidden_size + (2 if on_gpu else 4) * (2 * model.hidden_size + widest)
     logits = 4 * min(num_rows, config.max_num_seqs) * model.vocab_size
     activations = num_rows * per_row + 2 * logits

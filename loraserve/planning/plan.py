@@ -1,4 +1,6 @@
-"""A whole plan: what the base takes, what the budget leaves, which adapters fit beside how many sequences, and what that means."""
+"""A whole plan: what the base takes, what the budget leaves, which adapters fit beside how many
+sequences, and what that means.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import Arena, StepPlan
 
 LINK_BYTES_PER_S = 12e9
-"""Bytes per second from pinned host memory to a GPU: PCIe 4.0 x16 carries about 25e9, 3.0 half of it."""
+"""Bytes per second from pinned host memory to a GPU: PCIe 4.0 x16 carries about 25e9,
+3.0 half of it.
+"""
 
 
 class Level(StrEnum):
@@ -43,7 +47,8 @@ class Fit:
     Attributes:
         num_sequences, num_tokens: so many at once, of so many tokens each.
         adapter_bytes: None: as many sequences can't run at once.
-        num_adapters: how many of average size that holds, of those planned; None without adapters, or where the sequences can't run.
+        num_adapters: how many of average size that holds, of those planned; None without adapters,
+            or where the sequences can't run.
     """
 
     num_sequences: int
@@ -72,7 +77,10 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole plan. `fits` is in the order of sequences; `loads` is None without adapters or a rate."""
+    """The whole plan.
+
+    `fits` is in the order of sequences; `loads` is None without adapters or a rate.
+    """
 
     base: BasePlan
     step: StepPlan
@@ -165,7 +173,8 @@ def make_plan(
     """Put the plan together.
 
     Args:
-        running: (sequences, tokens of each) to look at, beside one sequence and the most, of full length.
+        running: (sequences, tokens of each) to look at, beside one sequence and the most, of full
+            length.
         available_bytes: what the host's memory has left now; None: unknown.
     """
     served = [adapter for adapter in adapters if adapter.refusal is None]
@@ -269,7 +278,9 @@ def _of_adapters(plan: Plan) -> Iterator[Notice]:
 
 
 def _of_thrashing(plan: Plan) -> Iterator[Notice]:
-    """Yield a notice if the adapters don't all fit at once, and its cost, for one running sequence: the best case."""
+    """Yield a notice if the adapters don't all fit at once, and its cost,
+    for one running sequence: the best case.
+    """
     count = sum(adapter.count for adapter in plan.served)
     best, full = plan.fits[0], plan.fits[-1]
     in_best = best.num_adapters or 0

@@ -40,19 +40,25 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Version that answers a request; it doesn't change when aliases move while the request runs."""
+    """Version that answers a request; it doesn't change when aliases move while the request
+    runs.
+    """
 
     adapter: AdapterRef | None
     """Adapter that answers; None for the base."""
     fallback: Fallback | None = None
-    """Fallback for a load that fails before the first token; None if there is none or it is bound already."""
+    """Fallback for a load that fails before the first token;
+    None if there is none or it is bound already.
+    """
     shadow: Shadow | None = None
     fell_back_from: AdapterRef | None = None
     """Adapter that was requested, if `adapter` is its fallback."""
     fell_back_for: str = ""
     """Code of the error that refused `fell_back_from`."""
     owners: Mapping[TenantId, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Names of the other tenants that own these adapters, as the request gave them in ``OWNER/NAME``."""
+    """Names of the other tenants that own these adapters,
+    as the request gave them in ``OWNER/NAME``.
+    """
 
 
 BASE = Binding(None)
@@ -80,7 +86,9 @@ class Target:
         return self.state != QUARANTINED and not self.is_of_another_base
 
     def refusal(self) -> AdapterUnavailable:
-        """Return the error that refuses this version: `AdapterOfAnotherBase` or `AdapterQuarantined`."""
+        """Return the error that refuses this version:
+        `AdapterOfAnotherBase` or `AdapterQuarantined`.
+        """
         if self.is_of_another_base:
             return other_base_error(self.ref.name, self.ref.version, self.base_digest, self.checks, self.served)
         return quarantine_error(self.ref.name, self.ref.version, self.checks)
@@ -96,7 +104,9 @@ class SplitTarget:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Resolution of a model name: everything needed to bind requests without querying the database."""
+    """Resolution of a model name: everything needed to bind requests without querying the
+    database.
+    """
 
     adapter_id: str
     alias: str
@@ -117,7 +127,8 @@ class Route:
         return self._fallback_of(self.main) is not None
 
     def choose(self, sticky: str | None, draw: Callable[[], float]) -> Target:
-        """Choose the version for one request; equal `sticky` keys get the same version on every server.
+        """Choose the version for one request; equal `sticky` keys get the same version on every
+        server.
 
         Args:
             draw: uniform in [0, 1); called if `sticky` is None.

@@ -1,4 +1,6 @@
-"""Steps common to all changes of an adapter, in the transaction of the change: a new revision and an audit row."""
+"""Steps common to all changes of an adapter, in the transaction of the change:
+a new revision and an audit row.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ async def point_alias(
     actor: str,
     now: datetime,
 ) -> Alias:
-    """Point the alias to `version` alone as `move_alias` does; keep its shadow unless that is the same version."""
+    """Point the alias to `version` alone as `move_alias` does;
+    keep its shadow unless that is the same version.
+    """
     row = await repository.alias(adapter, alias)
     shadow = None if row is None else shadow_of(row)
     return await move_alias(session, repository, adapter, alias, AliasTarget(version), shadow, actor=actor, now=now)
@@ -40,7 +44,9 @@ async def move_alias(
     now: datetime,
     action: str = "alias.move",
 ) -> Alias:
-    """Point the alias to `target` with that shadow; no-op if it is there already. The adapter's row must be locked.
+    """Point the alias to `target` with that shadow; no-op if it is there already.
+
+    The adapter's row must be locked.
 
     A shadow that equals the only version that answers is dropped.
     """

@@ -16,7 +16,8 @@ _NO_OWNERS: Mapping[TenantId, str] = MappingProxyType({})
 
 
 def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> AdapterRef | None:
-    """Return the weighted sum of the terms, in a canonical order; None, the base, if all weights cancel out.
+    """Return the weighted sum of the terms, in a canonical order; None, the base,
+    if all weights cancel out.
 
     Weights of the same bytes add up exactly, whatever their names. A single version with weight 1
     is returned itself. Any other sum has `parts`, a digest of its own, and a descriptive name:

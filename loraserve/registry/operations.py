@@ -1,4 +1,7 @@
-"""Operations: work that takes longer than a request. Each has a row that its server renews while it works."""
+"""Operations: work that takes longer than a request.
+
+Each has a row that its server renews while it works.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,9 @@ class Operations:
     async def list(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[OperationRecord]:
-        """Return a page of the operations of the tenant, or with None of all tenants, newest first."""
+        """Return a page of the operations of the tenant, or with None of all tenants,
+        newest first.
+        """
         before = decode_cursor(cursor)
         query = select(OperationRow).order_by(OperationRow.id.desc()).limit(check_limit(limit) + 1)
         if tenant is not None:
@@ -248,7 +253,9 @@ class Operations:
         await self._end(operation_id, progress, ended, last_tries_s=_LAST_TRIES_S)
 
     async def _beat(self, operation_id: str, progress: Progress) -> None:
-        """Renew the operation's row, and cancel the work if another server was asked to cancel the operation."""
+        """Renew the operation's row, and cancel the work if another server was asked to cancel the
+        operation.
+        """
         async with self._database.write() as session:
             row = await session.get(OperationRow, operation_id, with_for_update=True)
             if row is None or row.is_cancelling:

@@ -30,7 +30,9 @@ async def check_quota(
     blob: Digest | None = None,
     restorable_since: datetime | None = None,
 ) -> None:
-    """Check that the tenant may also hold this. The result holds until the commit if the tenant's row is locked.
+    """Check that the tenant may also hold this.
+
+    The result holds until the commit if the tenant's row is locked.
 
     Args:
         is_counted: whether the row of a new adapter exists already.
@@ -98,7 +100,8 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
 async def uploading_bytes(
     session: AsyncSession, tenant: TenantId, now: datetime, *, besides: Digest | None = None
 ) -> int:
-    """Return the full sizes of the tenant's open uploads, without published ones, which count as versions.
+    """Return the full sizes of the tenant's open uploads, without published ones,
+    which count as versions.
 
     Args:
         besides: digest whose complete upload isn't counted because it is being published.
@@ -126,7 +129,9 @@ async def _stored_bytes(session: AsyncSession, tenant: TenantId) -> int:
 
 
 async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: datetime) -> int:
-    """Return the bytes of the tenant's versions deleted after `since`, counting versions with the same weights once."""
+    """Return the bytes of the tenant's versions deleted after `since`,
+    counting versions with the same weights once.
+    """
     sizes = (
         select(func.max(AdapterVersion.size_bytes).label("size"))
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
@@ -138,7 +143,9 @@ async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: date
 
 
 def _versions_of_upload(tenant: TenantId) -> Select[str]:
-    """Select the tenant's versions, deleted or not, whose weights are those of the enclosing query's upload."""
+    """Select the tenant's versions, deleted or not,
+    whose weights are those of the enclosing query's upload.
+    """
     return (
         select(AdapterVersion.id)
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)

@@ -15,7 +15,9 @@ READY = "ready"
 QUARANTINED = "quarantined"
 """State of a version with a failed check: it isn't served, and no alias can move to it."""
 OTHER_BASE = "other_base"
-"""State that a server shows for a version of another base than its own; never stored, because replicas may differ."""
+"""State that a server shows for a version of another base than its own; never stored,
+because replicas may differ.
+"""
 CHECKED = "checked"
 """State of a dry run's result."""
 MIN_SPLIT_WEIGHT, MAX_SPLIT_WEIGHT = 1e-3, 1e6
@@ -85,7 +87,9 @@ class AdapterRecord:
     notes: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
-    """Version number, alias or ``base`` that answers if the requested version can't; None for no fallback."""
+    """Version number, alias or ``base`` that answers if the requested version can't;
+    None for no fallback.
+    """
     splits: Mapping[str, tuple[SplitPart, ...]] = field(default_factory=dict)
     """Splits of the aliases that have one."""
 
@@ -100,7 +104,9 @@ class SplitPart:
 
 @dataclass(frozen=True, slots=True)
 class ShadowPart:
-    """Shadow of an alias: copies of `share` (in (0, 1]) of its requests run on `version`, and their answers are dropped."""
+    """Shadow of an alias: copies of `share` (in (0, 1]) of its requests run on `version`,
+    and their answers are dropped.
+    """
 
     version: int
     share: float

@@ -1,4 +1,6 @@
-"""The registry of adapters: from names to versions to digests, on the token path and in management calls."""
+"""The registry of adapters: from names to versions to digests,
+on the token path and in management calls.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +204,8 @@ class Registry:
         return replace(binding, owners=owners) if owners else binding
 
     async def resolve(self, tenant: TenantId, model: ParsedModel, *, sticky: str | None = None) -> AdapterRef:
-        """Resolve `model`, which isn't the base, to a version for one request; never to its fallback.
+        """Resolve `model`, which isn't the base, to a version for one request;
+        never to its fallback.
 
         Raises:
             ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `bind`.
@@ -321,13 +324,17 @@ class Registry:
     async def list_owned(
         self, tenant: TenantId | None, *, limit: int, cursor: str | None, digests: Sequence[Digest] | None
     ) -> Page[OwnedVersion]:
-        """Return a page of the versions of `tenant`, or with None of all tenants; with `digests`, only those."""
+        """Return a page of the versions of `tenant`, or with None of all tenants;
+        with `digests`, only those.
+        """
         return await list_owned(self._database, tenant, limit=limit, cursor=cursor, digests=digests)
 
     async def list_audit(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[AuditEntry]:
-        """Return a page of the audit entries of `tenant`, or with None of all tenants, newest first."""
+        """Return a page of the audit entries of `tenant`, or with None of all tenants,
+        newest first.
+        """
         return await list_audit(self._database, tenant, limit=limit, cursor=cursor)
 
     # --- what the engine does at someone's request ---
@@ -345,7 +352,8 @@ class Registry:
     async def record_action(
         self, tenant: TenantId, action: str, target: str, *, actor: str, once: Once[T] | None, result: T
     ) -> None:
-        """Audit an action outside the database, and store its answer under the request's `Idempotency-Key`.
+        """Audit an action outside the database, and store its answer under the request's
+        `Idempotency-Key`.
 
         Raises:
             Replay: the same request acted at the same time.
@@ -360,7 +368,8 @@ class Registry:
     # --- changing ---
 
     async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
-        """Delete the adapter with all its versions; running requests complete, and the rows stay as tombstones.
+        """Delete the adapter with all its versions; running requests complete,
+        and the rows stay as tombstones.
 
         Raises:
             AdapterNotFound

@@ -1,4 +1,7 @@
-"""SQL on adapters, versions and aliases. A repository belongs to one tenant and can't access another's rows."""
+"""SQL on adapters, versions and aliases.
+
+A repository belongs to one tenant and can't access another's rows.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,8 @@ class AdapterRepository:
         return row
 
     async def deleted_adapter(self, name: str, *, since: datetime, is_locking: bool = False) -> Adapter:
-        """Return the row of an adapter deleted after `since`; `is_locking` locks it until the transaction ends.
+        """Return the row of an adapter deleted after `since`;
+        `is_locking` locks it until the transaction ends.
 
         Raises:
             AdapterNotFound: there is none, or it was deleted earlier.
@@ -116,7 +120,9 @@ class AdapterRepository:
         return row
 
     async def versions_deleted_at(self, adapter: Adapter, at: datetime) -> Sequence[AdapterVersion]:
-        """Return the versions deleted at exactly this instant: those that were deleted with the adapter."""
+        """Return the versions deleted at exactly this instant:
+        those that were deleted with the adapter.
+        """
         query = select(AdapterVersion).where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at == at)
         return (await self._session.scalars(query.order_by(AdapterVersion.number))).all()
 
@@ -137,7 +143,9 @@ class AdapterRepository:
         return None if row is None else (row[0], row[1])
 
     async def next_number(self, name: str) -> int:
-        """Return the number of the adapter's next version, unless another publish takes it first."""
+        """Return the number of the adapter's next version,
+        unless another publish takes it first.
+        """
         query = select(Adapter.last_version).where(self._mine(), Adapter.name == name)
         return (await self._session.scalar(query) or 0) + 1
 
@@ -171,7 +179,8 @@ class AdapterRepository:
         return row
 
     async def lock_tenant(self) -> Tenant:
-        """Lock and return the tenant's row, so that counts of the tenant's things hold until the commit.
+        """Lock and return the tenant's row, so that counts of the tenant's things hold until the
+        commit.
 
         Raises:
             TenantNotFound: it was deleted meanwhile.
@@ -204,7 +213,9 @@ class AdapterRepository:
     async def set_alias(
         self, adapter: Adapter, alias: str, target: AliasTarget, shadow: ShadowPart | None, now: datetime
     ) -> Alias:
-        """Point the alias, created if absent, to `target` at a new revision, and remember the previous target for a rollback."""
+        """Point the alias, created if absent, to `target` at a new revision, and remember the
+        previous target for a rollback.
+        """
         row = await self.alias(adapter, alias)
         revision = self.touch(adapter, now)
         if row is None:
@@ -223,7 +234,9 @@ class AdapterRepository:
         await self._session.delete(alias)
 
     async def delete_adapter(self, adapter: Adapter, now: datetime) -> None:
-        """Mark the adapter and its versions as deleted at the same instant, so that a restore knows which belong together."""
+        """Mark the adapter and its versions as deleted at the same instant,
+        so that a restore knows which belong together.
+        """
         self.touch(adapter, now)
         adapter.deleted_at = now
         await self._session.execute(

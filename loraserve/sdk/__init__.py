@@ -1,12 +1,15 @@
 """The Python client of a loraserve server: `Client` and `AsyncClient`.
 
-It stands alone: it imports `loraserve.errors` and nothing else of loraserve, neither torch nor the server.
+It stands alone: it imports `loraserve.errors` and nothing else of loraserve, neither torch nor the
+server.
 
-`_async` is written by hand, `_sync` is generated from it; the other modules do no I/O and serve both.
+`_async` is written by hand, `_sync` is generated from it; the other modules do no I/O and serve
+both.
 
     with Client("http://127.0.0.1:8000", api_key="sk-lora-…") as client:
         client.adapters.push("./my-peft-dir", name="sql")
-        text = client.completions.create(model="sql", prompt="list the tickets", max_tokens=32).choices[0].text
+        answer = client.completions.create(model="sql", prompt="list the tickets", max_tokens=32)
+        text = answer.choices[0].text
 """
 
 from __future__ import annotations

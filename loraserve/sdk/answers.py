@@ -42,9 +42,13 @@ class Answer:
     status_code: int
     request_id: str | None = None
     adapter: str | None = None
-    """`NAME@VERSION`, `OWNER/NAME@VERSION` of one that was granted, or the sum of such, that answered an inference request; None for the base."""
+    """`NAME@VERSION`, `OWNER/NAME@VERSION` of one that was granted, or the sum of such, that
+    answered an inference request; None for the base.
+    """
     fell_back_from: str | None = None
-    """The version, written as `adapter`, that was asked for and couldn't answer; `adapter`, or the base's id there, answered in its place."""
+    """The version, written as `adapter`, that was asked for and couldn't answer; `adapter`, or the
+    base's id there, answered in its place.
+    """
     fell_back_for: str | None = None
     """The code of the error that it would have been."""
     etag: str | None = None
@@ -75,10 +79,11 @@ class Answer:
 
 
 def error_from_response(response: httpx2.Response) -> errors.LoraserveError:
-    """Return the error that a refusal (its body already read) stands for, with `status_code`, `request_id`, `code` and `retry_after_s` set.
+    """Return the error that a refusal (its body already read) stands for, with `status_code`,
+    `request_id`, `code` and `retry_after_s` set.
 
-    Both envelopes are understood: OpenAI's ``{"error": {…}}`` and RFC 9457's problem document. Anything else, such as a proxy's
-    HTML page, gives `UnexpectedAnswer` or the class of its status.
+    Both envelopes are understood: OpenAI's ``{"error": {…}}`` and RFC 9457's problem document.
+    Anything else, such as a proxy's HTML page, gives `UnexpectedAnswer` or the class of its status.
     """
     body = _json_object(response.content)
     error = _foreign_error(response) if body is None else error_from_body(body, status_code=response.status_code)

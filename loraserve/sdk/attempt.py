@@ -50,7 +50,8 @@ class Attempt:
         Raises:
             ConnectionFailed, ClientTimeout: there is no next try.
         """
-        # a connection that was never made carried nothing: even a call that mustn't happen twice may be tried again
+        # a connection that was never made carried nothing: even a call that mustn't happen twice
+        # may be tried again
         never_sent = isinstance(failure, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
         # a second copy of the same work doesn't help a server that is too slow
         too_slow = isinstance(failure, httpx2.TimeoutException) and not never_sent
@@ -93,5 +94,7 @@ def error_from_failure(failure: httpx2.TransportError, url: str) -> errors.Clien
 
 
 def _timeout(seconds: float) -> httpx2.Timeout:
-    """Allow `seconds` between two bytes, and fewer to connect: a server that runs accepts at once."""
+    """Allow `seconds` between two bytes, and fewer to connect:
+    a server that runs accepts at once.
+    """
     return httpx2.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT_S))

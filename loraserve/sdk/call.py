@@ -1,4 +1,7 @@
-"""A call of the API as a value: the request, and the reader of its answer. Both transports send it."""
+"""A call of the API as a value: the request, and the reader of its answer.
+
+Both transports send it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ class Result(BaseModel):
 
     @property
     def answer(self) -> Answer | None:
-        """Request id, ETag and the like; None for an object that came inside another (a list's row, a stream's chunk)."""
+        """Request id, ETag and the like; None for an object that came inside another (a list's row,
+        a stream's chunk).
+        """
         return self._answer
 
     @property
@@ -39,7 +44,9 @@ class Result(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A request that can be built any number of times, and the function that reads its answer's body."""
+    """A request that can be built any number of times,
+    and the function that reads its answer's body.
+    """
 
     method: str
     path: str
@@ -54,7 +61,9 @@ class Call(Generic[T]):
 
     @property
     def is_repeatable(self) -> bool:
-        """True if sending it twice does what sending it once does, so that a broken connection may be tried again."""
+        """True if sending it twice does what sending it once does,
+        so that a broken connection may be tried again.
+        """
         if self.method == "POST":
             return "Idempotency-Key" in self.headers or self.path.startswith("/v1/")
         return self.method == "GET" or (self.method == "PUT" and "If-Match" not in self.headers)
@@ -100,7 +109,8 @@ def encode(value: Mapping[str, Any]) -> bytes:
     """Return a request's body as JSON.
 
     Raises:
-        InvalidRequest: it holds a value that JSON has no word for (NaN, infinity, an object, half a surrogate pair).
+        InvalidRequest: it holds a value that JSON has no word for (NaN, infinity, an object, half a
+            surrogate pair).
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
@@ -114,7 +124,9 @@ def idempotency_key() -> dict[str, str]:
 
 
 def if_match_header(etag: str | None) -> dict[str, str]:
-    """Return the header that makes a change fail unless the resource still has this ETag; none if it is None."""
+    """Return the header that makes a change fail unless the resource still has this ETag;
+    none if it is None.
+    """
     return {} if etag is None else {"If-Match": etag}
 
 

@@ -32,7 +32,8 @@ class ClientConfig:
     def resolve(
         cls, base_url: str | None, api_key: str | None, tenant: str | None, timeout_s: float, max_retries: int
     ) -> ClientConfig:
-        """Read arguments first, then LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT, then use port 8000 of this machine.
+        """Read arguments first, then LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT, then
+        use port 8000 of this machine.
 
         Raises:
             ConfigError: no key, or a URL, key, tenant or number that can't be one.
@@ -46,7 +47,8 @@ class ClientConfig:
             )
         tenant = tenant or os.environ.get("LORASERVE_TENANT") or None
         for value, what in ((key, "The API key"), (tenant or "", "The tenant")):
-            # What isn't plain ASCII can't be a header; the value itself isn't shown, it may be a secret.
+            # What isn't plain ASCII can't be a header; the value itself isn't shown, it may be a
+            # secret.
             if not value.isascii() or not value.isprintable() or value != value.strip():
                 raise errors.ConfigError(f"{what} has characters that can't be sent in a header.")
         if not timeout_s > 0:
@@ -69,7 +71,9 @@ class ClientConfig:
 
 
 def _checked_url(url: str) -> str:
-    """Return the server's root, without a trailing slash or the `/v1` that other clients want at the end."""
+    """Return the server's root, without a trailing slash or the `/v1` that other clients want at
+    the end.
+    """
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)

@@ -19,18 +19,24 @@ _WHEN_ASKED = frozenset({409, 500, 507})
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Number of retries and their delays: the server's own, else doubling from half a second with jitter."""
+    """Number of retries and their delays: the server's own,
+    else doubling from half a second with jitter.
+    """
 
     max_retries: int = 2
     random: Callable[[], float] = random.random
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def delay_after_failure(self, attempt: int) -> float | None:
-        """Return the seconds to wait after try number `attempt` (from 0) got no answer; None: give up."""
+        """Return the seconds to wait after try number `attempt` (from 0) got no answer; None:
+        give up.
+        """
         return None if attempt >= self.max_retries else self._backoff(attempt)
 
     def delay_after_answer(self, attempt: int, status_code: int, headers: Mapping[str, str]) -> float | None:
-        """Return the seconds to wait after try number `attempt` (from 0) was refused; None: the refusal stands."""
+        """Return the seconds to wait after try number `attempt` (from 0) was refused; None:
+        the refusal stands.
+        """
         if attempt >= self.max_retries:
             return None
         asked = retry_after_s(headers, self.now())
@@ -51,7 +57,9 @@ class RetryPolicy:
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime) -> float | None:
-    """Return the delay that the server requests: ``retry-after-ms``, else ``retry-after`` (seconds or a date)."""
+    """Return the delay that the server requests: ``retry-after-ms``,
+    else ``retry-after`` (seconds or a date).
+    """
     milliseconds = _number(headers.get("retry-after-ms"))
     if milliseconds is not None:
         return milliseconds / 1000

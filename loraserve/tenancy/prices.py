@@ -44,14 +44,18 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """Price table: a default price, and prices of adapters (``NAME``, or ``OWNER/NAME`` of another tenant)."""
+    """Price table: a default price, and prices of adapters (``NAME``,
+    or ``OWNER/NAME`` of another tenant).
+    """
 
     currency: str
     price: Price
     adapters: Mapping[str, Price] = field(default_factory=dict)
 
     def price_of(self, adapter: str) -> Price:
-        """Return the price of an adapter, or the default price for the base (the empty name) and adapters without a price."""
+        """Return the price of an adapter, or the default price for the base (the empty name) and
+        adapters without a price.
+        """
         return self.adapters.get(adapter, self.price)
 
     def as_json(self) -> dict[str, Any]:

@@ -35,7 +35,9 @@ class _TooExpensive(Exception):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also stops at the deadline and doesn't multiply strings without end."""
+    """Jinja's sandbox, which also stops at the deadline and doesn't multiply strings without
+    end.
+    """
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -243,7 +245,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template name → source; the file ``chat_template.jinja`` stands before the configuration's."""
+    """Template name → source; the file ``chat_template.jinja`` stands before the
+    configuration's.
+    """
     sources: dict[str, str] = {}
     configured = config.get("chat_template")
     if isinstance(configured, str):

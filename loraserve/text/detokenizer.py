@@ -74,7 +74,8 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._context, self._pending = self._split_prompt(list(prompt_token_ids))
-        # text of `_context`, and whether it pins down the decoder's view of "the beginning of the text"
+        # text of `_context`, and whether it pins down the decoder's view of "the beginning of the
+        # text"
         self._context_text = self._decode(self._context)
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 _SPACE_MARK = "▁"
 _ASCII_KEEPERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend"})
-"""Normalizers that only add characters, or change only ones beyond ASCII and the one before them."""
+"""Normalizers that only add characters, or change only ones beyond ASCII and the one before
+them.
+"""
 _KEEPING_BEHAVIORS = frozenset({"Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext"})
 """Behaviors of a split that keep what it splits at: the others remove it."""
 
@@ -69,7 +71,8 @@ class TokenBound:
             is_ascii = data < 128
             # the last character has none behind it that could join it
             data = data[is_ascii & np.append(is_ascii[1:], True)]
-        # sums of a few thousand halves and thirds: the slack is far above what rounding makes of them
+        # sums of a few thousand halves and thirds: the slack is far above what rounding makes of
+        # them
         return int(np.bincount(data, minlength=256) @ self._weights * (1 - 1e-9))
 
 

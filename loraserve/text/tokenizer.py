@@ -15,9 +15,12 @@ from loraserve.text.token_bound import BYTE_OF_CHAR, TokenBound
 
 _MAX_CONFIG_BYTES = 16 << 20
 _SHORT_CHARS = 256
-"""Length up to which a call that keeps the interpreter's lock is faster than one that releases it."""
+"""Length up to which a call that keeps the interpreter's lock is faster than one that releases
+it.
+"""
 
-# One text is one thread's work: that of the caller, with its priority. The library's own threads would have none.
+# One text is one thread's work: that of the caller, with its priority. The library's own threads
+# would have none.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -52,7 +52,8 @@ def test_a_connection_stays_open_longer_than_clients_keep_one(server: ServerProc
     server.start()
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
     for pause_s in (0, 6):
-        # whoever closes it at the moment of the next request breaks that request; clients close theirs after 5 s
+        # whoever closes it at the moment of the next request breaks that request; clients close
+        # theirs after 5 s
         time.sleep(pause_s)
         connection.request("GET", "/livez")
         answer = connection.getresponse()

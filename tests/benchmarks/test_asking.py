@@ -1,4 +1,6 @@
-"""How a stream of requests is sent, and what is made of its answers, against a server that is a function."""
+"""How a stream of requests is sent, and what is made of its answers,
+against a server that is a function.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def make_answer(due_s: float = 0.0, token_times_s: tuple[float, ...] = (1.0, 1.5
 
 
 class Service:
-    """Answers each request with three tokens, or refuses adapter 9; notes who came, and how many at a time."""
+    """Answers each request with three tokens, or refuses adapter 9; notes who came,
+    and how many at a time.
+    """
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s

@@ -1,4 +1,7 @@
-"""Workers that die, hang or run late cost a case, not the run. The workers here are scripts that say what they are told to."""
+"""Workers that die, hang or run late cost a case, not the run.
+
+The workers here are scripts that say what they are told to.
+"""
 
 from __future__ import annotations
 

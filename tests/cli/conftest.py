@@ -1,4 +1,6 @@
-"""The command line as people run it: a process of its own, and a real server with the bundled pack behind it."""
+"""The command line as people run it: a process of its own,
+and a real server with the bundled pack behind it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture
 def run_cli(tmp_path: Path) -> Run:
-    """Runs ``loraserve ARGUMENTS`` in an empty directory and waits for its end; `variables` are added to the environment."""
+    """Runs ``loraserve ARGUMENTS`` in an empty directory and waits for its end; `variables` are
+    added to the environment.
+    """
 
     def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
         command = [sys.executable, "-m", "loraserve.cli.main", *map(str, arguments)]
@@ -182,7 +186,9 @@ def hub() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[RealServer]:
-    """A server on the bundled base, with no adapters but those that tests push (each test under its own names)."""
+    """A server on the bundled base, with no adapters but those that tests push (each test under its
+    own names).
+    """
     root = tmp_path_factory.mktemp("server")
     log, port = root / "log", free_port()
     variables = {"HF_ENDPOINT": hub, "HF_HOME": str(root / "hub"), "LORASERVE_PULL_ALLOW": "hf://acme/*"}
@@ -222,7 +228,10 @@ def here(run_here: Run, real_server: RealServer) -> Run:
 
 @pytest.fixture
 def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a command for the real server and doesn't wait for it. Both of its outputs are pipes."""
+    """Starts a command for the real server and doesn't wait for it.
+
+    Both of its outputs are pipes.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
@@ -233,7 +242,8 @@ def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[...,
             text=True,
             env=environment(**real_server.variables),
             cwd=tmp_path,
-            # A shell starts its background jobs with SIGINT ignored, and children inherit that: these shall hear it.
+            # A shell starts its background jobs with SIGINT ignored, and children inherit that:
+            # these shall hear it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         started.append(process)

@@ -1,4 +1,7 @@
-"""Every command against a real server. Each test has its own adapter or tenant, so that none needs another's."""
+"""Every command against a real server.
+
+Each test has its own adapter or tenant, so that none needs another's.
+"""
 
 from __future__ import annotations
 

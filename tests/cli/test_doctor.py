@@ -1,4 +1,7 @@
-"""``loraserve doctor``: without a server, and against a real one. Once as people run it; then in this process, without asking torch again."""
+"""``loraserve doctor``: without a server, and against a real one.
+
+Once as people run it; then in this process, without asking torch again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ class Done:
 
 @pytest.fixture
 def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Done]:
-    """Runs ``loraserve doctor ARGUMENTS`` in an empty directory of a machine without a GPU, with these variables and none else of ours."""
+    """Runs ``loraserve doctor ARGUMENTS`` in an empty directory of a machine without a GPU, with
+    these variables and none else of ours.
+    """
     monkeypatch.setattr(
         installation, "probe", lambda: Probe("2.13.0", None, None, None, None, None, "", 2, ("fbgemm",))
     )

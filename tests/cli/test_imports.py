@@ -50,7 +50,9 @@ def test_client_is_reached_from_the_package_without_anything_heavy() -> None:
 
 
 def test_help_answers_at_once(run_cli: Callable[..., Any]) -> None:
-    """What is ours takes no more than what any command line of this kind loads: the bound goes with the machine."""
+    """What is ours takes no more than what any command line of this kind loads:
+    the bound goes with the machine.
+    """
 
     def cpu_s(start: Callable[[], object]) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -64,6 +66,7 @@ def test_help_answers_at_once(run_cli: Callable[..., Any]) -> None:
     def load_framework() -> None:
         subprocess.run([sys.executable, "-P", "-c", "import typer, typer.rich_utils"], check=True)
 
-    # Seconds of the processor, the best of a few in turn: the machine may be busy, the program isn't allowed to be.
+    # Seconds of the processor, the best of a few in turn: the machine may be busy, the program
+    # isn't allowed to be.
     pairs = [(cpu_s(ask_help), cpu_s(load_framework)) for _ in range(4)]
     assert min(own for own, _ in pairs) < 2.5 * min(framework for _, framework in pairs)

@@ -18,7 +18,9 @@ def push_all(url: str, key: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server on the bundled base with a few KV blocks and sequences less than the load asks for."""
+    """A server on the bundled base with a few KV blocks and sequences less than the load asks
+    for.
+    """
     root: Path = tmp_path_factory.mktemp("e2e")
     server = ServerProcess(
         root / "data",

@@ -1,4 +1,6 @@
-"""Adapters that PEFT trained, of every kind, pushed through the API to a server and answered in one batch as PEFT's generate answers."""
+"""Adapters that PEFT trained, of every kind, pushed through the API to a server and answered in one
+batch as PEFT's generate answers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stored bytes that rot under a running server: never served, quarantined, and mended by the same push."""
+"""Stored bytes that rot under a running server: never served, quarantined,
+and mended by the same push.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the project promises, over HTTP: any mix of requests, each answered as if it were alone, and nothing left behind."""
+"""What the project promises, over HTTP: any mix of requests, each answered as if it were alone,
+and nothing left behind.
+"""
 
 from __future__ import annotations
 

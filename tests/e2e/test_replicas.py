@@ -1,4 +1,6 @@
-"""Two servers on one PostgreSQL and one store: what one acknowledges, the other does too, soon and whole."""
+"""Two servers on one PostgreSQL and one store: what one acknowledges, the other does too,
+soon and whole.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ def management(server: ServerProcess, key: str) -> httpx2.Client:
 
 
 def last_old_s(ask_once: Callable[[], T], is_new: Callable[[T], bool], *, within_s: float) -> float:
-    """Seconds from now to the start of the last request that still had the old answer; 0: none had. Fails where it never ends."""
+    """Seconds from now to the start of the last request that still had the old answer; 0: none had.
+
+    Fails where it never ends.
+    """
     began = time.monotonic()
     last = 0.0
     while True:
@@ -319,7 +324,8 @@ def test_what_is_pinned_on_one_is_pinned_on_the_other_also_after_its_restart(rep
     push(replicas.a, replicas.key, "sql", name)
 
     def is_pinned(server: ServerProcess) -> bool:
-        # an operator's view: a tenant's key is told of what its own use brought to memory, not an operator's
+        # an operator's view: a tenant's key is told of what its own use brought to memory, not an
+        # operator's
         with management(server, ADMIN_KEY) as admin:
             found = admin.get("/residency?limit=200&resident=true").raise_for_status().json()["data"]
         return any(one["name"] == name and one["is_pinned"] for one in found)

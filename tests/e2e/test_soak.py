@@ -1,7 +1,9 @@
-"""A soak: streams of base and adapters, uploads and deletions, clients that leave, and engine and server killed and frozen beside them.
+"""A soak: streams of base and adapters, uploads and deletions, clients that leave, and engine and
+server killed and frozen beside them.
 
-Every answer equals what the same request said alone, what ended holds nothing, and after the last disturbance memory stays level.
-LORASERVE_SOAK_S says how long (default: a minute; 1800 for the whole of it), LORASERVE_SOAK_SIZE of which base: tiny, or S.
+Every answer equals what the same request said alone, what ended holds nothing, and after the last
+disturbance memory stays level. LORASERVE_SOAK_S says how long (default: a minute; 1800 for the
+whole of it), LORASERVE_SOAK_SIZE of which base: tiny, or S.
 
     LORASERVE_SOAK_S=1800 LORASERVE_SOAK_SIZE=S python -P -m pytest tests/e2e/test_soak.py -s
 """
@@ -40,25 +42,32 @@ DURATION_S = float(os.environ.get("LORASERVE_SOAK_S", "60"))
 SIZE = os.environ.get("LORASERVE_SOAK_SIZE", "tiny")
 SEED = int(os.environ.get("LORASERVE_SOAK_SEED", "20261123"))
 NUM_STREAMS, NUM_ADAPTERS, NUM_UPLOADED = 24, 12, 12
-"""Streams at once; adapters that are asked for all the time; uploaded adapters that are kept at once."""
+"""Streams at once; adapters that are asked for all the time;
+uploaded adapters that are kept at once.
+"""
 BUDGETS = {"tiny": "24MiB", "S": "1GiB"}
 RANKS = (8, 16)
 HANG_TIMEOUT_S = {"tiny": 3, "S": 10}[SIZE]
 RECOVERY_S = {"tiny": 20.0, "S": 60.0}[SIZE]
-"""Time after a disturbance in which requests may be refused; streams that were open go on in any case, but when the
-server is killed."""
+"""Time after a disturbance in which requests may be refused; streams that were open go on in any
+case, but when the server is killed.
+"""
 DISTURBED_PART, LEVEL_PART = 0.6, 1 / 3
 """Disturbances are within the first part of the time; memory must be level within the last."""
 LEVEL_BYTES, LEVEL_RATIO = 48 << 20, 1.02
 BESIDE = "engine beside its budgets"
-"""The engine's resident bytes less those that fill its budgets: KV blocks and adapters, kept until something needs their room."""
+"""The engine's resident bytes less those that fill its budgets: KV blocks and adapters, kept until
+something needs their room.
+"""
 MAX_OPEN_FILES_MORE = 16
 """The database's connections are opened as they're needed."""
 
 
 @dataclass
 class Work:
-    """A request, and the text that it was answered with when it was alone; None: it wasn't sent yet."""
+    """A request, and the text that it was answered with when it was alone; None:
+    it wasn't sent yet.
+    """
 
     model: str
     body: dict[str, object]
@@ -105,7 +114,8 @@ class Soak:
         return Work(model, {**body, "ignore_eos": True})
 
     async def ask(self, client: httpx2.AsyncClient, work: Work, leave_after: int | None = None) -> str | None:
-        """Stream one answer and compare it; None: it was refused or cut off by a disturbance, which is counted.
+        """Stream one answer and compare it; None: it was refused or cut off by a disturbance,
+        which is counted.
 
         A stream that is cut off must still have said what the reference begins with.
         """
@@ -156,7 +166,9 @@ class Soak:
                     await asyncio.sleep(0.5)
 
     async def upload_and_delete(self) -> None:
-        """Push new adapters, ask each twice at different times, which must say the same, and delete the oldest."""
+        """Push new adapters, ask each twice at different times, which must say the same,
+        and delete the oldest.
+        """
         kept: list[Work] = []
         number = NUM_ADAPTERS
         async with AsyncClient(self.server.url, api_key=self.key) as api, self.connect() as client:
@@ -185,7 +197,9 @@ class Soak:
                 await asyncio.sleep(DURATION_S / 300)
 
     async def disturb(self) -> None:
-        """Kill the engine, freeze it, kill the server, and so on, evenly over the first part of the time."""
+        """Kill the engine, freeze it, kill the server, and so on,
+        evenly over the first part of the time.
+        """
         kinds: list[Callable[[], Awaitable[None]]] = [self.kill_engine, self.freeze_engine, self.kill_engine]
         kinds += [self.kill_server, self.freeze_engine, self.kill_engine]
         share = DISTURBED_PART * DURATION_S / len(kinds)
@@ -199,7 +213,9 @@ class Soak:
         await self.end_engine(signal.SIGKILL)
 
     async def freeze_engine(self) -> None:
-        """Stop its process, as a debugger or a driver that hangs does: the server must find out and start another."""
+        """Stop its process, as a debugger or a driver that hangs does:
+        the server must find out and start another.
+        """
         await self.end_engine(signal.SIGSTOP)
 
     async def end_engine(self, how: signal.Signals) -> None:
@@ -278,7 +294,8 @@ class Soak:
         return {name: psutil.Process(pid).num_fds() for name, pid in self.pids().items()}
 
     def level(self, name: str) -> tuple[float, float]:
-        """Return a process's resident bytes at the begin and at the end of the last part of the time.
+        """Return a process's resident bytes at the begin and at the end of the last part of the
+        time.
 
         Both are medians of a fifth of it.
         """
@@ -289,7 +306,9 @@ class Soak:
 
 
 def budgeted_bytes(metrics: dict[str, float]) -> float:
-    """Return the bytes of KV blocks and adapters that the engine holds now, on the device and in the host cache."""
+    """Return the bytes of KV blocks and adapters that the engine holds now,
+    on the device and in the host cache.
+    """
     uses = ("kv_used", "kv_idle", "adapters_used", "adapters_idle")
     device = sum(metrics[f'loraserve_device_memory_bytes{{use="{use}"}}'] for use in uses)
     return device + metrics['loraserve_adapter_bytes{tier="host"}']

@@ -1,4 +1,6 @@
-"""Another base on the same data: its versions are refused, listed and found by doctor, taken over by an explicit word, and given back by it."""
+"""Another base on the same data: its versions are refused, listed and found by doctor, taken over
+by an explicit word, and given back by it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ PROMPT = fresh_prompts(1, 77)[0].prompt
 
 
 def swap_layers(source: Path, target: Path) -> Path:
-    """Save a base of the same shapes and the same tokenizer, which computes something else: its first layer is the second, and the other way round."""
+    """Save a base of the same shapes and the same tokenizer, which computes something else: its
+    first layer is the second, and the other way round.
+    """
     shutil.copytree(source, target)
     path = target / "model.safetensors"
     data = path.read_bytes()

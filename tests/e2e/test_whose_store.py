@@ -1,4 +1,6 @@
-"""A store is served by the registry that it belongs to, and by no other: an empty, a foreign or an older one is refused, and takes no blob."""
+"""A store is served by the registry that it belongs to, and by no other: an empty, a foreign or an
+older one is refused, and takes no blob.
+"""
 
 from __future__ import annotations
 

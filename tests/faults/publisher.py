@@ -2,8 +2,9 @@
 
     python publisher.py DATABASE_URL STORE_URL UPLOADS_DIR < rounds
 
-A round is a line ``POINT@N`` (killed at the N-th hit of a fault point) or ``after SECONDS`` of publishing. Each runs in a fork, so
-that the imports are paid for once. Every acknowledged publish and alias move is a line on stdout, written before the next begins.
+A round is a line ``POINT@N`` (killed at the N-th hit of a fault point) or ``after SECONDS`` of
+publishing. Each runs in a fork, so that the imports are paid for once. Every acknowledged publish
+and alias move is a line on stdout, written before the next begins.
 """
 
 from __future__ import annotations

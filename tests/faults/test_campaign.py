@@ -1,4 +1,5 @@
-"""A campaign against one server: attack after attack, beside another tenant's streams, which must all say what they say alone.
+"""A campaign against one server: attack after attack, beside another tenant's streams, which must
+all say what they say alone.
 
 The default run is small. The whole of it:
 
@@ -36,12 +37,17 @@ NUM_UPLOADS = 16
 NUM_STREAMS = 16
 HANG_TIMEOUT_S = 5
 LIVEZ_S = 1.0
-"""Bounds each probe beside the attacks: streams, server and attackers share the cores here. A quiet machine's figures are printed."""
+"""Bounds each probe beside the attacks: streams, server and attackers share the cores here.
+
+A quiet machine's figures are printed.
+"""
 
 
 @dataclass
 class Streams:
-    """A tenant's streams, one after the other in each of several places, compared with what they said alone."""
+    """A tenant's streams, one after the other in each of several places,
+    compared with what they said alone.
+    """
 
     server: ServerProcess
     key: str
@@ -216,7 +222,9 @@ async def freeze_the_engine(server: ServerProcess) -> str:
 
 
 async def an_empty_registry(server: ServerProcess) -> None:
-    """Start a server with an empty registry over the store: it must refuse, and every blob must be there afterwards."""
+    """Start a server with an empty registry over the store: it must refuse,
+    and every blob must be there afterwards.
+    """
     blobs = {path for path in server.data_dir.rglob("*") if path.is_file() and len(path.name) == 64}
     assert blobs
     other = server.data_dir.parent / "other.db"

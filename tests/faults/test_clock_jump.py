@@ -1,4 +1,6 @@
-"""The time of day jumps by a day, forwards and back, under a running server: nothing times out, nothing is forgotten."""
+"""The time of day jumps by a day, forwards and back, under a running server:
+nothing times out, nothing is forgotten.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The database goes away under a running server: what is known goes on, writes say when to come back, and nothing is written by half.
+"""The database goes away under a running server: what is known goes on, writes say when to come
+back, and nothing is written by half.
 
-LORASERVE_OUTAGE_S says for how long (60 for the whole of it); the default run's is longer than any answer of the database is used again.
+LORASERVE_OUTAGE_S says for how long (60 for the whole of it); the default run's is longer than any
+answer of the database is used again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The database's file is damaged before a start, or goes away under a running server: said in a sentence, and nothing acknowledged is lost."""
+"""The database's file is damaged before a start, or goes away under a running server: said in a
+sentence, and nothing acknowledged is lost.
+"""
 
 from __future__ import annotations
 

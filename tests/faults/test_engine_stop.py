@@ -1,4 +1,6 @@
-"""The engine's process is stopped under a server, or never gets ready: what clients, probes and operators see."""
+"""The engine's process is stopped under a server, or never gets ready: what clients,
+probes and operators see.
+"""
 
 from __future__ import annotations
 

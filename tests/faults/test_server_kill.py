@@ -1,6 +1,8 @@
-"""kill -9 of the server in the middle of uploads and alias moves over HTTP: what was acknowledged is there, and nothing half of anything.
+"""kill -9 of the server in the middle of uploads and alias moves over HTTP: what was acknowledged
+is there, and nothing half of anything.
 
-LORASERVE_KILLS says how often (200 for the whole of it), LORASERVE_KILLS_SEED what else than usual happens; the default run has fewer.
+LORASERVE_KILLS says how often (200 for the whole of it), LORASERVE_KILLS_SEED what else than usual
+happens; the default run has fewer.
 """
 
 from __future__ import annotations

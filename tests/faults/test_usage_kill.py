@@ -1,4 +1,5 @@
-"""kill -9 of the server while it streams: what a client was told is the end of an answer is billed, and nothing that nobody was given.
+"""kill -9 of the server while it streams: what a client was told is the end of an answer is billed,
+and nothing that nobody was given.
 
 LORASERVE_KILLS says how often; the default run has fewer.
 """
@@ -45,7 +46,9 @@ class Given:
     """Those that were answered to the end."""
 
     def settle(self, killed_at: float) -> int:
-        """How many of the tokens that this kill cut short came long enough before it to be in a journal."""
+        """How many of the tokens that this kill cut short came long enough before it to be in a
+        journal.
+        """
         certain = sum(at < killed_at - LIMITS.usage_journal_s - SLACK_S for at in self.cut_at)
         self.num_cut += len(self.cut_at)
         self.cut_at.clear()

@@ -1,4 +1,5 @@
-"""Tries every kernel of a CPU's linears with the instruction sets that the environment allows, and prints what was found as JSON. Run by `test_chooser` in a process of its own.
+"""Tries every kernel of a CPU's linears with the instruction sets that the environment allows, and
+prints what was found as JSON. Run by `test_chooser` in a process of its own.
 
 ONEDNN_MAX_CPU_ISA=AVX2 python -P tests/kernels/forced_kernels.py
 """
@@ -36,7 +37,9 @@ def lower_fbgemm() -> None:
 
 
 def worst(num_rows: int, top: int, bottom: int) -> Tensor:
-    """Return rows of the largest codes: of one sign, of the other, in turn, by pairs and by fours."""
+    """Return rows of the largest codes: of one sign, of the other, in turn,
+    by pairs and by fours.
+    """
     kinds = []
     for period in (0, 1, 2, 4):
         positive = torch.ones(WIDTH, dtype=torch.bool) if period == 0 else torch.arange(WIDTH) // period % 2 == 0
@@ -60,7 +63,9 @@ def saturates(candidate: Candidate, format: str) -> bool:
 
 
 def follows_weight(candidate: Candidate, format: str) -> bool:
-    """Return whether products of the largest codes are those of the dequantized weight, within rounding."""
+    """Return whether products of the largest codes are those of the dequantized weight,
+    within rounding.
+    """
     weight = _of_codes(format, worst(CHANNELS, 127, -128).to(torch.int8))
     wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
     product = candidate.make(weight)

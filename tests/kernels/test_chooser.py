@@ -68,7 +68,8 @@ def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machin
 def test_a_loud_row_and_other_rows_leave_a_rows_bits_alone(machine: str) -> None:
     for format, one in found(machine).items():
         for kernel, seen in one["candidates"].items():
-            # fbgemm's float16 with AVX2, too, sums some rows in another order: numba's comes before it
+            # fbgemm's float16 with AVX2, too, sums some rows in another order: numba's comes before
+            # it
             if seen["name"] not in NEARLY_EXACT and (format, kernel) != ("float16", "fbgemm"):
                 assert not seen["loud_row_spoils"], (format, kernel)
                 assert not seen["batch_changes_bits"], (format, kernel)
@@ -87,7 +88,9 @@ def test_no_format_is_far_slower_than_float32(machine: str) -> None:
 
 
 def test_int8_gives_the_same_bits_on_every_machine() -> None:
-    """All kernels that round activations to 8 bits are of one rank, so that the clock may choose among them."""
+    """All kernels that round activations to 8 bits are of one rank,
+    so that the clock may choose among them.
+    """
     digests = {found(machine)["int8"]["digest"] for machine in MACHINES}
     assert {found(machine)["int8"]["name"] for machine in MACHINES} == {"w8a8-row"}
     assert len(digests) == 1
@@ -131,7 +134,9 @@ def fake(
     is_there: bool = True,
     calls: list[int] | None = None,
 ) -> Candidate:
-    """Return a kernel that takes so long for each row of 1024 × 1024, and for fewer weights less."""
+    """Return a kernel that takes so long for each row of 1024 × 1024,
+    and for fewer weights less.
+    """
 
     def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
         channels = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
@@ -192,7 +197,9 @@ def test_a_kernel_without_instructions_is_given_up_early_and_once(
 
 
 def test_other_processes_and_threads_make_no_kernel_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While others have the processor, a kernel of few instructions takes long: which kernel is taken, and so a stream's bits, doesn't depend on it."""
+    """While others have the processor, a kernel of few instructions takes long: which kernel is
+    taken, and so a stream's bits, doesn't depend on it.
+    """
     threads_seen: list[int] = []
 
     def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:

@@ -25,7 +25,9 @@ SHAPES = [(61, 40), (128, 64), (96, 333)]
 
 @pytest.fixture(params=["as this machine does", "onednn-s8", "onednn-u8", "numba-dot", "fbgemm"])
 def kernel(request: pytest.FixtureRequest) -> str:
-    """A kernel of int8, or this machine's where that kernel sums wrongly here: it is never taken then, as `test_chooser` shows."""
+    """A kernel of int8, or this machine's where that kernel sums wrongly here: it is never taken
+    then, as `test_chooser` shows.
+    """
     candidate = next((c for c in FORMATS["int8"] if c.kernel == request.param), None)
     if candidate is not None and candidate.is_exact(candidate, "int8", 256):
         return candidate.kernel
@@ -53,7 +55,9 @@ def test_int8_is_within_rounding_of_float(kernel: str, num_tokens: int, out_feat
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_given_int8_codes_are_used_as_they_are(kernel: str, num_tokens: int) -> None:
-    """-128 among them, which rounding never makes; of rows that int8 and 7 bits hold exactly, the products are exact too."""
+    """-128 among them, which rounding never makes; of rows that int8 and 7 bits hold exactly,
+    the products are exact too.
+    """
     codes = torch.randint(-128, 128, (61, 40)).to(torch.int8)
     codes[3], codes[:, 5] = -128, -128
     scales = 2.0 ** torch.randint(-9, 3, (61,))

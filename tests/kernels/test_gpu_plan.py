@@ -136,7 +136,8 @@ def test_work_on_replaced_rows_is_counted_at_the_two_ends_alone() -> None:
             :, [REPLACED_WORK, REPLACED_GROUP]
         ].tolist()
 
-    # two row tiles of a's, two of b's, which share three times sixteen rows, one of c's, which replaces none here
+    # two row tiles of a's, two of b's, which share three times sixteen rows, one of c's, which
+    # replaces none here
     assert works([a, b] * 17) == ([0, 0, 0, 0, 6, 0], [[0, 2], [NO_WORK, 2], [0, 2], [NO_WORK, 2]])
     assert works([c, b]) == ([0, 0, 0, 0, 3, 1], [[0, 1]])
     assert works([a, b, d, d]) == ([0, 0, 0, 0, 4, 0], [[0, 1], [0, 1], [3, 1]])

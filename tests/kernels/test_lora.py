@@ -178,7 +178,8 @@ def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
 def test_expand_waits_for_the_other_threads_shrink() -> None:
-    # one long shrink task: a second thread that didn't wait would expand what the other layer left behind
+    # one long shrink task: a second thread that didn't wait would expand what the other layer left
+    # behind
     adapter = make_adapter({"down_proj": 16})
     x, y = make_io(32, "down")
     expected, before = [], torch.get_num_threads()

@@ -1,4 +1,6 @@
-"""What an adapter may change besides adding B A: numbers of each rank, δ, shifts, rows of its own; with or without ranks, in every dtype."""
+"""What an adapter may change besides adding B A: numbers of each rank, δ, shifts, rows of its own;
+with or without ranks, in every dtype.
+"""
 
 import numpy as np
 import pytest

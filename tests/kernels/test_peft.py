@@ -24,7 +24,9 @@ class Model(nn.Module):
 
 
 def adapted(name: str, *, use_dora: bool) -> tuple[Any, LoraPlan]:
-    """PEFT's layer in float64, and the plan of five rows, the last three of which have its adapter."""
+    """PEFT's layer in float64, and the plan of five rows,
+    the last three of which have its adapter.
+    """
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=[name], use_dora=use_dora, init_lora_weights=False)
     layer = getattr(peft.get_peft_model(Model(), config).base_model.model, name).double()

@@ -24,7 +24,9 @@ def _seed() -> None:
 
 
 def random_weight(out_features: int = 37, in_features: int = 384) -> Tensor:
-    """Channels of very different sizes, one of zeros, one with an outlier, one of positive numbers alone."""
+    """Channels of very different sizes, one of zeros, one with an outlier,
+    one of positive numbers alone.
+    """
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-4, 3, (out_features, 1))
     weight[3], weight[4, 100] = 0, 1e4
     weight[5] = weight[5].abs()

@@ -1,4 +1,6 @@
-"""A real HTTP server on this machine that answers what a test tells it to, and remembers what it was asked."""
+"""A real HTTP server on this machine that answers what a test tells it to,
+and remembers what it was asked.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ class Server:
         self.answer_with_completion()
 
     def answer_with_stream(self, *pieces: bytes, breaks: bool = False, content_type: str = "text/event-stream") -> None:
-        """The pieces one by one, each in a packet of its own; then a clean end, or a connection that is cut."""
+        """The pieces one by one, each in a packet of its own; then a clean end,
+        or a connection that is cut.
+        """
 
         async def body() -> AsyncIterator[bytes]:
             for piece in pieces:

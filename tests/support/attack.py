@@ -3,7 +3,8 @@
 Tests use the functions; a campaign by hand uses the command line, beside a watch over /livez::
 
     python tests/support/attack.py http://127.0.0.1:8000 trailers --mib 64
-    python tests/support/attack.py http://127.0.0.1:8000 prompts --count 8 --key $KEY --model demo --pid $SERVER
+    python tests/support/attack.py http://127.0.0.1:8000 prompts --count 8 \\
+        --key $KEY --model demo --pid $SERVER
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ async def send(
     rest_s: float = 0.0,
     recv_buffer_bytes: int | None = None,
 ) -> Outcome:
-    """Send `pieces` until they end, the server closes the connection, or a bound is met; what it answered is read all the while.
+    """Send `pieces` until they end, the server closes the connection, or a bound is met; what it
+    answered is read all the while.
 
     Args:
         pause_s: between two pieces.

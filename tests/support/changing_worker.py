@@ -1,4 +1,6 @@
-"""A tenant's client that changes its adapters at random, and knows what each must be at any moment, killed servers or not."""
+"""A tenant's client that changes its adapters at random,
+and knows what each must be at any moment, killed servers or not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ALIASES = ("stable", "canary")
 
 @dataclass
 class Files:
-    """The files of an adapter that no other upload has: a blob that is missing isn't there by chance."""
+    """The files of an adapter that no other upload has:
+    a blob that is missing isn't there by chance.
+    """
 
     config: bytes
     weights: bytes
@@ -53,8 +57,9 @@ class Publish:
 
 @dataclass
 class Worker:
-    """Changes adapters of its own, one call at a time, so that it knows what each must be: `state`, or with the call that no answer
-    came to, `pending`."""
+    """Changes adapters of its own, one call at a time, so that it knows what each must be: `state`,
+    or with the call that no answer came to, `pending`.
+    """
 
     number: int
     client: httpx2.AsyncClient
@@ -138,7 +143,9 @@ class Worker:
             assert gone.status_code in (204, 404), gone.text
 
     async def _send_pieces(self, publish: Publish) -> None:
-        """All bytes of the weights, from the first that the server hasn't; it has all that it said that it has."""
+        """All bytes of the weights, from the first that the server hasn't;
+        it has all that it said that it has.
+        """
         weights, size = publish.files.weights, len(publish.files.weights)
         body = {"sha256": publish.files.sha256, "size": size}
         announced = await self.client.post("/uploads", json=body, headers={"Idempotency-Key": f"{publish.key}-upload"})
@@ -229,7 +236,9 @@ class Worker:
         self.num_acknowledged += 1
 
     async def settle(self, store: LocalStore) -> None:
-        """After a restart: what is there is what was acknowledged, or that and the whole of the call without an answer."""
+        """After a restart: what is there is what was acknowledged,
+        or that and the whole of the call without an answer.
+        """
         found = await self._look()
         known = [state for state in (self.state, self.pending) if state is not None]
         assert any(same(found, state) for state in known), f"{self.name} is {found}, which is none of {known}"
@@ -258,7 +267,9 @@ class Worker:
 
 
 def same(found: Expected, expected: Expected) -> bool:
-    """Of a version whose publish wasn't acknowledged, the digest isn't known yet: its number says which it is."""
+    """Of a version whose publish wasn't acknowledged, the digest isn't known yet:
+    its number says which it is.
+    """
     return (
         found.is_there == expected.is_there
         and found.aliases == expected.aliases

@@ -1,4 +1,6 @@
-"""Random bases, and random adapters of every kind that is served, as transformers and PEFT save them: what a property test draws from."""
+"""Random bases, and random adapters of every kind that is served, as transformers and PEFT save
+them: what a property test draws from.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ SIZES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Draw:
-    """One adapter: its kind, for messages, PEFT's config, and what is done to the files that PEFT has saved: ``another`` copy of the embedding, a copy of ``16 bits``,
-    every tensor in ``float64``, ``defaults`` left out of the config."""
+    """One adapter: its kind, for messages, PEFT's config, and what is done to the files that PEFT
+    has saved: ``another`` copy of the embedding, a copy of ``16 bits``, every tensor in
+    ``float64``, ``defaults`` left out of the config.
+    """
 
     kind: str
     config: peft.PeftConfig
@@ -81,7 +85,8 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
     rank = rng.choice((1, 2, 3, 4, 7, 8, 16, 19))
     common: dict[str, Any] = {
         "r": rank,
-        # so that an adapter is about as strong as the base: much stronger, and PEFT's own rounding is more than we allow
+        # so that an adapter is about as strong as the base: much stronger, and PEFT's own rounding
+        # is more than we allow
         "lora_alpha": rank * rng.choice((0.25, 0.5, 1.5)),
         "use_rslora": rng.random() < 0.4,
         "target_modules": targets,
@@ -102,7 +107,8 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
             )
             return Draw(name, lora(**{**common, **more}))
         case "patterns":
-            # no two for one module: PEFT sorts the keys when it saves, and the first that fits counts
+            # no two for one module: PEFT sorts the keys when it saves, and the first that fits
+            # counts
             ranks = {
                 rng.choice([m for m in linears if m != "o_proj"]): rng.randint(1, 12),
                 f"layers.{layer}.self_attn.o_proj": 5,

@@ -1,4 +1,6 @@
-"""What a tenant's adapter must look like after each change: the plain model that a server's answers are compared with."""
+"""What a tenant's adapter must look like after each change:
+the plain model that a server's answers are compared with.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LIVE = "live"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """One adapter: which versions are visible, by the SHA-256 of their weights, and what its aliases name."""
+    """One adapter: which versions are visible, by the SHA-256 of their weights,
+    and what its aliases name.
+    """
 
     versions: Mapping[int, str] = field(default_factory=dict)
     aliases: Mapping[str, int] = field(default_factory=dict)
@@ -26,7 +30,9 @@ class Expected:
     before_delete: Expected | None = None
 
     def published(self, weights: str, *, is_promoting: bool) -> Expected:
-        """The same bytes again are the version that has them; after a delete nothing of old comes back but the numbers."""
+        """The same bytes again are the version that has them;
+        after a delete nothing of old comes back but the numbers.
+        """
         versions = dict(self.versions)
         number = next((number for number, found in versions.items() if found == weights), self.last_version + 1)
         versions[number] = weights

@@ -14,7 +14,9 @@ class _Failures:
         self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write it where there is a terminal: a worker of pytest-xdist has none, and sends its reports to who has."""
+        """Write it where there is a terminal: a worker of pytest-xdist has none,
+        and sends its reports to who has.
+        """
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
             terminal.ensure_newline()

@@ -1,11 +1,17 @@
-"""The server in a fork per start, so that it can be killed and started again a few times a second. On the loopback, on a free port.
+"""The server in a fork per start, so that it can be killed and started again a few times a second.
 
-All of it is real but the engine's process: a stand-in with a base of its own certifies whatever it is asked, and answers with one letter. As a program:
+On the loopback, on a free port.
 
-    python forked_server.py BASE.json KEY=VALUE… < commands        # settings of loraserve serve; limits.KEY=VALUE: of Limits
+All of it is real but the engine's process: a stand-in with a base of its own certifies whatever it
+is asked, and answers with one letter. As a program:
 
-A line ``start`` on stdin, or ``start POINT=ACTION`` (as in LORASERVE_FAULTS), forks a server; its pid is a line on stdout, and so is
-how it ended (the number of the signal, negative). At the end of stdin it is killed.
+    python forked_server.py BASE.json KEY=VALUE… < commands
+
+KEY=VALUE are settings of loraserve serve, and limits.KEY=VALUE of Limits.
+
+A line ``start`` on stdin, or ``start POINT=ACTION`` (as in LORASERVE_FAULTS), forks a server; its
+pid is a line on stdout, and so is how it ended (the number of the signal, negative). At the end of
+stdin it is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +38,10 @@ from loraserve.types import BaseSpec
 
 @dataclass
 class ForkedServer:
-    """A server over `data_dir`, for a process that kills it. A with block, or `close`, ends what was started."""
+    """A server over `data_dir`, for a process that kills it.
+
+    A with block, or `close`, ends what was started.
+    """
 
     data_dir: Path
     base: BaseSpec
@@ -74,7 +83,9 @@ class ForkedServer:
         assert self.end(signal.SIGKILL) == -signal.SIGKILL, f"the server ended by itself:\n{self.tail()}"
 
     def end(self, number: signal.Signals) -> int:
-        """Send it a signal and return how it ended: its exit code, or minus the number of the signal that ended it."""
+        """Send it a signal and return how it ended: its exit code,
+        or minus the number of the signal that ended it.
+        """
         assert self.pid is not None
         try:
             os.kill(self.pid, number)

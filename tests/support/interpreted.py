@@ -1,8 +1,10 @@
-"""Tests marked ``interpreted`` run in a child process of pytest, where Triton interprets its kernels on the CPU.
+"""Tests marked ``interpreted`` run in a child process of pytest,
+where Triton interprets its kernels on the CPU.
 
-Triton decides on its first import, for the whole process, whether kernels are interpreted or compiled; other tests compile
-them. So a pytest with such tests starts a child at the first one, with ``TRITON_INTERPRET=1``, asks it for one test after
-the other, and reports the child's reports as its own.
+Triton decides on its first import, for the whole process, whether kernels are interpreted or
+compiled; other tests compile them. So a pytest with such tests starts a child at the first one,
+with ``TRITON_INTERPRET=1``, asks it for one test after the other, and reports the child's reports
+as its own.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class _Child:
         """Run a test in the child and return its reports.
 
         Args:
-            nextitem: the test to be asked for next, so that the child keeps the fixtures that both use.
+            nextitem: the test to be asked for next, so that the child keeps the fixtures that both
+                use.
         """
         following = _name(nextitem) if nextitem is not None and _is_interpreted(nextitem) else None
         reports = []
@@ -96,11 +99,12 @@ def _is_interpreted(item: pytest.Item) -> bool:
 
 
 def _dot_by_element() -> None:
-    """Have the interpreter sum each element of a product in one order, whatever its place and its neighbours.
+    """Have the interpreter sum each element of a product in one order,
+    whatever its place and its neighbours.
 
-    A GPU's matrix units do so. The interpreter's own products are NumPy's matmul, and some of OpenBLAS's kernels
-    (Haswell's, Zen's) round a row by its place in a tile: tests that a row's bits depend on that row alone would fail or
-    pass by the processor they run on.
+    A GPU's matrix units do so. The interpreter's own products are NumPy's matmul, and some of
+    OpenBLAS's kernels (Haswell's, Zen's) round a row by its place in a tile: tests that a row's
+    bits depend on that row alone would fail or pass by the processor they run on.
     """
     from triton.runtime import interpreter  # only here: on its first import Triton decides whether it interprets
 
@@ -116,9 +120,11 @@ def _dot_by_element() -> None:
 
 
 def _patch_language_once() -> None:
-    """Patch Triton's language at a process's first kernel instead of at each call of a device function; a fifth of the time.
+    """Patch Triton's language at a process's first kernel instead of at each call of a device
+    function; a fifth of the time.
 
-    The interpreter undoes its patches after each kernel, for the sake of processes that compile kernels too.
+    The interpreter undoes its patches after each kernel, for the sake of processes that compile
+    kernels too.
     """
     from triton.runtime import interpreter
 
@@ -137,7 +143,9 @@ def _patch_language_once() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Look a dtype of Triton's up once: the interpreter makes its table anew at each operation, a tenth of the time."""
+    """Look a dtype of Triton's up once: the interpreter makes its table anew at each operation,
+    a tenth of the time.
+    """
     from triton.runtime import interpreter
 
     look_up = functools.cache(interpreter._get_np_dtype)

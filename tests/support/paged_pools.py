@@ -69,7 +69,10 @@ def random_modules(
     has_shift: Container[str] = (),
     num_rows: Mapping[str, int] = {},
 ) -> list[LoraModule]:
-    """Modules whose weights `dtype` holds exactly; int8 with the scale of each rank. `num_rows`: how many rows of a module's are replaced."""
+    """Modules whose weights `dtype` holds exactly; int8 with the scale of each rank.
+
+    `num_rows`: how many rows of a module's are replaced.
+    """
     by_module = dict.fromkeys(MODULES, ranks) if isinstance(ranks, int) else ranks
     return [
         LoraModule(
@@ -110,7 +113,9 @@ def pages_of(modules: Sequence[LoraModule], shapes: Shapes, dtype: torch.dtype) 
 
 
 def empty_pool(shapes: Shapes, dtype: torch.dtype, *, num_pages: int = 300, max_slots: int = 8) -> PagedPool:
-    """A pool that no adapter has touched: NaN in any float dtype, -1 and 127 in int8; records of tiles that look used."""
+    """A pool that no adapter has touched: NaN in any float dtype, -1 and 127 in int8;
+    records of tiles that look used.
+    """
     pool = PagedPool(
         num_pages=num_pages,
         page_num_bytes=PAGE_NUM_BYTES,
@@ -134,7 +139,8 @@ def poison(pool: PagedPool) -> None:
 class Fleet:
     """A pool with several resident adapters, and the same adapters as the reference reads them.
 
-    Page 0 is poisoned: it is where records point for ranks that don't exist. The adapters' pages are out of order.
+    Page 0 is poisoned: it is where records point for ranks that don't exist. The adapters' pages
+    are out of order.
     """
 
     def __init__(
@@ -148,7 +154,10 @@ class Fleet:
         has_shift: Container[str] = (),
         num_rows: Mapping[str, int] = {},
     ) -> None:
-        """`stored`: what each adapter is stored in; `dtype` where it says nothing. What follows: of every second adapter."""
+        """`stored`: what each adapter is stored in; `dtype` where it says nothing.
+
+        What follows: of every second adapter.
+        """
         self.shapes, self.dtype = shapes, dtype
         self.pool = empty_pool(shapes, dtype)
         nobodys = pages_of(random_modules({"k_proj": 1}, shapes, dtype), shapes, dtype)

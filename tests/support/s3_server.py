@@ -1,4 +1,7 @@
-"""An S3 of the tests' own: moto's server in a process of its own, on the loopback, on a free port. Its buckets are in memory."""
+"""An S3 of the tests' own: moto's server in a process of its own, on the loopback, on a free port.
+
+Its buckets are in memory.
+"""
 
 from __future__ import annotations
 

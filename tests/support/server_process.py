@@ -1,4 +1,7 @@
-"""A real server in a process of its own, for tests that start, kill and restart one. On the loopback, on a free port."""
+"""A real server in a process of its own, for tests that start, kill and restart one.
+
+On the loopback, on a free port.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,9 @@ class ServerProcess:
             raise AssertionError(f"the server didn't stop in {STOP_S:.0f} s:\n{self.tail()}") from None
 
     def kill(self) -> None:
-        """End it without a chance to do anything, its engine too (which else notices within a heartbeat)."""
+        """End it without a chance to do anything, its engine too (which else notices within a
+        heartbeat).
+        """
         engine = self.engine_pid()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()

@@ -1,4 +1,6 @@
-"""A GPU's memory as copies and steps see it, on CPU tensors: two queues, joined by events, that go on when the test says so."""
+"""A GPU's memory as copies and steps see it, on CPU tensors: two queues, joined by events, that go
+on when the test says so.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class _Copy:
 
 @dataclass(slots=True)
 class SimulatedCopies:
-    """Copies that are written when `run_copy` is called, in order, each not before the step that it has to wait for has run."""
+    """Copies that are written when `run_copy` is called, in order, each not before the step that it
+    has to wait for has run.
+    """
 
     pool: PagedPool
     needs_pinned: bool = False
@@ -88,7 +92,9 @@ class SimulatedCopies:
 def read_module(
     pool: PagedPool, first_tile: int, layer: int, rank: int, in_features: int, out_features: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A module's A [rank, in], B [rank, out] and multipliers [rank], as the kernels find them in the pool's memory."""
+    """A module's A [rank, in], B [rank, out] and multipliers [rank],
+    as the kernels find them in the pool's memory.
+    """
     records = pool.records[first_tile : first_tile + -(-rank // RANK_TILE), layer]
 
     def rows(column: int, width: int) -> Tensor:

@@ -40,7 +40,8 @@ def raise_file_limit(num_connections: int) -> None:
 
 @contextlib.asynccontextmanager
 async def stalled(url: str, data: bytes, count: int, *, source: str = "127.0.0.1") -> AsyncIterator[list[Connection]]:
-    """`count` connections that have sent `data` and stay open, for the length of the block; answers are noted as they come.
+    """`count` connections that have sent `data` and stay open, for the length of the block;
+    answers are noted as they come.
 
     Args:
         source: the address that they come from: any of 127.0.0.0/8.

@@ -1,4 +1,6 @@
-"""A way to a TCP server that can be cut and mended: for a database that goes away and comes back while programs use it."""
+"""A way to a TCP server that can be cut and mended:
+for a database that goes away and comes back while programs use it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ class State(StrEnum):
     REFUSING = "refusing"
     """Connections are closed, those that are open and new ones: the server's process is gone."""
     SILENT = "silent"
-    """Connections stay and new ones are taken, and nothing comes through: a cable is cut, or the server hangs."""
+    """Connections stay and new ones are taken, and nothing comes through: a cable is cut,
+    or the server hangs.
+    """
 
 
 @dataclass

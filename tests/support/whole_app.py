@@ -1,6 +1,8 @@
-"""The whole application over a real registry, store and tokenizer, and requests to each of its routes.
+"""The whole application over a real registry, store and tokenizer,
+and requests to each of its routes.
 
-The engine under it stands still. A conftest.py imports the fixtures `app`, `client`, `model_dir` and `services`.
+The engine under it stands still. A conftest.py imports the fixtures `app`, `client`, `model_dir`
+and `services`.
 """
 
 from __future__ import annotations
@@ -142,7 +144,10 @@ def app(services: Services) -> FastAPI:
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
-    """Without a key. Every request has the same id, so that answers can be compared byte for byte."""
+    """Without a key.
+
+    Every request has the same id, so that answers can be compared byte for byte.
+    """
     async with httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=app), base_url="http://loraserve", headers={"x-request-id": "one"}
     ) as client:

@@ -1,8 +1,9 @@
-"""Which tests a run takes, and how pytest-xdist's workers share them (``pytest -n 2 --dist worksteal``).
+"""Which tests a run takes, and how pytest-xdist's workers share them
+(``pytest -n 2 --dist worksteal``).
 
-Workers begin with equal parts of the list and then take from the ends of each other's, so that a module's tests mostly stay
-together. Tests marked ``alone`` come first and have the machine to themselves: their bounds are times that another worker's
-load would break.
+Workers begin with equal parts of the list and then take from the ends of each other's, so that a
+module's tests mostly stay together. Tests marked ``alone`` come first and have the machine to
+themselves: their bounds are times that another worker's load would break.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Generator
 import pytest
 
 _LOCK: pytest.StashKey[int] = pytest.StashKey()
-"""The descriptor of a file that the workers share: a test locks it, one that is alone for itself."""
+"""The descriptor of a file that the workers share: a test locks it,
+one that is alone for itself.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +30,9 @@ def _is_alone(item: pytest.Item | None) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put tests that run alone first; leave campaigns out unless they are asked for: ``--all``, a mark, or their file."""
+    """Put tests that run alone first; leave campaigns out unless they are asked for: ``--all``,
+    a mark, or their file.
+    """
     items.sort(key=lambda item: not _is_alone(item))
     is_named = any(".py" in argument for argument in config.args)
     if is_named or config.option.all or config.option.markexpr:
@@ -39,7 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Wait until no other worker runs a test that wants to be alone, or any test if this one does."""
+    """Wait until no other worker runs a test that wants to be alone,
+    or any test if this one does.
+    """
     config = item.config
     if not hasattr(config, "workerinput"):
         return (yield)

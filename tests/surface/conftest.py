@@ -1,11 +1,13 @@
 """Golden files: what users, dashboards and other programs can see of loraserve.
 
-A test computes one part of the surface from the code, and compares it with its file in `golden/`. A difference is a change
-of the surface. Where it is meant, rewrite the files, and review their diff like code:
+A test computes one part of the surface from the code, and compares it with its file in `golden/`. A
+difference is a change of the surface. Where it is meant, rewrite the files, and review their diff
+like code:
 
     LORASERVE_TEST_RECORD_SURFACE=1 .venv/bin/python -P -m pytest tests/surface
 
-Files whose name ends in `_texts` hold wording alone, which may change; all others hold the contract.
+Files whose name ends in `_texts` hold wording alone, which may change; all others hold the
+contract.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Golden = Callable[[str, Iterable[str]], None]
 
 @pytest.fixture
 def golden() -> Golden:
-    """Return a function that compares lines with a golden file, or rewrites the file when recording."""
+    """Return a function that compares lines with a golden file,
+    or rewrites the file when recording.
+    """
 
     def compare(name: str, lines: Iterable[str]) -> None:
         path = FOLDER / name

@@ -44,7 +44,9 @@ def value_text(value: Any) -> str:
 
 
 def sources(containing: str = "") -> Iterator[tuple[str, ast.Module]]:
-    """Yield the path, from the root, and the tree of each module of the product whose text matches a pattern."""
+    """Yield the path, from the root, and the tree of each module of the product whose text matches
+    a pattern.
+    """
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             text = path.read_text(encoding="utf-8")

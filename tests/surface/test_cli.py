@@ -91,7 +91,9 @@ def test_help(golden: Callable[..., None]) -> None:
 def exit_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., int]:
-    """Return a function that runs the command line in an empty folder, and returns its exit code."""
+    """Return a function that runs the command line in an empty folder,
+    and returns its exit code.
+    """
     monkeypatch.chdir(tmp_path)
     command = typer.main.get_command(app)
 

@@ -18,7 +18,9 @@ RETRIES = RetryPolicy(max_retries=1, random=lambda: 0.0, now=lambda: datetime(20
 
 
 def test_errors(golden: Callable[..., None]) -> None:
-    """One error a paragraph: with its parent, each envelope, its headers, and the SDK's error and retry."""
+    """One error a paragraph: with its parent, each envelope, its headers,
+    and the SDK's error and retry.
+    """
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.LoraserveError)]
     lines = []
     for cls in sorted(classes, key=lambda cls: cls.__name__):

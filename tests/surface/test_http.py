@@ -41,7 +41,9 @@ STANDARD = frozenset(
         "www-authenticate",
     ]
 )
-"""Headers whose names are nothing else in source; others, such as Location, are in `answers.txt` alone."""
+"""Headers whose names are nothing else in source; others, such as Location,
+are in `answers.txt` alone.
+"""
 OTHER_WORDS = frozenset({"x-lora"})
 """A kind of adapter."""
 CLIENT_SIDE = ("loraserve/sdk/", "loraserve/cli/", "loraserve/demo/", "loraserve/doctor/")
@@ -118,7 +120,9 @@ def shape(value: Any) -> Any:
 
 
 async def test_inference_answers(client: httpx2.AsyncClient, app: FastAPI, golden: Callable[..., None]) -> None:
-    """Fields of whole answers and of a stream's frames, and the headers beside them; of a refusal too."""
+    """Fields of whole answers and of a stream's frames, and the headers beside them;
+    of a refusal too.
+    """
     admin = bearer(ADMIN_KEY)
     tenant = await client.post("/api/v1/tenants", json={"name": "acme"}, headers=admin)
     assert tenant.status_code == 201, tenant.text

@@ -15,7 +15,9 @@ OPEN_ENDED = frozenset({"max_lora", "running_lora_adapters", "waiting_lora_adapt
 
 @pytest.fixture
 def families(app: FastAPI) -> list[Metric]:
-    """Every family of the application; one with labels and nothing counted has a sample all the same."""
+    """Every family of the application; one with labels and nothing counted has a sample all the
+    same.
+    """
     registry = app.state.services.metrics.registry
     for metric in list(registry._collector_to_names):
         if isinstance(metric, MetricWrapperBase) and metric._labelnames and not metric._metrics:

@@ -108,7 +108,9 @@ class Surface:
         return f"({', '.join(parts)}) -> {self._annotation(returned, function)}"
 
     def _annotation(self, text: Any, owner: Any) -> str:
-        """Return an annotation as it is written; note what it names of the SDK, aliases by what they stand for."""
+        """Return an annotation as it is written; note what it names of the SDK,
+        aliases by what they stand for.
+        """
         text = text if isinstance(text, str) else getattr(text, "__name__", str(text))
         module = sys.modules[owner.__module__]
         for word in WORD.findall(text):
@@ -124,7 +126,9 @@ class Surface:
 
 
 def _alias(module: Any, name: str) -> str | None:
-    """Return what stands right of `name =` in the module, or in the one of the SDK that it comes from."""
+    """Return what stands right of `name =` in the module,
+    or in the one of the SDK that it comes from.
+    """
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             return ast.unparse(node.value)

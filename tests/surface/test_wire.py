@@ -1,4 +1,6 @@
-"""Bytes between processes and on disk: messages to and from the engine, its configuration, and the usage journal."""
+"""Bytes between processes and on disk: messages to and from the engine, its configuration,
+and the usage journal.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from .describing import type_text, value_text
 
 
 def test_wire(golden: Callable[..., None]) -> None:
-    """A message's name is its tag; a struct inside a message has its class's name. Fields stand in their order."""
+    """A message's name is its tag; a struct inside a message has its class's name.
+
+    Fields stand in their order.
+    """
     lines, inner = [], []
     for direction, union in (("to the engine", EngineInput), ("from the engine", EngineOutput)):
         messages = sorted(typing.get_args(union), key=lambda cls: str(cls.__struct_config__.tag))

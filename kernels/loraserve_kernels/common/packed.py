@@ -126,7 +126,9 @@ class PackedAdapter:
         return self._row(DELTA, layer, module)
 
     def bias_delta(self, layer: int, module: str) -> Tensor | None:
-        """Return a view of the module's bias delta, [out_features] float32; None where it has none."""
+        """Return a view of the module's bias delta, [out_features] float32;
+        None where it has none.
+        """
         return self._row(SHIFT, layer, module)
 
     def row_overrides(self, layer: int, module: str) -> PackedRows | None:

@@ -3,9 +3,12 @@ what they mean.
 
 Plain tensors: no Triton here.
 
-    int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or for each group of 32, 64 or 128 inputs; groups may have zeros
-    int4   whole numbers from -8 to 7, one scale for each group of 32, 64 or 128 inputs; with zeros, codes from 0 to 15 less the group's zero
-    nf4    sixteen quantiles of the normal distribution, as QLoRA trains on them, one scale for each block of 64 inputs
+    int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or
+           for each group of 32, 64 or 128 inputs; groups may have zeros
+    int4   whole numbers from -8 to 7, one scale for each group of 32, 64 or 128 inputs; with
+           zeros, codes from 0 to 15 less the group's zero
+    nf4    sixteen quantiles of the normal distribution, as QLoRA trains on them, one
+           scale for each block of 64 inputs
     fp8    float8_e4m3fn, one scale for each output channel
 
 Errors are bounded by the largest magnitude of a group: a half step, amax / 254 for int8, amax / 15

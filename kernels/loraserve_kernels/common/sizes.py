@@ -175,7 +175,8 @@ class Placing:
         while num_rows:
             if page == len(self._used):
                 self._used.append(0)
-                # pages far behind are nearly full: looking at the last eight alone keeps the search short
+                # pages far behind are nearly full: looking at the last eight alone keeps the search
+                # short
                 self._first_open = max(0, page - 8)
             count = min(num_rows, (size - self._used[page]) // num_bytes)
             if count:

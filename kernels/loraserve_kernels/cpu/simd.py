@@ -345,7 +345,8 @@ def exp(typingctx: Any, value: Any) -> Any:
             return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), operands)
 
         x = args[0]
-        # e^x = 2^n · e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2; ln 2 in two parts, so that r keeps its bits
+        # e^x = 2^n · e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2; ln 2 in two parts, so that r
+        # keeps its bits
         n = call(f"llvm.rint.v{LANES}f32", builder.fmul(x, const(1.44269504088896341)))
         r = call(f"llvm.fmuladd.v{LANES}f32", n, const(-0.693359375), x)
         r = call(f"llvm.fmuladd.v{LANES}f32", n, const(2.12194440e-4), r)
@@ -408,7 +409,8 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
             for j, total in enumerate(sums):
                 at = builder.add(builder.mul(stride, ir.Constant(_I64, j)), k)
                 builder.store(builder.call(fmuladd, [vector_at(rows, at), xk, builder.load(total)]), total)
-        # halves first: after each round, `parts[i]` holds partial sums of twice as many rows in half as many lanes each
+        # halves first: after each round, `parts[i]` holds partial sums of twice as many rows in
+        # half as many lanes each
         parts, span = [builder.load(total) for total in sums], LANES
         while len(parts) > 1:
             half, span = len(parts) // 2, span // 2

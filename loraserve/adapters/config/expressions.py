@@ -78,7 +78,9 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Repeat:
-    """Repetition of `part`: at least `least` times, and at most `most`; None: any number of times."""
+    """Repetition of `part`: at least `least` times, and at most `most`; None:
+    any number of times.
+    """
 
     part: _Node
     least: int
@@ -200,7 +202,9 @@ class _Reader:
 
 
 class _Evaluation:
-    """Matcher of a single name; sets of positions, from 0 to its length, are the bits of integers."""
+    """Matcher of a single name; sets of positions, from 0 to its length,
+    are the bits of integers.
+    """
 
     def __init__(self, name: str, budget: Budget) -> None:
         self._name = name
@@ -234,7 +238,8 @@ class _Evaluation:
         return sum(1 << position for position in _bits(starts) if self._looks_right(node, position))
 
     def _repeat(self, node: _Repeat, starts: int) -> int:
-        # positions never go back: after as many rounds as there are positions, another changes nothing
+        # positions never go back: after as many rounds as there are positions, another changes
+        # nothing
         rounds = len(self._name) + 1
         for _ in range(min(node.least, rounds)):
             before, starts = starts, self.ends(node.part, starts)

@@ -71,7 +71,8 @@ def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> 
     """
     if not patterns:
         return {}
-    # suffix (from the start of a component to the end) → names that have it; many names share their short suffixes
+    # suffix (from the start of a component to the end) → names that have it; many names share their
+    # short suffixes
     by_length: dict[int, dict[str, list[tuple[str, bool]]]] = {}
     names = list(dict.fromkeys(names))
     for name in names:

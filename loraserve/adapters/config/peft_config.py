@@ -324,7 +324,8 @@ class _Reader:
         return self._checked_token_ids(name, value) if value else ()
 
     def _checked_token_ids(self, name: str, value: object) -> tuple[int, ...]:
-        # a base's vocabulary is the bound that counts; this one keeps a number from being no token's at all
+        # a base's vocabulary is the bound that counts; this one keeps a number from being no
+        # token's at all
         if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 1 << 31 for v in value):
             self._bad(f"{name} is {shown(value)}; expected a list of token ids.")
             return ()

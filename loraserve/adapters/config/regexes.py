@@ -17,7 +17,8 @@ from loraserve.limits import LIMITS, Limits
 
 # Python takes a POSIX class for a set, and warns that it won't for ever.
 _UNSETTLED = re.compile(r"\[\^?\[|\[[:.=]|--|&&|~~|\|\|")
-# One engine's literal is the other's syntax: RE2 takes {,3} for text, and \1 for an octal number where a digit follows.
+# One engine's literal is the other's syntax: RE2 takes {,3} for text, and \1 for an octal number
+# where a digit follows.
 _NOT_RE2 = re.compile(r"\{,|\\[0-9]")
 
 

@@ -166,7 +166,8 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
     if total < 8:
         raise AdapterFormatError(f"{WEIGHTS_FILE} has {total} bytes; a safetensors file has at least 8.")
     length = int.from_bytes(weights[:8], "little")
-    # A length such as 0x0280 looks like a pickle's first bytes; nothing but safetensors has a brace after eight bytes.
+    # A length such as 0x0280 looks like a pickle's first bytes; nothing but safetensors has a brace
+    # after eight bytes.
     if length > limits.max_adapter_header_bytes or bytes(weights[8:9]) != b"{":
         _refuse_other_format(bytes(weights[:32]))
     if length > limits.max_adapter_header_bytes:

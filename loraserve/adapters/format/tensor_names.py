@@ -181,7 +181,9 @@ class BaseNames:
 
 @dataclass(slots=True)
 class Contents:
-    """An adapter's file, every tensor in its place; in order of layer, then of the base's linears."""
+    """An adapter's file, every tensor in its place; in order of layer,
+    then of the base's linears.
+    """
 
     linears: dict[Place, LinearTensors] = field(default_factory=dict)
     norms: dict[Place, TensorView] = field(default_factory=dict)

@@ -132,7 +132,9 @@ class Compilation:
         return scaling
 
     def has_all(self, place: Place, parts: Sequence[str]) -> bool:
-        """Return whether the file holds all of these of the module; a problem names those missing."""
+        """Return whether the file holds all of these of the module;
+        a problem names those missing.
+        """
         missing = [part for part in parts if part not in self.places[place]]
         if missing:
             there = ", ".join(self.places[place]) or "nothing"
@@ -165,7 +167,9 @@ class Compilation:
         return found == rank and self.settings is not None
 
     def has_room(self, place: Place, rank: int, how: str) -> bool:
-        """Return whether factors of that rank may be made; `how` explains the rank in the refusal."""
+        """Return whether factors of that rank may be made;
+        `how` explains the rank in the refusal.
+        """
         if rank > self.limits.max_rank:
             self.unsupported(
                 f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); at most {self.limits.max_rank} is taken.",

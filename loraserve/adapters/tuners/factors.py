@@ -42,7 +42,9 @@ def hadamard(w1: Factors, w2: Factors) -> Factors:
 
 
 def hadamard_dense(w1: Factors, w2: Factors) -> Factors:
-    """The same update, made whole and put beside an identity: its rank is the smaller of its sides."""
+    """The same update, made whole and put beside an identity:
+    its rank is the smaller of its sides.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         return split((w1[0] @ w1[1]) * (w2[0] @ w2[1]))
 

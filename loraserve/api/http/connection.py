@@ -1,6 +1,7 @@
 """HTTP connections that can't be held or flooded: bounds on bytes around requests, and on time.
 
-Both of uvicorn's protocols have them: `httptools_connection` and `h11_connection` say how their parsers count.
+Both of uvicorn's protocols have them: `httptools_connection` and `h11_connection` say how their
+parsers count.
 """
 
 from __future__ import annotations
@@ -87,11 +88,12 @@ class BoundedProtocol(asyncio.Protocol):
     """Bounds on a connection, mixed in before one of uvicorn's protocols.
 
     - A head is complete after `LIMITS.stalled_reader_s` and isn't far over its bound.
-    - Chunk framing is in proportion to the body, with at most `LIMITS.max_trailer_bytes` between two
-      bytes of a body, and after the last.
+    - Chunk framing is in proportion to the body, with at most `LIMITS.max_trailer_bytes` between
+      two bytes of a body, and after the last.
     - Trailers are counted and dropped: they are never headers. Those that decide where a message
       ends are refused.
-    - A body whose request was answered comes to its end within `LIMITS.stalled_reader_s` and 16 MiB.
+    - A body whose request was answered comes to its end within `LIMITS.stalled_reader_s` and 16
+      MiB.
     - Pipelined requests wait unparsed; parsing yields to other connections every 5 ms.
     - A reader that falls `LIMITS.stalled_reader_s` behind `LIMITS.min_read_bytes_per_s` is cut.
     - An address over its share of all connections is refused and closed at once.

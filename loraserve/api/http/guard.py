@@ -66,7 +66,8 @@ class _Refused(Exception):
 class Guard:
     """Pure ASGI, so that a stream is never buffered and a disconnect is seen by the route itself.
 
-    Sets ``state["request_id"]``, answers every request with ``x-request-id``, and never lets an exception pass.
+    Sets ``state["request_id"]``, answers every request with ``x-request-id``, and never lets an
+    exception pass.
     """
 
     def __init__(
@@ -289,7 +290,9 @@ class _Exchange:
         await response(self._scope, self._receive, self.send)
 
     async def _linger(self) -> bool:
-        """Discard the body, as long as not too many others' are; return whether it came to its end."""
+        """Discard the body, as long as not too many others' are;
+        return whether it came to its end.
+        """
         lingering = self._rooms.lingering
         if not lingering.has_room(self._address):
             return False

@@ -12,8 +12,8 @@ from loraserve.errors import MethodNotAllowed
 class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
     """llhttp's connection. It keeps trailers and requests to change the protocol from uvicorn.
 
-    A wish for another protocol is answered in HTTP/1.1, as RFC 9110 (7.8) allows, with its body read as it says. Left to uvicorn, that body would be read as
-    the next request.
+    A wish for another protocol is answered in HTTP/1.1, as RFC 9110 (7.8) allows, with its body
+    read as it says. Left to uvicorn, that body would be read as the next request.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

@@ -24,7 +24,8 @@ async def json_object(request: Request, text_threads: TextThreads) -> dict[str, 
     """Return the body's object. A long body is parsed on `text_threads`.
 
     Raises:
-        InvalidRequest: it isn't one, or isn't strict JSON; the message says why and never what was sent.
+        InvalidRequest: it isn't one, or isn't strict JSON; the message says why and never what was
+            sent.
     """
     body = await request.body()
     if len(body) <= _ON_LOOP_BYTES:
@@ -66,7 +67,8 @@ def parse_json(body: bytes, max_depth: int = LIMITS.max_json_depth) -> Any:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from None
     except RecursionError:
         raise InvalidRequest(f"The body's JSON is nested deeper than {max_depth}.") from None
-    # Fewer brackets than the bound can't be nested deeper, and without an escape there is no surrogate: most bodies skip the walk.
+    # Fewer brackets than the bound can't be nested deeper, and without an escape there is no
+    # surrogate: most bodies skip the walk.
     if num_brackets > max_depth or _SURROGATE_ESCAPE.search(body):
         _check_tree(value, max_depth)
     return value

@@ -1,4 +1,6 @@
-"""Server-sent events: a response that stops once its reader leaves, and always ends with a frame."""
+"""Server-sent events: a response that stops once its reader leaves,
+and always ends with a frame.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class EventStream(Response):
 
     `close` is called at every end.
 
-    `on_deliver` is called before each event, once it is certain that the client is there and the event goes out.
+    `on_deliver` is called before each event, once it is certain that the client is there and the
+    event goes out.
     """
 
     media_type = "text/event-stream"

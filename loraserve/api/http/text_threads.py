@@ -29,14 +29,16 @@ _TRIM_DELAY_S = 1.0
 
 
 def _num_threads() -> int:
-    # An eighth of the cores, so that the engine's steps keep theirs; two at least, so that a tenant leaves one free.
+    # An eighth of the cores, so that the engine's steps keep theirs; two at least, so that a tenant
+    # leaves one free.
     return max(2, min(8, (os.cpu_count() or 1) // 8))
 
 
 class TextThreads:
     """Runs requests' work on texts on a few threads that stand back for the steps.
 
-    Tenants have turns, request by request; and one of them never has all threads, so that another's short prompt doesn't wait for its long ones.
+    Tenants have turns, request by request; and one of them never has all threads, so that another's
+    short prompt doesn't wait for its long ones.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -70,7 +72,8 @@ class TextThreads:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._done, tenant, num_bytes)
 
-        # The job itself calls it: a thread that began goes on when its client has left, and is taken until it is done.
+        # The job itself calls it: a thread that began goes on when its client has left, and is
+        # taken until it is done.
         job.add_done_callback(ended)
         return await asyncio.wrap_future(job)
 

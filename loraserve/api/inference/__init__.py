@@ -1,1 +1,3 @@
-"""Inference requests, from body to last chunk: target, prompts, sampling, generation and metering."""
+"""Inference requests, from body to last chunk: target, prompts, sampling,
+generation and metering.
+"""

@@ -92,7 +92,9 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InferenceContext:
-    """Admitted HTTP request: its names, its prompts, and the engine's requests, choice by choice."""
+    """Admitted HTTP request: its names, its prompts, and the engine's requests,
+    choice by choice.
+    """
 
     id: str
     created: int
@@ -127,7 +129,8 @@ class InferenceContext:
         """Return the engine's requests in the order of the choices, prompt by prompt.
 
         Raises:
-            QuotaExceeded: they are more than the tenant may have waiting: they would never pass while others run.
+            QuotaExceeded: they are more than the tenant may have waiting: they would never pass
+                while others run.
         """
         policy, requests = caller.policy, list[GenerateRequest]()
         max_queued = self.services.admissions.part_of(policy.limits.max_queued_requests)

@@ -18,7 +18,8 @@ Model = TypeVar("Model", bound=BaseModel)
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_NAMED = 20
 
-# Of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's and llama.cpp's requests: what would change the answer, and isn't implemented.
+# Of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's and llama.cpp's requests: what would change the
+# answer, and isn't implemented.
 _CHANGES_THE_ANSWER = frozenset(
     {
         # structure

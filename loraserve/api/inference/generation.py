@@ -47,12 +47,15 @@ T = TypeVar("T")
 class Generation:
     """The chunks of several engine requests as they come, each with its choice's index.
 
-    `start` first, then iterate; `close` always (in a ``finally``): it aborts what still runs, and returns once the engine was told.
+    `start` first, then iterate; `close` always (in a ``finally``): it aborts what still runs, and
+    returns once the engine was told.
 
     Args:
         tenant_name: the tenant that the requests are made for, as operators know it.
-        target: told when the adapter can't answer; where it has a fallback, that answers in the adapter's place.
-        is_scoring: only the prompts' log probabilities are wanted: the one token that the engine makes is left out.
+        target: told when the adapter can't answer; where it has a fallback, that answers in the
+            adapter's place.
+        is_scoring: only the prompts' log probabilities are wanted: the one token that the engine
+            makes is left out.
     """
 
     def __init__(

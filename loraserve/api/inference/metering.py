@@ -28,9 +28,10 @@ _MAX_LABEL = 255
 class RequestUsage:
     """Count tokens as chunks come, and bill them as they are delivered to the client's connection.
 
-    Prompts count once each, whatever n is: with the first piece of an answer to them. A chunk that adds nothing that the client could see (bytes of half a
-    character, the beginning of what may be a stop string) is billed with the next piece of its choice. The adapter is the one that
-    answers when the first piece is handed over.
+    Prompts count once each, whatever n is: with the first piece of an answer to them. A chunk that
+    adds nothing that the client could see (bytes of half a character, the beginning of what may be
+    a stop string) is billed with the next piece of its choice. The adapter is the one that answers
+    when the first piece is handed over.
     """
 
     def __init__(self, context: InferenceContext, caller: Caller, admitted: Admitted) -> None:
@@ -72,7 +73,8 @@ class RequestUsage:
         self._held[index] = self._held.get(index, 0) + num_tokens
         self._last = index
         self._has_ended |= chunk.finish_reason is not None
-        # the first choice of a prompt says it: later ones find what that one computed, and the prompt is billed with it
+        # the first choice of a prompt says it: later ones find what that one computed, and the
+        # prompt is billed with it
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
     def deliver(self) -> None:
@@ -91,10 +93,10 @@ class RequestUsage:
         """Stop billing: nothing is delivered any more.
 
         Args:
-            num_made: tokens that the engine made for the request. Undelivered ones are recorded, and cost
-                nothing.
-            has_engine_work: whether the engine has worked for it; then the prompts count towards the
-                tenant's rate, though nothing was made.
+            num_made: tokens that the engine made for the request. Undelivered ones are recorded,
+                and cost nothing.
+            has_engine_work: whether the engine has worked for it; then the prompts count towards
+                the tenant's rate, though nothing was made.
         """
         # the tenant's rate counts all tokens made for it, delivered or not
         if has_engine_work or num_made:

@@ -150,7 +150,8 @@ def _from_text(text: str, services: Services, add_special_tokens: bool, param: s
     token_ids = services.tokenizer.encode(text, add_special_tokens)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
-    # The tokenizer may know tokens that were added after the model was trained, and that its logits lack.
+    # The tokenizer may know tokens that were added after the model was trained, and that its logits
+    # lack.
     check_token_ids(token_ids, services.engine.base.vocab_size, param)
     return Prompt(tuple(token_ids), text)
 

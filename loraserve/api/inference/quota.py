@@ -1,4 +1,6 @@
-"""Check the tenant's quota: before the body is read, and again when the prompt's length is known."""
+"""Check the tenant's quota: before the body is read,
+and again when the prompt's length is known.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from loraserve.tenancy.limits.admission import Admitted
 async def admitted_caller(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Caller:
     """Return the caller, once its tenant may make one more request.
 
-    The guard releases it when the answer has ended, however it ends, and says in the answer's headers how the tenant stands, in a
-    refusal's too.
+    The guard releases it when the answer has ended, however it ends, and says in the answer's
+    headers how the tenant stands, in a refusal's too.
 
     Raises (beside `scopes.require`'s):
         Overloaded: the server is shutting down and takes no new work.
@@ -39,8 +41,8 @@ def reserve(
 
     Args:
         max_tokens: of an answer to each of the prompts.
-        is_bounded: whether the request says how long an answer may be; otherwise a part is set aside, and what comes beyond it is
-            charged as it comes.
+        is_bounded: whether the request says how long an answer may be; otherwise a part is set
+            aside, and what comes beyond it is charged as it comes.
 
     Raises:
         RateLimited: they are more than the tenant's rate leaves.

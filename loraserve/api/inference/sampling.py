@@ -1,4 +1,6 @@
-"""Turn a body's fields into `SamplingParams`: the checks that need the base model, and the seeds."""
+"""Turn a body's fields into `SamplingParams`: the checks that need the base model,
+and the seeds.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ def read_sampling(
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises:
-    InvalidRequest: an id is not one of the logits' (a tokenizer may know more tokens than the model has).
+    InvalidRequest: an id is not one of the logits' (a tokenizer may know more tokens than the
+        model has).
     """
     if token_ids and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
@@ -89,7 +92,8 @@ def choose_max_tokens(
     A default of None is all the room.
 
     Raises:
-        ContextLengthExceeded: the prompt, or the prompt and what was asked for, is longer than the context.
+        ContextLengthExceeded: the prompt, or the prompt and what was asked for, is longer than the
+            context.
     """
     room = base.max_model_len - num_prompt_tokens
     if asked is None and room >= 1:

@@ -166,8 +166,9 @@ async def verify_version(
 
     200 with the version as it is then: ready, or in quarantine.
 
-    A version that was made for another base is refused with 409 ``adapter_base_mismatch``. With ``rebase`` it becomes one of this server's
-    base where its shapes allow and its certificate passes, and is served on the other one no more; otherwise 422, and nothing is changed.
+    A version that was made for another base is refused with 409 ``adapter_base_mismatch``. With
+    ``rebase`` it becomes one of this server's base where its shapes allow and its certificate
+    passes, and is served on the other one no more; otherwise 422, and nothing is changed.
     """
     services = services_of(request)
     services.check_open()

@@ -87,8 +87,9 @@ async def get_residency(
 
     With ``?resident=true``, only those in memory or being loaded.
 
-    Weights are shared between tenants that hold the same bytes; uses are counted by version, so that none shows another tenant's.
-    A tenant's key sees only weights that its own use loaded, so that it doesn't learn what others hold.
+    Weights are shared between tenants that hold the same bytes; uses are counted by version, so
+    that none shows another tenant's. A tenant's key sees only weights that its own use loaded, so
+    that it doesn't learn what others hold.
     """
     services = services_of(request)
     by_digest = {one.digest: one for one in await services.engine.residency()}

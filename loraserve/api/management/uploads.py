@@ -94,7 +94,8 @@ async def send_piece(upload_id: str, request: Request, caller: Caller = Depends(
 
     The received part of an interrupted piece is kept.
 
-    409 ``upload_offset_mismatch`` says in ``received`` where the next piece begins. With the last one the whole is checked.
+    409 ``upload_offset_mismatch`` says in ``received`` where the next piece begins. With the last
+    one the whole is checked.
     """
     services = services_of(request)
     services.check_open()
@@ -159,7 +160,8 @@ async def publish_stored(
         InvalidRequest: the body isn't that.
         UploadNotFound: there is no such upload, or bytes are missing.
         BytesLost: its bytes are damaged or gone: they must be sent again.
-        RateLimited, Overloaded: too many uploads are under way; a publish is one, though its bytes are there.
+        RateLimited, Overloaded: too many uploads are under way; a publish is one, though its bytes
+            are there.
     """
     registry = services_of(request).registry
     uploads = registry.uploads
@@ -183,7 +185,8 @@ async def publish_stored(
                     once=once,
                 )
             except BytesLost:
-                # what is stored isn't what came, so that nothing says any more that it needn't come again
+                # what is stored isn't what came, so that nothing says any more that it needn't come
+                # again
                 await uploads.resumable.forget(caller.tenant, stored.digest)
                 raise
 
@@ -191,7 +194,8 @@ async def publish_stored(
 
 
 async def _read_bounded(body: AsyncIterator[bytes]) -> bytes:
-    # The route takes whole adapters in another form, so that the bound on its body is no bound on this.
+    # The route takes whole adapters in another form, so that the bound on its body is no bound on
+    # this.
     data = bytearray()
     async for piece in body:
         data += piece

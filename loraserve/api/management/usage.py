@@ -77,7 +77,8 @@ async def get_usage(
 
     `group_by` lists the columns to sum by (tenant, adapter, version, hour, day).
 
-    `from` and `to` are dates or instants with an offset, taken to whole hours. ``format=csv``, or ``Accept: text/csv``, gives every sum in one file.
+    `from` and `to` are dates or instants with an offset, taken to whole hours. ``format=csv``, or
+    ``Accept: text/csv``, gives every sum in one file.
     """
     services = services_of(request)
     reports = _reports(services)
@@ -112,7 +113,8 @@ async def _visible_tenant(reports: UsageReports, caller: Caller, tenant: str | N
     """Return the tenant to report on; None: all of them.
 
     Raises:
-        TenantNotFound: there is no such tenant, or the caller isn't told of it: the two read the same.
+        TenantNotFound: there is no such tenant, or the caller isn't told of it: the two read the
+            same.
     """
     if caller.sees_all:
         return None if tenant is None else await reports.find_tenant(tenant)

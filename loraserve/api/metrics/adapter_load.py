@@ -48,7 +48,9 @@ class AdapterLoad:
         return AdapterUse(self, [version_key(one) for one in versions], names)
 
     def num_running(self, version: UsedVersion) -> int:
-        """Return how many requests for the version have had their first token and not their last."""
+        """Return how many requests for the version have had their first token and not their
+        last.
+        """
         return self._running[version_key(version)]
 
     def uses_per_s(self, version: UsedVersion) -> float:
@@ -60,7 +62,9 @@ class AdapterLoad:
         return sorted(self._waiting_names)
 
     def running_names(self) -> list[str]:
-        """Return ``OWNER/NAME`` of each adapter that a request with its first token is for, sorted."""
+        """Return ``OWNER/NAME`` of each adapter that a request with its first token is for,
+        sorted.
+        """
         return sorted(self._running_names)
 
     def _answer(self, keys: Iterable[VersionKey], names: Iterable[str]) -> None:

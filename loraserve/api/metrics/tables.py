@@ -1,7 +1,7 @@
 """Tables of the metrics that are read at a scrape, grouped by the object that they are read from.
 
-Labels are tiers, uses, states and causes: a fixed number of samples, however many adapters and tenants there are. Only
-vLLM's own names label adapters.
+Labels are tiers, uses, states and causes: a fixed number of samples, however many adapters and
+tenants there are. Only vLLM's own names label adapters.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def vllm_lora_info(max_lora: int) -> Table[AdapterLoad]:
     """Return the table for routers of the Gateway API Inference Extension: the adapters in use.
 
     Args:
-        max_lora: the maximum number of sequences in a step: adapters have no slots here, each sequence may use its own.
+        max_lora: the maximum number of sequences in a step: adapters have no slots here, each
+            sequence may use its own.
     """
     return (
         gauge(

@@ -185,7 +185,9 @@ class _Choice:
         return part
 
     def parts_of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the deltas of this chunk: its text if it has any, and the end if it is the last."""
+        """Return the deltas of this chunk: its text if it has any,
+        and the end if it is the last.
+        """
         parts: list[dict[str, Any]] = []
         logprobs = self._logprobs(chunk)
         if chunk.text or logprobs or (self.body.return_token_ids and chunk.token_ids):

@@ -135,7 +135,9 @@ def pull(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Download a version's files (default: the live version's), or make the server fetch a version with --from."""
+    """Download a version's files (default: the live version's),
+    or make the server fetch a version with --from.
+    """
     name, version = split_version(target)
     if (directory is None) == (source is None):
         raise typer.BadParameter(
@@ -249,7 +251,10 @@ def set_(
 def delete(
     target: TargetArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None
 ) -> None:
-    """Delete an adapter, or one version of it. Running requests finish on the version they started with."""
+    """Delete an adapter, or one version of it.
+
+    Running requests finish on the version they started with.
+    """
     name, version = split_version(target)
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         client.adapters.delete(name, version)

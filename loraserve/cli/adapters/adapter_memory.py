@@ -1,4 +1,6 @@
-"""``loraserve adapter verify, warm, pin, unpin``: what a version answers, and whether its weights wait in memory."""
+"""``loraserve adapter verify, warm, pin, unpin``: what a version answers,
+and whether its weights wait in memory.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def verify(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Certify a version again, against the reference. One that fails isn't served until it passes."""
+    """Certify a version again, against the reference.
+
+    One that fails isn't served until it passes.
+    """
     with connected(format, url, tenant, _named(target)) as (output, client):
         version = client.adapters.verify(*_target(client, target), rebase=rebase)
         show_version(output, version)

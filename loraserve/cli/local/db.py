@@ -98,7 +98,10 @@ def adopt_store(
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Bind the store to this registry, if `serve` refuses it. Blobs unknown to the registry are deleted later."""
+    """Bind the store to this registry, if `serve` refuses it.
+
+    Blobs unknown to the registry are deleted later.
+    """
     with reporting(format) as output:
         from loraserve.errors import ConfigError
         from loraserve.settings import Settings

@@ -1,4 +1,6 @@
-"""``loraserve doctor``: check that this installation can serve, and that the running server has these settings."""
+"""``loraserve doctor``: check that this installation can serve,
+and that the running server has these settings.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def doctor(
 ) -> None:
     """Check this installation, and the server if one answers. Changes nothing.
 
-    Flags, LORASERVE_* variables and loraserve.toml say which server, as for `serve`. With an admin key in
-    LORASERVE_API_KEY most is checked. The exit code is 1 if a check failed.
+    Flags, LORASERVE_* variables and loraserve.toml say which server, as for `serve`. With an admin
+    key in LORASERVE_API_KEY most is checked. The exit code is 1 if a check failed.
     """
     flags = settings
     with reporting(format) as output:
@@ -176,7 +178,9 @@ def _of_settings(settings: Settings) -> Iterator[Check]:
 
 
 def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -> Iterator[Check]:
-    """The base, by its headers, and how memory would be divided; what is expected of a server is appended."""
+    """The base, by its headers, and how memory would be divided;
+    what is expected of a server is appended.
+    """
     from pathlib import Path
 
     from loraserve.cli.output import size
@@ -222,7 +226,9 @@ def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -
 
 
 def _precision(expected: Expected | None, costs: list[RoundingCost]) -> Iterator[Check]:
-    """Check what rounding costs the base that the settings name; append it to `costs` where it could be measured."""
+    """Check what rounding costs the base that the settings name;
+    append it to `costs` where it could be measured.
+    """
     from loraserve.doctor import precision
     from loraserve.doctor.checks import fail
     from loraserve.planning.machine import available_memory
@@ -292,7 +298,9 @@ def _secrets(flags: dict[str, Any]) -> list[str]:
 
 
 def _passwords(url: str) -> list[str]:
-    """Return a URL's passwords, encoded and decoded: its user's, and those in PostgreSQL's options after the question mark."""
+    """Return a URL's passwords, encoded and decoded: its user's, and those in PostgreSQL's options
+    after the question mark.
+    """
     try:
         parts = urlsplit(url)
         password = parts.password or ""

@@ -13,8 +13,8 @@ from loraserve.cli.output import Format
 def serve(**settings: str | bool | None) -> None:
     """Serve a base model and its adapters.
 
-    Every flag is also an environment variable and a key of loraserve.toml; the flag wins, then the variable. BYTES
-    are written as 8GiB, 500MB or a plain number.
+    Every flag is also an environment variable and a key of loraserve.toml; the flag wins, then the
+    variable. BYTES are written as 8GiB, 500MB or a plain number.
     """
     with reporting(Format.HUMAN):
         from loraserve.settings import Settings

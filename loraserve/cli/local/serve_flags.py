@@ -1,4 +1,6 @@
-"""Flags that are settings: each is a field of `loraserve.settings.Settings`, which checks it and holds its help."""
+"""Flags that are settings: each is a field of `loraserve.settings.Settings`,
+which checks it and holds its help.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ SECTIONS = {
     "Storage": "data_dir database_url store_url retention_s pull_allow",
     "Server": "host port grace_s engine_hang_timeout log_level config",
 }
-"""Flags of `serve`, by their section in its help. The admin key isn't a flag: a process list would show it."""
+"""Flags of `serve`, by their section in its help.
+
+The admin key isn't a flag: a process list would show it.
+"""
 SWITCHES = frozenset({"strict_base", "enable_prefix_cache", "cuda_graphs"})
 VALUES = {
     "BYTES": "memory_budget host_cache",
@@ -42,10 +47,11 @@ VALUES = {
 
 
 def takes_settings(names: Sequence[str] | None = None) -> Callable[[F], F]:
-    """Give a command these settings as flags, or all; it gets them as ``**settings``, None for those not given.
+    """Give a command these settings as flags, or all; it gets them as ``**settings``,
+    None for those not given.
 
-    Values are passed on as they are written, so that a flag, a variable and a line of loraserve.toml are checked by
-    one rule and refused in the same words.
+    Values are passed on as they are written, so that a flag, a variable and a line of
+    loraserve.toml are checked by one rule and refused in the same words.
     """
 
     def add(function: F) -> F:
@@ -78,7 +84,9 @@ def _flag(name: str, section: str) -> inspect.Parameter:
 
 
 class SettingsCommand(Command):
-    """A command with settings as flags; `Settings` describes them, and is loaded only when help is shown."""
+    """A command with settings as flags; `Settings` describes them,
+    and is loaded only when help is shown.
+    """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         from loraserve.settings import ENV_PREFIX, Settings

@@ -51,8 +51,8 @@ class StepRunner(Protocol):
     def launch(self, batch: Batch) -> StepHandle:
         """Launch a step; the batch's host tensors aren't read after this call.
 
-        At most two steps are in flight. ``batch.deferred_tokens`` names the tokens that the step launched
-        before this one samples.
+        At most two steps are in flight. ``batch.deferred_tokens`` names the tokens that the step
+        launched before this one samples.
         """
         ...
 

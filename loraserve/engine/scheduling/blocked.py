@@ -27,7 +27,9 @@ RETRY_S = 1.0
 MAX_RETRIES = 16
 """Cap on flows that a step unparks for that, which spreads those of a burst over several steps."""
 MAX_PARKED_S = 2.5
-"""Seconds after which a flow is unparked whatever the cap; well below the pager's `STALE_AFTER_S`."""
+"""Seconds after which a flow is unparked whatever the cap;
+well below the pager's `STALE_AFTER_S`.
+"""
 
 
 @dataclass(slots=True, eq=False)

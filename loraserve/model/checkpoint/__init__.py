@@ -1,1 +1,3 @@
-"""Checkpoints: headers, stored weights, and the loader that streams them into a resident decoder."""
+"""Checkpoints: headers, stored weights, and the loader that streams them into a resident
+decoder.
+"""

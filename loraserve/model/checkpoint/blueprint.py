@@ -24,7 +24,9 @@ _IGNORED_ENDING = ".rotary_emb.inv_freq"
 """A buffer that old Llama checkpoints carry; the config says the same."""
 
 _HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
-"""The head's error goes straight into the logits, so it has eight bits where the layers have four."""
+"""The head's error goes straight into the logits,
+so it has eight bits where the layers have four.
+"""
 
 
 class SiteKind(Enum):
@@ -181,7 +183,8 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
         architecture.embedding: Expected(((config.vocab_size, config.hidden_size),)),
         architecture.norm: Expected(((config.hidden_size,),)),
     }
-    # a checkpoint may hold a head although its config ties it to the embedding: transformers then takes the head's own
+    # a checkpoint may hold a head although its config ties it to the embedding: transformers then
+    # takes the head's own
     path = _head_path(config)
     if not config.is_tied or architecture.head in tensors or path in stored:
         modules = (ModulePlan(path, config.vocab_size, False),)

@@ -55,7 +55,8 @@ class _Assembly:
             raise ShapeMismatch(
                 f"The tensor {self.stored.path}.weight_shape says {list(found)}; expected {list(shape)}."
             )
-        # int32 words hold the codes from the lowest bits up, so that their bytes, in the file's order, do too
+        # int32 words hold the codes from the lowest bits up, so that their bytes, in the file's
+        # order, do too
         codes = parts["weight_packed"].view(torch.uint8)
         if self.stored.scheme.format == "int8":
             # each code is its value and 128
@@ -141,7 +142,8 @@ class _Assembly:
                 hint="Fetch the checkpoint again, or quantize it again.",
             )
         scales = absmax.repeat_interleave(block_size // NF4_GROUP_SIZE).view(self.stored.out_features, -1)
-        # whatever dtype the bytes are stored as; bitsandbytes has the first of two codes in the high bits
+        # whatever dtype the bytes are stored as; bitsandbytes has the first of two codes in the
+        # high bits
         codes = parts["weight"].reshape(-1).view(torch.uint8)
         codes = (codes << 4 | codes >> 4).view(self.stored.out_features, -1)
         return QuantizedWeight(

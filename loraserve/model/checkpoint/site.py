@@ -1,4 +1,6 @@
-"""Linears with a common input, gathered from a checkpoint while it's read, until they become one."""
+"""Linears with a common input, gathered from a checkpoint while it's read,
+until they become one.
+"""
 
 from __future__ import annotations
 

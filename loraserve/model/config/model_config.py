@@ -150,7 +150,8 @@ class ModelConfig:
             "attention": (self.attention_scale, self.head_dim**-0.5),
             "logits": (self.logits_scale, 1.0),
         }
-        # what a base doesn't have isn't named: its digest stays what it was before the decoder knew of it
+        # what a base doesn't have isn't named: its digest stays what it was before the decoder knew
+        # of it
         if any(value != plain for value, plain in scales.values()):
             identity["scales"] = {name: value for name, (value, _) in scales.items()}
         if self.attention_cap is not None or self.logits_cap is not None:

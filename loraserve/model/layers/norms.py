@@ -76,13 +76,16 @@ class ResidualNorm:
         if self._delta_norm is not None:
             delta = self._delta_norm(delta)
         if self._delta_scale != 1.0:
-            # not add_'s alpha: where a thread's part ends, torch may round that otherwise than in whole vectors
+            # not add_'s alpha: where a thread's part ends, torch may round that otherwise than in
+            # whole vectors
             delta.mul_(self._delta_scale)
         return self(hidden.add_(delta))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is the gate."""
+    """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size],
+    whose first half is the gate.
+    """
     gate, up = gate_up.chunk(2, -1)
     return _by_rows(gate, F.silu, torch.ops.aten.silu.out, _PART // 2, _num_aligned_rows).mul_(up)
 

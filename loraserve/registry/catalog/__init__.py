@@ -1,1 +1,3 @@
-"""The catalog's entries beside versions: aliases, metadata, grants, pins, deleted and shadowed versions."""
+"""The catalog's entries beside versions: aliases, metadata, grants, pins,
+deleted and shadowed versions.
+"""

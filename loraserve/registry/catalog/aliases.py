@@ -1,4 +1,6 @@
-"""Aliases: names that move between versions by compare-and-swap, with splits, shadows and rollbacks."""
+"""Aliases: names that move between versions by compare-and-swap, with splits,
+shadows and rollbacks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from loraserve.types import TenantId
 
 
 class Aliases:
-    """Aliases of all tenants' adapters. A change is durable, and has its audit row, when the call returns.
+    """Aliases of all tenants' adapters.
+
+    A change is durable, and has its audit row, when the call returns.
 
     Args:
         served_base: base of the versions that aliases may point to, once it is loaded.
@@ -80,7 +84,8 @@ class Aliases:
         actor: str,
         condition: Precondition = NO_CONDITION,
     ) -> tuple[AliasRecord, bool]:
-        """Point `alias` to `target`, with that shadow or none, if `condition` holds; return it, and whether it is new.
+        """Point `alias` to `target`, with that shadow or none, if `condition` holds; return it,
+        and whether it is new.
 
         The shadow is dropped if it is the only version that answers.
 
@@ -122,7 +127,8 @@ class Aliases:
         condition: Precondition = NO_CONDITION,
         once: Once[AliasRecord] | None = None,
     ) -> AliasRecord:
-        """Point `alias` back to its previous target, and remember the present one for the next rollback.
+        """Point `alias` back to its previous target,
+        and remember the present one for the next rollback.
 
         Keep the shadow.
 

@@ -135,7 +135,9 @@ class Grants:
         return make_page(rows, limit, lambda row: row[1], lambda row: GrantRecord(name, row[1], row[0].created_at))
 
     async def delete(self, owner: TenantId, name: str, tenant: str, *, actor: str) -> None:
-        """Revoke the tenant's grant: at once here, within seconds on other servers. Running requests complete.
+        """Revoke the tenant's grant: at once here, within seconds on other servers.
+
+        Running requests complete.
 
         Raises:
             AdapterNotFound, GrantNotFound: as `get`.
@@ -170,7 +172,9 @@ class Grants:
 
 
 def _grants_of(adapter: Adapter) -> Select[Grant, str]:
-    """Select the adapter's grants with tenant names, one per name: that of the live tenant if there is one."""
+    """Select the adapter's grants with tenant names, one per name:
+    that of the live tenant if there is one.
+    """
     query = select(Grant, Tenant.name).join(Tenant, Tenant.id == Grant.tenant_id).where(Grant.adapter_id == adapter.id)
     other, namesake = aliased(Grant), aliased(Tenant)
     better = (

@@ -47,7 +47,9 @@ class Edit:
 
 
 class MetadataEditor:
-    """Edits metadata of all tenants' adapters. A change is durable, and has its audit row, when the call returns.
+    """Edits metadata of all tenants' adapters.
+
+    A change is durable, and has its audit row, when the call returns.
 
     Args:
         on_change: called with tenant and adapter name after a change is durable.

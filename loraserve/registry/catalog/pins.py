@@ -30,7 +30,9 @@ from loraserve.types import AdapterRef, Digest, TenantId
 logger = logging.getLogger(__name__)
 
 RETRY_S, MAX_RETRY_S = 2.0, 60.0
-"""Delay before a refused pin is requested again, doubled with each consecutive refusal, and its maximum."""
+"""Delay before a refused pin is requested again, doubled with each consecutive refusal,
+and its maximum.
+"""
 
 
 class PinningEngine(Protocol):
@@ -45,7 +47,9 @@ class PinningEngine(Protocol):
         ...
 
     async def pin(self, ref: AdapterRef) -> None:
-        """Bring the adapter to the device and keep it there; raise a `LoraserveError` if that's impossible."""
+        """Bring the adapter to the device and keep it there;
+        raise a `LoraserveError` if that's impossible.
+        """
         ...
 
     async def unpin(self, ref: AdapterRef) -> None: ...
@@ -110,7 +114,9 @@ class Pins:
     async def pin(
         self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
     ) -> bool:
-        """Pin the version durably; return whether it is on the device. A load that takes over `wait_s` continues.
+        """Pin the version durably; return whether it is on the device.
+
+        A load that takes over `wait_s` continues.
 
         Raises:
             AdapterNotFound, VersionNotFound
@@ -139,7 +145,9 @@ class Pins:
     async def unpin(
         self, tenant: TenantId, name: str, number: int, *, actor: str, once: Once[bool] | None, wait_s: float
     ) -> bool:
-        """Unpin the version durably; return whether the engine knows already. Otherwise it will be told later.
+        """Unpin the version durably; return whether the engine knows already.
+
+        Otherwise it will be told later.
 
         Raises:
             AdapterNotFound, VersionNotFound
@@ -216,7 +224,9 @@ class Pins:
             self._held.add(ref.digest)
 
     def _see(self, incarnation: int) -> None:
-        """Note the engine's process: a new one holds nothing, but its client may have repeated pins that are to be released."""
+        """Note the engine's process: a new one holds nothing, but its client may have repeated pins
+        that are to be released.
+        """
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self._held.clear()
@@ -281,7 +291,10 @@ async def _within(seconds: float, step: Awaitable[None]) -> bool:
 
 
 def _wanted(base: Digest | None) -> Select[str, str, int, str, str, str]:
-    """Select every tenant's pinned versions that could be served on this base. None: the base isn't known yet."""
+    """Select every tenant's pinned versions that could be served on this base.
+
+    None: the base isn't known yet.
+    """
     query = (
         select(
             Adapter.tenant_id,

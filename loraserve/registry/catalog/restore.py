@@ -45,7 +45,8 @@ class Restorer:
     async def restore(
         self, tenant: TenantId, name: str, *, actor: str, once: Once[AdapterRecord] | None = None
     ) -> AdapterRecord:
-        """Restore the adapter durably with its aliases, notes and fallback and the versions that were deleted with it.
+        """Restore the adapter durably with its aliases,
+        notes and fallback and the versions that were deleted with it.
 
         Raises:
             AdapterNotFound: there was none, or the retention is over.

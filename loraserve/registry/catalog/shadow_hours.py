@@ -1,4 +1,6 @@
-"""Comparisons of shadow versions with the versions that answered, summed by the hour and flushed to the database."""
+"""Comparisons of shadow versions with the versions that answered,
+summed by the hour and flushed to the database.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from loraserve.types import TenantId
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 10_000
-"""Maximum number of sums that wait for the database; further comparisons are dropped and counted."""
+"""Maximum number of sums that wait for the database;
+further comparisons are dropped and counted.
+"""
 _AMOUNTS = ("num_requests", "num_failed", "num_equal", "num_tokens", "num_agreed_tokens", "live_ms", "shadow_ms")
 _PRUNE_EVERY_S = 3600.0
 
@@ -147,7 +151,8 @@ class ShadowHours:
     async def list(
         self, tenant: TenantId, name: str, alias: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[ShadowHourRecord]:
-        """Return a page of the hours of all shadows that the alias had within `LIMITS.shadow_retention_s`, newest first.
+        """Return a page of the hours of all shadows that the alias had within
+        `LIMITS.shadow_retention_s`, newest first.
 
         Raises:
             AdapterNotFound, AliasNotFound

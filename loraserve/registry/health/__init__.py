@@ -1,1 +1,3 @@
-"""Health of versions: certificates, corruption and numeric failures, and whether a version can be served."""
+"""Health of versions: certificates, corruption and numeric failures,
+and whether a version can be served.
+"""

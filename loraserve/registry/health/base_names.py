@@ -1,4 +1,6 @@
-"""Name that an adapter's config has for its base: it proves nothing, but it should be one of this base's."""
+"""Name that an adapter's config has for its base: it proves nothing,
+but it should be one of this base's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ FIELD = "base_model_name_or_path"
 BASE_NAME = "base_name"
 """Name of the check, which exists if the config names a base."""
 MAX_NAME_LENGTH = 1024
-"""Length at which names are cut; no path is longer on most systems, and the check is kept with the version."""
+"""Length at which names are cut; no path is longer on most systems,
+and the check is kept with the version.
+"""
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 _CACHED = "models--"
 """A hub's cache calls the folder of ORG/NAME ``models--ORG--NAME``."""
@@ -81,7 +85,9 @@ class BaseNames:
 
 
 def _short_forms(name: str) -> set[str]:
-    """Return the last component of a name or path, and the model's name if it is in a hub's cache."""
+    """Return the last component of a name or path,
+    and the model's name if it is in a hub's cache.
+    """
     parts = [part for part in name.casefold().replace("\\", "/").split("/") if part not in ("", ".")]
     cached = (part.removeprefix(_CACHED).rpartition("--")[2] for part in parts if part.startswith(_CACHED))
     return {*parts[-1:], *cached}

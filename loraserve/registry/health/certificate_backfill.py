@@ -1,4 +1,6 @@
-"""Certificate backfill: verify in the background what was published without a certificate, or verified on other setups."""
+"""Certificate backfill: verify in the background what was published without a certificate, or
+verified on other setups.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ LEASE = "late-certificates"
 """Beginning of the lease's name; each base and setup has a lease of its own, see `_lease_of`."""
 ACTOR = "server"
 RETRY_S, MAX_RETRY_S = 60.0, 3600.0
-"""Delay before a failed verification is repeated, doubled with each consecutive failure, and its maximum."""
+"""Delay before a failed verification is repeated, doubled with each consecutive failure,
+and its maximum.
+"""
 _LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
 """Length of the lease, which is renewed before each version.
 
@@ -54,7 +58,8 @@ class _Due:
 
 
 class CertificateBackfill:
-    """Verify versions without a certificate for this server's setup, one at a time and on one server of all.
+    """Verify versions without a certificate for this server's setup,
+    one at a time and on one server of all.
 
     They were published while the engine was unreachable or busy, or verified with another
     quantization, dtype or arithmetic. They are served meanwhile.

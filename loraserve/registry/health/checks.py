@@ -1,4 +1,5 @@
-"""Checks of a version: what was found of it, the state that follows, and the refusal of a version in quarantine.
+"""Checks of a version: what was found of it, the state that follows,
+and the refusal of a version in quarantine.
 
 A check is a mapping with ``name``, ``status`` and ``detail``; some have more. The version's state
 is a function of its checks alone (`state_of`): whatever changes them calls `set_checks`.
@@ -16,7 +17,9 @@ from loraserve.registry.records import QUARANTINED, READY
 CERTIFICATE = "parity"
 """Name of the check that holds the version's certificate."""
 STORED = "stored"
-"""Name of the check that exists, failed, while the version's stored bytes are known to be corrupt."""
+"""Name of the check that exists, failed, while the version's stored bytes are known to be
+corrupt.
+"""
 NUMERICS = "numerics"
 """Name of the check that counts the version's answers with NaN or infinite logits."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -25,7 +28,9 @@ WARNED = "warned"
 
 
 def state_of(checks: Iterable[Mapping[str, Any]]) -> str:
-    """Return the state of a version with these checks: `QUARANTINED` if one has failed, else `READY`."""
+    """Return the state of a version with these checks: `QUARANTINED` if one has failed,
+    else `READY`.
+    """
     return QUARANTINED if any(check["status"] == FAILED for check in checks) else READY
 
 
@@ -37,7 +42,9 @@ def set_checks(row: AdapterVersion, checks: Iterable[Mapping[str, Any]]) -> None
 
 
 def replace_check(checks: Iterable[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the checks with `new` at the end, instead of the one of the same name if there is one."""
+    """Return the checks with `new` at the end,
+    instead of the one of the same name if there is one.
+    """
     return [*(check for check in checks if check["name"] != new["name"]), new]
 
 
@@ -52,7 +59,9 @@ def is_corrupt(checks: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def quarantine_error(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
-    """Return the refusal of a version in quarantine; the message has the detail of the check that failed."""
+    """Return the refusal of a version in quarantine;
+    the message has the detail of the check that failed.
+    """
     names = (STORED, CERTIFICATE, NUMERICS)
     failed = (check["detail"] for check in checks if check["name"] in names and check["status"] == FAILED)
     detail = next(failed, "its certificate failed")

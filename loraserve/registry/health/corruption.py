@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 ACTOR = "server"
 MAX_PENDING = 1024
-"""Maximum number of reports that wait for the database; further failed loads repeat those that are dropped."""
+"""Maximum number of reports that wait for the database;
+further failed loads repeat those that are dropped.
+"""
 _DETAIL = (
     "its stored bytes are damaged or gone: push the same files again, or restore them from a backup and verify it anew"
 )
@@ -72,7 +74,8 @@ class CorruptionQuarantine:
             logger.warning("the versions with damaged blob %s aren't quarantined yet: %s", blob, error)
 
     async def quarantine(self, digest: Digest, blob: Digest) -> int:
-        """Quarantine durably all live versions with this digest and blob; return how many weren't in quarantine.
+        """Quarantine durably all live versions with this digest and blob;
+        return how many weren't in quarantine.
 
         Equal versions in other blobs are still served: their bytes are whole.
 

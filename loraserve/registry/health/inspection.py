@@ -1,4 +1,7 @@
-"""Inspection of an upload before it becomes a version: parse, compile for the base, check. Runs on a thread."""
+"""Inspection of an upload before it becomes a version: parse, compile for the base, check.
+
+Runs on a thread.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ def base_check(base: BaseSpec, detail: str) -> dict[str, Any]:
 
 
 def _kind(ir: AdapterIR) -> str:
-    """Return PEFT's name of the kind, and its extra features: ``LORA with magnitudes (DoRA), norms``."""
+    """Return PEFT's name of the kind, and its extra features:
+    ``LORA with magnitudes (DoRA), norms``.
+    """
     modules = ir.modules
     features = (
         ("magnitudes (DoRA)", any(module.magnitude is not None for module in modules)),

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 ACTOR = "server"
 MAX_NUMERIC_FAILURES = 3
 MAX_PENDING = 1024
-"""Maximum number of reports that wait for the database; the version's next answers repeat those that are dropped."""
+"""Maximum number of reports that wait for the database;
+the version's next answers repeat those that are dropped.
+"""
 
 
 class NumericFailures:

@@ -1,4 +1,6 @@
-"""Outcome of asking the engine for a certificate: its entry among a version's checks, and when to ask again."""
+"""Outcome of asking the engine for a certificate: its entry among a version's checks,
+and when to ask again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MAX_SETUPS = 16
 """Maximum number of setups that a version's check remembers; the oldest is verified again."""
 DIED_ONCE = "the engine died while it verified this version"
 DIED_TWICE = "the engine died twice while it verified this version, which isn't verified again but on request"
-"""Details of certificates that were skipped because the engine died, maybe because of the version."""
+"""Details of certificates that were skipped because the engine died,
+maybe because of the version.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,10 @@ class CertificateOutcome:
         return cls(FAILED, why + _numbers(certificate), certificate)
 
     def as_check(self) -> dict[str, Any]:
-        """Return the entry among a version's checks. A number that isn't finite is None: JSON can't express it."""
+        """Return the entry among a version's checks.
+
+        A number that isn't finite is None: JSON can't express it.
+        """
         certificate = None
         if self.certificate is not None:
             certificate = {
@@ -53,7 +60,8 @@ class CertificateOutcome:
         return {**check, "holds_for": list(self.holds_for)} if self.holds_for else check
 
     def after(self, checks: Iterable[Mapping[str, Any]]) -> CertificateOutcome:
-        """Return the same outcome with the setups on which the version passed before, according to its old checks.
+        """Return the same outcome with the setups on which the version passed before,
+        according to its old checks.
 
         Otherwise servers that compute one base in different ways would verify the version in turns,
         forever. A failure clears all of them.
@@ -66,7 +74,10 @@ class CertificateOutcome:
 
 
 def setup_of(base: BaseSpec) -> str:
-    """Describe how a server computes its base. Certificates hold for each other where the description is the same."""
+    """Describe how a server computes its base.
+
+    Certificates hold for each other where the description is the same.
+    """
     return f"{base.quantization} {base.dtype}, {base.arithmetic} ({base.instructions}) on {base.device}"
 
 
@@ -84,7 +95,9 @@ def is_due(check: Mapping[str, Any], setup: str) -> bool:
 
 
 def after_death(check: Mapping[str, Any], setup: str) -> dict[str, Any]:
-    """Return the check after the engine died while verifying the version; after two deaths it isn't due any more."""
+    """Return the check after the engine died while verifying the version;
+    after two deaths it isn't due any more.
+    """
     if not is_due(check, setup):
         return dict(check)
     return CertificateOutcome(SKIPPED, DIED_TWICE if check["detail"] == DIED_ONCE else DIED_ONCE).as_check()

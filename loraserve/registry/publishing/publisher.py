@@ -36,7 +36,8 @@ MAX_INSPECTIONS = 2
 
 
 class Publisher:
-    """Publish versions: first the blobs, durably, then the certificate, the database's commit, and the answer.
+    """Publish versions: first the blobs, durably, then the certificate, the database's commit,
+    and the answer.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
@@ -208,7 +209,8 @@ class Publisher:
         return Stored(config_blob, weights_blob, is_uploaded=True)
 
     async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
-        """Ask for a certificate if the version is new or repaired; return None if it has one or nothing is verified.
+        """Ask for a certificate if the version is new or repaired;
+        return None if it has one or nothing is verified.
 
         Raises:
             AdapterRejected: the engine can never serve the version.
@@ -234,7 +236,8 @@ class Publisher:
         outcome: CertificateOutcome | None,
         once: Once[Published] | None,
     ) -> Published:
-        """Write the version to the database: add it, repair it or leave it as it is, and move `LIVE`.
+        """Write the version to the database: add it, repair it or leave it as it is,
+        and move `LIVE`.
 
         All of it is one transaction, which locks the tenant.
         """

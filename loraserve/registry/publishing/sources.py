@@ -42,7 +42,8 @@ class Source(Protocol):
         ...
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
-        """Return the file's size, if the source states it, and an iterator of its bytes that yields each piece as it arrives.
+        """Return the file's size, if the source states it, and an iterator of its bytes that yields
+        each piece as it arrives.
 
         Raises:
             AdapterFormatError: there is no such file.
@@ -80,7 +81,8 @@ def parse_source(text: str) -> Source:
 
 
 def check_allowed(source: Source, patterns: Sequence[str]) -> None:
-    """Check that a pattern of the operator matches the source; ``*`` in a pattern matches anything, slashes included.
+    """Check that a pattern of the operator matches the source;
+    ``*`` in a pattern matches anything, slashes included.
 
     Raises:
         PermissionDenied
@@ -96,7 +98,10 @@ def check_allowed(source: Source, patterns: Sequence[str]) -> None:
 
 @dataclass(slots=True)
 class _Repository:
-    """A repository of the hub (HF_ENDPOINT, HF_TOKEN). All files come from the commit of the first one."""
+    """A repository of the hub (HF_ENDPOINT, HF_TOKEN).
+
+    All files come from the commit of the first one.
+    """
 
     repo: str
     wanted: str | None

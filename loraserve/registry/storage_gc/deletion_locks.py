@@ -1,4 +1,5 @@
-"""Locks on blobs that a collector is deleting; `loraserve.registry.blob_references.retain` waits for them.
+"""Locks on blobs that a collector is deleting;
+`loraserve.registry.blob_references.retain` waits for them.
 
 A lock is durable: a row lock would end with its connection while the deleting thread continues. It
 ends with its deletions. A lock that its collector abandoned, because it was killed or lost the
@@ -68,7 +69,9 @@ class DeletionLocks:
         self._monotonic = monotonic
         self._current: DeletionLock | None = None
         self._unreleased: set[tuple[Digest, datetime]] = set()
-        """Our locks whose deletions finished but could not be cleared because the database was unreachable."""
+        """Our locks whose deletions finished but could not be cleared because the database was
+        unreachable.
+        """
         self._ages: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
         self._task = BackgroundTask(
             "deletion locks",
@@ -92,7 +95,8 @@ class DeletionLocks:
     async def hold(
         self, digests: Collection[Digest], now: datetime, *, grace: timedelta, retention: timedelta
     ) -> AsyncIterator[DeletionLock]:
-        """Lock the unreferenced digests that were candidates for `grace`, for the length of a with block.
+        """Lock the unreferenced digests that were candidates for `grace`,
+        for the length of a with block.
 
         Afterwards neither deleted nor referenced blobs are candidates. If the block fails,
         `release` ends the lock.

@@ -1,4 +1,5 @@
-"""Claim of a registry on its store: a registry knows the store that it works on, and the store knows its registry.
+"""Claim of a registry on its store: a registry knows the store that it works on,
+and the store knows its registry.
 
 The store has a marker with the registry's id and the last *stamp* that the registry put there; the
 registry keeps the stamps that it made. A marker whose stamp it doesn't know is another registry's,
@@ -52,7 +53,9 @@ class StoreClaim:
         self, database: Database, store: BlobStore, *, where: str = "the store", clock: Clock = utc_now
     ) -> None:
         self.problem: LoraserveError | None = None
-        """Reason for clients why nothing may be stored; None while the store is this registry's as far as is known."""
+        """Reason for clients why nothing may be stored;
+        None while the store is this registry's as far as is known.
+        """
         self._database = database
         self._store = store
         self._where = where
@@ -102,7 +105,9 @@ class StoreClaim:
         await self._settled(self._renew)
 
     async def look(self) -> None:
-        """Return if the store is known to be this registry's. A store without a marker is claimed if it can be.
+        """Return if the store is known to be this registry's.
+
+        A store without a marker is claimed if it can be.
 
         Raises:
             StoreMismatch: it isn't known to be.
@@ -111,7 +116,9 @@ class StoreClaim:
         await self._settled(self._verified)
 
     async def why_not(self) -> StoreMismatch | None:
-        """Return why a server wouldn't start on this store, or None if it would. Nothing is written.
+        """Return why a server wouldn't start on this store, or None if it would.
+
+        Nothing is written.
 
         Raises:
             DatabaseUnavailable, StorageError
@@ -142,7 +149,8 @@ class StoreClaim:
             await self.look()
 
     async def adopt(self, *, actor: str, is_dry_run: bool = False) -> Adoption:
-        """Make the store this registry's, whatever its marker says; with `is_dry_run`, say what that would change.
+        """Make the store this registry's, whatever its marker says; with `is_dry_run`,
+        say what that would change.
 
         Raises:
             DatabaseUnavailable, StorageError
@@ -171,7 +179,8 @@ class StoreClaim:
             return await session.scalar(select(RegistryIdentity.id)) or "(a new one)"
 
     async def _verified(self) -> bytes:
-        """Return the marker, which this registry wrote: now, if the store had none and can be claimed.
+        """Return the marker, which this registry wrote: now,
+        if the store had none and can be claimed.
 
         Raises:
             StoreMismatch, DatabaseUnavailable, StorageError
@@ -198,7 +207,8 @@ class StoreClaim:
         raise self._is_contended()
 
     async def _read_verified(self) -> bytes | None:
-        """Return the marker, which this registry wrote; None: there is none, and this registry never claimed a store.
+        """Return the marker, which this registry wrote; None: there is none,
+        and this registry never claimed a store.
 
         Raises:
             StoreMismatch, DatabaseUnavailable, StorageError
@@ -240,7 +250,9 @@ class StoreClaim:
         )
 
     async def _why_not(self, contents: StoreContents) -> StoreMismatch | None:
-        """Return why a store without a marker isn't claimed by a registry that never claimed one; None if it is."""
+        """Return why a store without a marker isn't claimed by a registry that never claimed one;
+        None if it is.
+        """
         if contents.num_blobs == 0:
             if not await self._has_versions():
                 return None
@@ -317,7 +329,9 @@ class StoreClaim:
         return True
 
     async def _survey(self) -> StoreContents:
-        """Count what is in the store, which is listed before the database is asked: a blob comes before its row."""
+        """Count what is in the store, which is listed before the database is asked:
+        a blob comes before its row.
+        """
         digests = self._store.iter_digests()
         num_blobs = num_published = num_listed = 0
         while batch := await asyncio.to_thread(_take, digests):

@@ -1,4 +1,6 @@
-"""Stored bytes of resumable uploads: the chunks, the blob that they make, and that blob as weights to publish."""
+"""Stored bytes of resumable uploads: the chunks, the blob that they make,
+and that blob as weights to publish.
+"""
 
 from __future__ import annotations
 

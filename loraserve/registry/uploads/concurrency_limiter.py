@@ -14,7 +14,9 @@ from loraserve.types import TenantId
 
 _RETRY_S = 5.0
 _CUT_S, _LOOK_S = 2.0, 0.005
-"""Maximum time, and polling interval, in seconds to wait for a displaced transfer to release its slot."""
+"""Maximum time, and polling interval, in seconds to wait for a displaced transfer to release its
+slot.
+"""
 
 
 class Sender(Protocol):
@@ -22,7 +24,9 @@ class Sender(Protocol):
 
     @property
     def behind_s(self) -> float:
-        """Seconds by which the sender lags behind the minimum rate; 0 while no bytes are awaited."""
+        """Seconds by which the sender lags behind the minimum rate;
+        0 while no bytes are awaited.
+        """
         ...
 
     def cut(self) -> None:
@@ -53,7 +57,8 @@ class ConcurrencyLimiter:
         self.shares.take(tenant_holder(tenant))
 
     async def acquire_or_displace(self, tenant: TenantId, sender: Sender | None) -> None:
-        """Take a slot as `acquire` does; if none is free, stop the transfer that lags most and wait for its slot.
+        """Take a slot as `acquire` does; if none is free,
+        stop the transfer that lags most and wait for its slot.
 
         A transfer is stopped only if it lags by `LIMITS.stalled_upload_s` or more.
 

@@ -86,7 +86,8 @@ class ResumableUploads:
         actor: str,
         once: Once[tuple[UploadRecord, bool]] | None = None,
     ) -> tuple[UploadRecord, bool]:
-        """Announce an upload, or resume the one that the tenant began; return it, and whether it is new.
+        """Announce an upload, or resume the one that the tenant began; return it,
+        and whether it is new.
 
         The bytes must be sent even if another tenant's are equal: the answer doesn't reveal what
         others hold.
@@ -138,7 +139,8 @@ class ResumableUploads:
             return _to_record(await self._row(session, tenant, upload_id))
 
     async def finish(self, tenant: TenantId, upload_id: str) -> UploadRecord:
-        """Return the upload, after completing it if its server ended right after the last byte arrived.
+        """Return the upload, after completing it if its server ended right after the last byte
+        arrived.
 
         Raises:
             UploadNotFound
@@ -173,7 +175,8 @@ class ResumableUploads:
         body: AsyncIterator[bytes],
         sender: Sender | None = None,
     ) -> UploadRecord:
-        """Receive the bytes [start, end) of `size` durably, and complete the blob with the last of them.
+        """Receive the bytes [start, end) of `size` durably,
+        and complete the blob with the last of them.
 
         Return the upload.
 
@@ -336,7 +339,9 @@ class ResumableUploads:
         return StoredWeights(self._store, Digest(row.sha256), row.size)
 
     async def forget(self, tenant: TenantId, sha256: Digest) -> None:
-        """Delete the tenant's complete uploads of a blob that is corrupt or gone, so that it must be uploaded again."""
+        """Delete the tenant's complete uploads of a blob that is corrupt or gone,
+        so that it must be uploaded again.
+        """
         now = self._clock()
         async with self._database.write() as session:
             query = select(Upload).where(Upload.tenant_id == tenant, Upload.sha256 == sha256).with_for_update()

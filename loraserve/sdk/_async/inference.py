@@ -52,7 +52,8 @@ class AsyncCompletions:
         """Return the completion, or with ``stream=True`` an iterator over its pieces.
 
         Args:
-            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's id.
+            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's
+                id.
             prompt: text or token ids, one prompt or several.
             timeout: seconds between two bytes of the answer; None: the client's.
         """
@@ -110,7 +111,8 @@ class AsyncChatCompletions:
         """Return the answer, or with ``stream=True`` an iterator over its pieces.
 
         Args:
-            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's id.
+            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's
+                id.
             messages: ``{"role": …, "content": …}``, oldest first.
             timeout: seconds between two bytes of the answer; None: the client's.
         """

@@ -33,7 +33,10 @@ class AsyncOperations:
         return await self._transport.send(Call("GET", _path(operation_id), read_into(Operation)))
 
     async def cancel(self, operation_id: str) -> Operation:
-        """Cancel the operation and return its state. It ends soon, and its work is undone; no-op once it has ended."""
+        """Cancel the operation and return its state.
+
+        It ends soon, and its work is undone; no-op once it has ended.
+        """
         return await self._transport.send(Call("DELETE", _path(operation_id), read_into(Operation)))
 
     async def wait(

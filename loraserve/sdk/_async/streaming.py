@@ -16,10 +16,12 @@ C = TypeVar("C", bound=Result)
 
 
 class AsyncStream(Generic[C]):
-    """Yield chunks as they come; iterate once. Leaving the `async with` block (or `close`) makes the server stop generating.
+    """Yield chunks as they come; iterate once.
 
-    An error after the first byte is raised where the next chunk would have been. The request isn't repeated: the caller
-    has seen the text so far.
+    Leaving the `async with` block (or `close`) makes the server stop generating.
+
+    An error after the first byte is raised where the next chunk would have been. The request isn't
+    repeated: the caller has seen the text so far.
     """
 
     def __init__(self, response: httpx2.Response, kind: type[C], url: str) -> None:

@@ -29,11 +29,13 @@ class AsyncTenants:
         """Create a tenant without keys or adapters.
 
         Args:
-            limits: ``max_adapters``, ``max_stored_bytes``, ``requests_per_minute``, ``tokens_per_minute``,
-                ``max_concurrent_requests``, ``max_queued_requests``, ``max_kv_share``; None: only the server's own bounds.
-            weight: its share of the engine against other tenants' when there isn't enough for all; None: 1.
-            prices: ``{"currency", "prompt", "cached", "completion", "adapters": {NAME: {…}}}``, per million tokens,
-                as decimal text.
+            limits: ``max_adapters``, ``max_stored_bytes``, ``requests_per_minute``,
+                ``tokens_per_minute``, ``max_concurrent_requests``, ``max_queued_requests``,
+                ``max_kv_share``; None: only the server's own bounds.
+            weight: its share of the engine against other tenants' when there isn't enough for all;
+                None: 1.
+            prices: ``{"currency", "prompt", "cached", "completion", "adapters": {NAME: {…}}}``, per
+                million tokens, as decimal text.
 
         Raises:
             AlreadyExists: a tenant has this name.
@@ -50,12 +52,15 @@ class AsyncTenants:
         prices: Mapping[str, Any] | None = None,
         if_match: str | None = None,
     ) -> Tenant:
-        """Change the fields that are given, for all later requests. Other replicas follow within seconds.
+        """Change the fields that are given, for all later requests.
+
+        Other replicas follow within seconds.
 
         Args:
             limits: the limits to change; None as a limit's value removes it.
             prices: the whole table; empty: its tokens have no price any more.
-            if_match: the ETag that the tenant was read with: change it only if it hasn't changed since.
+            if_match: the ETag that the tenant was read with: change it only if it hasn't changed
+                since.
 
         Raises:
             PreconditionFailed: it has changed since.
@@ -93,8 +98,8 @@ class AsyncKeys:
 
         Args:
             name: a label to tell keys apart.
-            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or ``metrics:read`` alone,
-                for a scraper of all tenants' metrics.
+            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or
+                ``metrics:read`` alone, for a scraper of all tenants' metrics.
             expires_at: when it stops working; None: never.
         """
         body: dict[str, object] = {"name": name}
@@ -118,7 +123,9 @@ class AsyncKeys:
 
 
 class AsyncGrants:
-    """Grants let other tenants use an adapter as ``OWNER/NAME``; they neither see its files nor change it."""
+    """Grants let other tenants use an adapter as ``OWNER/NAME``;
+    they neither see its files nor change it.
+    """
 
     def __init__(self, transport: AsyncTransport) -> None:
         self._transport = transport

@@ -1,4 +1,6 @@
-"""An adapter's files, sent and fetched: interrupted transfers go on where they stopped, or leave nothing behind."""
+"""An adapter's files, sent and fetched: interrupted transfers go on where they stopped,
+or leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from loraserve.sdk.files.peft_directory import CONFIG_FILE, WEIGHTS_FILE
 
 
 async def send_file(transport: AsyncTransport, path: Path, on_progress: OnProgress | None) -> str:
-    """Return the file's SHA-256 once the server has stored all of its bytes. Bytes that it has aren't sent again.
+    """Return the file's SHA-256 once the server has stored all of its bytes.
+
+    Bytes that it has aren't sent again.
 
     Raises:
         AdapterFormatError: the file changed meanwhile.
-        LoraserveError: the server refused it, or none of the tries that the retry policy allows brought a byte.
+        LoraserveError: the server refused it, or none of the tries that the retry policy allows
+            brought a byte.
     """
     policy = transport.config.retry
     state = await async_call(uploads.FileState.of, path)
@@ -61,7 +66,8 @@ async def download(
     overwrite: bool,
     on_progress: OnProgress | None,
 ) -> None:
-    """Write both files of the version at `version_path` into `directory`, checked against the server's digests.
+    """Write both files of the version at `version_path` into `directory`,
+    checked against the server's digests.
 
     Raises:
         AlreadyExists: one of them exists, and `overwrite` is False.

@@ -32,7 +32,8 @@ class AsyncUsage:
             tenant: None: the key's own; for an admin key, all tenants.
             adapter: only this adapter; the base's id: only the base.
             start, end: in whole hours; None: no bound.
-            group_by: of ``tenant``, ``adapter``, ``version``, ``hour``, ``day``; none: one sum for each currency.
+            group_by: of ``tenant``, ``adapter``, ``version``, ``hour``, ``day``; none: one sum for
+                each currency.
         """
         return all_rows(self._transport, ROOT, UsageSum, _params(tenant, adapter, start, end, group_by))
 

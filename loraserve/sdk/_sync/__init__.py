@@ -1,2 +1,2 @@
-# Generated from loraserve/sdk/_async/__init__.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/__init__.py by `make sdk`: don't edit.
 """The blocking client."""

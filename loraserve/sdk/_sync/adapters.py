@@ -1,5 +1,7 @@
-# Generated from loraserve/sdk/_async/adapters.py by tools/generate_sync_sdk.py (make sdk): don't edit.
-"""`client.adapters`: push and pull PEFT directories, list and move versions, keep weights in memory or let them go."""
+# Generated from loraserve/sdk/_async/adapters.py by `make sdk`: don't edit.
+"""`client.adapters`: push and pull PEFT directories, list and move versions,
+keep weights in memory or let them go.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,24 @@ class Adapters:
         tags: Mapping[str, str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> Version:
-        """Send a PEFT directory and return the version that the server made of it, checked and durable.
+        """Send a PEFT directory and return the version that the server made of it,
+        checked and durable.
 
-        The weights are sent in pieces: a push that was interrupted goes on from the bytes that the server already has.
-        Pushing the same bytes again returns the version that has them. With ``dry_run`` everything is checked and
-        nothing published. A version whose certificate failed is quarantined (`Version.is_quarantined`): it isn't
-        served, and no alias points to it.
+        The weights are sent in pieces: a push that was interrupted goes on from the bytes that the
+        server already has. Pushing the same bytes again returns the version that has them. With
+        ``dry_run`` everything is checked and nothing published. A version whose certificate failed
+        is quarantined (`Version.is_quarantined`): it isn't served, and no alias points to it.
 
         Args:
             alias: point this alias at the new version too.
             promote: point `live`, which the bare name means, at the new version.
             notes, tags: set on the version.
-            on_progress: called with the bytes sent so far; a resumed push starts from those that the server has.
+            on_progress: called with the bytes sent so far; a resumed push starts from those that
+                the server has.
 
         Raises:
-            AdapterFormatError: the directory isn't a PEFT adapter (before anything is sent), or its files are broken.
+            AdapterFormatError: the directory isn't a PEFT adapter (before anything is sent), or its
+                files are broken.
             AdapterRejected: it can't be served on this base; `problems` lists every reason.
         """
         config_path, weights_path = find_files(Path(directory))
@@ -72,7 +77,9 @@ class Adapters:
     def _publish(
         self, name: str, config: str, weights: Path, params: Mapping[str, str], on_progress: OnProgress | None
     ) -> Version:
-        """Upload the weights and publish them; upload them again if the server has lost or damaged them meanwhile."""
+        """Upload the weights and publish them; upload them again if the server has lost or damaged
+        them meanwhile.
+        """
         policy = self._transport.config.retry
         attempt = 0
         while True:
@@ -100,7 +107,8 @@ class Adapters:
         overwrite: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Version:
-        """Download a version's two files, as they were pushed, into `directory`, and return the version.
+        """Download a version's two files, as they were pushed, into `directory`,
+        and return the version.
 
         Each file is checked against its digest.
 
@@ -133,7 +141,8 @@ class Adapters:
             promote: point `live` at the new version.
 
         Returns:
-            The operation, for `client.operations` to wait for or cancel; its `result` is the version.
+            The operation, for `client.operations` to wait for or cancel; its `result` is the
+            version.
         """
         body = encode({"source": source} if promote else {"source": source, "promote": False})
         headers = idempotency_key()
@@ -158,7 +167,9 @@ class Adapters:
         return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=encode(_changes(notes, tags))))
 
     def set_fallback(self, name: str, fallback: int | str | None) -> Adapter:
-        """Set what answers when the requested version can't: a version, an alias, ``"base"``, or None for nothing."""
+        """Set what answers when the requested version can't: a version, an alias, ``"base"``,
+        or None for nothing.
+        """
         body = encode({"fallback": None if fallback is None else str(fallback)})
         return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=body))
 
@@ -183,11 +194,16 @@ class Adapters:
         )
 
     def delete(self, name: str, version: int | None = None) -> None:
-        """Delete the adapter, or one version of it. Running requests finish on the version they started with."""
+        """Delete the adapter, or one version of it.
+
+        Running requests finish on the version they started with.
+        """
         self._transport.send(Call("DELETE", _path(name, version), read_nothing))
 
     def restore(self, name: str) -> Adapter:
-        """Bring back a deleted adapter with its versions and aliases, while the server still keeps them."""
+        """Bring back a deleted adapter with its versions and aliases,
+        while the server still keeps them.
+        """
         return self._transport.send(
             Call("POST", f"{_path(name)}/restore", read_into(Adapter), headers=idempotency_key())
         )
@@ -215,10 +231,12 @@ class Adapters:
         """Point `alias` at `version`, or split its traffic.
 
         Args:
-            split: version → weight; each request goes to one of them, and all of one `user` to the same.
-            shadow: (version, share): run a copy of this share of the requests on that version and compare the answers;
-                None: no copies.
-            if_match: the ETag that the alias was read with (`Alias.etag`): move it only if it hasn't changed since.
+            split: version → weight; each request goes to one of them, and all of one `user` to the
+                same.
+            shadow: (version, share): run a copy of this share of the requests on that version and
+                compare the answers; None: no copies.
+            if_match: the ETag that the alias was read with (`Alias.etag`): move it only if it
+                hasn't changed since.
 
         Raises:
             InvalidRequest: neither a version nor a split is given, or both are.
@@ -250,7 +268,8 @@ class Adapters:
         self._transport.send(Call("DELETE", _alias_path(name, alias), read_nothing, headers=headers))
 
     def rollback(self, name: str, alias: str = LIVE, *, if_match: str | None = None) -> Alias:
-        """Point the alias where it pointed before its last move; a second rollback undoes the first.
+        """Point the alias where it pointed before its last move;
+        a second rollback undoes the first.
 
         Raises:
             Conflict: it never moved.
@@ -260,21 +279,25 @@ class Adapters:
         return self._transport.send(Call("POST", path, read_into(Alias), headers=headers))
 
     def shadow(self, name: str, alias: str = LIVE) -> Iterator[ShadowHour]:
-        """Yield how the alias's shadow version compared, hour by hour; pages are requested as they're needed."""
+        """Yield how the alias's shadow version compared, hour by hour;
+        pages are requested as they're needed.
+        """
         return all_rows(self._transport, f"{_alias_path(name, alias)}/shadow", ShadowHour)
 
     def verify(self, name: str, version: int, *, rebase: bool = False) -> Version:
-        """Compare the version's answers with the reference's again; return it with the new `Version.certificate`.
+        """Compare the version's answers with the reference's again;
+        return it with the new `Version.certificate`.
 
         A certificate that failed puts the version into quarantine, one that passed ends it.
 
         Args:
-            rebase: move a version that was made for another base to the server's, if its certificate there passes.
-                Servers of the other base refuse it from then on.
+            rebase: move a version that was made for another base to the server's, if its
+                certificate there passes. Servers of the other base refuse it from then on.
 
         Raises:
             AdapterOfAnotherBase: it was made for another base, and `rebase` isn't given.
-            AdapterRejected: it doesn't fit the server's base, or its certificate there failed; it stays on the other one.
+            AdapterRejected: it doesn't fit the server's base, or its certificate there failed; it
+                stays on the other one.
             EngineUnavailable: no certificate could be made; nothing was changed.
         """
         params = {"rebase": "true"} if rebase else {}
@@ -286,7 +309,10 @@ class Adapters:
         return self._act(name, version, "warm")
 
     def pin(self, name: str, version: int) -> Action:
-        """Keep the version's weights in memory until `unpin`. Takes an admin key: others lack that memory."""
+        """Keep the version's weights in memory until `unpin`.
+
+        Takes an admin key: others lack that memory.
+        """
         return self._act(name, version, "pin")
 
     def unpin(self, name: str, version: int) -> Action:

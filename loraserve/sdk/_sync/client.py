@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/client.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/client.py by `make sdk`: don't edit.
 """The client: a server, a key, and all calls that can be made with them."""
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Call one server with one key; each call blocks, and threads may share it. Close it, or use it in an `with` block.
+    """Call one server with one key; each call blocks, and threads may share it.
+
+    Close it, or use it in an `with` block.
 
     Args:
         base_url: the server's root; None: LORASERVE_URL, else this machine's port 8000.
         api_key: None: LORASERVE_API_KEY.
-        tenant: the tenant that an admin key acts for (`X-Tenant`); None: LORASERVE_TENANT, else the key's own tenant.
+        tenant: the tenant that an admin key acts for (`X-Tenant`); None: LORASERVE_TENANT, else the
+            key's own tenant.
         timeout: seconds to wait for an answer, and between two pieces of one.
         max_retries: most further tries when the server is overloaded or can't be reached.
         http_client: an httpx2 client of your own (proxies, certificates); it stays yours to close.
@@ -69,12 +72,16 @@ class Client:
         return self._config.url
 
     def residency(self, *, resident: bool = False) -> Iterator[AdapterResidency]:
-        """Yield where each version's weights are: device, host or disk; with `resident`, only versions in memory."""
+        """Yield where each version's weights are: device, host or disk; with `resident`,
+        only versions in memory.
+        """
         params = {"resident": "true"} if resident else {}
         return all_rows(self._transport, "/api/v1/residency", AdapterResidency, params)
 
     def memory(self) -> Memory | None:
-        """Return the use of the device's and the host's memory at the last heartbeat; None for a tenant's key."""
+        """Return the use of the device's and the host's memory at the last heartbeat;
+        None for a tenant's key.
+        """
         # every page carries the memory: request the smallest
         call = Call("GET", "/api/v1/residency", read_into(ResidencyPage), params={"limit": "1"})
         page = self._transport.send(call)

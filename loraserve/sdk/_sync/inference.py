@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/inference.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/inference.py by `make sdk`: don't edit.
 """`client.completions`, `client.chat.completions` and `client.models`."""
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Completions:
         """Return the completion, or with ``stream=True`` an iterator over its pieces.
 
         Args:
-            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's id.
+            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's
+                id.
             prompt: text or token ids, one prompt or several.
             timeout: seconds between two bytes of the answer; None: the client's.
         """
@@ -111,7 +112,8 @@ class ChatCompletions:
         """Return the answer, or with ``stream=True`` an iterator over its pieces.
 
         Args:
-            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's id.
+            model: `NAME`, `NAME@ALIAS`, `NAME@VERSION`, a sum of such (``a+0.5*b``), or the base's
+                id.
             messages: ``{"role": …, "content": …}``, oldest first.
             timeout: seconds between two bytes of the answer; None: the client's.
         """

@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/operations.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/operations.py by `make sdk`: don't edit.
 """`client.operations`: work that outlasts its request."""
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Operations:
         return self._transport.send(Call("GET", _path(operation_id), read_into(Operation)))
 
     def cancel(self, operation_id: str) -> Operation:
-        """Cancel the operation and return its state. It ends soon, and its work is undone; no-op once it has ended."""
+        """Cancel the operation and return its state.
+
+        It ends soon, and its work is undone; no-op once it has ended.
+        """
         return self._transport.send(Call("DELETE", _path(operation_id), read_into(Operation)))
 
     def wait(

@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/paging.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/paging.py by `make sdk`: don't edit.
 """Lists that come in pages, read as one."""
 
 from __future__ import annotations

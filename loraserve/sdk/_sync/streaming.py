@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/streaming.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/streaming.py by `make sdk`: don't edit.
 """Answers that come in pieces: server-sent events, each a typed chunk, ended by ``[DONE]``."""
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ C = TypeVar("C", bound=Result)
 
 
 class Stream(Generic[C]):
-    """Yield chunks as they come; iterate once. Leaving the `with` block (or `close`) makes the server stop generating.
+    """Yield chunks as they come; iterate once.
 
-    An error after the first byte is raised where the next chunk would have been. The request isn't repeated: the caller
-    has seen the text so far.
+    Leaving the `with` block (or `close`) makes the server stop generating.
+
+    An error after the first byte is raised where the next chunk would have been. The request isn't
+    repeated: the caller has seen the text so far.
     """
 
     def __init__(self, response: httpx2.Response, kind: type[C], url: str) -> None:

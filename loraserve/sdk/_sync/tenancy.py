@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/tenancy.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/tenancy.py by `make sdk`: don't edit.
 """`client.tenants`, `client.keys` and `client.grants`. Tenants and keys take an admin key."""
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Tenants:
         """Create a tenant without keys or adapters.
 
         Args:
-            limits: ``max_adapters``, ``max_stored_bytes``, ``requests_per_minute``, ``tokens_per_minute``,
-                ``max_concurrent_requests``, ``max_queued_requests``, ``max_kv_share``; None: only the server's own bounds.
-            weight: its share of the engine against other tenants' when there isn't enough for all; None: 1.
-            prices: ``{"currency", "prompt", "cached", "completion", "adapters": {NAME: {…}}}``, per million tokens,
-                as decimal text.
+            limits: ``max_adapters``, ``max_stored_bytes``, ``requests_per_minute``,
+                ``tokens_per_minute``, ``max_concurrent_requests``, ``max_queued_requests``,
+                ``max_kv_share``; None: only the server's own bounds.
+            weight: its share of the engine against other tenants' when there isn't enough for all;
+                None: 1.
+            prices: ``{"currency", "prompt", "cached", "completion", "adapters": {NAME: {…}}}``, per
+                million tokens, as decimal text.
 
         Raises:
             AlreadyExists: a tenant has this name.
@@ -51,12 +53,15 @@ class Tenants:
         prices: Mapping[str, Any] | None = None,
         if_match: str | None = None,
     ) -> Tenant:
-        """Change the fields that are given, for all later requests. Other replicas follow within seconds.
+        """Change the fields that are given, for all later requests.
+
+        Other replicas follow within seconds.
 
         Args:
             limits: the limits to change; None as a limit's value removes it.
             prices: the whole table; empty: its tokens have no price any more.
-            if_match: the ETag that the tenant was read with: change it only if it hasn't changed since.
+            if_match: the ETag that the tenant was read with: change it only if it hasn't changed
+                since.
 
         Raises:
             PreconditionFailed: it has changed since.
@@ -92,8 +97,8 @@ class Keys:
 
         Args:
             name: a label to tell keys apart.
-            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or ``metrics:read`` alone,
-                for a scraper of all tenants' metrics.
+            scopes: of ``inference``, ``adapters:read``, ``adapters:write``; None: all three. Or
+                ``metrics:read`` alone, for a scraper of all tenants' metrics.
             expires_at: when it stops working; None: never.
         """
         body: dict[str, object] = {"name": name}
@@ -117,7 +122,9 @@ class Keys:
 
 
 class Grants:
-    """Grants let other tenants use an adapter as ``OWNER/NAME``; they neither see its files nor change it."""
+    """Grants let other tenants use an adapter as ``OWNER/NAME``;
+    they neither see its files nor change it.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -1,5 +1,7 @@
-# Generated from loraserve/sdk/_async/transfer.py by tools/generate_sync_sdk.py (make sdk): don't edit.
-"""An adapter's files, sent and fetched: interrupted transfers go on where they stopped, or leave nothing behind."""
+# Generated from loraserve/sdk/_async/transfer.py by `make sdk`: don't edit.
+"""An adapter's files, sent and fetched: interrupted transfers go on where they stopped,
+or leave nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ from loraserve.sdk.files.peft_directory import CONFIG_FILE, WEIGHTS_FILE
 
 
 def send_file(transport: Transport, path: Path, on_progress: OnProgress | None) -> str:
-    """Return the file's SHA-256 once the server has stored all of its bytes. Bytes that it has aren't sent again.
+    """Return the file's SHA-256 once the server has stored all of its bytes.
+
+    Bytes that it has aren't sent again.
 
     Raises:
         AdapterFormatError: the file changed meanwhile.
-        LoraserveError: the server refused it, or none of the tries that the retry policy allows brought a byte.
+        LoraserveError: the server refused it, or none of the tries that the retry policy allows
+            brought a byte.
     """
     policy = transport.config.retry
     state = sync_call(uploads.FileState.of, path)
@@ -62,7 +67,8 @@ def download(
     overwrite: bool,
     on_progress: OnProgress | None,
 ) -> None:
-    """Write both files of the version at `version_path` into `directory`, checked against the server's digests.
+    """Write both files of the version at `version_path` into `directory`,
+    checked against the server's digests.
 
     Raises:
         AlreadyExists: one of them exists, and `overwrite` is False.

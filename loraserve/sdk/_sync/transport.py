@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/transport.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/transport.py by `make sdk`: don't edit.
 """Calls over HTTP, with retries."""
 
 from __future__ import annotations

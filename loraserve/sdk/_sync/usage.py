@@ -1,4 +1,4 @@
-# Generated from loraserve/sdk/_async/usage.py by tools/generate_sync_sdk.py (make sdk): don't edit.
+# Generated from loraserve/sdk/_async/usage.py by `make sdk`: don't edit.
 """`client.usage`: tokens used, and their cost."""
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Usage:
             tenant: None: the key's own; for an admin key, all tenants.
             adapter: only this adapter; the base's id: only the base.
             start, end: in whole hours; None: no bound.
-            group_by: of ``tenant``, ``adapter``, ``version``, ``hour``, ``day``; none: one sum for each currency.
+            group_by: of ``tenant``, ``adapter``, ``version``, ``hour``, ``day``; none: one sum for
+                each currency.
         """
         return all_rows(self._transport, ROOT, UsageSum, _params(tenant, adapter, start, end, group_by))
 

@@ -1,4 +1,6 @@
-"""The calls of a resumable upload: the file is sent in pieces, and a broken connection costs at most one of them."""
+"""The calls of a resumable upload: the file is sent in pieces,
+and a broken connection costs at most one of them.
+"""
 
 from __future__ import annotations
 

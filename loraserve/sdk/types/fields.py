@@ -1,4 +1,7 @@
-"""The optional fields of an inference request: OpenAI's, then vLLM's, by their own names. Omitted ones take the server's default."""
+"""The optional fields of an inference request: OpenAI's, then vLLM's, by their own names.
+
+Omitted ones take the server's default.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class WeightedAdapter(TypedDict):
 
 class SamplingFields(TypedDict, total=False):
     adapters: Sequence[WeightedAdapter] | None
-    """A sum of adapters, with the base's id as `model`; the same as writing it as `model`: ``a+0.5*b``."""
+    """A sum of adapters, with the base's id as `model`;
+    the same as writing it as `model`: ``a+0.5*b``.
+    """
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -78,7 +83,8 @@ def merge(
     """Return the request's body.
 
     Raises:
-        TypeError: a field that `known` (one of the classes above) doesn't have, as for any misspelt argument.
+        TypeError: a field that `known` (one of the classes above) doesn't have, as for any misspelt
+            argument.
     """
     names = known.__annotations__.keys()
     for name in fields:

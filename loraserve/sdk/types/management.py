@@ -1,4 +1,6 @@
-"""Adapters, their versions and aliases in the management API; and the page that every list comes in."""
+"""Adapters, their versions and aliases in the management API;
+and the page that every list comes in.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Page(Result, Generic[R]):
 
 
 class Certificate(Result):
-    """Difference between an adapter's answers on the server and the float32 reference on the same base.
+    """Difference between an adapter's answers on the server and the float32 reference on the same
+    base.
 
     Differences are of logits, over all tokens at every probe position. None: not a finite number.
     """
@@ -38,13 +41,18 @@ class Certificate(Result):
     top1_agreement: float | None
     """The part of probe positions at which the two have the same likeliest token."""
     precision_loss: float | None
-    """The largest relative error, over the adapter's modules, of its update as it is served against as it was uploaded."""
+    """The largest relative error, over the adapter's modules,
+    of its update as it is served against as it was uploaded.
+    """
     num_probe_tokens: int
     seconds: float | None
     reason: str = ""
     """The reason of a failure."""
     base_digest: str = ""
-    """The digest of the base that it holds for. Empty, like the four below, in certificates of releases that didn't say."""
+    """The digest of the base that it holds for.
+
+    Empty, like the four below, in certificates of releases that didn't say.
+    """
     quantization: str = ""
     arithmetic: str = ""
     """Arithmetic of that base's linears: ``w8a8-row``, ``w4a16``, ``fp32`` …"""
@@ -61,10 +69,14 @@ class Version(Result):
     digest: str
     """SHA-256 over the canonical config and tensors: the version's identity."""
     state: str
-    """ready; quarantined: its certificate failed, or its stored bytes were found damaged, and it isn't served; other_base: it was made for another
-    base than the server's, and isn't served there; checked: a dry run's."""
+    """ready; quarantined: its certificate failed, or its stored bytes were found damaged, and it
+    isn't served; other_base: it was made for another base than the server's, and isn't served
+    there; checked: a dry run's.
+    """
     base_digest: str = ""
-    """The base that it was made for, as `client.base().digest`; empty where the server doesn't say."""
+    """The base that it was made for, as `client.base().digest`;
+    empty where the server doesn't say.
+    """
     size_bytes: int
     rank: int
     """The highest of its modules."""
@@ -77,7 +89,9 @@ class Version(Result):
     checks: list[dict[str, Any]] = Field(default_factory=list)
     """The checks before publishing, and their findings."""
     warnings: list[str] = Field(default_factory=list)
-    """Findings that don't keep it from being served, such as the name of another base in its config."""
+    """Findings that don't keep it from being served,
+    such as the name of another base in its config.
+    """
 
     @property
     def model(self) -> str:
@@ -94,7 +108,10 @@ class Version(Result):
 
     @property
     def verdict(self) -> str | None:
-        """passed, failed, or skipped: there is no certificate. None: the server verifies nothing."""
+        """passed, failed, or skipped: there is no certificate.
+
+        None: the server verifies nothing.
+        """
         return self.detail_of("parity", "status")
 
     @property
@@ -156,7 +173,9 @@ class ShadowHour(Result):
     """Tokens of the answers before the first difference."""
     live_ms: int
     shadow_ms: int
-    """Milliseconds from the request to the last token, summed over the requests that both answered."""
+    """Milliseconds from the request to the last token,
+    summed over the requests that both answered.
+    """
 
     @property
     def num_compared(self) -> int:
@@ -171,12 +190,16 @@ class Adapter(Result):
     """Versions and weights of each alias that is split."""
     num_versions: int
     num_versions_of_another_base: int = 0
-    """Versions among those that were made for another base than the server's, and aren't served there."""
+    """Versions among those that were made for another base than the server's,
+    and aren't served there.
+    """
     latest_version: int | None
     notes: str = ""
     tags: dict[str, str] = Field(default_factory=dict)
     fallback: str | None = None
-    """Substitute when the requested version can't answer: a version's number, an alias, or ``base``; None: none."""
+    """Substitute when the requested version can't answer: a version's number, an alias,
+    or ``base``; None: none.
+    """
     created_at: datetime
     updated_at: datetime
 

@@ -39,7 +39,9 @@ class Operation(Result):
         return None if done is None else Progress(done, total or done)
 
     def failure(self) -> errors.LoraserveError | None:
-        """Return the error that ended it, as the call would have raised it; None if it didn't fail."""
+        """Return the error that ended it, as the call would have raised it;
+        None if it didn't fail.
+        """
         if self.state == "cancelled":
             return errors.Conflict(f"The operation {self.id} was cancelled.")
         if self.state != "failed":

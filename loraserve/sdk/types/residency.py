@@ -21,7 +21,9 @@ class AdapterResidency(Result):
     device_bytes: int
     host_bytes: int
     num_pins: int | None
-    """Requests for this version, alone or in a sum, that have had their first token and not their last; Use of memory; None for a tenant's key."""
+    """Requests for this version, alone or in a sum, that have had their first token and not their
+    last; Use of memory; None for a tenant's key.
+    """
     is_pinned: bool
     """Pinned by an operator: never evicted."""
     last_used_s: float | None
@@ -29,9 +31,13 @@ class AdapterResidency(Result):
     dtype: str | None = None
     """Data type of its matrices in memory (fp32, bf16, fp16, int8); None: it is in no memory."""
     precision_loss: float | None = None
-    """The largest relative error, over its modules, of its update as it is held against as it was uploaded; None: it's in no memory."""
+    """The largest relative error, over its modules, of its update as it is held against as it was
+    uploaded; None: it's in no memory.
+    """
     uses_per_s: float | None = None
-    """Requests for this version of late, older ones counting less and less; Use of memory; None for a tenant's key."""
+    """Requests for this version of late, older ones counting less and less; Use of memory;
+    None for a tenant's key.
+    """
 
     @property
     def model(self) -> str:

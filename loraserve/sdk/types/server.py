@@ -25,7 +25,9 @@ class Base(Result):
     dtype: str
     quantization: str
     arithmetic: str = ""
-    """Arithmetic of linears: ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``."""
+    """Arithmetic of linears: ``w8a8-row`` (int8 weights, activations rounded to int8 by row),
+    ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``.
+    """
     kernels: str = ""
     """Kernels that multiply so."""
     instructions: str = ""

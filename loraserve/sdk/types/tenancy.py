@@ -22,7 +22,9 @@ class Tenant(Result):
     limits: dict[str, int | float | None] = Field(default_factory=dict)
     """Bounds on stored adapters and on requests; None: only the server's own bounds."""
     weight: float = 1.0
-    """The tenant's share of the engine against other tenants' weights, when there isn't enough for all."""
+    """The tenant's share of the engine against other tenants' weights,
+    when there isn't enough for all.
+    """
     prices: dict[str, Any] | None = None
     """Prices per million tokens, as decimal text; None: its tokens have no price."""
     created_at: datetime

@@ -1,4 +1,5 @@
-"""Journal of a server's usage that isn't in the database yet: a file that survives the death of its process.
+"""Journal of a server's usage that isn't in the database yet:
+a file that survives the death of its process.
 
 Each server process has one file in a folder that may be shared, locked while the process lives. An
 entry is one line, written by one ``write``: the CRC-32 of the rest, a sequence number, and sums. A
@@ -94,7 +95,9 @@ class OrphanedJournal:
         _unlink(self.path)
 
     def preserve(self) -> Path:
-        """Link the file to a second name that is never counted and that `remove` leaves, for inspection by people."""
+        """Link the file to a second name that is never counted and that `remove` leaves,
+        for inspection by people.
+        """
         refused = self.path.with_suffix(REFUSED_SUFFIX)
         with suppress(FileExistsError):
             refused.hardlink_to(self.path)

@@ -1,4 +1,6 @@
-"""Metering of usage: exact to the token, kept through a kill, and in the database within seconds."""
+"""Metering of usage: exact to the token, kept through a kill,
+and in the database within seconds.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ class UsageMeter:
         self.recorded = Amounts()
         """Usage recorded since this process started."""
         self.num_failed_writes = 0
-        """Failed writes to the journal; their usage stays in memory and still reaches the database."""
+        """Failed writes to the journal; their usage stays in memory and still reaches the
+        database.
+        """
         self.num_failed_flushes = 0
         self.num_recovered_journals = 0
         """Journals of ended processes that were counted."""
@@ -178,7 +182,9 @@ class UsageMeter:
 
     @property
     def lag_s(self) -> float:
-        """Seconds since the oldest usage that isn't in the database was recorded; 0 if there is none."""
+        """Seconds since the oldest usage that isn't in the database was recorded;
+        0 if there is none.
+        """
         return 0.0 if self._oldest_at is None else self._monotonic() - self._oldest_at
 
     @property

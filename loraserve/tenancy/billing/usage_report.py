@@ -29,7 +29,9 @@ _MAX_CURSOR_BYTES = 2048
 _MAX_ADAPTER_LENGTH = 255
 _HOUR = timedelta(hours=1)
 _FORMATS = {"hour": ("%Y-%m-%dT%H:00:00Z", 'YYYY-MM-DD"T"HH24":00:00Z"'), "day": ("%Y-%m-%d", "YYYY-MM-DD")}
-"""Formats of hours and days in SQLite and PostgreSQL; as text, so that a cursor can contain them."""
+"""Formats of hours and days in SQLite and PostgreSQL; as text,
+so that a cursor can contain them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,9 @@ class UsageSum:
 
 
 class UsageReports:
-    """Reports of usage: this server's up to now, and that of other servers up to `LIMITS.usage_flush_s` ago."""
+    """Reports of usage: this server's up to now, and that of other servers up to
+    `LIMITS.usage_flush_s` ago.
+    """
 
     def __init__(self, meter: UsageMeter) -> None:
         self._meter = meter
@@ -105,7 +109,9 @@ class UsageReports:
         return TenantId(found)
 
     async def page(self, query: UsageQuery, *, limit: int = 50, cursor: str | None = None) -> Page[UsageSum]:
-        """Return a page of sums by group. A group with several currencies has a sum for each, on the same page.
+        """Return a page of sums by group.
+
+        A group with several currencies has a sum for each, on the same page.
 
         Raises:
             InvalidRequest: the limit or the cursor is invalid.
@@ -143,7 +149,9 @@ class UsageReports:
 async def _rows(
     session: AsyncSession, query: UsageQuery, limit: int, after: tuple[str | int, ...] | None
 ) -> tuple[Sequence[Row[Any]], tuple[str | int, ...] | None]:
-    """Query the rows of a page (group columns, price, amounts), and the last group if more follow."""
+    """Query the rows of a page (group columns, price, amounts),
+    and the last group if more follow.
+    """
     keys = _keys(session, query.group_by)
     amounts = [func.sum(getattr(UsageHour, name)) for name in Amounts.__struct_fields__]
     last = None

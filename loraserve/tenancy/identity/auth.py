@@ -54,7 +54,9 @@ class Caller:
     has_named_tenant: bool = False
     """Whether an admin named the tenant that it acts for."""
     policy: TenantPolicy = NO_POLICY
-    """Policy of the tenant, at most `LIMITS.auth_cache_s` old; older only while the database is unreachable."""
+    """Policy of the tenant, at most `LIMITS.auth_cache_s` old;
+    older only while the database is unreachable.
+    """
 
     @property
     def sees_all(self) -> bool:
@@ -187,7 +189,8 @@ class Authenticator:
         return await self._as_default(known.caller.key_id) if known.caller.is_admin else known.caller
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
-        """Return the caller acting for the tenant in the header ``X-Tenant`` or the path ``/t/{tenant}``.
+        """Return the caller acting for the tenant in the header ``X-Tenant`` or the path
+        ``/t/{tenant}``.
 
         Raises:
             TenantNotFound: there is no such tenant, or a tenant's key names another tenant; the

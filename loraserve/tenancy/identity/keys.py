@@ -37,7 +37,9 @@ SHOWN_LENGTH = len(PREFIX) + 4
 
 TENANT_SCOPES = frozenset({"inference", "adapters:read", "adapters:write"})
 METRICS_SCOPE = "metrics:read"
-"""Metrics tell of all tenants: a key with this scope is an operator's, of whichever tenant, and opens nothing else."""
+"""Metrics tell of all tenants: a key with this scope is an operator's, of whichever tenant,
+and opens nothing else.
+"""
 ADMIN_SCOPES = TENANT_SCOPES | {"admin"}
 
 
@@ -240,7 +242,8 @@ class Keys:
         return make_page(rows, limit, lambda row: row.id, _to_record)
 
     async def revoke(self, tenant: TenantId, key_id: str, *, actor: str) -> None:
-        """Revoke the key: at once in this process, within `LIMITS.auth_cache_s` in others; no-op if it is revoked.
+        """Revoke the key: at once in this process, within `LIMITS.auth_cache_s` in others;
+        no-op if it is revoked.
 
         Raises:
             KeyNotFound: `tenant` has no such key.

@@ -95,7 +95,8 @@ def _columns(policy: TenantPolicy) -> dict[str, Any]:
 
 
 async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
-    """Return the live tenant's row, or a placeholder for this name; owners mustn't learn which it is.
+    """Return the live tenant's row, or a placeholder for this name;
+    owners mustn't learn which it is.
 
     Raises:
         TenantNotFound: no tenant can have this name.
@@ -160,7 +161,9 @@ class Tenants:
 
     def __init__(self, database: Database, on_change: Callable[[TenantId], None], *, clock: Clock = utc_now) -> None:
         self.on_delete: Callable[[TenantId], None] = lambda _: None
-        """Callback with the id after a delete is durable, called after `on_change`; invalidates cached routes."""
+        """Callback with the id after a delete is durable, called after `on_change`;
+        invalidates cached routes.
+        """
         self._database = database
         self._on_change = on_change
         self._clock = clock

@@ -44,7 +44,9 @@ class Servers:
         self._num_beats: dict[str, int] = {}
         """Heartbeats of the other servers, by id, as of the last look."""
         self._has_beaten: set[str] = set()
-        """Ids of servers whose heartbeats were seen to grow; other rows may belong to killed servers."""
+        """Ids of servers whose heartbeats were seen to grow;
+        other rows may belong to killed servers.
+        """
         self._ages: SightingAges[tuple[str, int]] = SightingAges(monotonic)
         """Time since each server's present number of heartbeats was first seen."""
         self._task = BackgroundTask(
@@ -61,7 +63,9 @@ class Servers:
         self._task.start()
 
     async def close(self) -> None:
-        """Stop, and remove this server's row if the database is reachable; otherwise the others notice its silence."""
+        """Stop, and remove this server's row if the database is reachable;
+        otherwise the others notice its silence.
+        """
         if not self._task.is_running:
             return
         await self._task.close()

@@ -1,4 +1,6 @@
-"""Shares of a server's capacity that requests hold, divided so that no holder starves the others."""
+"""Shares of a server's capacity that requests hold,
+divided so that no holder starves the others.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Holder = NewType("Holder", str)
 """Tenant, operator, or address of an unauthenticated client."""
 
 OPERATOR = Holder("operator")
-"""Holder of admin requests, whichever tenant they act for, so that a tenant that fills its share doesn't lock them out."""
+"""Holder of admin requests, whichever tenant they act for,
+so that a tenant that fills its share doesn't lock them out.
+"""
 
 _RETRY_S = 1.0
 _IPV6_SITE_BITS = 64
@@ -113,7 +117,9 @@ class Rooms:
         self.unproven = shares("unproven", "requests without a proven key", limits.max_unproven_requests)
         """Requests whose key isn't verified yet, by address."""
         self.lingering = shares("lingering", "refused requests", limits.max_lingering_requests)
-        """Refused requests whose bodies are still read, so that their clients receive the refusal; by address."""
+        """Refused requests whose bodies are still read,
+        so that their clients receive the refusal; by address.
+        """
         self.live = shares("live", "requests", limits.max_live_requests)
         self.management = shares("management", "management requests", limits.max_management_requests)
         self.body_bytes = shares("body_bytes", "bytes of requests' bodies", limits.max_body_bytes_in_flight)
@@ -123,7 +129,8 @@ class Rooms:
 
 
 class Claim:
-    """Shares of `Rooms` that one request holds: first for its client's address and, once authenticated, for its holder.
+    """Shares of `Rooms` that one request holds: first for its client's address and, once
+    authenticated, for its holder.
 
     The creator must call `release` however the request ends; it is a no-op when called again.
 
@@ -193,7 +200,9 @@ def tenant_holder(tenant: TenantId) -> Holder:
 
 
 def address_holder(host: str) -> Holder:
-    """Return the holder of a client's address; of an IPv6 address, the half that the client can't choose."""
+    """Return the holder of a client's address; of an IPv6 address,
+    the half that the client can't choose.
+    """
     try:
         address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
     except ValueError:

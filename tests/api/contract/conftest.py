@@ -1,4 +1,6 @@
-"""The whole application over a real registry, store, keys and tokenizer, and two tenants of which one must not learn of the other."""
+"""The whole application over a real registry, store, keys and tokenizer, and two tenants of which
+one must not learn of the other.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def push(client: httpx2.AsyncClient, make_upload: Callable[..., tuple[bytes, byt
 async def world(
     client: httpx2.AsyncClient, services: Services, push: Push, make_upload: Callable[..., tuple[bytes, bytes]]
 ) -> World:
-    """acme with adapters, versions, aliases, a grant, a deleted adapter, an upload and an operation; globex with nothing but keys."""
+    """acme with adapters, versions, aliases, a grant, a deleted adapter, an upload and an
+    operation; globex with nothing but keys.
+    """
     admin = bearer(ADMIN_KEY)
 
     async def call(method: str, path: str, key: dict[str, str], **how: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Requests that are generated from the application's own description: none may break the server, and each answer is as described."""
+"""Requests that are generated from the application's own description: none may break the server,
+and each answer is as described.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ NOTHING_TO_DO = {
     "POST /api/v1/adapters/{name}/versions/{number}/restore": "already_exists",
     "POST /api/v1/tenants": "already_exists",
 }
-"""What the routes say for which the world has nothing to do: it isn't deleted, not moved before, or an alias's."""
+"""What the routes say for which the world has nothing to do: it isn't deleted, not moved before,
+or an alias's.
+"""
 
 
 def generated(app: FastAPI, world: World) -> Iterator[tuple[str, int, Any]]:

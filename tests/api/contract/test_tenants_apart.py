@@ -1,4 +1,6 @@
-"""Every route, called for another tenant's things: the answer is byte for byte the one for things that don't exist."""
+"""Every route, called for another tenant's things:
+the answer is byte for byte the one for things that don't exist.
+"""
 
 from __future__ import annotations
 

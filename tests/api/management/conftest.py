@@ -1,4 +1,6 @@
-"""The management routes over the real application, registry, store and keys; only the engine is a stand-in."""
+"""The management routes over the real application, registry, store and keys;
+only the engine is a stand-in.
+"""
 
 from __future__ import annotations
 

@@ -128,7 +128,9 @@ async def test_certificates_are_counted(
 async def test_every_management_route_asks_for_its_scope(
     services: Services, connect: Connect, admin: httpx2.AsyncClient
 ) -> None:
-    """Each route with no key, a bad key, and a tenant's key for each scope but the one that it takes."""
+    """Each route with no key, a bad key, and a tenant's key for each scope but the one that it
+    takes.
+    """
     await admin.post("/tenants", json={"name": "acme"})
     keys = {}
     for scope in (scopes.INFERENCE, scopes.ADAPTERS_READ, scopes.ADAPTERS_WRITE):

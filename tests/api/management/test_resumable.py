@@ -372,7 +372,9 @@ async def test_the_number_of_open_uploads_is_bounded(acme: httpx2.AsyncClient) -
 async def test_published_uploads_leave_room_for_others(
     acme: httpx2.AsyncClient, make_upload: Callable[..., Upload]
 ) -> None:
-    """A tenant that pushes all day isn't refused for what it has pushed, nor for what it has deleted again."""
+    """A tenant that pushes all day isn't refused for what it has pushed,
+    nor for what it has deleted again.
+    """
     for number in range(LIMITS.max_open_uploads_per_tenant - 1):
         assert (await announce(acme, bytes([number]))).status_code == 201
     for seed in range(3):
@@ -385,7 +387,9 @@ async def test_published_uploads_leave_room_for_others(
 async def test_two_replicas_take_turns_at_one_upload(
     acme: httpx2.AsyncClient, services: Services, store: LocalStore, files: Upload
 ) -> None:
-    """Neither keeps anything of it in memory: the second request might as well reach another process."""
+    """Neither keeps anything of it in memory: the second request might as well reach another
+    process.
+    """
     _, data = files
     upload = (await announce(acme, data)).json()
     await send(acme, upload, data, 0, 100)

@@ -1,4 +1,6 @@
-"""A version of another base over HTTP: shown as what it is, refused with 409, and moved by an explicit word."""
+"""A version of another base over HTTP: shown as what it is, refused with 409,
+and moved by an explicit word.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ PATH = "/adapters/sql/aliases/live/shadow"
 
 @pytest.fixture
 async def sql(acme: httpx2.AsyncClient, push: Any, services: Any) -> httpx2.AsyncClient:
-    """acme, whose sql@2 shadows sql@1 as the answer of ``live``, and answered one of two requests."""
+    """acme, whose sql@2 shadows sql@1 as the answer of ``live``,
+    and answered one of two requests.
+    """
     for seed in range(2):
         assert (await push(acme, seed=seed, params={"promote": "false"} if seed else None)).status_code == 201
     body = {"version": 1, "shadow": {"version": 2, "share": 0.5}}

@@ -23,7 +23,9 @@ Use = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 def use(services: Services) -> Use:
-    """A function that records what a tenant used: 10 prompt tokens, 4 of them cached, and so many of an answer."""
+    """A function that records what a tenant used: 10 prompt tokens, 4 of them cached,
+    and so many of an answer.
+    """
 
     async def run(tenant: str = "acme", completion_tokens: int = 5, *, hours: int = 0, **fields: Any) -> None:
         record = await services.authenticator.tenants.get(tenant)

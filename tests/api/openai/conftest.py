@@ -1,4 +1,6 @@
-"""The inference routes over a real HTTP server, a real registry and a real tokenizer; only the engine is a stand-in."""
+"""The inference routes over a real HTTP server, a real registry and a real tokenizer;
+only the engine is a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class FakeEngine:
-    """Answers with ``{model} says {seed}: …`` in the real tokenizer's tokens, one per step; and remembers who was there."""
+    """Answers with ``{model} says {seed}: …`` in the real tokenizer's tokens, one per step; and
+    remembers who was there.
+    """
 
     base: BaseSpec
     tokenizer: Tokenizer

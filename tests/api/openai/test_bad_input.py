@@ -1,4 +1,6 @@
-"""Every bad body is a clear 4xx that names the field, never a 5xx, never an echo, and reaches no engine."""
+"""Every bad body is a clear 4xx that names the field, never a 5xx, never an echo,
+and reaches no engine.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Attacks of a client on a connection around its requests, with either of the two parsers: each has an end, and none
-moves a request's bounds."""
+"""Attacks of a client on a connection around its requests, with either of the two parsers: each has
+an end, and none moves a request's bounds.
+"""
 
 from __future__ import annotations
 
@@ -159,8 +160,9 @@ async def test_requests_sent_ahead_wait_unparsed(url: str) -> None:
         most = 0
         while not flood.done():
             await asyncio.sleep(0.2)
-            # answered ones may still lie about until they're collected; by type, since isinstance asks every object
-            # for its __class__, and some of other libraries warn when they are asked anything
+            # answered ones may still lie about until they're collected; by type, since isinstance
+            # asks every object for its __class__, and some of other libraries warn when they are
+            # asked anything
             waiting = [
                 each for each in gc.get_objects() if issubclass(type(each), kinds) and not each.response_complete
             ]

@@ -1,4 +1,6 @@
-"""Long texts: refused before they take time where they can't fit, tokenized beside everything else where they can, and their memory given back."""
+"""Long texts: refused before they take time where they can't fit, tokenized beside everything else
+where they can, and their memory given back.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ async def test_eight_long_texts_of_one_tenant_hold_up_nobody_and_leave_no_memory
     outcomes = [task.result() for task in running]
     assert [outcome.status for outcome in outcomes[:4]] == [200] * 4
     assert {outcome.status for outcome in outcomes[4:]} <= {200, 400, 429}
-    # quiet: some tens of milliseconds; each text alone took the loop for seconds when it kept the interpreter's lock
+    # quiet: some tens of milliseconds; each text alone took the loop for seconds when it kept the
+    # interpreter's lock
     assert seen.longest_s < 1.0
     assert max(latencies) < 3.0
     assert f'"count":{len(LONG)},'.encode() in outcomes[0].answer

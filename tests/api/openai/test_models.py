@@ -1,4 +1,6 @@
-"""/v1/models and the models that other tenants lend: listed as OWNER/NAME, answering, and gone like what never was."""
+"""/v1/models and the models that other tenants lend: listed as OWNER/NAME, answering,
+and gone like what never was.
+"""
 
 from __future__ import annotations
 

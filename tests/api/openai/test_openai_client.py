@@ -71,7 +71,8 @@ def test_it_streams_a_chat(client: openai.OpenAI) -> None:
     )  # type: ignore[call-overload]
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == SQL
-    # the role, the text in one piece or more (tokens that wait for a slow reader are joined), the reason, the usage
+    # the role, the text in one piece or more (tokens that wait for a slow reader are joined), the
+    # reason, the usage
     assert len(chunks) >= 4
     assert chunks[-1].usage.completion_tokens > 0
 

@@ -1,4 +1,6 @@
-"""A tenant's share, over HTTP: refused before anything is done for it, told when it passes, and given back however a request ends."""
+"""A tenant's share, over HTTP: refused before anything is done for it, told when it passes, and
+given back however a request ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""From what an owner says of an adapter to who answers its requests: splits, shadows, fallbacks, all of it real but the engine."""
+"""From what an owner says of an adapter to who answers its requests: splits, shadows, fallbacks,
+all of it real but the engine.
+"""
 
 from __future__ import annotations
 

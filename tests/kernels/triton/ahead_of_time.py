@@ -1,4 +1,6 @@
-"""One kernel compiled as its first launch on a GPU would compile it, without a GPU, and what the machine code says."""
+"""One kernel compiled as its first launch on a GPU would compile it, without a GPU,
+and what the machine code says.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,11 @@ SCALE = 0.3
 
 @dataclass
 class Attending:
-    """q and out lie inside wider tensors full of NaN. Slots of the cache that no sequence uses are NaN, and so are the arena's bytes between blocks,
-    out, the plan's scratch memory and the queries of rows without context."""
+    """q and out lie inside wider tensors full of NaN.
+
+    Slots of the cache that no sequence uses are NaN, and so are the arena's bytes between blocks,
+    out, the plan's scratch memory and the queries of rows without context.
+    """
 
     plan: GpuAttentionPlan
     q: Tensor
@@ -63,7 +66,9 @@ class Attending:
         return out
 
     def is_right(self, sliding_window: int | None = None, soft_cap: float | None = None) -> bool:
-        """Every row is within a rounding of the output, and nothing beside out is written (the interpreter truncates to bf16)."""
+        """Every row is within a rounding of the output, and nothing beside out is written (the
+        interpreter truncates to bf16).
+        """
         out, expected = self.run(sliding_window, soft_cap), self.expected(sliding_window, soft_cap)
         error = (out.double() - expected).abs().max()
         is_near = bool(error <= torch.finfo(out.dtype).eps * expected.abs().max())
@@ -83,11 +88,13 @@ def make_attending(
 ) -> Attending:
     counts = [-(-context // block_size) for context in context_lens]
     num_blocks = sum(counts) + 2
-    # two layers' keys and values side by side in each page: this layer's are its second quarter and its last
+    # two layers' keys and values side by side in each page: this layer's are its second quarter and
+    # its last
     arena = torch.full((num_blocks, 4, num_kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
     k_cache, v_cache = arena[:, 1], arena[:, 3]
     order = torch.randperm(num_blocks - 2).int() + 1
-    # numbers past a context's blocks name one that is NaN throughout, and so is block 0, where masked numbers would lead
+    # numbers past a context's blocks name one that is NaN throughout, and so is block 0, where
+    # masked numbers would lead
     tables = torch.full((len(counts), max(counts) + 2), num_blocks - 1, dtype=torch.int32)
     used = 0
     for i, (count, context) in enumerate(zip(counts, context_lens, strict=True)):

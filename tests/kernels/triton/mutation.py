@@ -9,7 +9,9 @@ from typing import Any
 
 
 def mutant_of(kernel: Any, old: str, new: str, folder: Path) -> Any:
-    """The same kernel from a copy of its module in which `old`, which stands there once, is `new`."""
+    """The same kernel from a copy of its module in which `old`, which stands there once,
+    is `new`.
+    """
     module = inspect.getmodule(kernel.fn)
     assert module is not None
     source = inspect.getsource(module)

@@ -17,7 +17,9 @@ EPS = 1e-5
 
 
 def poisoned(num_rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A view into rows that go on with NaN, filled with NaN as well; and the rest of those rows, which must stay NaN."""
+    """A view into rows that go on with NaN, filled with NaN as well;
+    and the rest of those rows, which must stay NaN.
+    """
     whole = torch.full((num_rows, width + 40), float("nan"), dtype=dtype)
     return whole[:, :width], whole[:, width:]
 
@@ -28,7 +30,9 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def is_close(result: Tensor, expected: Tensor) -> bool:
-    """Within one step of the dtype (the interpreter truncates to bf16) of each element, or of float32's rounding of the largest; NaN where NaN."""
+    """Within one step of the dtype (the interpreter truncates to bf16) of each element, or of
+    float32's rounding of the largest; NaN where NaN.
+    """
     expected = expected.double()
     size = expected.nan_to_num().abs()
     tolerance = torch.finfo(result.dtype).eps * size + 4e-7 * size.max()
@@ -130,7 +134,9 @@ class Attention:
         return q, k, v
 
     def is_right(self) -> bool:
-        """Queries, cache and everything else: keys and values of qkv keep their bits, memory of no stored slot stays NaN."""
+        """Queries, cache and everything else: keys and values of qkv keep their bits,
+        memory of no stored slot stays NaN.
+        """
         q, k, v = self.expected()
         caches = [torch.full_like(cache, float("nan")) for cache in (self.k_cache, self.v_cache)]
         for row, slot in enumerate(self.slots.tolist()):
@@ -159,7 +165,8 @@ def make_attention(
     has_norm: bool = False,
     slots: tuple[int, ...] = (37, -1, 0, 79, 16),
 ) -> Attention:
-    # a block of the arena holds keys, then values, then something else; its first one is another owner's
+    # a block of the arena holds keys, then values, then something else; its first one is another
+    # owner's
     num_elements = num_kv_heads * BLOCK_SIZE * head_dim
     arena = torch.full((6, 2 * num_elements + 48), float("nan"), dtype=dtype)
     shape = (5, num_kv_heads, BLOCK_SIZE, head_dim)

@@ -1,4 +1,6 @@
-"""Steps of the GPU's sampling on poisoned memory, beside the engine's sampler and beside the rule written plainly."""
+"""Steps of the GPU's sampling on poisoned memory,
+beside the engine's sampler and beside the rule written plainly.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Kernels run three times as fast as they do in Triton's interpreter, which has them look through all of Triton's language at each call of a function."""
+    """Kernels run three times as fast as they do in Triton's interpreter, which has them look
+    through all of Triton's language at each call of a function.
+    """
     patch: Callable[[Any], Any] = interpreter._patch_lang
     is_done = False
 
@@ -99,7 +103,9 @@ def by_engine(row: Tensor, params: SamplingParams, position: int) -> int:
 
 
 def by_rule(row: Tensor, params: SamplingParams, position: int) -> tuple[int, float]:
-    """The token by the rule in float64, equal logits in order of their ids; and how near the random number is to where another one begins."""
+    """The token by the rule in float64, equal logits in order of their ids; and how near the random
+    number is to where another one begins.
+    """
     if params.temperature <= 1e-5:
         return int(np.flatnonzero(row.numpy() == row.numpy().max())[0]), 1.0
     scaled = row.numpy() / np.float32(params.temperature)

@@ -18,7 +18,9 @@ from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 @dataclass
 class Step:
-    """x and y lie inside wider tensors full of NaN; base rows of x are NaN (token ids: nowhere), since nothing may read them."""
+    """x and y lie inside wider tensors full of NaN; base rows of x are NaN (token ids: nowhere),
+    since nothing may read them.
+    """
 
     fleet: Fleet
     plan: GpuLoraPlan
@@ -52,9 +54,12 @@ class Step:
         return y
 
     def is_right(self, layer: int = 1) -> bool:
-        """Base rows keep every bit, and the others are within a rounding of what is stored (the interpreter truncates to bf16)."""
+        """Base rows keep every bit, and the others are within a rounding of what is stored (the
+        interpreter truncates to bf16).
+        """
         y, expected = self.run(layer), self.expected(layer)
-        # a float32 y holds what was summed exactly; the sums of a row's ranks were rounded, and lost what a bf16 or fp16 holds
+        # a float32 y holds what was summed exactly; the sums of a row's ranks were rounded, and
+        # lost what a bf16 or fp16 holds
         tolerance = torch.finfo(self.fleet.dtype).eps * expected[~self.is_base].abs().max()
         error = (y.double() - expected)[~self.is_base].abs().max()
         bits_of_base_rows = [t[self.is_base].view(torch.int16) for t in (y, self.before)]

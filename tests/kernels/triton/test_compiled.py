@@ -1,4 +1,7 @@
-"""What the compiler makes of every shipped configuration, for two generations of GPUs. No GPU is needed."""
+"""What the compiler makes of every shipped configuration, for two generations of GPUs.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,9 @@ def compile_kernel(
     is_even: bool = True,
     has_bias: bool = False,
 ) -> Any:
-    """As the first launch would: with pointers and widths that are multiples of 16, as every supported base has them, unless not `is_even`."""
+    """As the first launch would: with pointers and widths that are multiples of 16, as every
+    supported base has them, unless not `is_even`.
+    """
     constants: dict[str, Any] = {"HEADER_AT": 4, "PERM_AT": HEADER, "BLOCK_M": block_m}
     config, uneven = gpu_lora.KernelConfig(0, 4, 3), {"K", "stride_x", "N", "N0", "N1", "N2", "stride_y"}
     if kernel == "shrink":
@@ -125,7 +130,9 @@ def dump(compiled: Any, folder: Path, option: str) -> str:
 
 
 def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True, multiplies: bool = True) -> set[str]:
-    """No spills, few enough resources for the grid to be resident at once if it must be; the instructions."""
+    """No spills, few enough resources for the grid to be resident at once if it must be;
+    the instructions.
+    """
     usage = dict(re.findall(r"(\w+):(\d+)", dump(compiled, folder, "-res-usage").split("Function")[-1]))
     assert usage["STACK"] == usage["LOCAL"] == "0"
     programs = gpu_device.PROGRAMS_PER_MULTIPROCESSOR
@@ -157,7 +164,8 @@ def test_every_configuration_loads_weights_wide_and_ahead(
 ) -> None:
     opcodes = assert_lean(compile_kernel(kernel, x, capability, block_m, y=y), tmp_path)
     copies = {op for op in opcodes if op.startswith("LDGSTS")}
-    # sixteen bytes at a time, eight of them for a tile of int8 where each thread of expand has no more; nothing is loaded by the element
+    # sixteen bytes at a time, eight of them for a tile of int8 where each thread of expand has no
+    # more; nothing is loaded by the element
     assert any(op.endswith(".128") for op in copies), copies
     assert all(op.endswith((".64", ".128")) for op in copies), copies
     assert not [op for op in opcodes if op.startswith("LDG.") and re.search(r"\.[US](8|16)\b", op)]

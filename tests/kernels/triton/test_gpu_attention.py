@@ -14,7 +14,8 @@ from .attending import SCALE, Attending, make_attending
 
 pytestmark = pytest.mark.interpreted
 
-# a row of each kind: alone, split in three, without context, at a block's end and behind it; chunks with and without context before them
+# a row of each kind: alone, split in three, without context, at a block's end and behind it; chunks
+# with and without context before them
 NUM_ROWS = [1, 7, 1, 33, 1, 1, 2, 0, 1]
 CONTEXT_LENS = [1, 7, 2 * MIN_SPLIT + 30, 50, 0, 16, 300, 5, 17]
 

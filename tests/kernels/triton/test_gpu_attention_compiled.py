@@ -1,4 +1,7 @@
-"""What the compiler makes of attention's configurations, for two generations of GPUs. No GPU is needed."""
+"""What the compiler makes of attention's configurations, for two generations of GPUs.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,9 @@ def dump(compiled: Any, folder: Path, option: str) -> str:
 
 
 def assert_lean(compiled: Any, folder: Path, num_warps: int, num_programs: int) -> set[str]:
-    """No spills, and few enough resources for so many programs on a multiprocessor; the instructions."""
+    """No spills, and few enough resources for so many programs on a multiprocessor;
+    the instructions.
+    """
     usage = dict(re.findall(r"(\w+):(\d+)", dump(compiled, folder, "-res-usage").split("Function")[-1]))
     assert usage["STACK"] == usage["LOCAL"] == "0"
     assert int(usage["REG"]) * 32 * num_warps * num_programs <= REGISTERS

@@ -1,4 +1,6 @@
-"""Kernels and plans of the GPU's attention that are wrong in one place: the comparison of test_gpu_attention must fail for each."""
+"""Kernels and plans of the GPU's attention that are wrong in one place: the comparison of
+test_gpu_attention must fail for each.
+"""
 
 import importlib.util
 import inspect
@@ -34,7 +36,8 @@ WINDOW = 100
 
 def make() -> Attending:
     torch.manual_seed(0)
-    # KV head 0 and 1, a row in two splits, a row without context, a chunk of two tiles, the second not full
+    # KV head 0 and 1, a row in two splits, a row without context, a chunk of two tiles, the second
+    # not full
     return make_attending([1, 1, 19, 1], [MIN_SPLIT + 40, 0, 40, 9], num_heads=4, num_kv_heads=2)
 
 

@@ -25,7 +25,8 @@ KINDS = [
     ("int8", 128, False),
     ("int8", 32, True),
 ]
-# out_features and in_features: not filling a tile, in one part; filling tiles, in two parts; in four parts, of which the last is empty
+# out_features and in_features: not filling a tile, in one part; filling tiles, in two parts; in
+# four parts, of which the last is empty
 SHAPES = {"plain": [(70, 333), (128, 512), (33, 1090)], "packed": [(70, 384), (128, 512), (33, 1152)]}
 
 

@@ -1,4 +1,6 @@
-"""The PTX that unpacks codes, run by a small interpreter of the instructions that it uses, on every code there is."""
+"""The PTX that unpacks codes, run by a small interpreter of the instructions that it uses,
+on every code there is.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def run(ptx: str, num_outputs: int, *inputs: Words) -> list[Words]:
 
 
 def every_byte() -> tuple[Words, Tensor]:
-    """Words in which every byte stands at every place beside others, and their bytes, [words, 4]."""
+    """Words in which every byte stands at every place beside others, and their bytes,
+    [words, 4].
+    """
     generator = np.random.default_rng(0)
     columns = [generator.permutation(256).astype(np.uint8) for _ in range(4)]
     octets = np.stack(columns, axis=1)

@@ -1,4 +1,6 @@
-"""What the compiler makes of the weight-only linears, launched as the server launches them, for two generations of GPUs. No GPU is needed."""
+"""What the compiler makes of the weight-only linears, launched as the server launches them, for two
+generations of GPUs. No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def dump(compiled: Any, folder: Path) -> str:
 
 
 def assert_lean(compiled: Any, folder: Path, *, programs: int) -> list[tuple[str, str]]:
-    """No spills, and resources for so many programs on a multiprocessor of the smaller generation; the instructions and their operands."""
+    """No spills, and resources for so many programs on a multiprocessor of the smaller generation;
+    the instructions and their operands.
+    """
     text = dump(compiled, folder)
     usage = {name: found[1] for name in ("REG", "STACK", "LOCAL") if (found := re.search(rf"\b{name}:(\d+)", text))}
     assert usage["STACK"] == usage["LOCAL"] == "0"
@@ -134,10 +138,12 @@ def copy_widths(instructions: list[tuple[str, str]]) -> set[int]:
 
 
 def assert_decode(compiled: Any, kind: str, num_rows: int, folder: Path) -> None:
-    # bytes by groups of 32 with zeros are copied ahead in so many pieces that a third program doesn't fit
+    # bytes by groups of 32 with zeros are copied ahead in so many pieces that a third program
+    # doesn't fit
     is_wide = num_rows > 16 or kind == "int8-32-zeros"
     instructions = assert_lean(compiled, folder, programs=1 if num_rows > 32 else 2 if is_wide else 3)
-    # scales and zeros by four bytes; a group of 32 is 16 bytes of codes, which four threads share with x's tile
+    # scales and zeros by four bytes; a group of 32 is 16 bytes of codes, which four threads share
+    # with x's tile
     expected = {16} if kind in ("plain", "int8", "fp8") else {4, 8} if kind == "int4-32" else {4, 16}
     assert expected <= copy_widths(instructions) <= {4, 8, 16}
     assert not [opcode for opcode, _ in instructions if re.match(r"LDG\b.*\.[US](8|16)\b", opcode)]
@@ -146,7 +152,8 @@ def assert_decode(compiled: Any, kind: str, num_rows: int, folder: Path) -> None
     assert not any(opcode.startswith("HGMMA") for opcode, _ in instructions)
 
 
-# the whole product takes minutes: every height of row tile with every kind, both generations with the lowest, every way to unpack
+# the whole product takes minutes: every height of row tile with every kind, both generations with
+# the lowest, every way to unpack
 # the default run: every kind with the lowest, one with every height
 CONFIGURATIONS = [
     ("int8-32-zeros", 16, 80),
@@ -193,7 +200,8 @@ def test_many_rows_keep_tensor_cores_fed_from_shared_memory(
     assert 16 in copy_widths(instructions)
     products = [operands for opcode, operands in instructions if opcode.startswith("HGMMA")]
     assert bool(products) == (capability == 90)
-    # destination, then both operands by descriptor, then the sum (or zero): a first operand in registers can go wrong
+    # destination, then both operands by descriptor, then the sum (or zero): a first operand in
+    # registers can go wrong
     assert all(
         re.fullmatch(r"x\S+ R\d+, gdesc\[UR\d+\](\.\w+)*, R(\d+|Z, !UPT).*", operands.strip()) for operands in products
     ), products

@@ -1,4 +1,6 @@
-"""Kernels of the weight-only linears with one piece of their source replaced: what `test_gpu_gemm` compares shows each of them."""
+"""Kernels of the weight-only linears with one piece of their source replaced: what `test_gpu_gemm`
+compares shows each of them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def mutate(module: ModuleType, kernel: str, old: str, new: str, folder: Path, pa
 
 
 def is_linear_caught(patch: pytest.MonkeyPatch, kind: str, num_rows: int, in_features: int) -> bool:
-    """A wrong result of the first call or of the second. `int4` has groups of 32 and zeros, and so has `int8-groups`."""
+    """A wrong result of the first call or of the second.
+
+    `int4` has groups of 32 and zeros, and so has `int8-groups`.
+    """
     torch.manual_seed(0)
     empty = torch.empty
     patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))

@@ -23,7 +23,9 @@ def _seed() -> None:
 
 
 def mixed_rows(fleet: Fleet) -> list[int]:
-    """Base rows between others, one adapter over more than one tile of 16 rows, one with a single row."""
+    """Base rows between others, one adapter over more than one tile of 16 rows,
+    one with a single row.
+    """
     a, b, c, d, e = fleet.slots
     return [0, d, a, 0, c, d, b, a, e, *[c] * 16, 0]
 

@@ -1,4 +1,6 @@
-"""What an adapter may have beside ranks: numbers of each rank, δ and shifts without ranks, rows in the place of the base's."""
+"""What an adapter may have beside ranks: numbers of each rank, δ and shifts without ranks, rows in
+the place of the base's.
+"""
 
 from dataclasses import replace
 

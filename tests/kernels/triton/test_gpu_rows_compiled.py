@@ -70,7 +70,9 @@ def compile_heads(
 
 
 def assert_wide(machine: Machine, *, loads: int, stores: int) -> None:
-    """No spills; at least so many loads and stores of 16 bytes, and none of an activation that is one element."""
+    """No spills; at least so many loads and stores of 16 bytes,
+    and none of an activation that is one element.
+    """
     assert machine.is_lean
     assert machine.count(r"LDG\.E(\.\w+)*\.128") >= loads, machine.opcodes
     assert machine.count(r"STG\.E(\.\w+)*\.128") >= stores, machine.opcodes

@@ -1,4 +1,7 @@
-"""What the compiler makes of the sampling kernels, for two generations of GPUs. No GPU is needed."""
+"""What the compiler makes of the sampling kernels, for two generations of GPUs.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 

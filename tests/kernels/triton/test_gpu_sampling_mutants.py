@@ -1,4 +1,6 @@
-"""Sampling kernels that are wrong in one place: the comparisons of test_gpu_sampling must fail for each."""
+"""Sampling kernels that are wrong in one place:
+the comparisons of test_gpu_sampling must fail for each.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,9 @@ def is_drawn_by_logit() -> bool:
 
 
 def is_searched() -> bool:
-    """Rows whose candidates aren't enough: they hold too little, or there is no room for the likeliest among all that share a logit."""
+    """Rows whose candidates aren't enough: they hold too little, or there is no room for the
+    likeliest among all that share a logit.
+    """
     logits = torch.randn(2, VOCAB_SIZE) / 4
     logits[1] = 0.0
     logits[1, 6990] = 1.0

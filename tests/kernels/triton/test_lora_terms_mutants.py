@@ -1,4 +1,6 @@
-"""Kernels, plans and pages that are wrong in one place about what adapters have beside ranks: the comparison of test_gpu_lora_terms must fail for each."""
+"""Kernels, plans and pages that are wrong in one place about what adapters have beside ranks: the
+comparison of test_gpu_lora_terms must fail for each.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +27,9 @@ pytestmark = [pytest.mark.interpreted, pytest.mark.campaign]
 
 
 def shifting() -> Step:
-    """One adapter shifts in both layers, in int8; another in the first layer alone. gate_up has several blocks of columns."""
+    """One adapter shifts in both layers, in int8; another in the first layer alone. gate_up has
+    several blocks of columns.
+    """
     torch.manual_seed(0)
     terms = {"has_delta": ("gate_proj",), "has_shift": ("gate_proj", "up_proj")}
     fleet = Fleet([8], ODD, torch.float16)

@@ -1,4 +1,6 @@
-"""Kernels, plans and pages that are wrong in one place: the comparison of test_gpu_lora must fail for each."""
+"""Kernels, plans and pages that are wrong in one place:
+the comparison of test_gpu_lora must fail for each.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""For programs that find this folder on PYTHONPATH: the time of day is as many seconds ahead as the file JUMPING_CLOCK says.
+"""For programs that find this folder on PYTHONPATH: the time of day is as many seconds ahead as the
+file JUMPING_CLOCK says.
 
-Clocks that only ever go on, which is what waiting and forgetting should go by, are left as they are.
+Clocks that only ever go on, which is what waiting and forgetting should go by, are left as they
+are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The tensors decide and the config must agree; whatever is wrong is told at once, in words that help."""
+"""The tensors decide and the config must agree; whatever is wrong is told at once,
+in words that help.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Regexes that RE2 doesn't take are matched as Python's ``re`` matches them, which is PEFT's, and in a bounded number of steps."""
+"""Regexes that RE2 doesn't take are matched as Python's ``re`` matches them, which is PEFT's, and
+in a bounded number of steps.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ REPEATS = ["", "", "", "*", "+", "?", "{1,2}", "{2}", "{,2}", "{0,3}", "*?", "+?
 
 
 def draw(rng: random.Random, depth: int) -> str:
-    """Return an expression with everything that is taken; names are short, for the oracle must come to an end."""
+    """Return an expression with everything that is taken; names are short,
+    for the oracle must come to an end.
+    """
     if depth == 0 or rng.random() < 0.3:
         leaf = rng.choice(LEAVES)
         is_single = leaf not in ("", "^", "$", "a|b") and leaf not in (r"\A", r"\Z", r"\b", r"\B")
@@ -106,7 +110,9 @@ def test_any_expression_matches_what_pythons_re_matches(seed: int) -> None:
 
 
 def test_a_set_of_all_characters_is_read_without_going_through_them() -> None:
-    """Python's compiler takes 10 ms for each of these sets, with a lock that holds up every other thread."""
+    """Python's compiler takes 10 ms for each of these sets,
+    with a lock that holds up every other thread.
+    """
     started = time.process_time()
     regex = compile_regex("(?i)" + r"[\x00-\U0010ffff]" * 200)
     assert isinstance(regex, Regex)

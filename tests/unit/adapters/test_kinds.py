@@ -1,4 +1,6 @@
-"""A kind of adapter that isn't served is refused by its name, and nothing else is said of the upload."""
+"""A kind of adapter that isn't served is refused by its name,
+and nothing else is said of the upload.
+"""
 
 from __future__ import annotations
 

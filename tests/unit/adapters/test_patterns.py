@@ -1,4 +1,6 @@
-"""The keys of rank_pattern and alpha_pattern match exactly as PEFT's regular expressions do, or are refused."""
+"""The keys of rank_pattern and alpha_pattern match exactly as PEFT's regular expressions do,
+or are refused.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ _leaf = st.tuples(
     st.sampled_from([r"\.", ".", "q_proj", "up", "m", "l", "_", r"\d", r"\w", "[01]", "[^.]", "(l|m|)"]),
     st.sampled_from(["", "", "*", "+", "?", "{1,2}", "*?"]),
 ).map("".join)
-# No star stands over another, and names are short: Python's engine, the oracle, must come to an end.
+# No star stands over another, and names are short: Python's engine, the oracle, must come to an
+# end.
 _regex = st.recursive(
     _leaf,
     lambda inner: st.one_of(

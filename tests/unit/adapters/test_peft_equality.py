@@ -1,4 +1,6 @@
-"""What PEFT saves, compiled by us, is the same update that PEFT computes: scaling · B A per module, within 1e-6."""
+"""What PEFT saves, compiled by us, is the same update that PEFT computes:
+scaling · B A per module, within 1e-6.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,8 @@ def test_each_modules_update_equals_pefts(
     ours = {
         module_name(base, m.layer, m.module): m.scaling * (as_float(m.lora_b) @ as_float(m.lora_a)) for m in ir.modules
     }
-    # Read back by PEFT: its save_pretrained sorts the patterns' keys, and which one is first may change by that.
+    # Read back by PEFT: its save_pretrained sorts the patterns' keys, and which one is first may
+    # change by that.
     model = peft.PeftModel.from_pretrained(make_model(), tmp_path)
     theirs = {
         name.removeprefix("base_model.model."): layer.get_delta_weight("default")

@@ -1,4 +1,6 @@
-"""What PEFT trains beside plain LoRA, saved by it and compiled by us, computes what PEFT computes after it has read its own files."""
+"""What PEFT trains beside plain LoRA, saved by it and compiled by us, computes what PEFT computes
+after it has read its own files.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ pytestmark = [
 QKV = ("q_proj", "k_proj", "v_proj")
 LINEARS = [*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# name → (architecture, what its config says beside the sizes, what BaseSpec says beside the default)
+# name → (architecture, what its config says beside the sizes, what BaseSpec says beside the
+# default)
 BASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", {}, {}),
     "tied": ("Llama", {"tie_word_embeddings": True}, {"is_head_tied": True}),
@@ -140,7 +143,9 @@ def make_model(name: str) -> Any:
 
 
 def save(base: str, directory: Path, config: dict[str, Any]) -> None:
-    """What PEFT writes of an adapter on that base in which everything that it would train has changed."""
+    """What PEFT writes of an adapter on that base in which everything that it would train has
+    changed.
+    """
     fields = {"r": 2, "lora_alpha": 4, "task_type": "CAUSAL_LM", **config}
     saves_embedding = fields.pop("save_embedding_layers", "auto")
     model = peft.get_peft_model(make_model(base), peft.LoraConfig(**fields))

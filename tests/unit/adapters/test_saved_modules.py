@@ -1,4 +1,6 @@
-"""Weights and biases that stand in the base's place: only where the config says, of the base's shape, and never one that PEFT would not read."""
+"""Weights and biases that stand in the base's place: only where the config says, of the base's
+shape, and never one that PEFT would not read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The local store keeps what it acknowledged, gives back nothing but what was put in, and fails cleanly."""
+"""The local store keeps what it acknowledged, gives back nothing but what was put in,
+and fails cleanly.
+"""
 
 from __future__ import annotations
 

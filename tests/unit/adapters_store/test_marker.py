@@ -1,4 +1,6 @@
-"""Marker of a store: put whole, durably, and by one of several that try at once; in a directory and in a bucket."""
+"""Marker of a store: put whole, durably, and by one of several that try at once;
+in a directory and in a bucket.
+"""
 
 from __future__ import annotations
 

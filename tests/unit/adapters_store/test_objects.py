@@ -1,4 +1,6 @@
-"""The store in a bucket keeps what it acknowledged, gives back nothing but what was put in, and fails cleanly."""
+"""The store in a bucket keeps what it acknowledged, gives back nothing but what was put in,
+and fails cleanly.
+"""
 
 from __future__ import annotations
 

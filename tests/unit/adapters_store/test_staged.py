@@ -1,4 +1,6 @@
-"""What is staged can be looked at: from memory while it is short, from its file, verified, when it isn't."""
+"""What is staged can be looked at: from memory while it is short, from its file, verified,
+when it isn't.
+"""
 
 import ctypes
 import errno

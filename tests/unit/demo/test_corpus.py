@@ -1,4 +1,6 @@
-"""The demo's lessons: the same for the same seed, never a held-out question, each style asked for by its tag."""
+"""The demo's lessons: the same for the same seed, never a held-out question,
+each style asked for by its tag.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The demo's questions: deterministic, never trained on when fresh, and answered in valid SQL, JSON and Python."""
+"""The demo's questions: deterministic, never trained on when fresh, and answered in valid SQL,
+JSON and Python.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is installed is compared with what is needed, and torch is asked in a process that can't take the doctor with it."""
+"""What is installed is compared with what is needed, and torch is asked in a process that can't
+take the doctor with it.
+"""
 
 from __future__ import annotations
 

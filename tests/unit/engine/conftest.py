@@ -1,4 +1,6 @@
-"""Builders for the engine's tests: a request, a scheduler over real KV bookkeeping, adapters that arrive when the test says so."""
+"""Builders for the engine's tests: a request, a scheduler over real KV bookkeeping, adapters that
+arrive when the test says so.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +251,9 @@ class World:
 
 
 def store_adapter(store: BlobStore, directory: Path) -> AdapterRef:
-    """Put what PEFT saved in this directory into the store; the directory's name becomes the adapter's."""
+    """Put what PEFT saved in this directory into the store;
+    the directory's name becomes the adapter's.
+    """
     blobs = []
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         with store.stage() as staged:

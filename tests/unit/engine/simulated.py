@@ -1,8 +1,10 @@
-"""A device whose model is a hash, and a pager whose loads take a few steps: an engine over them runs in microseconds.
+"""A device whose model is a hash, and a pager whose loads take a few steps:
+an engine over them runs in microseconds.
 
-A request's next token depends on every token that its block table leads to, and on its adapter. So a block given away too
-early, a token fed from the wrong row or a prefix that isn't what it says changes the text. What a slot holds depends on the
-adapter of its token too, and of all before it: no step may read what another adapter computed, or the base in its stead.
+A request's next token depends on every token that its block table leads to, and on its adapter. So
+a block given away too early, a token fed from the wrong row or a prefix that isn't what it says
+changes the text. What a slot holds depends on the adapter of its token too, and of all before it:
+no step may read what another adapter computed, or the base in its stead.
 """
 
 from __future__ import annotations
@@ -88,7 +90,11 @@ class SimulatedStep:
 
 @dataclass
 class SimulatedDevice:
-    """A StepRunner. A lazy one computes a step only when its results, or a later step's, are asked for: the host must not count on more."""
+    """A StepRunner.
+
+    A lazy one computes a step only when its results, or a later step's, are asked for: the host
+    must not count on more.
+    """
 
     num_blocks: int = 64
     is_lazy: bool = False
@@ -164,7 +170,9 @@ class SimulatedDevice:
         step.step_results = results
 
     def _plain_kv(self, request: Request, tokens: list[int]) -> list[int]:
-        """What the slots of these tokens hold, had the request been alone in the world and computed in one go."""
+        """What the slots of these tokens hold, had the request been alone in the world and computed
+        in one go.
+        """
         adapter, start = 0, None
         if request.adapter is not None:
             invocation = self.invocations.get(request.adapter.digest, ())

@@ -1,4 +1,6 @@
-"""Adapters that act from their invocation on: where that is, which rows of a step are theirs, and whose KV blocks they share."""
+"""Adapters that act from their invocation on: where that is, which rows of a step are theirs, and
+whose KV blocks they share.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,8 @@ def test_an_answer_that_says_the_invocation_is_computed_by_the_adapter_and_found
 
 
 def test_an_activation_in_one_block_is_not_anothers_in_the_same_block(harness):
-    # the answer of the first says what the second is asked with, in the block in which both are activated
+    # the answer of the first says what the second is asked with, in the block in which both are
+    # activated
     tokens = [1, 2, 3, 4, *INVOCATION]
     request = make_request(adapter="a", tokens=tokens, max_tokens=4)
     harness.add(request)

@@ -1,4 +1,6 @@
-"""Activated LoRAs on a random Llama: the engine says what PEFT's own `generate` says, however their prompts are cut and shared."""
+"""Activated LoRAs on a random Llama: the engine says what PEFT's own `generate` says, however their
+prompts are cut and shared.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,8 @@ def test_a_conversation_that_the_base_began_is_found_by_activated_adapters_and_t
 
 
 def test_preemption_changes_no_token(activated, make_engine):
-    # 18 blocks of 16 tokens, less what adapters take, for 8 requests of up to 50: they can't all stay
+    # 18 blocks of 16 tokens, less what adapters take, for 8 requests of up to 50: they can't all
+    # stay
     engine = make_engine(
         memory_budget_bytes=18 * 16 * 3 * 2 * 2 * 16 * 4,
         max_model_len=96,

@@ -1,4 +1,6 @@
-"""An engine whose KV blocks and adapters share a small arena says what PEFT says, whatever makes way for what."""
+"""An engine whose KV blocks and adapters share a small arena says what PEFT says,
+whatever makes way for what.
+"""
 
 from __future__ import annotations
 

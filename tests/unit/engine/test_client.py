@@ -1,4 +1,6 @@
-"""The engine in its own process: what the server sees of it, and what it doesn't see of its deaths."""
+"""The engine in its own process: what the server sees of it,
+and what it doesn't see of its deaths.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +163,9 @@ async def test_a_killed_engine_changes_no_text(world, params):
 
 
 async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, monkeypatch):
-    """The clock chose those, and may choose others a second time, which round otherwise: streams go on with the same bits."""
+    """The clock chose those, and may choose others a second time, which round otherwise:
+    streams go on with the same bits.
+    """
     async with running(world, quantize="int8") as client:
         chosen = client._supervisor._process.ready.kernels
     assert {choice.format for choice in chosen} == {"int8"}
@@ -186,7 +190,8 @@ async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, m
 
 
 async def test_a_request_that_only_was_near_gets_its_whole_answer(world):
-    # each engine dies when it has sent outputs for the 30th time: whoever is alive then is suspected, nobody is guilty
+    # each engine dies when it has sent outputs for the 30th time: whoever is alive then is
+    # suspected, nobody is guilty
     async with running(world, {"LORASERVE_FAULTS": "engine.after_outputs=kill@30"}) as client:
         answer = await collect(client, make(world, prompt(3), max_tokens=45))
         assert answer[1] == world.expected(None, prompt(3), 45)
@@ -196,7 +201,8 @@ async def test_a_request_that_only_was_near_gets_its_whole_answer(world):
 async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
     environment = {"LORASERVE_FAULTS": "engine.before_step=kill@4"}
     async with running(world, environment, heartbeat_s=0.05) as client:
-        # every engine dies at its fourth step with work; one that never gets a token through is guilty
+        # every engine dies at its fourth step with work; one that never gets a token through is
+        # guilty
         os.environ["LORASERVE_FAULTS"] = "engine.before_step=kill"
         try:
             with pytest.raises(EngineCrashed):
@@ -208,7 +214,9 @@ async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
 
 
 async def test_a_suspect_is_cleared_by_the_token_after_its_first(world, monkeypatch):
-    """A step may be in flight behind the one whose token was sent: the next suspect isn't sent into that one."""
+    """A step may be in flight behind the one whose token was sent:
+    the next suspect isn't sent into that one.
+    """
     async with running(world) as client:
         tasks = [asyncio.create_task(collect(client, make(world, prompt(n), max_tokens=60))) for n in range(2)]
         await until(lambda: sum(bool(live.output_token_ids) for live in client._live.values()) == 2)
@@ -292,7 +300,8 @@ async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, mo
             for n in range(3)
         ]
         await until(lambda: any(live.output_token_ids for live in client._live.values()))
-        # the next engine takes its time: the second suspect waits for its place, and all that time nothing else would be sent
+        # the next engine takes its time: the second suspect waits for its place, and all that time
+        # nothing else would be sent
         os.environ["LORASERVE_FAULTS"] = "engine.before_step=delay:0.05"
         try:
             os.kill(client.pid, signal.SIGKILL)

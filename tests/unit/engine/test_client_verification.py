@@ -1,4 +1,6 @@
-"""Verifications as the server asks for them: certificates, refusals for good, and what is worth another try."""
+"""Verifications as the server asks for them: certificates, refusals for good,
+and what is worth another try.
+"""
 
 from __future__ import annotations
 

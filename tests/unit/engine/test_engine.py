@@ -1,4 +1,6 @@
-"""The engine in this process, on a random Llama with PEFT adapters: transformers and PEFT are the oracles."""
+"""The engine in this process, on a random Llama with PEFT adapters:
+transformers and PEFT are the oracles.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def test_a_mixed_batch_says_what_peft_says(world, make_engine):
 
 
 def test_chunks_preemption_and_prefix_hits_change_no_token(world, make_engine):
-    # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70: they can't all stay
+    # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70: they can't all
+    # stay
     engine = make_engine(
         memory_budget_bytes=13 * 16 * 3 * 2 * 2 * 16 * 4,
         max_model_len=96,

@@ -1,4 +1,6 @@
-"""A quiet tenant beside one that sends twenty times as much, on a clock that steps take their time of: what the benchmark measures on a machine, here for certain."""
+"""A quiet tenant beside one that sends twenty times as much, on a clock that steps take their time
+of: what the benchmark measures on a machine, here for certain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fairness: tenants share the engine by weight, however much each sends; so do a tenant's adapters."""
+"""Fairness: tenants share the engine by weight, however much each sends;
+so do a tenant's adapters.
+"""
 
 from __future__ import annotations
 
@@ -275,7 +277,9 @@ def test_a_tenant_that_waits_for_a_slot_keeps_its_deficit() -> None:
 
 
 def test_the_deficit_of_a_tenant_with_its_slot_quota_is_capped_at_a_few_steps() -> None:
-    """Long prompts of one are computed while another waits for more than its part; then they have ended, and the one has a request again."""
+    """Long prompts of one are computed while another waits for more than its part; then they have
+    ended, and the one has a request again.
+    """
     harness = Harness(max_num_seqs=4, token_budget=16, num_blocks=1024)
     harness.add(*[make_request(1, tenant="many", max_tokens=2000) for _ in range(2)])
     long = [make_request(1500, tenant="long", max_tokens=1) for _ in range(2)]
@@ -408,8 +412,9 @@ MAX_COST_AFTER_PROMPT = 7 * OUTPUT_COST
 
 
 def lead(num_places: int, weight: float) -> float:
-    """By how much a tenant is at most charged for what runs, once the last of it has begun: all of that one, and what the others have left after their prompts, since
-    a tenant's prompts that have begun come before its requests that wait.
+    """By how much a tenant is at most charged for what runs, once the last of it has begun: all of
+    that one, and what the others have left after their prompts, since a tenant's prompts that have
+    begun come before its requests that wait.
     """
     return (MAX_COST + (num_places - 1) * MAX_COST_AFTER_PROMPT) / weight
 
@@ -428,14 +433,17 @@ def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
 ) -> None:
     """Say f had more than g, and look at the last request of f that began.
 
-    - It began in a place that was free. Then f had no more than g, which waited too. Since then f was charged for what ran by then alone, in P places at most:
-      ``lead(P, f)``.
-    - It took a place, of a tenant v with more than its part; so f had no more than v, and now has no more than its own part of the places, d: ``lead(d, f)`` beyond
-      what v had. Whoever takes a place has no more than its part by that, so the last request of v that began didn't take one, and v had no more than ``lead(P, v)``
-      beyond g. That g had less and took none itself was since it had its part.
+    - It began in a place that was free. Then f had no more than g, which waited too. Since then f
+      was charged for what ran by then alone, in P places at most: ``lead(P, f)``.
+    - It took a place, of a tenant v with more than its part; so f had no more than v, and now has
+      no more than its own part of the places, d: ``lead(d, f)`` beyond what v had. Whoever takes a
+      place has no more than its part by that, so the last request of v that began didn't take one,
+      and v had no more than ``lead(P, v)`` beyond g. That g had less and took none itself was since
+      it had its part.
 
-    A token that is taken back from g, with its place, lowers what it had; but f has the fewer places then. Blocks never run short here. All of them begin with
-    nothing: between any two moments, a difference changes by twice as much at most.
+    A token that is taken back from g, with its place, lowers what it had; but f has the fewer
+    places then. Blocks never run short here. All of them begin with nothing: between any two
+    moments, a difference changes by twice as much at most.
     """
     rng = random.Random(seed)
     num_places = 4
@@ -495,7 +503,8 @@ def test_a_request_waits_behind_a_bounded_amount_of_what_came_later(
         for number in (1, 2):
             harness.adapters.set(f"{tenant}{number}", Residency.RESIDENT)
     requests: list[Request] = []
-    # of each request, what its tenant had to be done when it came, itself included; and what later ones got until it began
+    # of each request, what its tenant had to be done when it came, itself included; and what later
+    # ones got until it began
     ahead: dict[int, float] = {}
     behind: Counter[int] = Counter()
     for step in range(100):

@@ -1,5 +1,6 @@
-"""A GPU's engine, its kernels in Triton's interpreter, with adapters of other kinds: DoRA on linears with biases, on the embedding and on the head; aLoRA; tokens of an
-adapter's own, at both ends of a tied base, beside biases of its own.
+"""A GPU's engine, its kernels in Triton's interpreter, with adapters of other kinds: DoRA on
+linears with biases, on the embedding and on the head; aLoRA; tokens of an adapter's own, at both
+ends of a tied base, beside biases of its own.
 
 PEFT's probabilities are the oracle.
 """

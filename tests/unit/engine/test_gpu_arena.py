@@ -1,4 +1,6 @@
-"""A GPU's engine whose KV blocks and adapters are pages of one small tensor, its kernels in Triton's interpreter."""
+"""A GPU's engine whose KV blocks and adapters are pages of one small tensor,
+its kernels in Triton's interpreter.
+"""
 
 from __future__ import annotations
 

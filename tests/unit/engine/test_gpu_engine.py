@@ -1,4 +1,6 @@
-"""A GPU's engine, its kernels in Triton's interpreter: the same base, adapters and oracles as on a CPU, in float16."""
+"""A GPU's engine, its kernels in Triton's interpreter: the same base,
+adapters and oracles as on a CPU, in float16.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_text_is_the_same_alone_and_in_company(world, make_gpu_engine):
 
 
 def test_steps_that_are_chosen_on_the_host_and_steps_in_flight_give_one_text(world, make_gpu_engine):
-    """Penalties, biases and minimal lengths are the host's: their requests wait for each result, and nobody's text changes."""
+    """Penalties, biases and minimal lengths are the host's: their requests wait for each result,
+    and nobody's text changes.
+    """
     prompt = prompts(1, seed=9, low=8, high=8)[0]
     hard = {"repetition_penalty": 1.3, "logit_bias": {3: 2.0}, "min_tokens": 2}
     engine = make_gpu_engine()

@@ -1,4 +1,6 @@
-"""An engine that hangs, in a load or in a step, is found out, reported with its stack and replaced; one that is slow is left alone."""
+"""An engine that hangs, in a load or in a step, is found out, reported with its stack and replaced;
+one that is slow is left alone.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ async def test_a_step_that_is_slow_and_moves_is_no_hang(world: World) -> None:
 async def test_a_hanging_engine_that_cannot_be_killed_fails_what_is_alive_and_is_replaced_once_it_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that waits for a disk in state D, where SIGKILL takes effect only when the wait is over."""
+    """As one that waits for a disk in state D,
+    where SIGKILL takes effect only when the wait is over.
+    """
     monkeypatch.setattr(supervisor_module, "KILL_PATIENCE_S", 0.5)
     monkeypatch.setattr(EngineProcess, "kill", lambda _: None)
     async with running(world) as client:

@@ -57,7 +57,9 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string():
 
 @pytest.fixture
 def byte_fallback(tmp_path) -> Tokenizer:
-    """A vocabulary as Llama 2's: bytes are tokens of their own, and a run of them is text only once another token ends it."""
+    """A vocabulary as Llama 2's: bytes are tokens of their own,
+    and a run of them is text only once another token ends it.
+    """
     vocab = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])

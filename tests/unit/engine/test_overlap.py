@@ -1,4 +1,6 @@
-"""Overlapped steps: what clients get is what plain steps give them, whatever happens while a step is in flight."""
+"""Overlapped steps: what clients get is what plain steps give them,
+whatever happens while a step is in flight.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,8 @@ def test_nothing_that_a_dropped_row_computed_is_offered_as_a_prefix(overlapped):
 
 def test_a_block_is_offered_only_when_the_step_that_filled_it_was_finite(overlapped):
     simulation = overlapped()
-    # the row at position 7 fills the second block; its logits are bad, and it is in flight when the one before is taken
+    # the row at position 7 fills the second block; its logits are bad, and it is in flight when the
+    # one before is taken
     prompt = prompt_that_goes_on(9)
     request_id = simulation.add("a", prompt, max_tokens=20)
     simulation.device.bad = {(request_id, 8)}

@@ -1,4 +1,6 @@
-"""Overlapped steps on the CPU's runner, on a random Llama with PEFT adapters: every way of sampling says what it says in plain steps."""
+"""Overlapped steps on the CPU's runner, on a random Llama with PEFT adapters: every way of sampling
+says what it says in plain steps.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,8 @@ def test_every_way_of_sampling_says_what_it_says_in_plain_steps(world, make_engi
 
 
 def test_chunks_preemption_and_prefix_hits_change_no_token(world, make_engine):
-    # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70: they can't all stay
+    # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70: they can't all
+    # stay
     engine = make_engine(
         overlap=True,
         memory_budget_bytes=13 * 16 * 3 * 2 * 2 * 16 * 4,

@@ -1,4 +1,6 @@
-"""What certificates compare with: several adapters in one pass, none of which suffers from another."""
+"""What certificates compare with: several adapters in one pass,
+none of which suffers from another.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +182,9 @@ def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
 def test_everything_is_throttled(
     evaluator: ReferenceEvaluator, engine: Engine, world: World, pauses: list[str]
 ) -> None:
-    """Evaluations between their products, readings and verdicts between one and the next; each on its own thread."""
+    """Evaluations between their products, readings and verdicts between one and the next;
+    each on its own thread.
+    """
     make(evaluator, world, ["r8", "r1"])
     assert pauses.count(threading.current_thread().name) == 2 + 1
     assert pauses.count("evaluation") == world_products(engine)
@@ -197,7 +201,9 @@ def test_evaluation_is_not_throttled_without_end(
 
 
 def world_products(engine: Engine) -> int:
-    """Of the base's weights in one pass: q, k and v, o, gate and up, and down of each layer, and the head."""
+    """Of the base's weights in one pass: q, k and v, o, gate and up, and down of each layer,
+    and the head.
+    """
     return 4 * engine._pipeline._runner._decoder.config.num_layers + 1  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,6 @@
-"""A name may point to other weights tomorrow: keys and values that the old ones made answer nobody who asks the new ones."""
+"""A name may point to other weights tomorrow:
+keys and values that the old ones made answer nobody who asks the new ones.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_each_version_is_answered_as_itself(world: World, versions: list[tuple[A
 def test_keys_and_values_under_a_name_would_be_stale(
     world: World, versions: list[tuple[AdapterRef, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant that keys them by the adapter's name, as some servers do: what this file is against."""
+    """The mutant that keys them by the adapter's name, as some servers do:
+    what this file is against.
+    """
 
     name, key = Digest(hashlib.sha256(b"same").hexdigest()), prefix_cache.activate_key
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""Cost of rounding a base, against transformers on the same checkpoint and on the weights that a format makes of it."""
+"""Cost of rounding a base, against transformers on the same checkpoint and on the weights that a
+format makes of it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ def logits_of(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def rounded(model: Any, format: str) -> Any:
-    """Return the model with the weights that this format's codes mean: the head in int8 beside four bits, the embedding
-    as it is."""
+    """Return the model with the weights that this format's codes mean: the head in int8 beside four
+    bits, the embedding as it is.
+    """
     model = copy.deepcopy(model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     for name, linear in model.named_modules():

@@ -1,4 +1,6 @@
-"""What the engine tells operators of requests that wait for adapters, and of steps that wait for the pager."""
+"""What the engine tells operators of requests that wait for adapters,
+and of steps that wait for the pager.
+"""
 
 from __future__ import annotations
 

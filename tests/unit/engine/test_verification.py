@@ -1,4 +1,6 @@
-"""Verifications in the engine: what is served right passes, what isn't fails, and nobody else notices but for a step."""
+"""Verifications in the engine: what is served right passes, what isn't fails,
+and nobody else notices but for a step.
+"""
 
 from __future__ import annotations
 

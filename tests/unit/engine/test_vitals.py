@@ -57,7 +57,9 @@ def test_a_message_of_the_working_thread_is_progress(clock: Clock, vitals: Vital
 def test_time_in_which_the_watcher_itself_stood_still_does_not_count(
     clock: Clock, vitals: Vitals, away_s: float
 ) -> None:
-    """A laptop sleeps, or a container with both processes is frozen: the engine had no chance to speak either."""
+    """A laptop sleeps, or a container with both processes is frozen:
+    the engine had no chance to speak either.
+    """
     pass_time(clock, vitals, 1)
     clock.now_s += away_s
     vitals.tick()

@@ -1,4 +1,6 @@
-"""Requests without a resident adapter wait up to a deadline, delay no other, and few overtake them."""
+"""Requests without a resident adapter wait up to a deadline, delay no other,
+and few overtake them.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_a_cold_request_is_the_next_to_start_once_its_adapter_arrives() -> None:
 
 
 def num_visited(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters: int, *, is_paused: bool) -> int:
-    """Count visited waiting requests and questions to the pager, in ten steps beside a running request."""
+    """Count visited waiting requests and questions to the pager,
+    in ten steps beside a running request.
+    """
     harness = Harness(num_blocks=4096, max_num_seqs=4)
     harness.add(make_request(max_tokens=100))
     harness.step()

@@ -42,7 +42,9 @@ BASE = BaseSpec(
 )
 
 RANK_BYTES = 2 * (32 + 32) * 4 + 32
-"""What a quarter of an adapter of rank 4 on q_proj takes in both layers, in float32: its weights, and its part of the rows of scalings, padded to 16."""
+"""What a quarter of an adapter of rank 4 on q_proj takes in both layers, in float32: its weights,
+and its part of the rows of scalings, padded to 16.
+"""
 
 
 def make_base(modules: dict[str, tuple[int, int]], **fields: Any) -> BaseSpec:
@@ -91,7 +93,10 @@ def publish(
 
 
 def settle(pager: Pager, timeout_s: float = 10.0) -> list[Digest]:
-    """Poll until no load is in flight; everything that changed meanwhile. Each poll finds all loads done: no race decides."""
+    """Poll until no load is in flight; everything that changed meanwhile.
+
+    Each poll finds all loads done: no race decides.
+    """
     deadline = time.monotonic() + timeout_s
     changed = []
     while True:

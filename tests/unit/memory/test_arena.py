@@ -10,7 +10,9 @@ from loraserve.memory.eviction import CostEstimate
 
 
 class Tenant:
-    """A renter of things of some pages each, with their values; what is worth nothing leaves together."""
+    """A renter of things of some pages each, with their values;
+    what is worth nothing leaves together.
+    """
 
     def __init__(self, client: ArenaClient, *things: tuple[int, float]) -> None:
         self.client, self.things = client, list(things)

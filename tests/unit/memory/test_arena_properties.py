@@ -1,4 +1,6 @@
-"""KV blocks and adapters come, are shared, pinned and evicted in any order: what is held stays as it was, and each page has one owner."""
+"""KV blocks and adapters come, are shared, pinned and evicted in any order: what is held stays as
+it was, and each page has one owner.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ def counted_machine(make: Any) -> type[Machine]:
 
 def placed_machine(make: Any) -> type[Machine]:
     class PlacedAdapter(Machine):
-        """Pages of a GPU with real bytes: one or two KV blocks a page, and pages behind the arena for KV alone."""
+        """Pages of a GPU with real bytes: one or two KV blocks a page,
+        and pages behind the arena for KV alone.
+        """
 
         @initialize(
             num_pages=st.integers(LONGEST, 14),

@@ -1,4 +1,6 @@
-"""KV blocks and adapters take memory from each other by what it's worth, in pages that are all alike."""
+"""KV blocks and adapters take memory from each other by what it's worth,
+in pages that are all alike.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ ROOT = prefix_root(TenantId("t"), Digest("b"), "float32")
 
 
 class Shared:
-    """Sixteen pages of 1 KiB of a CPU: a KV block takes one, an adapter of rank 7 takes four. Adapters may have twelve."""
+    """Sixteen pages of 1 KiB of a CPU: a KV block takes one, an adapter of rank 7 takes four.
+
+    Adapters may have twelve.
+    """
 
     def __init__(self, make: Any, clock: Callable[[], float], num_pages: int = 16) -> None:
         self.make, self.clock = make, clock

@@ -1,4 +1,6 @@
-"""Builders for the model's tests: random checkpoints as transformers saves them, and a paged cache whose unused bytes are NaN."""
+"""Builders for the model's tests: random checkpoints as transformers saves them, and a paged cache
+whose unused bytes are NaN.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ BLOCK_SIZE = 16
 
 
 def build_model(kind: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
-    """A transformers model in float32 whose logits have a deviation near 1, so that an error of 1e-4 is one in ten thousand."""
+    """A transformers model in float32 whose logits have a deviation near 1, so that an error of
+    1e-4 is one in ten thousand.
+    """
     config = CONFIGS[kind](**{**SMALL, **overrides})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -148,7 +152,9 @@ class PagedRun:
         no_logits: bool = False,
         lora: list[tuple[PackedAdapter, int, int]] | None = None,
     ) -> list[Tensor]:
-        """Compute the next `count` tokens of each sequence in one batch; return the logits of each one's rows."""
+        """Compute the next `count` tokens of each sequence in one batch;
+        return the logits of each one's rows.
+        """
         token_ids, positions, slots, starts, lens, rows = [], [], [], [0], [], []
         for sequence, count in work:
             first = sequence.num_computed
@@ -181,7 +187,9 @@ class PagedRun:
         return list(logits.split(counts))
 
     def logits(self, token_ids: list[int], chunks: list[int]) -> Tensor:
-        """The logits of a whole sequence computed in these chunks; what the chunks leave is decoded token by token."""
+        """The logits of a whole sequence computed in these chunks;
+        what the chunks leave is decoded token by token.
+        """
         sequence = self.add(token_ids)
         rest = len(token_ids) - sum(chunks)
         return torch.cat([self.step([(sequence, count)])[0] for count in [*chunks, *[1] * rest]])

@@ -1,4 +1,6 @@
-"""Checkpoints that are quantized already, as compressed-tensors and bitsandbytes write them, with the float model that they mean."""
+"""Checkpoints that are quantized already, as compressed-tensors and bitsandbytes write them, with
+the float model that they mean.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_key_v
 
 
 def group(num_bits: int, strategy: str, *, targets: list[str] | None = None, **settings: Any) -> dict[str, Any]:
-    """A config group of weights alone; `settings` with ``input_activations`` or ``format`` are the group's, others the weights'."""
+    """A config group of weights alone; `settings` with ``input_activations`` or ``format`` are the
+    group's, others the weights'.
+    """
     outer = {name: settings.pop(name) for name in ("input_activations", "format") if name in settings}
     weights = {"num_bits": num_bits, "strategy": strategy, **settings}
     return {"targets": targets or ["Linear"], "weights": weights, **outer}
@@ -39,7 +43,8 @@ def save_compressed(
     preset: str | None = None,
     max_shard_size: str = "5GB",
 ) -> Any:
-    """Quantize the model, save it with the library, and return a float32 model with the weights that the library reads from it.
+    """Quantize the model, save it with the library, and return a float32 model with the weights
+    that the library reads from it.
 
     Args:
         preset: one of the library's own schemes, for every linear, instead of `groups`.
@@ -94,15 +99,19 @@ def save_nf4(
 ) -> Any:
     """Save a model whose layers' linears are in NF4; return the float32 model that it means.
 
-    The bytes are written here, not by bitsandbytes: of two codes the first is in the high bits, scales go along the flattened weight, and where they're nested they
-    are entries of ``nested_quant_map`` times a scale for 256 of them, plus an offset (QuantState.as_dict and dequantize_4bit in bitsandbytes/functional.py,
-    https://huggingface.co/docs/bitsandbytes/reference/nn/linear4bit). Two checkpoints that the library itself wrote are in `data`.
+    The bytes are written here, not by bitsandbytes: of two codes the first is in the high bits,
+    scales go along the flattened weight, and where they're nested they are entries of
+    ``nested_quant_map`` times a scale for 256 of them, plus an offset (QuantState.as_dict and
+    dequantize_4bit in bitsandbytes/functional.py,
+    https://huggingface.co/docs/bitsandbytes/reference/nn/linear4bit). Two checkpoints that the
+    library itself wrote are in `data`.
     """
     model = build_model(**{**WIDE, **overrides})
     model.save_pretrained(directory)
     rng = np.random.default_rng(seed)
     tensors = load_file(directory / "model.safetensors")
-    # equally spaced numbers between the tenths that NF4 was made from are no NF4: these are the paper's (arXiv:2305.14314, appendix E)
+    # equally spaced numbers between the tenths that NF4 was made from are no NF4: these are the
+    # paper's (arXiv:2305.14314, appendix E)
     code = torch.tensor(
         [
             *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -1,4 +1,6 @@
-"""Adapters of every kind that is served, as PEFT saves them, in one batch: each row's logits are those that PEFT computes for its adapter alone."""
+"""Adapters of every kind that is served, as PEFT saves them, in one batch: each row's logits are
+those that PEFT computes for its adapter alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What adapters change beside ranks of layers' linears (biases, outputs' scales, whole weights, tokens, norms), from PEFT's files to logits that are PEFT's own."""
+"""What adapters change beside ranks of layers' linears (biases, outputs' scales, whole weights,
+tokens, norms), from PEFT's files to logits that are PEFT's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a config means by its module names is, for every architecture, what PEFT makes of it: the same linears and norms of the same layers."""
+"""What a config means by its module names is, for every architecture, what PEFT makes of it: the
+same linears and norms of the same layers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from loraserve.types import BaseSpec
 from .conftest import CONFIGS, build_model, load, save_model
 from .test_equality import CASES
 
-# PEFT remarks on tied embeddings, on keys without a module and on names that transformers has changed
+# PEFT remarks on tied embeddings, on keys without a module and on names that transformers has
+# changed
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning", "RuntimeWarning")
 ]

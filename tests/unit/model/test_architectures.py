@@ -1,4 +1,6 @@
-"""What each architecture adds to the plain decoder holds for adapters and for rows in company too."""
+"""What each architecture adds to the plain decoder holds for adapters and for rows in company
+too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the decoder owes to rows that share a step: their own adapter, their own bits, their own failures."""
+"""What the decoder owes to rows that share a step: their own adapter, their own bits,
+their own failures.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,9 @@ def test_int8_stays_near_float32(saved: tuple[Any, Path]) -> None:
     exact = reference_logits(model, token_ids)
     ours = PagedRun(load(directory, quantize="int8")).logits(token_ids, [60])
     error = (ours - exact).norm(dim=1) / exact.norm(dim=1)
-    # Rounding a row and a channel to 127 steps of their largest element, about three deviations, costs 1 % a linear; thirteen of them
-    # follow each other, and their errors add up as independent ones do.
+    # Rounding a row and a channel to 127 steps of their largest element, about three deviations,
+    # costs 1 % a linear; thirteen of them follow each other, and their errors add up as independent
+    # ones do.
     assert error.mean() < 0.01 * 13**0.5 * 1.25
     assert error.max() < 0.08
 
@@ -98,7 +101,9 @@ def test_half_precision_weights_stay_near_float32(saved: tuple[Any, Path], optio
 
 
 def test_each_row_gets_its_own_adapter(saved: tuple[Any, Path]) -> None:
-    """Base rows and rows of two adapters in one step equal models with the updates merged; only the wanted rows' logits are computed."""
+    """Base rows and rows of two adapters in one step equal models with the updates merged; only the
+    wanted rows' logits are computed.
+    """
     model, directory = saved
     run = PagedRun(load(directory))
     first, second = random_adapter(run.decoder, 4), random_adapter(run.decoder, 13, seed=1)

@@ -1,4 +1,6 @@
-"""Each architecture computes what transformers computes, in every way in which a sequence can be cut into steps."""
+"""Each architecture computes what transformers computes,
+in every way in which a sequence can be cut into steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bases with mixtures of experts: adapters on their attention, quantized experts, and what is refused. (Equality with transformers: test_equality.)"""
+"""Bases with mixtures of experts: adapters on their attention, quantized experts, and what is
+refused. (Equality with transformers: test_equality.)
+"""
 
 from __future__ import annotations
 

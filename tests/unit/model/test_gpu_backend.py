@@ -1,6 +1,8 @@
-"""A checkpoint that is quantized already, and one that is rounded while it's read, answer on a GPU as on a CPU: float16 activations beside float32 ones.
+"""A checkpoint that is quantized already, and one that is rounded while it's read, answer on a GPU
+as on a CPU: float16 activations beside float32 ones.
 
-The kernels run in Triton's interpreter. That the CPU's answers are right, `test_prequantized` shows.
+The kernels run in Triton's interpreter. That the CPU's answers are right, `test_prequantized`
+shows.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ NUM_TOKENS = 6
 
 
 def on_gpu(decoder: Decoder, token_ids: list[int], chunks: list[int]) -> Tensor:
-    """The logits of a whole sequence computed in these chunks and then token by token, its blocks in a cache full of NaN and out of order."""
+    """The logits of a whole sequence computed in these chunks and then token by token, its blocks
+    in a cache full of NaN and out of order.
+    """
     num_layers, num_kv_heads, head_dim = decoder.kv_shape
     shape = (8, num_kv_heads, BLOCK_SIZE, head_dim)
     k, v = (tuple(torch.full(shape, float("nan"), dtype=decoder.kv_dtype) for _ in range(num_layers)) for _ in range(2))
@@ -100,7 +104,9 @@ def test_more_rows_than_the_kernel_for_few_takes_answer_so_too(tmp_path: Path) -
 
 
 def test_rounding_to_int8_at_load_answers_as_the_rounded_weights_do(tmp_path: Path) -> None:
-    """The CPU's own int8 linears round activations too, so it is given the rounded weights as floats."""
+    """The CPU's own int8 linears round activations too,
+    so it is given the rounded weights as floats.
+    """
     model = build_model("qwen2", **SIZES)
     rounded = copy.deepcopy(model)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""A checkpoint's own weights, streamed, compute what transformers computes with them; and nothing of them stays."""
+"""A checkpoint's own weights, streamed, compute what transformers computes with them;
+and nothing of them stays.
+"""
 
 from __future__ import annotations
 

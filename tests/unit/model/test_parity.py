@@ -1,4 +1,5 @@
-"""Random bases, and random adapters of every kind on them, in mixed batches: each row's logits are those of PEFT for its adapter alone.
+"""Random bases, and random adapters of every kind on them, in mixed batches: each row's logits are
+those of PEFT for its adapter alone.
 
 LORASERVE_PARITY_CASES says how many adapters are drawn; the seed of a failure is in its message.
 """
@@ -50,7 +51,9 @@ class Row:
 
 
 class Drawn:
-    """A base, and rows of a batch: one of the base alone, the others each with an adapter of its own."""
+    """A base, and rows of a batch: one of the base alone,
+    the others each with an adapter of its own.
+    """
 
     def __init__(self, seed: int, root: Path, draws: int = PER_BASE) -> None:
         self.seed, rng = seed, random.Random(seed)
@@ -104,7 +107,9 @@ def logits_of(model: Any, token_ids: list[int]) -> Tensor:
 
 
 def differences(drawn: Drawn, rows: list[Row]) -> list[float]:
-    """The largest difference of each row: all but the last token in one batch, in two chunks for some; then the last of each in another."""
+    """The largest difference of each row: all but the last token in one batch, in two chunks for
+    some; then the last of each in another.
+    """
     run = PagedRun(drawn.decoder)
     sequences = [run.add(row.token_ids) for row in rows]
     parts: list[list[Tensor]] = [[] for _ in rows]

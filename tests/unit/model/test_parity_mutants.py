@@ -1,4 +1,6 @@
-"""What test_parity would say of a server that is silently wrong: each of the ways in which others are is found within a few draws."""
+"""What test_parity would say of a server that is silently wrong: each of the ways in which others
+are is found within a few draws.
+"""
 
 from __future__ import annotations
 

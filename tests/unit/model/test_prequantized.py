@@ -1,4 +1,6 @@
-"""A checkpoint that is quantized already computes what transformers computes with the float weights that it means."""
+"""A checkpoint that is quantized already computes what transformers computes with the float weights
+that it means.
+"""
 
 from __future__ import annotations
 
@@ -216,9 +218,11 @@ def test_one_int8_group_of_all_inputs_is_a_channel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nested", "plain"])
 def test_nf4_that_bitsandbytes_wrote_means_what_it_means_to_bitsandbytes(kind: str) -> None:
-    """`data` holds a model of one layer that transformers 5.23 with bitsandbytes 0.50.2 quantized on a CPU (bnb_4bit_quant_type nf4, with and without
-    bnb_4bit_use_double_quant) and saved with save_pretrained; and the logits that transformers computes of the tokens below with the linears' weights replaced
-    by what bitsandbytes.functional.dequantize_4bit gives in float32."""
+    """`data` holds a model of one layer that transformers 5.23 with bitsandbytes 0.50.2 quantized
+    on a CPU (bnb_4bit_quant_type nf4, with and without bnb_4bit_use_double_quant) and saved with
+    save_pretrained; and the logits that transformers computes of the tokens below with the linears'
+    weights replaced by what bitsandbytes.functional.dequantize_4bit gives in float32.
+    """
     directory = DATA / f"bitsandbytes-nf4-{kind}"
     decoder = load(directory)
     ours = PagedRun(decoder).logits([(7 * i + 3) % 24 for i in range(20)], [13])
@@ -312,7 +316,9 @@ def test_digest_follows_every_part_of_a_weight(directory: Path, suffix: str) -> 
 
 
 def test_digest_follows_the_config(directory: Path) -> None:
-    """The same tensors of a square weight, read in groups of 64 or as channels … must not be one base."""
+    """The same tensors of a square weight, read in groups of 64 or as channels … must not be one
+    base.
+    """
     save_compressed(build_model(**WIDE), directory / "a", [group(8, "channel", type="float")])
     digest = load(directory / "a").spec.digest
     config = json.loads((directory / "a" / "config.json").read_text())["quantization_config"]

@@ -1,4 +1,6 @@
-"""The plain evaluation that certificates rest on: it is transformers' and PEFT's, and shares no code with what it judges."""
+"""The plain evaluation that certificates rest on: it is transformers' and PEFT's, and shares no
+code with what it judges.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def test_base_is_what_transformers_computes(case: str, tmp_path: Path) -> None:
     evaluation = evaluate_alone(load(save_model(model, tmp_path)), PROMPTS, [])
     for prompt, base, adapted in zip(PROMPTS, evaluation.base, evaluation.adapted, strict=True):
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
-        # a product rounds a row by its place: of torch's `cat([a, a]) @ w` with a few rows, the halves were up to 3.8e-6 apart on one thread and 1.1e-5 on two
+        # a product rounds a row by its place: of torch's `cat([a, a]) @ w` with a few rows, the
+        # halves were up to 3.8e-6 apart on one thread and 1.1e-5 on two
         torch.testing.assert_close(adapted, base, atol=1e-5, rtol=0)
 
 

@@ -37,7 +37,9 @@ TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "
 
 
 def draw_modules(rng: random.Random, *, has_rows_of_layers: bool) -> list[LoraModule]:
-    """Any modules of any ranks, some with δ, a shift or rows of their own; some with nothing else."""
+    """Any modules of any ranks, some with δ, a shift or rows of their own;
+    some with nothing else.
+    """
     modules = []
     for name, (out_features, in_features) in ODD.items():
         if rng.random() < 0.4:

@@ -1,4 +1,6 @@
-"""How a budget is divided: the same numbers as the engine's, and never less than one sequence for the KV."""
+"""How a budget is divided: the same numbers as the engine's,
+and never less than one sequence for the KV.
+"""
 
 from __future__ import annotations
 

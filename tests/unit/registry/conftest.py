@@ -20,7 +20,9 @@ Publish = Callable[..., Awaitable[Published]]
 
 @dataclass
 class Certifying:
-    """An engine that gives the certificate, or fails, as it is told; and remembers what it was asked."""
+    """An engine that gives the certificate, or fails, as it is told;
+    and remembers what it was asked.
+    """
 
     outcome: Certificate | Exception
     asked: list[AdapterRef] = field(default_factory=list)

@@ -37,7 +37,8 @@ async def test_a_split_binds_users_to_its_versions_and_names_its_largest(
     await publish_three(publish)
     record, is_new = await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
     assert (record.version, record.target, is_new) == (3, CANARY, False)
-    # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 % in one run of 500
+    # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 %
+    # in one run of 500
     bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(400)]
     assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
     assert (await registry.get(acme, "sql")).aliases == {"live": 3}
@@ -127,7 +128,8 @@ async def test_a_rollback_goes_back_and_the_next_one_forth(publish: Any, registr
     await registry.aliases.set(acme, "sql", "live", AliasTarget(2), ShadowPart(1, 0.5), actor="x")
     back = await registry.aliases.rollback(acme, "sql", "live", actor="x")
     assert (back.target, back.shadow) == (CANARY, ShadowPart(1, 0.5))
-    # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 % in one run of 500
+    # a user's place depends on the adapter's random id: of 60 users all were on the version of 90 %
+    # in one run of 500
     bound = [await registry.bind(acme, SQL, sticky=str(user)) for user in range(400)]
     assert {one.adapter.version for one in bound if one.adapter} == {2, 3}
     assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).target == AliasTarget(2)

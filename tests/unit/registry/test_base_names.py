@@ -1,5 +1,6 @@
-"""Name of the base in an adapter's config: compared sensibly, a warning where it is another's, a refusal where that is
-wished."""
+"""Name of the base in an adapter's config: compared sensibly, a warning where it is another's, a
+refusal where that is wished.
+"""
 
 from __future__ import annotations
 

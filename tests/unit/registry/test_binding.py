@@ -1,4 +1,6 @@
-"""What a request is bound to: a split's version by who asks, a fallback where the version is in quarantine, a shadow beside it."""
+"""What a request is bound to: a split's version by who asks, a fallback where the version is in
+quarantine, a shadow beside it.
+"""
 
 from __future__ import annotations
 

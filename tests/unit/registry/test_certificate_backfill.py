@@ -1,4 +1,6 @@
-"""Versions that were published without a certificate, since the engine was away, get theirs later, by themselves."""
+"""Versions that were published without a certificate, since the engine was away,
+get theirs later, by themselves.
+"""
 
 from __future__ import annotations
 

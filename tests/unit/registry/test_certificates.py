@@ -1,4 +1,6 @@
-"""Certificates: asked for before a version is there, stored with it, and heeded: what failed isn't served."""
+"""Certificates: asked for before a version is there, stored with it, and heeded:
+what failed isn't served.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Damaged bytes: every version that is stored in them is quarantined, until they are pushed again or verified."""
+"""Damaged bytes: every version that is stored in them is quarantined,
+until they are pushed again or verified.
+"""
 
 from __future__ import annotations
 

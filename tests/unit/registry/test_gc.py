@@ -56,7 +56,9 @@ def time() -> Time:
 
 @pytest.fixture
 def registry(database: Database, store: LocalStore, small_base: BaseSpec, time: Time) -> Registry:
-    """It goes by the collector's clocks: what it lists is as old as the test says, however long the machine took."""
+    """It goes by the collector's clocks: what it lists is as old as the test says,
+    however long the machine took.
+    """
     return Registry(database, store, lambda: small_base, clock=time.now, monotonic=time.monotonic)
 
 

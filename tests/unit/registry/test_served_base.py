@@ -1,4 +1,6 @@
-"""Versions are served on the base that they were made for; a server of another one refuses them, and writes nothing of it down."""
+"""Versions are served on the base that they were made for; a server of another one refuses them,
+and writes nothing of it down.
+"""
 
 from __future__ import annotations
 

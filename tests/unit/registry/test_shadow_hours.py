@@ -1,4 +1,6 @@
-"""How shadows did, hour by hour: summed in memory, kept in the database, shown to the adapter's owner."""
+"""How shadows did, hour by hour: summed in memory, kept in the database,
+shown to the adapter's owner.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Claim of a registry on its store: it works on its own alone, finds out when its database went back, and takes no
-other registry's blobs for its own."""
+"""Claim of a registry on its store: it works on its own alone, finds out when its database went
+back, and takes no other registry's blobs for its own.
+"""
 
 from __future__ import annotations
 

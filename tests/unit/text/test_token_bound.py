@@ -1,4 +1,6 @@
-"""The fewest tokens that a text can have: never more than it has, for any tokenizer of which a bound is claimed."""
+"""The fewest tokens that a text can have: never more than it has,
+for any tokenizer of which a bound is claimed.
+"""
 
 from __future__ import annotations
 

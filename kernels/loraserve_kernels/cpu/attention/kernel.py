@@ -43,7 +43,8 @@ from loraserve_kernels.cpu.simd import (
     sum_lanes,
 )
 
-# The argument block, in int64 words. The counters (tasks claimed, threads entered) are on cache lines of their own.
+# The argument block, in int64 words. The counters (tasks claimed, threads entered) are on cache
+# lines of their own.
 CLAIMED, ENTERED, Q, Q_ROW, Q_HEAD, OUT, OUT_ROW, OUT_HEAD, K, K_BLOCK, K_HEAD = (
     0,
     8,
@@ -124,7 +125,8 @@ def _cap_softly(scores, padded, scale, cap):  # type: ignore[no-untyped-def]
     minus_twice_top = splat(np.float32(-2) * cap)
     for key in range(0, padded, LANES):
         x = fma(load(scores, key, F32), factor, zero)
-        # 1 − 2 / (e^2x + 1) loses a small x's last bits: a polynomial in x² there, from Cephes' tanhf
+        # 1 − 2 / (e^2x + 1) loses a small x's last bits: a polynomial in x² there, from Cephes'
+        # tanhf
         large = fma(divide(minus_twice_top, add(exp(fma(x, twice, zero)), one)), one, top)
         square = fma(x, x, zero)
         p = fma(splat(np.float32(-5.70498872745e-3)), square, splat(np.float32(2.06390887954e-2)))
@@ -159,7 +161,9 @@ def _softmax(scores, first, end, padded, scale):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never")
 def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-untyped-def]
-    """Add to `out` the values ``first:end`` of a block, each times its weight, in ascending order."""
+    """Add to `out` the values ``first:end`` of a block, each times its weight,
+    in ascending order.
+    """
     column = 0
     while column + 4 * LANES <= width:
         a0, a1 = load(out, column, F32), load(out, column + LANES, F32)

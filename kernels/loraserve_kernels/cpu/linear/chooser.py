@@ -254,7 +254,8 @@ def probe(
             seconds: dict[int, float] = {}
             if not verdict:
                 product = candidate.make(weight)
-                # another process may have had the processor all the while: what looks slow is timed again
+                # another process may have had the processor all the while: what looks slow is timed
+                # again
                 for _ in range(_TRIES):
                     again = _times(product, inputs, float_s, runs, run_s, clock)
                     if len(again) < len(rows):
@@ -365,7 +366,9 @@ def _activations(num_rows: int, in_features: int) -> Tensor:
 
 
 def lines(choices: Iterable[Choice]) -> Iterator[tuple[bool, str]]:
-    """Yield what a log says of choices: whether the best is slower than float32, and the sentence."""
+    """Yield what a log says of choices: whether the best is slower than float32,
+    and the sentence.
+    """
     for choice in choices:
         if not choice.float_s:
             yield False, f"{choice.format} {choice.out_features}×{choice.in_features}: {choice.arithmetic}; taken over"

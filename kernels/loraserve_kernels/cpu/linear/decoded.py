@@ -265,7 +265,9 @@ def _tiles(codes: Tensor) -> Tensor:
 
 
 def _filled(grid: Tensor) -> Tensor:
-    """[groups, channels] in that order of memory, the channels filled up with zeros to whole tiles."""
+    """[groups, channels] in that order of memory,
+    the channels filled up with zeros to whole tiles.
+    """
     from loraserve_kernels.cpu.linear.decoded_kernel import TILE
 
     groups, channels = grid.shape

@@ -325,7 +325,9 @@ def _dot(num_rows: int) -> Any:
 
 
 ROWS = 8 if LANES == 16 else 4
-"""Rows that one pass over a tile's codes multiplies: as many as there are registers for their sums."""
+"""Rows that one pass over a tile's codes multiplies:
+as many as there are registers for their sums.
+"""
 
 
 def _runner(one: Any, four: Any, eight: Any) -> Any:

@@ -166,7 +166,8 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
     launches = []
     for dtype, table in plan.tables.items():
         num_bytes = sum(
-            # a row beyond the first costs arithmetic, about a quarter of what reading the weights did
+            # a row beyond the first costs arithmetic, about a quarter of what reading the weights
+            # did
             work.num_bytes * (3 + s.row_end - s.row_start) // 4
             for s, work in works
             if s.adapter.data.dtype == dtype

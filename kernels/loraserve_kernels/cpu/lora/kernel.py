@@ -218,7 +218,9 @@ def _add(y, y_stride, num_rows, values, width):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never")
 def _scale(y, y_stride, num_rows, delta, bias, width):  # type: ignore[no-untyped-def]
-    """Add ``delta · (y − bias)`` to `width` columns of `num_rows` rows of y; a bias of 0 is none."""
+    """Add ``delta · (y − bias)`` to `width` columns of `num_rows` rows of y;
+    a bias of 0 is none.
+    """
     whole = width // LANES * LANES
     minus = splat(np.float32(-1))
     for row in range(num_rows):
@@ -430,7 +432,8 @@ def _apply(args, kind):  # type: ignore[no-untyped-def]
 
 # One entry for each element type, each with a name of its own: numba resolves machine code from its
 # cache by name, and two closures of one name would
-# answer for each other. Each closes over the stamp (see `simd.STAMP`), which changes with a record's words too.
+# answer for each other. Each closes over the stamp (see `simd.STAMP`), which changes with a
+# record's words too.
 _RECORD = (RANK, A, B, SCALINGS, DELTA, SHIFT, NUM_ROWS, ROWS, ROW_IDS, ROW_SCALES, RECORD_WORDS)
 _STAMP = zlib.crc32(repr((STAMP, _RECORD)).encode())
 

@@ -97,14 +97,16 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         total = tl.full((BLOCK_M,), 0.0, dtype=tl.float32)
         acc = tl.full((BLOCK_M, BLOCK_D), 0.0, dtype=tl.float32)
-        # a tile's blocks are looked up one tile ahead, so that its keys and values can be fetched several tiles ahead
+        # a tile's blocks are looked up one tile ahead, so that its keys and values can be fetched
+        # several tiles ahead
         key = key_begin + offs_n
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < key_end, other=0)
         for key0 in tl.range(key_begin, key_end, BLOCK_N, num_stages=NUM_STAGES):
             key = key0 + offs_n
             is_key = key < key_end
             in_block = (kv_head * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-            # nothing past the context is read: a value may be NaN there, and NaN times a weight of zero isn't zero
+            # nothing past the context is read: a value may be NaN there, and NaN times a weight of
+            # zero isn't zero
             k_at = block.to(tl.int64) * stride_k_block + in_block
             k = tl.load(k_ptr + (k_at[None, :] + offs_d[:, None]), mask=is_d[:, None] & is_key[None, :], other=0.0)
             v_at = block.to(tl.int64) * stride_v_block + in_block

@@ -5,11 +5,14 @@ The buffer is int32. Its first `HEADER` numbers say where its parts start (in el
 buffer) and how long they are; kernels read them there, so one captured CUDA graph serves every mix
 of context lengths. The parts:
 
-    items          eight numbers each: row0, num_rows, position of row0, sequence, split, num_splits, 0, 0
+    items          eight numbers each: row0, num_rows, position of row0, sequence, split,
+                   num_splits, 0, 0;
                    decode items come first: one split of the keys of a sequence that has a single
                    row; then tiles: up to `tile_rows` rows of a chunk
-    rows           four numbers for each sequence with a single row: row0, its first item, num_splits, 0
-    tables         [num_seqs, table_width] block tables, no wider than the step's longest context needs
+    rows           four numbers for each sequence with a single row: row0, its first item,
+                   num_splits, 0
+    tables         [num_seqs, table_width] block tables, no wider than the step's longest
+                   context needs
 
 A sequence with a single row has its keys cut into splits that different programs attend to: how
 many depends on its own context alone (`num_splits`), and so do the bits of its row. Item i leaves

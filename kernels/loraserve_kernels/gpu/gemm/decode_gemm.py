@@ -212,7 +212,8 @@ def arrive(counter_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether this program is the last of so many; what the others stored before they arrived can
     then be read past the nearest cache.
     """
-    # all threads' stores come before the arrival, and the last arrival comes before all threads' loads
+    # all threads' stores come before the arrival, and the last arrival comes before all threads'
+    # loads
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == PARTS - 1
     tl.debug_barrier()

@@ -33,7 +33,8 @@ MAX_DECODE_ROWS = 64
 _DTYPES = (torch.bfloat16, torch.float16)
 # column tiles of the narrowest configuration
 _COLUMNS = 64
-# two for each of an H200's multiprocessors; a constant, so that a row's bits don't depend on the device either
+# two for each of an H200's multiprocessors; a constant, so that a row's bits don't depend on the
+# device either
 _ENOUGH_PROGRAMS = 256
 _SHORTEST_PART = 256
 _MAX_PARTS = 16

@@ -78,7 +78,8 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         # an adapter without this slice's module has no row here
         is_row = offs_m < tl.where(num_items > 0, num_rows, 0)
         rows = tl.load(plan_ptr + PERM_AT + row0 + offs_m, mask=is_row, other=0).to(tl.int64)
-        # a row of the pool goes on with zeros up to a multiple of 16, so that this mask is the same for 16 neighbours
+        # a row of the pool goes on with zeros up to a multiple of 16, so that this mask is the same
+        # for 16 neighbours
         is_stored = offs_n < tl.multiple_of((width + 15) // 16 * 16 - first_column, 16)
         h_ptr = scratch_ptr + first_item.to(tl.int64) * (SPLIT_K * BLOCK_M * 16)
         record_ptr = records_ptr + first_tile.to(tl.int64) * stride_tile
@@ -136,8 +137,9 @@ def add_products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice. δ and the
-    shift are the caller's.
+    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice.
+
+    δ and the shift are the caller's.
     """
     offs_m = tl.arange(0, BLOCK_M)
     offs_r = tl.arange(0, 16)

@@ -9,8 +9,11 @@ serves every mix of adapters, ranks and rows. At `HEADER` stands the permutation
 by adapter, base rows left out; then the same of the sampled rows, where the head has adapters.
 Then, packed:
 
-    work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to block_m rows of one adapter
-    row tile (expand)    row0, num_rows, kind, replaced rows, then for each of up to three slices: first work item, work items, first tile, whether there is a δ or a shift
+    work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to
+                         block_m rows of one adapter
+    row tile (expand)    row0, num_rows, kind, replaced rows, then for each of up to three
+                         slices: first work item, work items, first tile, whether there is a δ or a
+                         shift
 
 At the head and the embedding, which have one slice, the third's words speak of replaced rows.
 Sixteen of them for one row tile are a piece of work; those of an adapter's row tiles stand in turn,

@@ -61,7 +61,8 @@ def replace_kernel(  # type: ignore[no-untyped-def]
     offs_k = tl.arange(0, BLOCK_K)
     offs_t = tl.arange(0, TILES_AT_ONCE)
     for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
-        # its group is the last whose work starts here or before: one without work starts where the next does
+        # its group is the last whose work starts here or before: one without work starts where the
+        # next does
         group = 0
         for first in range(0, num_row_tiles, TILES_AT_ONCE):
             first_work_ptrs = plan_ptr + tiles_at + (first + offs_t) * 16 + FIRST_WORK
@@ -134,7 +135,8 @@ def replace_embedding_kernel(  # type: ignore[no-untyped-def]
         rows = tl.load(plan_ptr + PERM_AT + row0 + offs_m, mask=is_row, other=0).to(tl.int64)
         tokens = tl.load(token_ids_ptr + rows, mask=is_row, other=0).to(tl.int32)
         first_record = records_ptr + first_tile.to(tl.int64) * stride_tile
-        # ids ascend, so a token's isn't behind its own number, and stands there if all before are replaced too
+        # ids ascend, so a token's isn't behind its own number, and stands there if all before are
+        # replaced too
         high = tl.where(is_row, tl.minimum(tokens + 1, num_replaced), 0)
         last = tl.maximum(high - 1, 0)
         is_last = tl.load(first_record + last // 16 * RECORD + IDS + last % 16, mask=is_row, other=-1) == tokens

@@ -11,9 +11,11 @@ a page need only be as large as one row, the head's over its vocabulary included
 Kernels take ranks by tiles of `RANK_TILE`. A tile has one number for all layers; what differs by
 layer stands in the tile's record for the layer, `RECORD` int32:
 
-    A_UNITS      16 units: where each rank's row of A starts        HAS_DELTA, HAS_SHIFT  1 where the module has one (in the module's first tile)
-    B_UNITS      16 units: of B                                     MULTIPLIERS           16 float32, by their bits
+    A_UNITS                  16 units: where each rank's row of A starts
+    B_UNITS                  16 units: of B
     DELTA_UNIT, SHIFT_UNIT   where δ and the shift start
+    HAS_DELTA, HAS_SHIFT     1 where the module has one (in the module's first tile)
+    MULTIPLIERS              16 float32, by their bits
 
 A rank's multiplier is alpha / r (or alpha / sqrt(r), or the rank's own), times the scales of its
 two rows when they are int8. A multiplier of zero means that there is no such rank: kernels read

@@ -184,7 +184,9 @@ def _write_replaced(
 
 
 def _spread(tiles: npt.NDArray[np.generic], by_rank: npt.NDArray[np.generic]) -> None:
-    """Write one number for each rank to tiles [num_tiles, RANK_TILE], which lie anyhow in memory."""
+    """Write one number for each rank to tiles [num_tiles, RANK_TILE],
+    which lie anyhow in memory.
+    """
     whole = len(by_rank) // RANK_TILE
     tiles[:whole] = by_rank[: whole * RANK_TILE].reshape(whole, RANK_TILE)
     if rest := by_rank[whole * RANK_TILE :].size:

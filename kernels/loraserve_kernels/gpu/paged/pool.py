@@ -85,7 +85,8 @@ class PagedPool:
         module_shapes: (out_features, in_features) in the order of ``layout.MODULES``.
     """
 
-    # each page of a slot was taken from `pages`, and is put back there; free tiles + tiles of all slots == max_tiles
+    # each page of a slot was taken from `pages`, and is put back there; free tiles + tiles of all
+    # slots == max_tiles
 
     def __init__(
         self,
@@ -185,7 +186,8 @@ class PagedPool:
         slot, pages = self._free_slots.pop(), self.pages.allocate_pages(num_pages)
         self._tile_is_used[tiles] = True
         self._loaded[slot] = (pages, tiles)
-        # a unit of no page stands behind the last, and is what it says itself: 0, or the id of a replaced row
+        # a unit of no page stands behind the last, and is what it says itself: 0, or the id of a
+        # replaced row
         first_units = np.array([*pages, 0], dtype=np.int32) * np.int32(page_num_bytes // UNIT_BYTES)
         adapter.records.numpy()[..., :NUM_UNITS] = first_units[adapter.unit_pages] + adapter.units_in_page
         for first, count in _runs(pages):

@@ -136,7 +136,8 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         b = second * scale * tl.where(is_q[:, None], q_second, k_second)
     if ROTATES:
         position = tl.load(positions_ptr + row)
-        # a position that the table doesn't have makes NaN, which sampling reports, rather than a fault
+        # a position that the table doesn't have makes NaN, which sampling reports, rather than a
+        # fault
         is_angle = columns < tl.where((position >= 0) & (position < max_len), HALF, 0)
         angles_ptrs = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + columns
         cos = tl.load(angles_ptrs, mask=is_angle, other=float("nan"))[None, :]

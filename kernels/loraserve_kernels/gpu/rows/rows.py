@@ -35,7 +35,9 @@ NUM_WARPS = 4
 
 
 def norm_config(hidden_size: int) -> tuple[int, int]:
-    """(block, num_warps) of `add_rms_norm`: at most 32 elements a thread, 16 up to a size of 8192."""
+    """(block, num_warps) of `add_rms_norm`: at most 32 elements a thread,
+    16 up to a size of 8192.
+    """
     block: int = triton.next_power_of_2(hidden_size)
     return block, min(16, max(1, block // 512))
 

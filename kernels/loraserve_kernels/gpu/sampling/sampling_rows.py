@@ -133,7 +133,8 @@ class SamplingScratch:
         self.num_chunks = -(-vocab_size // CHUNK)
         self.group = group_size(vocab_size)
         self.num_groups = -(-vocab_size // self.group)
-        # half of the groups at most: the more of them, the more tokens of the same groups reach the bound as well
+        # half of the groups at most: the more of them, the more tokens of the same groups reach the
+        # bound as well
         wanted = min(NUM_CANDIDATES, self.num_groups // 2)
         self.num_wanted = wanted if vocab_size > MAX_CANDIDATES else self.num_groups + 1
 

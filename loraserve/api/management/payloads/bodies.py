@@ -26,7 +26,8 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     """Read the request's JSON as a `model`.
 
     Raises:
-        InvalidRequest: it isn't strict JSON, or a field is missing, wrong or unknown; `param` names the field, no value is repeated.
+        InvalidRequest: it isn't strict JSON, or a field is missing, wrong or unknown; `param` names
+            the field, no value is repeated.
     """
     value = await json_object(request, services_of(request).text_threads)
     try:

@@ -34,7 +34,9 @@ def answer(request: Request, resource: Resource, *, etag: str | None = None) -> 
 
 
 def header_list(request: Request, name: str) -> str | None:
-    """Join the lines of a header that holds a list, so that none is overlooked; None: it is absent."""
+    """Join the lines of a header that holds a list, so that none is overlooked; None:
+    it is absent.
+    """
     lines = request.headers.getlist(name)
     return ", ".join(lines) if lines else None
 
@@ -78,7 +80,8 @@ def read_precondition(request: Request) -> Precondition:
     """Read what ``If-Match`` and ``If-None-Match`` require of a resource with a `revision_etag`.
 
     Raises:
-        InvalidRequest: a header isn't a list of ETags or ``*``; or If-None-Match isn't ``*``, the only form of use to a PUT.
+        InvalidRequest: a header isn't a list of ETags or ``*``; or If-None-Match isn't ``*``, the
+            only form of use to a PUT.
     """
     match, none_match = header_list(request, "if-match"), header_list(request, "if-none-match")
     if none_match is not None and none_match.strip() != "*":
@@ -111,7 +114,8 @@ async def answer_once(
 
     Args:
         content: identifies the body, so that the same key with another body is refused.
-        work: does the request, in a transaction with the given `Once` (None: the request has no key).
+        work: does the request, in a transaction with the given `Once` (None: the request has no
+            key).
         render: returns the response to a result. It is stored, so it must hold no secret.
 
     Raises:

@@ -1,4 +1,6 @@
-"""PEFT itself, on a tiny Llama: it saves what we compile, and says what its modules then compute."""
+"""PEFT itself, on a tiny Llama: it saves what we compile,
+and says what its modules then compute.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def _save_adapter(
     dtype: torch.dtype = torch.float32,
     model: transformers.PreTrainedModel | None = None,
 ) -> PeftAdapter:
-    """What PEFT's save_pretrained writes of an adapter with random weights; `model`, if given, has it then."""
+    """What PEFT's save_pretrained writes of an adapter with random weights; `model`, if given,
+    has it then.
+    """
     model = peft.get_peft_model(model or _make_model(dtype), config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():

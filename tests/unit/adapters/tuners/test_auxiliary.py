@@ -1,4 +1,6 @@
-"""What PEFT trains beside the tensors of LoHa, LoKr, IA3 and VeRA, compiled by us, gives PEFT's own logits together with them."""
+"""What PEFT trains beside the tensors of LoHa, LoKr, IA3 and VeRA, compiled by us, gives PEFT's own
+logits together with them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each kind's table of fields against the config class of the installed PEFT, and what becomes of fields that aren't served."""
+"""Each kind's table of fields against the config class of the installed PEFT, and what becomes of
+fields that aren't served.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""IA3 as PEFT saves it, compiled by us, multiplies the same numbers; what it would multiply elsewhere is refused."""
+"""IA3 as PEFT saves it, compiled by us, multiplies the same numbers;
+what it would multiply elsewhere is refused.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ Compile = Callable[..., AdapterIR]
 
 
 def changed(adapter: PeftAdapter, **tensors: TensorView | None) -> PeftAdapter:
-    """The adapter with these tensors of layer 1's q_proj in the place of its own, or without them."""
+    """The adapter with these tensors of layer 1's q_proj in the place of its own,
+    or without them.
+    """
     kept = dict(adapter.tensors)
     for part, tensor in tensors.items():
         name = f"{LAYER}self_attn.q_proj.{part}"

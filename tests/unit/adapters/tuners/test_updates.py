@@ -1,4 +1,6 @@
-"""LoHa, LoKr, VeRA and AdaLoRA as PEFT saves them, compiled by us, are the same updates that PEFT computes of them."""
+"""LoHa, LoKr, VeRA and AdaLoRA as PEFT saves them, compiled by us,
+are the same updates that PEFT computes of them.
+"""
 
 from __future__ import annotations
 

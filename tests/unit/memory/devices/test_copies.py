@@ -1,4 +1,6 @@
-"""Copies to a GPU wait for the step that was launched last, and an event of their own says when they have landed."""
+"""Copies to a GPU wait for the step that was launched last,
+and an event of their own says when they have landed.
+"""
 
 from __future__ import annotations
 

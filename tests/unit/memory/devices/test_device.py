@@ -1,4 +1,6 @@
-"""What a device has room for is counted in every dimension, and what its dtype can't hold is refused by name."""
+"""What a device has room for is counted in every dimension,
+and what its dtype can't hold is refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A GPU's pool of pages as a place for adapters: sizes, limits of three kinds, scattered tiles, and int8."""
+"""A GPU's pool of pages as a place for adapters: sizes, limits of three kinds, scattered tiles,
+and int8.
+"""
 
 from __future__ import annotations
 

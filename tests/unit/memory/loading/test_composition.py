@@ -1,4 +1,6 @@
-"""A weighted sum of adapters: their updates and biases add up, the base counts once, and what doesn't add up is refused by name."""
+"""A weighted sum of adapters: their updates and biases add up, the base counts once, and what
+doesn't add up is refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What an adapter has in the place of what is the base's becomes what kernels add to it; checked against the IR's own formula."""
+"""What an adapter has in the place of what is the base's becomes what kernels add to it; checked
+against the IR's own formula.
+"""
 
 from __future__ import annotations
 

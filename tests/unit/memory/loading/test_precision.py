@@ -1,4 +1,6 @@
-"""What an operator lets an adapter lose is measured as it is defined: on the whole products, which only tests make."""
+"""What an operator lets an adapter lose is measured as it is defined: on the whole products,
+which only tests make.
+"""
 
 from __future__ import annotations
 

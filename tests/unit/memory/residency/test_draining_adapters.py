@@ -1,4 +1,6 @@
-"""Residents give way: as many as it takes, the least recently used first, and never what an operator keeps."""
+"""Residents give way: as many as it takes, the least recently used first,
+and never what an operator keeps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""With a GPU, copies land while everyone else goes on; the host keeps its copy; and nothing is written that a step still reads."""
+"""With a GPU, copies land while everyone else goes on; the host keeps its copy; and nothing is
+written that a step still reads.
+"""
 
 from __future__ import annotations
 
@@ -345,7 +347,9 @@ RANKS = (1, 2, 3, 4, 6, 17, 12)
 
 def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[RuleBasedStateMachine]:
     class Machine(RuleBasedStateMachine):
-        """Eight pages, but for one adapter that takes more, and few tiles; steps and copies run in any order that the events allow."""
+        """Eight pages, but for one adapter that takes more, and few tiles; steps and copies run in
+        any order that the events allow.
+        """
 
         @initialize(
             host_ranks=st.sampled_from([0, 3, 30]),
@@ -457,7 +461,9 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
                 self.armed.__exit__(None, None, None)
 
         def everyone_is_served(self) -> None:
-            """With pins that end, each adapter that fits gets its turn, one running request at a time."""
+            """With pins that end, each adapter that fits gets its turn,
+            one running request at a time.
+            """
             for ref in refs:
                 self.pager.set_operator_pin(ref, False)
             for _, pin in self.pins:

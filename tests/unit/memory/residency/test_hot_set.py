@@ -80,7 +80,8 @@ def test_a_popular_adapter_that_others_drove_out_is_brought_back(
     pager = make_pager(device_ranks=8, host_ranks=8)
     popular = make.publish(store, seed=1)
     use(pager, make, popular, times=10)
-    # a crowd that runs at once leaves it no place on the device, and those after it none in the host's memory
+    # a crowd that runs at once leaves it no place on the device, and those after it none in the
+    # host's memory
     pins = [hold(pager, make, make.publish(store, seed=seed)) for seed in (2, 3)]
     assert pager.tier(popular.digest) is Tier.HOST
     for seed in range(4, 9):

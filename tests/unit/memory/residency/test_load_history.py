@@ -1,4 +1,6 @@
-"""What loads have taught: sizes, failures with the time from which they may be tried again, durations, damage."""
+"""What loads have taught: sizes, failures with the time from which they may be tried again,
+durations, damage.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Workers load adapters, a bounded number at a time; what they made, or why they couldn't, is taken once."""
+"""Workers load adapters, a bounded number at a time; what they made, or why they couldn't,
+is taken once.
+"""
 
 from __future__ import annotations
 

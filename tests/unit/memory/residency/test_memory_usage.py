@@ -1,4 +1,6 @@
-"""What operators are told of memory: where requests find adapters, how long loads took, who has how much, who gave way."""
+"""What operators are told of memory: where requests find adapters, how long loads took,
+who has how much, who gave way.
+"""
 
 from __future__ import annotations
 

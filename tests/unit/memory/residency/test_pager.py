@@ -1,4 +1,6 @@
-"""Adapters come to the device without holding anybody up, wait for space in order, and fail with their reason."""
+"""Adapters come to the device without holding anybody up, wait for space in order,
+and fail with their reason.
+"""
 
 from __future__ import annotations
 

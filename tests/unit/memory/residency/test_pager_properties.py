@@ -1,4 +1,6 @@
-"""Whatever happens in whatever order: budgets hold, pins hold, weights are right, and everyone who waits is served in the end."""
+"""Whatever happens in whatever order: budgets hold, pins hold, weights are right, and everyone who
+waits is served in the end.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ DEVICE_RANKS = 8
 
 def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[RuleBasedStateMachine]:
     class Machine(RuleBasedStateMachine):
-        """Adapters of several sizes, the last too large for the device; requests, pins, releases, damage, time."""
+        """Adapters of several sizes, the last too large for the device; requests, pins,
+        releases, damage, time.
+        """
 
         @initialize(host_ranks=st.sampled_from([0, 5, 30]), num_threads=st.integers(1, 3))
         def start(self, host_ranks: int, num_threads: int) -> None:
@@ -45,7 +49,8 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
             self.pins: list[Pin] = []
             self.operator_pins: set[int] = set()
             self.damaged: dict[int, bytes] = {}
-            # Loads end when the machine says so, or else a thread's speed would decide what an example does.
+            # Loads end when the machine says so, or else a thread's speed would decide what an
+            # example does.
             self.gate = threading.Event()
             self.armed = faults.arm("pager.load", lambda: self.gate.wait(10) and None)
             self.armed.__enter__()
@@ -116,7 +121,9 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
                 self.armed.__exit__(None, None, None)
 
         def everyone_is_served(self) -> None:
-            """With sound bytes and pins that end, each adapter that fits gets its turn, one running request at a time."""
+            """With sound bytes and pins that end, each adapter that fits gets its turn,
+            one running request at a time.
+            """
             for data in self.damaged.values():
                 make.restore(store, data)
             self.damaged.clear()

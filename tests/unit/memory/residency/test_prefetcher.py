@@ -23,7 +23,9 @@ NOW_S = 10.0
 
 
 class Parts:
-    """Read-ahead and what it works on: loads don't end, and the host has room for two adapters of rank 4."""
+    """Read-ahead and what it works on: loads don't end,
+    and the host has room for two adapters of rank 4.
+    """
 
     def __init__(self, make: Any, num_threads: int = 3) -> None:
         self.make = make

@@ -1,4 +1,6 @@
-"""Tenants have turns at the loaders and at places: a flood of one's adapters holds up nobody else's."""
+"""Tenants have turns at the loaders and at places:
+a flood of one's adapters holds up nobody else's.
+"""
 
 from __future__ import annotations
 
