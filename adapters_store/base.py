@@ -18,8 +18,9 @@ MAX_MARKER_BYTES = 4096
 
 
 def check_digest(digest: str) -> Digest:
-    """Return `digest` if it is 64 lower-case hex digits;
-    nothing else may become part of a path or key.
+    """Return `digest` if it is 64 lower-case hex digits.
+
+    Nothing else may become part of a path or key.
 
     Raises:
         BlobNotFound: the digest is invalid, so that no blob has it.
@@ -101,8 +102,9 @@ class StagedBlob(Protocol):
         ...
 
     def discard(self) -> None:
-        """Remove the blob if it isn't committed, after waiting for calls in other threads;
-        may be called repeatedly.
+        """Remove the blob if it isn't committed, after waiting for calls in other threads.
+
+        It may be called repeatedly.
         """
         ...
 
@@ -169,14 +171,16 @@ class BlobStore(Protocol):
         ...
 
     def iter_digests(self) -> Iterator[Digest]:
-        """Yield the digests of all blobs in any order; blobs that are committed or deleted
-        meanwhile may be missing.
+        """Yield the digests of all blobs in any order.
+
+        Blobs that are committed or deleted meanwhile may be missing.
         """
         ...
 
     def read_marker(self) -> bytes | None:
-        """Return the store's marker, at most `MAX_MARKER_BYTES` + 1 bytes of it;
-        None if there is none.
+        """Return the store's marker; None if there is none.
+
+        At most `MAX_MARKER_BYTES` + 1 bytes of it are returned.
 
         Raises:
             StorageError: the marker can't be read.
@@ -184,11 +188,10 @@ class BlobStore(Protocol):
         ...
 
     def swap_marker(self, expected: bytes | None, data: bytes) -> bool:
-        """Replace the marker durably by `data` if it still is `expected`,
-        None for no marker; return whether it was.
+        """Replace the marker durably by `data` if it still is `expected`; return whether it was.
 
-        One of several concurrent callers succeeds. After a lost answer the call may return False
-        though `data` was written, so read the marker again.
+        None is no marker. One of several concurrent callers succeeds. After a lost answer the call
+        may return False though `data` was written, so read the marker again.
 
         Raises:
             StorageError: the marker can't be written.

@@ -18,8 +18,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def fresh_memory(num_bytes: int) -> memoryview:
-    """Return writable memory from fresh kernel pages: zeroed once, allocated when written to,
-    freed with the last view.
+    """Return writable memory from fresh kernel pages.
+
+    It is zeroed once, allocated when written to, and freed with the last view.
     """
     if not num_bytes:
         return memoryview(bytearray())
@@ -64,8 +65,9 @@ def write_all(fd: int, view: memoryview) -> None:
 
 @contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Translate the system's errors to `StorageFull` or `StorageError`,
-    whose message starts with `what`.
+    """Translate the system's errors to `StorageFull` or `StorageError`.
+
+    Their messages start with `what`.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Blobs in a directory: ``ab/cd/<sha256>``,
-written so that a blob which was acknowledged survives a power cut.
+"""Blobs in a directory: ``ab/cd/<sha256>``.
 
-The order: bytes → fsync → rename → fsync of the folder. After a failed fsync the kernel may have
-dropped the pages and report success the next time, so that it is never tried again on the same
-file: the staged file is removed and the upload fails.
+They are written so that a blob which was acknowledged survives a power cut. The order: bytes →
+fsync → rename → fsync of the folder. After a failed fsync the kernel may have dropped the pages and
+report success the next time, so that it is never tried again on the same file: the staged file is
+removed and the upload fails.
 """
 
 from __future__ import annotations
@@ -205,8 +205,9 @@ class LocalStore:
                 os.close(fd)
 
     def _check_place(self) -> None:
-        """Raise StorageError if the folder was moved away or replaced: what is written by its
-        descriptor wouldn't be found again.
+        """Raise StorageError if the folder was moved away or replaced.
+
+        What is written by its descriptor wouldn't be found again.
         """
         opened = os.fstat(self._root_fd)
         try:

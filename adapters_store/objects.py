@@ -66,8 +66,9 @@ _HINT = "The bucket, its region and credentials come from the URL and the AWS_* 
 
 
 def open_bucket(bucket: str, prefix: str) -> S3Store:
-    """Create a client of the bucket below `prefix`, configured by the AWS_* variables;
-    make no request.
+    """Create a client of the bucket below `prefix`, configured by the AWS_* variables.
+
+    No request is made.
 
     Raises:
         ConfigError: the variables are inconsistent.
@@ -261,8 +262,9 @@ class ObjectStore:
             faults.hit("blob.after_put")
 
     def _fetch(self, digest: Digest) -> tuple[int, Iterator[bytes]]:
-        """Return the object's size and its bytes in pieces, all of one state;
-        some pieces are fetched ahead.
+        """Return the object's size and its bytes in pieces, all of one state.
+
+        Some pieces are fetched ahead.
 
         Raises:
             BlobNotFound, StorageError: raised at once for the first piece, and during iteration for
@@ -352,8 +354,9 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def bucket_errors(digest: str) -> Iterator[None]:
-    """Translate the bucket's errors to ours; log their texts,
-    which name the bucket and aren't shown to tenants.
+    """Translate the bucket's errors to ours, and log their texts.
+
+    Those name the bucket and aren't shown to tenants.
     """
     try:
         yield
@@ -372,8 +375,9 @@ def bucket_errors(digest: str) -> Iterator[None]:
 
 
 def open_object(bucket: str, prefix: str, name: str) -> tuple[int, Iterator[bytes]]:
-    """Return the size and the bytes of the object `name` below the prefix,
-    all of one state of it, in pieces.
+    """Return the size and the bytes, in pieces, of the object `name` below the prefix.
+
+    All are of one state of it.
 
     Raises:
         BlobNotFound: there is no such object.

@@ -112,7 +112,8 @@ class Throttle:
         is_serving: Callable[[], bool] | None = None,
         threads: Executor | None = None,
     ) -> None:
-        """
+        """Make a throttle with these bounds on its pauses.
+
         Args:
             pause_factor: seconds of pause per second of work.
             max_pause_s: cap on the pause after one piece of work.

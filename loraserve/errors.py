@@ -205,7 +205,8 @@ class AlreadyExists(Conflict):
 
 
 class UploadOffsetMismatch(Conflict):
-    """`received` is how many bytes are durable: where the next piece should begin;
+    """`received` is how many bytes are durable: where the next piece should begin.
+
     None where the error came from afar.
     """
 
@@ -259,8 +260,9 @@ class AdapterUnavailable(LoraserveError):
 
 
 class AdapterCorrupt(AdapterUnavailable):
-    """`digest` is the version's, of a composition the damaged part's, and `blob` the one that is
-    damaged; None where the error came from afar.
+    """`digest` is the version's, and `blob` the damaged one; of a composition its part's.
+
+    Both are None where the error came from afar.
     """
 
     code = "adapter_corrupt"
@@ -371,8 +373,9 @@ class EngineUnavailable(EngineError):
 
 
 class EngineDied(EngineUnavailable):
-    """For clients the same as its parent, and of the same `code`;
-    what was asked for may be what killed it.
+    """For clients the same as its parent, and of the same `code`.
+
+    What was asked for may be what killed it.
     """
 
 
@@ -427,10 +430,10 @@ class UnexpectedAnswer(ClientError):
 
 
 def error_from_code(code: str, message: str) -> LoraserveError:
-    """Return an error of the class that has this code: how an error comes back from another
-    process. Unknown codes give the root.
+    """Return an error of the class that has this code; unknown codes give the root.
 
-    Of two classes with one code it is the one that the tree names first.
+    So an error comes back from another process. Of two classes with one code it is the one that the
+    tree names first.
     """
     todo: list[type[LoraserveError]] = [LoraserveError]
     while todo:

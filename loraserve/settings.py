@@ -62,8 +62,10 @@ def parse_patterns(value: object) -> object:
 
 
 def check_pattern(value: str) -> str:
-    """Raises:
-    ValueError: it could match nothing that can be pulled.
+    """Return the pattern if it could match something that can be pulled.
+
+    Raises:
+        ValueError: it couldn't.
     """
     if not re.fullmatch(r"(hf|s3)://[A-Za-z0-9!_.*'()=/-]+", value) or ".." in value:
         raise ValueError("should be patterns such as hf://acme/* or s3://models/adapters/*")

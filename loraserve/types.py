@@ -24,11 +24,10 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class AdapterRef(Struct, frozen=True):
-    """One immutable adapter version, as the engine needs it:
-    its identity and the blobs that hold it.
+    """One immutable adapter version, as the engine needs it.
 
-    `digest` is the identity (caches, KV prefixes and pins use it); `name` and `version` are for
-    people.
+    It is its identity and the blobs that hold it. `digest` is the identity (caches, KV prefixes and
+    pins use it); `name` and `version` are for people.
     """
 
     tenant: TenantId
@@ -49,11 +48,10 @@ class AdapterPart(Struct, frozen=True):
 
 
 class Certificate(Struct, frozen=True):
-    """How far an adapter's answers on this engine are from those of a plain float32 evaluation of
-    it on the same (dequantised) base.
+    """How far an adapter's answers on this engine are from a plain float32 evaluation's.
 
-    Differences are of logits, over all tokens of the vocabulary at every probe position, the
-    adapter alone and in a mixed batch.
+    Both are on the same (dequantised) base. Differences are of logits, over all tokens of the
+    vocabulary at every probe position, the adapter alone and in a mixed batch.
     """
 
     verdict: str
@@ -147,8 +145,9 @@ class BaseSpec(Struct, frozen=True):
 
 
 class KernelChoice(Struct, frozen=True):
-    """Kernel that computes a CPU's linears of one format and of about one shape; an engine that
-    follows another computes with the same.
+    """Kernel that computes a CPU's linears of one format and of about one shape.
+
+    An engine that follows another computes with the same.
     """
 
     format: str

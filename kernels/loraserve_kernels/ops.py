@@ -1,5 +1,6 @@
-"""The entries that model code calls: each checks its tensors and picks the kernel for their
-device.
+"""The entries that model code calls.
+
+Each checks its tensors and picks the kernel for their device.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 def apply_lora(
     x: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None
 ) -> None:
-    """Turn `y` from ``W x + bias`` into what the row's adapter makes of it (see
-    `modules.LoraModule`) in place, for every row that has an adapter and every slice of the site;
-    leave other rows as they are.
+    """Turn `y` from ``W x + bias`` into what the row's adapter makes of it, in place.
 
-    The order is: columns whose rows of W the adapter has replaced are computed anew, ``B
-    diag(scaling) A x`` is added, what is there beside the bias is multiplied by 1 + δ, and the bias
-    delta is added.
+    `modules.LoraModule` says what that is. It is done for every row that has an adapter and every
+    slice of the site; other rows stay as they are. The order is: columns whose rows of W the
+    adapter has replaced are computed anew, ``B diag(scaling) A x`` is added, what is there beside
+    the bias is multiplied by 1 + δ, and the bias delta is added.
 
     Args:
         x: [num_tokens, in_features] float32, or bfloat16 or float16 on a GPU, contiguous in the
@@ -76,11 +76,11 @@ def apply_lora(
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraPlan) -> None:
-    """Add ``B diag(scaling) (column token_id of A)`` to `y` in place, for every row whose adapter
-    has the module ``embed_tokens``; leave other rows as they are.
+    """Add ``B diag(scaling) (column token_id of A)`` to `y` in place.
 
-    Where the adapter has a row of its own for the token, that takes the base's place before; where
-    it has a δ, the row is multiplied by 1 + δ after.
+    It is done for every row whose adapter has the module ``embed_tokens``; other rows stay as they
+    are. Where the adapter has a row of its own for the token, that takes the base's place before;
+    where it has a δ, the row is multiplied by 1 + δ after.
 
     Args:
         token_ids: [num_tokens] int64, every one in the vocabulary.

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """Turn `y` into ``(1 + δ) · (W' x + B diag(scaling) A x) + bias + shift`` in place, in y's
-    dtype, for every row and slice of the site that has an adapter.
+    """Turn `y` into what each row's adapter makes of it, in place, in y's dtype.
+
+    That is ``(1 + δ) · (W' x + B diag(scaling) A x) + bias + shift``, for every row and slice of
+    the site that has an adapter.
 
     Args:
         x: [num_tokens, in_features].
@@ -45,8 +47,9 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """Apply the embedding's LoRA; its input is one-hot: ``x A^T`` is row token_id of A^T, ``W' x``
-    is row token_id of the table.
+    """Apply the embedding's LoRA, whose input is one-hot.
+
+    ``x A^T`` is row token_id of A^T, ``W' x`` is row token_id of the table.
 
     Args:
         token_ids: [num_tokens], integers.
@@ -84,12 +87,11 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Causal attention of each row over its sequence's cached keys, in q's dtype; [num_tokens,
-    num_heads, head_dim].
+    """Compute causal attention of each row over its sequence's cached keys, in q's dtype.
 
-    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``.
-    With a sliding window w, a row sees itself and the w − 1 positions before it. With a soft cap c,
-    scores are c · tanh(score / c).
+    Return it as [num_tokens, num_heads, head_dim]. The rows of a sequence are its last ones: row j
+    of m stands at position ``context_len - m + j``. With a sliding window w, a row sees itself and
+    the w − 1 positions before it. With a soft cap c, scores are c · tanh(score / c).
     """
     out = torch.empty_like(q)
     group, block_size = q.shape[1] // k_cache.shape[1], k_cache.shape[2]
@@ -114,10 +116,9 @@ def paged_attention(
 
 
 def quantize_rows(matrix: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
-    """Round each row to integers of at most `max_code` in size: (codes, scale per row), ``matrix ≈
-    codes · scale``.
+    """Round each row to integers of at most `max_code` in size.
 
-    A zero row has scale 0.
+    Return (codes, scale per row); ``matrix ≈ codes · scale``. A zero row has scale 0.
     """
     scale = matrix.abs().amax(-1) / max_code
     codes = torch.where(scale[:, None] > 0, matrix / scale[:, None], torch.zeros_like(matrix)).round()

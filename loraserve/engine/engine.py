@@ -65,7 +65,8 @@ class Engine:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make an engine that has no requests yet.
+
         Args:
             kv: cache that the runner's steps write; None: one of the runner's blocks, all
                 of which are its own.

@@ -39,7 +39,8 @@ class StepTimer:
     def __init__(
         self, adapter_time: Stopwatch, prefill_cost: CostEstimate, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """
+        """Make hooks that have seen no step.
+
         Args:
             adapter_time: runs while the steps' thread works on adapters.
             prefill_cost: notes what computing prompt tokens costs.

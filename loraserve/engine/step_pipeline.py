@@ -43,7 +43,8 @@ class StepPipeline:
         handle_of: Callable[[Digest], AdapterHandle],
         overlap: bool,
     ) -> None:
-        """
+        """Make an empty pipeline.
+
         Args:
             handle_of: returns the adapter that some scheduled request has pinned.
         """

@@ -53,7 +53,8 @@ class EngineClient:
         load_timeout_s: float | None = None,
         on_damage: Callable[[Digest, Digest], None] | None = None,
     ) -> None:
-        """
+        """Make a client; `start` starts its engine.
+
         Args:
             config: passed to each engine process.
             tokenizer: of the base; text is made here, not in the engine.

@@ -68,7 +68,8 @@ class EngineSupervisor:
         hang_timeout_s: float,
         load_timeout_s: float | None,
     ) -> None:
-        """
+        """Make a supervisor; `start` starts its engine.
+
         Args:
             calls: failed when an engine ends.
             on_message: called with everything that an engine sends once it is ready.

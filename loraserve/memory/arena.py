@@ -141,7 +141,7 @@ class Arena:
     """
 
     def __init__(self, num_pages: int, page_num_bytes: int, *, is_indexed: bool = False) -> None:
-        """
+        """Make an arena whose pages are all free.
 
         Args:
             is_indexed: pages are parts of one piece of memory, allocated by number from 0;

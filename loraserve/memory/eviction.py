@@ -80,7 +80,8 @@ class CostEstimate:
     """
 
     def __init__(self, assumed_s: float) -> None:
-        """
+        """Start from an assumed cost.
+
         Args:
             assumed_s: seconds per unit, until something is measured.
         """

@@ -1,5 +1,6 @@
-"""The one decoder of every architecture: token ids in, logits out, keys and values written to the
-paged cache on the way.
+"""The one decoder of every architecture: token ids in, logits out.
+
+Keys and values are written to the paged cache on the way.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Decoder:
         norm_weights: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """
+        """Make a decoder of these weights.
+
         Args:
             progress: told of each part of a layer that `forward` has computed; None: nothing reads
                 it.
@@ -73,10 +75,9 @@ class Decoder:
         return self.backend.device
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield modules' weights as they are computed with, float32, a block of rows at a time, in
-        order.
+        """Yield modules' weights as they are computed with, a block of rows at a time, in order.
 
-        Any thread may, also while a step runs.
+        They are float32. Any thread may, also while a step runs.
 
         Args:
             modules: a linear's short name, whose blocks are [n, in_features], or several that
@@ -105,8 +106,9 @@ class Decoder:
         return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, float32 in the host's memory, by the name of its
-        tensor in the checkpoint.
+        """Return what a norm multiplies with, by the name of its tensor in the checkpoint.
+
+        It is float32 in the host's memory.
         """
         return self._norm_weights[name]
 
@@ -116,7 +118,7 @@ class Decoder:
         return mlp if isinstance(mlp, MixtureOfExperts) else None
 
     def _linear(self, layer: int, module: str) -> tuple[Linear, int]:
-        """The site's linear that a layer's module is a part of, and the module's first row."""
+        """Return the site's linear that a layer's module is a part of, and its first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
         start = sum(self.spec.modules[before][0] for before in modules[: modules.index(module)])
         linear = self._layers[layer].linear(site)
@@ -126,8 +128,9 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:
-        """Return the logits [num_logits, vocab_size] float32 of ``inputs.logits_rows``; every row's
-        keys and values are in the cache afterwards.
+        """Return the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32.
+
+        Every row's keys and values are in the cache afterwards.
 
         Args:
             inputs: the step's rows; positions and slots below what the model and the cache have,
@@ -177,8 +180,9 @@ class Decoder:
         return logits if self.config.logits_cap is None else cap_softly(logits, self.config.logits_cap)
 
     def _finish(self, index: int, hidden: Tensor, attended: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        """Add a layer's attention's output to `hidden` in place; return the MLP's, which is still
-        to be added.
+        """Add a layer's attention's output to `hidden` in place, and return the MLP's.
+
+        The latter is still to be added.
         """
         layer, progress = self._layers[index], self._progress
         progress.tick()
@@ -192,10 +196,10 @@ class Decoder:
     def _with_own_norms(
         self, x: Tensor, hidden: Tensor, lora: LoraPlan | GpuLoraPlan | None, layer: int, norm: str
     ) -> Tensor:
-        """Return the normed rows of `hidden`, with those of adapters that have this norm's weight
-        of their own normed by that.
+        """Return the normed rows of `hidden`.
 
-        On GPUs none has.
+        Rows whose adapter has a weight of its own for this norm are normed by that. On GPUs none
+        has.
         """
         for rows, own in self._own_norms(lora, layer, norm):
             x[rows] = own(hidden[rows])
@@ -210,8 +214,9 @@ class Decoder:
         layer: int,
         out_norm: str,
     ) -> Tensor:
-        """Add `delta`, which is spent, to `hidden` in place, normed by what adapters have in the
-        place of `out_norm`; return what `norm` makes of the sum.
+        """Add `delta`, which is spent, to `hidden` in place; return what `norm` makes of the sum.
+
+        It is normed by what adapters have in the place of `out_norm`.
         """
         # the sum of such rows is made before the base's norm spends their delta
         sums = [

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The paged KV cache's bytes: one tensor per layer, [num_blocks, num_kv_heads, block_size,
-    head_dim].
+    """The paged KV cache's bytes: one tensor per layer.
+
+    Each is [num_blocks, num_kv_heads, block_size, head_dim].
     """
 
     k: tuple[Tensor, ...]
@@ -96,8 +97,9 @@ class GpuInputs:
 
 
 def select_rows(lora: LoraPlan, rows: Sequence[int]) -> LoraPlan | None:
-    """Return the plan of a step that goes on with these rows only, ascending; None when no
-    adapter's row is among them.
+    """Return the plan of a step that goes on with these rows only, ascending.
+
+    None when no adapter's row is among them.
     """
     segments = []
     for segment in lora.segments:

@@ -1,12 +1,12 @@
-"""The base with an adapter, evaluated in plain float32 PyTorch: what the engine's answers are
-compared with.
+"""The base with an adapter, evaluated in plain float32 PyTorch.
 
-Written from the formulas of `adapters.ir` and of the architectures alone, in the most direct way.
-It shares nothing with what it judges: no kernel, no packed or lowered weight, no plan, no page and
-no cache. Of the resident base it takes the weights as they are computed with (dequantised), a block
-of rows at a time: beside them it needs memory for a few dozen rows. Several short sequences go
-through in one pass over the weights, each by the base alone and with the adapter, and so do several
-adapters with theirs: reading the weights is half of the work.
+The engine's answers are compared with it. Written from the formulas of `adapters.ir` and of the
+architectures alone, in the most direct way. It shares nothing with what it judges: no kernel, no
+packed or lowered weight, no plan, no page and no cache. Of the resident base it takes the weights
+as they are computed with (dequantised), a block of rows at a time: beside them it needs memory for
+a few dozen rows. Several short sequences go through in one pass over the weights, each by the base
+alone and with the adapter, and so do several adapters with theirs: reading the weights is half of
+the work.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class ReferenceBase(Protocol):
     def device(self) -> torch.device: ...
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield a module's weight in blocks of rows, float32, in order, or those of modules that
-        read the same input, one after the other; of ``embed_tokens`` the rows of the table.
+        """Yield a module's weight in blocks of rows, float32, in order.
+
+        Of modules that read the same input, they come one after the other; of ``embed_tokens``,
+        they are the rows of the table.
         """
         ...
 
@@ -50,14 +52,16 @@ class ReferenceBase(Protocol):
         ...
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP, whose linears' weights are read in the
-        same way; None where that is an MLP.
+        """Return what stands in the place of a layer's MLP; None where that is an MLP.
+
+        Its linears' weights are read in the same way.
         """
         ...
 
     def norm_weight(self, name: str) -> Tensor:
-        """Return what a norm multiplies with, float32,
-        by the name of its tensor in the checkpoint.
+        """Return what a norm multiplies with, by the name of its tensor in the checkpoint.
+
+        It is float32.
         """
         ...
 
@@ -99,8 +103,9 @@ class Subject:
 def evaluate(
     base: ReferenceBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
 ) -> list[Evaluation]:
-    """Return the logits of every token of each subject's sequences, in one pass over the base's
-    weights.
+    """Return the logits of every token of each subject's sequences.
+
+    One pass over the base's weights computes them.
 
     Args:
         is_wanted: asked before each weight is read.
@@ -113,10 +118,10 @@ def evaluate(
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """Return where an aLoRA begins to act: at the last occurrence of its invocation tokens, from
-    the first of them on.
+    """Return where an aLoRA begins to act.
 
-    None: nowhere. Without such tokens: at 0.
+    That is at the last occurrence of its invocation tokens, from the first of them on. None:
+    nowhere. Without such tokens: at 0.
     """
     size = len(invocation)
     for start in range(len(token_ids) - size, -1, -1) if size else (0,):
@@ -259,7 +264,10 @@ class _Pass:
         return self._linear(self._activate(gate) * up, layer, "down_proj")
 
     def _mix(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
-        """The chosen experts' outputs, weighted. No adapter acts on them."""
+        """Return the chosen experts' outputs, weighted.
+
+        No adapter acts on them.
+        """
         probabilities = _multiply(x, mixture.router).softmax(1)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool)
         chosen.scatter_(1, probabilities.topk(mixture.num_chosen).indices, True)
@@ -313,8 +321,9 @@ class _Pass:
         return self._adapt(x, self._multiply(x, layer, module), layer, module)
 
     def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return the outputs of modules that read the same input; their weights are read one after
-        the other.
+        """Return the outputs of modules that read the same input.
+
+        Their weights are read one after the other.
         """
         parts = torch.split(self._multiply(x, layer, *sizes), list(sizes.values()), 1)
         return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
@@ -325,7 +334,7 @@ class _Pass:
         return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
 
     def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
-        """A module's output.
+        """Return a module's output.
 
         Args:
             y: the base's weight times x.
@@ -343,7 +352,7 @@ class _Pass:
         return out
 
     def _adapted(self, m: ModuleIR, x: Tensor, wx: Tensor, bias: Tensor | None) -> Tensor:
-        """The formula of `ModuleIR`.
+        """Apply the formula of `ModuleIR`.
 
         Args:
             wx: the base's weight times x.
@@ -386,8 +395,9 @@ class _Pass:
         return self._of(m.magnitude) / torch.cat(norms)
 
     def _weight_rows(self, m: ModuleIR) -> Iterator[Tensor]:
-        """Yield the weight that the adapter's update is added to, in blocks of rows: the base's, or
-        its own.
+        """Yield the weight that the adapter's update is added to, in blocks of rows.
+
+        It is the base's, or the adapter's own.
         """
         start = 0
         for block in self._base.weight_rows(m.layer, m.module):
@@ -407,7 +417,7 @@ class _Pass:
         return out
 
     def _table_rows(self, blocks: Iterator[Tensor]) -> Tensor:
-        """The tokens' rows of a table that comes in blocks."""
+        """Return the tokens' rows of a table that comes in blocks."""
         out, start = torch.empty(len(self._tokens), self._config.hidden_size, device=self._device), 0
         for block in blocks:
             here = (self._tokens >= start) & (self._tokens < start + block.shape[0])
@@ -453,7 +463,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _tensor(view: TensorView, device: torch.device, rows: npt.NDArray[np.int64] | None = None) -> Tensor:
-    """A stored tensor, or these rows of it, in float32, in memory of its own."""
+    """Return a stored tensor, or these rows of it, in float32, in memory of its own."""
     array = np.array(view.array if rows is None else view.array[rows])
     if view.dtype == "BF16":
         # torch has no bfloat16 in numpy; int16 has the same bits

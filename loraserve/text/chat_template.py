@@ -35,8 +35,9 @@ class _TooExpensive(Exception):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also stops at the deadline and doesn't multiply strings without
-    end.
+    """Jinja's sandbox, which also stops at the deadline.
+
+    It doesn't multiply strings without end.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -67,8 +68,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's tokens for training; when
-    serving it is its content.
+    """``{% generation %} … {% endgeneration %}``: the assistant's tokens, marked for training.
+
+    When serving it is its content.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
@@ -85,8 +87,9 @@ def _check_deadline() -> None:
 
 
 class ChatTemplate:
-    """Renders what the model's directory says: ``chat_template.jinja``, or ``chat_template`` in
-    ``tokenizer_config.json``.
+    """Renders what the model's directory says.
+
+    That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
 
     Args:
         model_dir: where the template is. A model without one is fine until `render` is called.
@@ -143,7 +146,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for `messages`.
+        """Return the prompt for `messages`.
 
         `variables` (``chat_template_kwargs``) reach the template under their own names.
 
@@ -245,8 +248,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template name → source; the file ``chat_template.jinja`` stands before the
-    configuration's.
+    """Return the source of each template by name.
+
+    The file ``chat_template.jinja`` stands before the configuration's.
     """
     sources: dict[str, str] = {}
     configured = config.get("chat_template")

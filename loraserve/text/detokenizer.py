@@ -22,8 +22,9 @@ of the text alone.
 
 
 class Detokenizer(Protocol):
-    """Incremental decoder: the results of every `push` and of `finish`, concatenated, equal
-    decoding all tokens at once.
+    """Incremental decoder.
+
+    The results of every `push` and of `finish`, concatenated, equal decoding all tokens at once.
     """
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -42,8 +43,9 @@ class Detokenizer(Protocol):
 
 
 class ByteLevelDetokenizer:
-    """Detokenizer of byte-level vocabularies (GPT-2's, Llama 3's, Qwen's): tokens are bytes, so a
-    UTF-8 decoder suffices.
+    """Detokenizer of byte-level vocabularies (GPT-2's, Llama 3's, Qwen's).
+
+    Tokens are bytes, so a UTF-8 decoder suffices.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -63,10 +65,10 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizer of any other vocabulary: it decodes a short window of tokens with and without the
-    new ones, and returns the difference.
+    """Detokenizer of any other vocabulary.
 
-    A run of byte-fallback tokens (``<0xE4><0xB8><0xAD>``) is held back until another token ends it,
+    It decodes a short window of tokens with and without the new ones, and returns the difference. A
+    run of byte-fallback tokens (``<0xE4><0xB8><0xAD>``) is held back until another token ends it,
     because one invalid byte at its end turns the whole run into U+FFFD.
     """
 
@@ -108,8 +110,9 @@ class WindowDetokenizer:
         return delta
 
     def _shorten(self, window: list[int], text: str) -> tuple[list[int], str]:
-        """Return the shortest tail of the window that still hides the beginning of the text from
-        the decoder (its text isn't empty).
+        """Return the shortest tail of the window that still hides the beginning of the text.
+
+        The decoder doesn't see that beginning; the tail's text isn't empty.
         """
         num_kept = _CONTEXT_TOKENS
         while num_kept < len(window):
@@ -122,8 +125,9 @@ class WindowDetokenizer:
         return window, text
 
     def _split_prompt(self, prompt: list[int]) -> tuple[list[int], list[int]]:
-        """Return the prompt's tokens as context; those of an unfinished last character are pending,
-        as if they were generated.
+        """Return the prompt's tokens as context, and those that are pending.
+
+        Tokens of an unfinished last character are pending, as if they were generated.
         """
         start = len(prompt)
         while start and self._tokenizer.is_fallback_byte(prompt[start - 1]):
@@ -142,8 +146,9 @@ class WindowDetokenizer:
 def decode_stream(
     tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
 ) -> Detokenizer:
-    """Return a detokenizer for tokens that follow `prompt_token_ids`; it gives the text that they
-    add to the prompt's.
+    """Return a detokenizer for tokens that follow `prompt_token_ids`.
+
+    It gives the text that they add to the prompt's.
     """
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
     return kind(tokenizer, skip_special_tokens, prompt_token_ids)

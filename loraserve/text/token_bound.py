@@ -1,5 +1,6 @@
-"""Lower bound on a text's number of tokens, proven from its bytes: a text that can't fit a context
-is never tokenized.
+"""Lower bound on a text's number of tokens, proven from its bytes.
+
+A text that can't fit a context is never tokenized.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _KEEPING_BEHAVIORS = frozenset({"Isolated", "Contiguous", "MergedWithPrevious", 
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the printable character that stands for each byte in a byte-level vocabulary (GPT-2's
-    table), inverted.
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    The characters are printable; this is GPT-2's table, inverted.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
@@ -34,12 +36,12 @@ BYTE_OF_CHAR = _byte_level_alphabet()
 
 
 class TokenBound:
-    """A lower bound on the number of tokens of any text, for tokenizers of which it is proven; 0
-    for the others.
+    """A lower bound on the number of tokens of any text.
 
-    Each byte value has a weight: one over the length of the longest token that holds it. So the
-    bytes of any token weigh 1 together at most, and a text has at least as many tokens as its bytes
-    weigh. This needs that every byte of a text ends in some token, as itself. It holds for
+    It is for tokenizers of which it is proven; 0 for the others. Each byte value has a weight: one
+    over the length of the longest token that holds it. So the bytes of any token weigh 1 together
+    at most, and a text has at least as many tokens as its bytes weigh. This needs that every byte
+    of a text ends in some token, as itself. It holds for
 
     - byte-level BPE (GPT-2, Llama 3, Qwen): each byte is in the vocabulary, and nothing before the
       model drops any;
@@ -61,8 +63,9 @@ class TokenBound:
         self.is_proven = self._weights is not None
 
     def least_tokens(self, text: str) -> int:
-        """Return the least number of tokens of `text`, without those put around it; 0 where nothing
-        is known.
+        """Return the least number of tokens of `text`, without those put around it.
+
+        0 where nothing is known.
         """
         if self._weights is None or not text:
             return 0

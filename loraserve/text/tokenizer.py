@@ -98,14 +98,16 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, from its bytes; 0 where nothing is
-        proven of this tokenizer.
+        """Return a number of tokens that `text` has at least, from its bytes.
+
+        0 where nothing is proven of this tokenizer.
         """
         return self._bound.least_tokens(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; ids that the vocabulary doesn't have are left out, bytes
-        that aren't UTF-8 become U+FFFD.
+        """Return the text of `token_ids`.
+
+        Ids that the vocabulary doesn't have are left out; bytes that aren't UTF-8 become U+FFFD.
         """
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
@@ -119,15 +121,17 @@ class Tokenizer:
         return id_
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``); None for an id
-        that the vocabulary doesn't have.
+        """Return the vocabulary's own spelling (``Ġthe``, ``▁the``, ``<0xE4>``).
+
+        None for an id that the vocabulary doesn't have.
         """
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that this token adds to a text, special tokens included; empty for an id
-        that the vocabulary doesn't have.
+        """Return the bytes that this token adds to a text, special tokens included.
+
+        They are empty for an id that the vocabulary doesn't have.
         """
         data = self._bytes_of.get(token_id)
         if data is None:
@@ -151,8 +155,9 @@ class Tokenizer:
         return token.encode() if token_id in self._added_tokens else token.replace("▁", " ").encode()
 
     def is_fallback_byte(self, token_id: int) -> bool:
-        """Return whether this token is one byte of a character that the vocabulary doesn't have
-        (``<0xE4>``).
+        """Return whether this token is one byte of a character that the vocabulary lacks.
+
+        Such a token is ``<0xE4>``.
         """
         return token_id in self._fallback_bytes
 
@@ -165,8 +170,9 @@ class Tokenizer:
 
 
 def _token_content(token: object) -> str | None:
-    """Return a special token's text; it is written as a string, or as an object with its
-    ``content``.
+    """Return a special token's text.
+
+    It is written as a string, or as an object with its ``content``.
     """
     if isinstance(token, dict):
         token = token.get("content")

@@ -1,7 +1,6 @@
-"""Arithmetic of a linear, as a value that others show, with the kernel that does it and the
-instructions that the kernel was built from.
+"""Arithmetic of a linear, as a value that others show.
 
-Imports no torch.
+It says which kernel does it, and which instructions the kernel was built from. Imports no torch.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ an MLP's outputs pass before they are added.
 
 @dataclass(frozen=True, slots=True)
 class ReplacedRows:
-    """Rows of a linear's weight, or of the embedding's table, that an adapter has in the place of
-    the base's.
+    """Rows that an adapter has in the place of rows of the base's weight or embedding table.
 
     Attributes:
         ids: [n] int32, ascending: which rows: output features of a linear, tokens of the embedding.
@@ -60,8 +59,10 @@ class ReplacedNorm:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """Changes that an adapter makes to a linear: ``(1 + dora_delta) · (W' x + B diag(scaling) A x)
-    + bias + bias_delta``.
+    """Changes that an adapter makes to a linear.
+
+    A linear with all of them computes ``(1 + dora_delta) · (W' x + B diag(scaling) A x) + bias +
+    bias_delta``.
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
@@ -88,7 +89,7 @@ class LoraModule:
 
 
 def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
-    """Reads no tensor.
+    """Check the shapes of the module; read no tensor.
 
     Raises: ShapeMismatch: one of the module's tensors doesn't fit a linear of `shape`,
     (out_features, in_features).
@@ -126,8 +127,12 @@ def _check_row_shapes(m: LoraModule, rows: ReplacedRows, shape: tuple[int, int])
 
 
 def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
-    """Raises: ShapeMismatch: the ids of the module's replaced rows, whose shapes are right, aren't
-    ascending, or one isn't a row of the base's weight.
+    """Check that the ids of the module's replaced rows ascend and are rows of the base's weight.
+
+    Their shapes are right already.
+
+    Raises:
+        ShapeMismatch: they don't, or aren't.
     """
     if m.row_overrides is None:
         return
@@ -140,7 +145,7 @@ def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
 
 
 def size_of(m: LoraModule) -> ModuleSize:
-    """Reads no number of it."""
+    """Return the size of the module, without reading its numbers."""
     num_rows = 0 if m.row_overrides is None else int(m.row_overrides.ids.shape[0])
     return ModuleSize(
         m.layer, m.module, int(m.lora_a.shape[0]), m.dora_delta is not None, m.bias_delta is not None, num_rows
@@ -148,7 +153,7 @@ def size_of(m: LoraModule) -> ModuleSize:
 
 
 def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Reads no tensor.
+    """Check the norms' shapes; read no tensor.
 
     Raises: ShapeMismatch: a norm that the base doesn't have, of another size, or given twice.
     """

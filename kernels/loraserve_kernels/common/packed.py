@@ -16,8 +16,10 @@ from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, ROW_IDS, ROW_S
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Views of a module's replaced rows: `ids` [n] int32, ascending; `weight` [n, width]; `scales`
-    [n] float32 where weights are int8, None otherwise.
+    """Views of a module's replaced rows.
+
+    `ids` [n] int32, ascending; `weight` [n, width]; `scales` [n] float32 where weights are int8,
+    None otherwise.
     """
 
     ids: Tensor
@@ -80,8 +82,9 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, norms and all, alignment gaps included; the records (some KiB) aren't
-        counted.
+        """Bytes of weights, norms and all, alignment gaps included.
+
+        The records (some KiB) aren't counted.
         """
         buffers = self.data.nbytes + self.floats.nbytes + self.row_ids.nbytes
         return buffers + sum(weight.nbytes for weight in self.norms.values())
@@ -107,16 +110,16 @@ class PackedAdapter:
         return self._matrix(A, self.in_features, layer, module)
 
     def lora_b(self, layer: int, module: str) -> Tensor:
-        """Return a view of the module's B by rank, [r, out_features] (the checkpoint's B,
-        transposed).
+        """Return a view of the module's B by rank, [r, out_features].
 
-        In int8 these are codes.
+        It is the checkpoint's B, transposed. In int8 these are codes.
         """
         return self._matrix(B, self.out_features, layer, module)
 
     def scaling(self, layer: int, module: str) -> Tensor:
-        """Return a view of each rank's factor, [r] float32: its scaling, in int8 times the scales
-        of its rows of A and of B.
+        """Return a view of each rank's factor, [r] float32.
+
+        In int8 it is the rank's scaling times the scales of its rows of A and of B.
         """
         record = self.records[layer, MODULE_INDEX[module]]
         return self.floats[record[SCALINGS] : record[SCALINGS] + record[RANK]]
@@ -126,9 +129,7 @@ class PackedAdapter:
         return self._row(DELTA, layer, module)
 
     def bias_delta(self, layer: int, module: str) -> Tensor | None:
-        """Return a view of the module's bias delta, [out_features] float32;
-        None where it has none.
-        """
+        """Return a view of the module's bias delta, [out_features] float32; None without one."""
         return self._row(SHIFT, layer, module)
 
     def row_overrides(self, layer: int, module: str) -> PackedRows | None:

@@ -48,8 +48,9 @@ class LoraPlan:
 
 
 def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: int) -> LoraPlan | None:
-    """Make the plan of a step, or None when every row is the base's, so that a base-only step
-    launches no LoRA kernel.
+    """Make the plan of a step, or None when every row is the base's.
+
+    So a base-only step launches no LoRA kernel.
 
     Args:
         segments: (adapter, row_start, row_end), in row order, disjoint, none empty. Neighbouring

@@ -1,7 +1,6 @@
-"""Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them; `dequantize` says
-what they mean.
+"""Weights of a linear in 8 or 4 bits, as the GPU's weight-only GEMM reads them.
 
-Plain tensors: no Triton here.
+`dequantize` says what they mean. Plain tensors: no Triton here.
 
     int8   whole numbers from -127 to 127 (-128 is read too), one scale for each output channel, or
            for each group of 32, 64 or 128 inputs; groups may have zeros
@@ -126,8 +125,9 @@ class QuantizedWeight:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """Return the same weight on a device, with scales and zeros in the order that kernels read
-        fastest: neighbours in memory are output channels.
+        """Return the same weight on a device, with scales and zeros in the order read fastest.
+
+        Neighbours in memory are output channels.
         """
         zeros = None if self.zeros is None else _by_channel(self.zeros.to(device))
         return QuantizedWeight(
@@ -174,8 +174,9 @@ class QuantizedWeight:
         return self.zeros.to(dtype).repeat_interleave(self.group_size, dim=1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out_features, in_features]: ``value · scale``, computed in float32 (or
-        float64 if that is asked for) and rounded once to `dtype`.
+        """Return the weight, [out_features, in_features]: ``value · scale``, rounded once.
+
+        It is of `dtype`, computed in float32, or in float64 if that is asked for.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = self.values(wide).view(self.out_features, -1, self.group_size)
@@ -183,8 +184,9 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False) -> QuantizedWeight:
-    """Round a float weight to 8 or 4 bits, each group by its own largest magnitude; nothing of the
-    float weight is kept.
+    """Round a float weight to 8 or 4 bits, each group by its own largest magnitude.
+
+    Nothing of the float weight is kept.
 
     Args:
         weight: [out_features, in_features], any float dtype, on any device; the result is there
@@ -246,10 +248,10 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return a weight whose output channels are those of the parts, in order: for linears that
-    share their input.
+    """Return a weight whose output channels are those of the parts, in order.
 
-    Parts with zeros and without may be mixed; nothing is rounded again.
+    It is for linears that share their input. Parts with zeros and without may be mixed; nothing is
+    rounded again.
 
     Raises:
         ShapeMismatch: no parts, or parts of several formats, group sizes, in_features or devices.
@@ -275,10 +277,10 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _by_channel(grid: Tensor) -> Tensor:
-    """Return the same [channels, groups] with neighbouring channels side by side in memory, as
-    tiles of channels read them.
+    """Return the same [channels, groups] with neighbouring channels side by side in memory.
 
-    Bytes go on to a multiple of four channels for each group, so that they can be read in words.
+    Tiles of channels read them so. Bytes go on to a multiple of four channels for each group, so
+    that they can be read in words.
     """
     if grid.element_size() > 1:
         return grid.t().contiguous().t()

@@ -38,7 +38,11 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def check_place(layer: int, module: str, num_layers: int, module_shapes: ModuleShapes) -> None:
-    """Raises: ShapeMismatch: the base has no such module there."""
+    """Check that the base has such a module there.
+
+    Raises:
+        ShapeMismatch: it has none.
+    """
     if not 0 <= layer < num_layers:
         raise ShapeMismatch(f"LoRA on layer {layer}; this base has layers 0 to {num_layers - 1}")
     if module not in MODULE_INDEX or module not in module_shapes:

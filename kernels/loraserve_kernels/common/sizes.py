@@ -81,8 +81,9 @@ class PackedLayout:
     num_row_ids: int
 
     def num_bytes(self, dtype: ItemSized, num_norm_weights: int = 0) -> int:
-        """Bytes of the buffers, with weights in `dtype` and so many float32 weights of norms beside
-        them.
+        """Bytes of the buffers, with weights in `dtype`.
+
+        So many float32 weights of norms lie beside them.
         """
         return self.num_elements * dtype.itemsize + 4 * (self.num_floats + num_norm_weights + self.num_row_ids)
 
@@ -205,8 +206,9 @@ def num_pages_of(
     page_num_bytes: int,
     dtype: ItemSized,
 ) -> int:
-    """Pages that `make_pages` will fill for an adapter with these modules, without a tensor at
-    hand.
+    """Return the pages that `make_pages` will fill for an adapter with these modules.
+
+    No tensor is needed.
 
     Raises:
         ShapeMismatch: as `make_pages`, but for tensors that don't fit.
@@ -224,9 +226,7 @@ def num_tiles_of(sizes: Iterable[ModuleSize], *, num_layers: int) -> int:
 
 
 def tiles_of_rows(num_rows: int, num_layers: int) -> int:
-    """Return the number of tiles whose records, over all layers, have room for so many replaced
-    rows.
-    """
+    """Return the number of tiles whose records, over all layers, hold so many replaced rows."""
     return -(-num_rows // (RANK_TILE * num_layers))
 
 
@@ -248,8 +248,9 @@ def place_module(placing: Placing, size: ModuleSize, shape: tuple[int, int], dty
 def tiles_by_module(
     sizes: Iterable[ModuleSize], num_layers: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the number of tiles that the module needs at the layer of its highest rank, at least
-    one, and those of its replaced rows.
+    """Return how many tiles the module needs, and how many its replaced rows need.
+
+    The former at the layer of its highest rank, and at least one.
     """
     of_ranks, of_rows = np.zeros(len(MODULES), dtype=np.int64), np.zeros(len(MODULES), dtype=np.int64)
     for size in sizes:

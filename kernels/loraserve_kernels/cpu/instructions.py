@@ -1,5 +1,6 @@
-"""Instruction sets of this processor that each library uses: each has a dispatch, and a variable
-that lowers it.
+"""Instruction sets of this processor that each library uses.
+
+Each library has a dispatch, and a variable that lowers it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _FBGEMM = {1: "avx2", 2: "avx512", 3: "avx512_ymm", 4: "avx512_vnni", 5: "avx512
 
 @functools.cache
 def onednn() -> str:
-    """Return the widest set that oneDNN may use: the processor's, or less where ONEDNN_MAX_CPU_ISA
-    says so.
+    """Return the widest set that oneDNN may use.
+
+    It is the processor's, or less where ONEDNN_MAX_CPU_ISA says so.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return platform.machine()
@@ -50,8 +52,9 @@ def onednn() -> str:
 
 @functools.cache
 def fbgemm() -> str:
-    """Return the set that fbgemm dispatches to; torch's own name for it where fbgemm can't be
-    asked.
+    """Return the set that fbgemm dispatches to.
+
+    Where fbgemm can't be asked, it is torch's own name for it.
     """
     try:
         ask = ctypes.CDLL(

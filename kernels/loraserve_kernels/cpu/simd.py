@@ -1,5 +1,4 @@
-"""Vectors for numba: a type of `LANES` float32 and the few operations that the kernels are written
-with.
+"""Vectors for numba: a type of `LANES` float32, and the operations that the kernels use.
 
 numba vectorises loops when it can prove that it may; a float32 sum it may not reorder. Kernels that
 state their vectors get the same machine code on every compiler version, and the same order of
@@ -35,8 +34,9 @@ cache's key.
 
 
 def _features() -> frozenset[str]:
-    """Return the features that numba compiles for: the processor's, or those that
-    NUMBA_CPU_FEATURES names instead.
+    """Return the features that numba compiles for.
+
+    They are the processor's, or those that NUMBA_CPU_FEATURES names instead.
     """
     told = numba.config.CPU_FEATURES
     if told is None:
@@ -105,9 +105,7 @@ def _fill(number: int, shape: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
-    """The vector of elements ``index`` to ``index + LANES - 1`` of the array at `address`, widened
-    to float32.
-    """
+    """Load elements ``index`` to ``index + LANES - 1`` of an array, widened to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = _ELEMENT[signature.args[2]]
@@ -132,9 +130,7 @@ def load_one(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write a vector to elements ``index`` to ``index + LANES - 1`` of the float32 array at
-    `address`.
-    """
+    """Write a vector to elements ``index`` to ``index + LANES - 1`` of a float32 array."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(builder, args[0], args[1], _FLOAT)
@@ -177,7 +173,7 @@ def load_int32(typingctx: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def splat(typingctx: Any, value: Any) -> Any:
-    """A vector with `value` in every lane."""
+    """Return a vector with `value` in every lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         undefined = ir.Constant(_VECTOR, ir.Undefined)
@@ -189,7 +185,10 @@ def splat(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a · b + c`` by lane, rounded once where the machine can (every one with AVX2 does)."""
+    """Return ``a · b + c`` by lane, rounded once where the machine can.
+
+    Every one with AVX2 can.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(
@@ -202,7 +201,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def fma_one(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a · b + c`` of float32, rounded as `fma` rounds."""
+    """Return ``a · b + c`` of float32, rounded as `fma` rounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(
@@ -215,7 +214,7 @@ def fma_one(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def sum_lanes(typingctx: Any, value: Any) -> Any:
-    """The sum of the lanes, halves first: always in the same order."""
+    """Return the sum of the lanes, halves first: always in the same order."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, width = args[0], LANES
@@ -235,8 +234,9 @@ def sum_lanes(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
-    """Add to the int64 at `address` and return what it was before, atomically among threads; a full
-    fence.
+    """Add to the int64 at `address` and return what it was before.
+
+    It is atomic among threads, and a full fence.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -263,8 +263,9 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
-    """Ask for the cache line of element `index` of the array at `address`; any address is allowed,
-    mapped or not.
+    """Ask for the cache line of element `index` of the array at `address`.
+
+    Any address is allowed, mapped or not.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -280,7 +281,7 @@ def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic
 def add(typingctx: Any, a: Any, b: Any) -> Any:
-    """``a + b`` by lane."""
+    """Return ``a + b`` by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fadd(args[0], args[1])
@@ -290,7 +291,7 @@ def add(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def divide(typingctx: Any, a: Any, b: Any) -> Any:
-    """``a / b`` by lane."""
+    """Return ``a / b`` by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fdiv(args[0], args[1])
@@ -300,8 +301,9 @@ def divide(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def choose_below(typingctx: Any, value: Any, bound: Any, below: Any, otherwise: Any) -> Any:
-    """By lane, `below` where the value is below the bound; `otherwise` elsewhere, and where either
-    is NaN.
+    """Return, by lane, `below` where the value is below the bound, and `otherwise` elsewhere.
+
+    Where either is NaN, it is `otherwise`.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -312,7 +314,7 @@ def choose_below(typingctx: Any, value: Any, bound: Any, below: Any, otherwise: 
 
 @intrinsic
 def max_lanes(typingctx: Any, value: Any) -> Any:
-    """The largest lane; NaN lanes may be passed over."""
+    """Return the largest lane; NaN lanes may be passed over."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, width = args[0], LANES
@@ -332,8 +334,9 @@ def max_lanes(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def exp(typingctx: Any, value: Any) -> Any:
-    """e to each lane within 2 units in the last place; 0 below -87.3, infinity above 88.37, NaN for
-    NaN.
+    """Return e to each lane, within 2 units in the last place.
+
+    It is 0 below -87.3, infinity above 88.37, NaN for NaN.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -379,10 +382,10 @@ def exp(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
-    """A vector whose lane j is the dot product of `x` with row j of the `LANES` rows at `rows`.
+    """Return a vector whose lane j is the dot product of `x` with row j at `rows`.
 
-    Each product is summed by lanes, then over the lanes in the order of `sum_lanes`: a row's result
-    doesn't depend on the other rows.
+    There are `LANES` rows. Each product is summed by lanes, then over the lanes in the order of
+    `sum_lanes`: a row's result doesn't depend on the other rows.
 
     Args:
         x: address of `width` float32.
@@ -433,7 +436,7 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
 
 @intrinsic
 def absolute(typingctx: Any, value: Any) -> Any:
-    """The magnitude of each lane."""
+    """Return the magnitude of each lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(
@@ -446,7 +449,7 @@ def absolute(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def larger(typingctx: Any, a: Any, b: Any) -> Any:
-    """The larger of two vectors, by lane; where either is NaN, b's."""
+    """Return the larger of two vectors, by lane; where either is NaN, b's."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
@@ -456,10 +459,9 @@ def larger(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def store_int8(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write the lanes, rounded to the nearest integer (ties to even), to the int8 array at
-    `address`.
+    """Write the lanes, rounded to the nearest integer, to the int8 array at `address`.
 
-    They must be finite and within ±127.5.
+    Ties go to even. They must be finite and within ±127.5.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -23,8 +23,9 @@ _RUNTIME = re.compile(r"\s(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$")
 
 @functools.cache
 def _runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded (GNU's, or Intel's or LLVM's, which offer GNU's
-    entries too); None where there's none.
+    """Return the OpenMP runtime that torch has loaded; None where there is none.
+
+    It is GNU's, or Intel's or LLVM's, which offer GNU's entries too.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -73,10 +74,9 @@ def alone() -> Iterator[None]:
 
 
 def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int) -> None:
-    """Have up to `num_threads` threads, the caller among them, enter a kernel; return when all have
-    left it.
+    """Have up to `num_threads` threads enter a kernel; return when all have left it.
 
-    The GIL is released meanwhile.
+    The caller is among them. The GIL is released meanwhile.
 
     Args:
         kernel: the kernel as ctypes calls it.
@@ -90,5 +90,5 @@ def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int
 
 
 def num_threads() -> int:
-    """The threads that torch's operators use."""
+    """Return how many threads torch's operators use."""
     return torch.get_num_threads()

@@ -171,7 +171,8 @@ class FairQueue:
     """
 
     def __init__(self, max_credit: float) -> None:
-        """
+        """Make an empty queue.
+
         Args:
             max_credit: cost by which a tenant that comes back may have had less than the least of
                 the others.

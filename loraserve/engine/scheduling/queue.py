@@ -137,7 +137,8 @@ class SchedulingPass:
         is_admitting: bool = True,
         is_admission_paused: bool = False,
     ) -> None:
-        """
+        """Begin an admission's visits of the waiting queue.
+
         Args:
             prefilling: running requests with more than one token to compute.
             scheduled: the step so far: a visited request was served if it is the last of these.

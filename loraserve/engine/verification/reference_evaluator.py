@@ -87,7 +87,8 @@ class ReferenceEvaluator:
     def __init__(
         self, base: ReferenceBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], throttle: Throttle
     ) -> None:
-        """
+        """Make an evaluator without work.
+
         Args:
             when_read: called when the sequences of a reference are known.
             throttle: pauses the evaluations.

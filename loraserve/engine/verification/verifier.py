@@ -156,7 +156,8 @@ class Verifier(StepListener):
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make a verifier without work.
+
         Args:
             throttle: pauses evaluations on the processors that steps compute on; None: they compute
                 elsewhere.

@@ -24,7 +24,8 @@ class HostMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """
+        """Reserve the addresses.
+
         Raises:
             ConfigError: the system refuses that many addresses.
         """
@@ -69,7 +70,8 @@ class CpuDevice:
         dtype: torch.dtype | None = None,
         arena_client: ArenaClient | None = None,
     ) -> None:
-        """
+        """Make a device that holds no adapter.
+
         Args:
             budget_bytes: bytes that adapters may take at most.
             dtype: dtype that adapters are packed in; None: each as it is stored.

@@ -93,7 +93,7 @@ class GpuDevice:
         arena_client: ArenaClient | None = None,
         max_pages: int | None = None,
     ) -> None:
-        """
+        """Make a device that holds no adapter.
 
         Args:
             pool: an empty pool for `base`, which this device alone loads into.

@@ -90,7 +90,7 @@ class BlockPool:
         layout: BlockLayout | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make a pool whose blocks are all free.
 
         Args:
             num_blocks: blocks that block tables may name.

@@ -139,7 +139,9 @@ def as_tensor(view: TensorView) -> Tensor:
 
 
 def _lower(m: ModuleIR, base: BaseSpec, stored: torch.dtype, weights: BaseWeights | None) -> LoraModule:
-    """Return the module in the kernels' terms. In its IR's terms, with l for output_scale::
+    """Return the module in the kernels' terms.
+
+    In its IR's terms, with l for output_scale::
 
     l · ((magnitude / ‖…‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
         = (1 + δ) · (W' x + scaling · B A x) + b + shift

@@ -55,7 +55,8 @@ class LoaderPool:
         *,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Start the loaders' threads.
+
         Args:
             num_threads: threads, and loads in flight.
             load: makes one adapter, on a loader's thread; it touches no shared state.
@@ -168,7 +169,8 @@ class LoadHistory:
     """The outcomes of loads, of the last `_MAX_REMEMBERED` adapters. One thread at a time."""
 
     def __init__(self, device: AdapterDevice) -> None:
-        """
+        """Make a record of sizes, which knows no adapter yet.
+
         Args:
             device: says what an adapter takes of it.
         """

@@ -82,7 +82,8 @@ class Pager:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make a pager with nothing loaded.
+
         Args:
             store: the blobs; the caller closes it.
             pool: adapters on the device, which says how they are packed.

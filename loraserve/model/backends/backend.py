@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """An RMSNorm before a layer's linears, and the sum of the residual stream that comes before it,
-    with what is done to the delta first.
+    """An RMSNorm before a layer's linears, and the sum of the residual stream before it.
+
+    It knows what is done to the delta first.
     """
 
     def __call__(self, hidden: Tensor, /) -> Tensor:
@@ -33,8 +34,9 @@ class Norm(Protocol):
         ...
 
     def after_adding(self, hidden: Tensor, delta: Tensor, /) -> Tensor:
-        """Add `delta`, which is spent, to `hidden` in place; return the normed sum, valid until
-        `hidden` changes.
+        """Add `delta`, which is spent, to `hidden` in place; return the normed sum.
+
+        It is valid until `hidden` changes.
         """
         ...
 
@@ -60,8 +62,9 @@ class DecoderLayer:
     rope: int | None = 0
 
     def linear(self, site: str) -> LoraLinear | None:
-        """Return the linears of a site; None where the layer has none: of an MLP, where it has
-        experts.
+        """Return the linears of a site; None where the layer has none.
+
+        An MLP has none where it has experts.
         """
         if site in ("qkv", "o"):
             return self.qkv if site == "qkv" else self.o
@@ -74,8 +77,9 @@ class Step(Protocol):
     """State that all layers of a step share."""
 
     def embed(self, embedding: Tensor) -> Tensor:
-        """Return the rows' residual stream before the first layer, [num_tokens, hidden_size]
-        float32.
+        """Return the rows' residual stream before the first layer.
+
+        It is [num_tokens, hidden_size] float32.
         """
         ...
 
@@ -84,8 +88,9 @@ class Step(Protocol):
         ...
 
     def attend(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """`store`, then return what the rows' heads gather from the cache, [num_tokens, num_heads *
-        head_dim]; valid until the next call.
+        """Store the keys and values, then return what the rows' heads gather from the cache.
+
+        That is [num_tokens, num_heads * head_dim]; valid until the next call.
         """
         ...
 
@@ -120,14 +125,16 @@ class Backend(Protocol):
         ...
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Return ``activation(gate) * up`` for gate_up [num_tokens, 2 * size], whose first half is
-        the gate.
+        """Return ``activation(gate) * up`` for gate_up, whose first half is the gate.
+
+        gate_up is [num_tokens, 2 * size].
         """
         ...
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
-        """Take what `begin` needs to know of the model, its layers' rotary embeddings among it;
-        called once.
+        """Take what `begin` needs to know of the model; called once.
+
+        Its layers' rotary embeddings are among it.
         """
         ...
 

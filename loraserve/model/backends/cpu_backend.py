@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class CpuBackend:
-    """float32 activations, which int8 linears may round; weights in float32, bfloat16, float16 or
-    quantized.
+    """float32 activations, which int8 linears may round.
+
+    Weights are in float32, bfloat16, float16 or quantized.
 
     Raises:
         ConfigError: weights can't be kept so on this machine.

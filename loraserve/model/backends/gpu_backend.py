@@ -1,7 +1,7 @@
-"""The decoder on a GPU: activations in bfloat16 or float16 between linears, the residual stream in
-float32, Triton's kernels in between.
+"""The decoder on a GPU, with Triton's kernels between linears.
 
-With ``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly: for tests.
+Activations are in bfloat16 or float16 between linears, the residual stream in float32. With
+``TRITON_INTERPRET=1`` the same code runs on CPU tensors, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class GpuBackend:
 
 
 class GpuLinear:
-    """``x W^T + bias`` with the weight as it is stored; x and the result in the activations' dtype,
-    or the result in `out_dtype`.
+    """``x W^T + bias`` with the weight as it is stored.
+
+    x and the result are in the activations' dtype, or the result in `out_dtype`.
     """
 
     __slots__ = ("_out_dtype", "_weight", "bias", "num_bytes", "out_features")
@@ -122,8 +123,9 @@ class GpuLinear:
 
 
 class GpuNorm:
-    """RMSNorm from the float32 stream to the activations' dtype, the sum before it in the same
-    pass.
+    """RMSNorm from the float32 stream to the activations' dtype.
+
+    The sum before it is in the same pass.
     """
 
     __slots__ = ("_delta_scale", "_delta_weight", "_dtype", "_eps", "_weight")

@@ -1,3 +1,4 @@
-"""Checkpoints: headers, stored weights, and the loader that streams them into a resident
-decoder.
+"""Checkpoints: headers, stored weights, and the loader.
+
+It streams them into a resident decoder.
 """

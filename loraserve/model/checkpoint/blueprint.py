@@ -1,7 +1,7 @@
-"""Plan of a base, from its config and the headers of its files: linears that become one, tensors
-that must exist, formats that they are kept in.
+"""Plan of a base, from its config and the headers of its files.
 
-The loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
+It says which linears become one, which tensors must exist, and which formats they are kept in. The
+loader builds from it; plans of memory are made of it. Reads no weight and imports no torch.
 """
 
 from __future__ import annotations
@@ -221,8 +221,9 @@ def check_gpu(config: ModelConfig) -> None:
 
 
 def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str) -> bool:
-    """Return whether int8 weights by output channel are multiplied with activations rounded to
-    int8, on a CPU.
+    """Return whether int8 weights by output channel are multiplied with rounded activations.
+
+    On a CPU these are rounded to int8.
 
     Args:
         activation_dtype: ``int8``: they are. ``float``: they aren't. ``auto``: they are where float
@@ -325,7 +326,7 @@ def _expect_site(
 
 
 def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """The linears that the checkpoint holds quantized, by path."""
+    """Return the linears that the checkpoint holds quantized, by path."""
     linears = {
         module.path: (module.out_features, site.in_features)
         for layer in range(config.num_layers)
@@ -354,14 +355,17 @@ def _site_modules(config: ModelConfig, layer: int, site: str) -> tuple[ModulePla
 
 
 def _layer_sites(config: ModelConfig) -> list[str]:
-    """The sites of a layer that adapters know."""
+    """Return the sites of a layer that adapters know."""
     return [site for site in LAYER_SITES if SITES[site][0] in config.module_shapes]
 
 
 def _expert_modules(
     config: ModelConfig, experts: ExpertsConfig, layer: int, expert: int
 ) -> Iterator[tuple[tuple[ModulePlan, ...], int]]:
-    """An expert's two sites: what the checkpoint holds of their linears, and their in_features."""
+    """Yield an expert's two sites.
+
+    Each is what the checkpoint holds of its linears, and their in_features.
+    """
     architecture = config.architecture
     paths = _experts_of(architecture)
     prefix = f"{architecture.layers}.{layer}.{paths.experts}.{expert}."

@@ -43,8 +43,9 @@ class Checkpoint:
     def read(
         self, names: frozenset[str], tick: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[StoredTensor, Tensor, memoryview]]:
-        """Yield these tensors, file by file and in the order of their bytes, each in memory of its
-        own, with its raw bytes.
+        """Yield these tensors with their raw bytes, each in memory of its own.
+
+        They come file by file and in the order of their bytes.
 
         Args:
             tick: called after each piece of some MiB, which a slow disk or network may take seconds

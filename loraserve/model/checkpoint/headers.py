@@ -54,8 +54,10 @@ class StoredTensor:
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
-    """Return every tensor by name, ordered by file and in a file by place: of
-    ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
+    """Return every tensor by name, ordered by file and in a file by place.
+
+    They are those of ``model.safetensors``, or of the shards that ``model.safetensors.index.json``
+    names.
 
     Raises:
         MissingTensor: a shard lacks a tensor that the index places in it.
@@ -99,7 +101,10 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> list[StoredTensor]:
-    """The file's tensors in the order of their bytes; they tile what follows the header exactly."""
+    """Return the file's tensors in the order of their bytes.
+
+    They tile what follows the header exactly.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -259,7 +259,7 @@ class _Loader:
         self._tensors[name] = tensor
 
     def _make_head(self, embedding: Tensor) -> Linear:
-        """The checkpoint's head, or the embedding as the head."""
+        """Return the checkpoint's head, or the embedding as the head."""
         if self._head is not None:
             return _finished(self._head)
         weight = embedding.to(self._gather_dtype)
@@ -271,8 +271,9 @@ class _Loader:
         return self._backend.head(weight)
 
     def _stream(self) -> Digest:
-        """Put every tensor in its place, and return the digest of the base: of the function, not of
-        how its files are cut.
+        """Put every tensor in its place, and return the digest of the base.
+
+        It is a digest of the function, not of how its files are cut.
         """
         tensors: list[tuple[str, str, tuple[int, ...], str]] = []
         wanted = [stored for stored in self._checkpoint.tensors.values() if stored.name in self._sinks]
@@ -316,11 +317,14 @@ class _Loader:
         )
 
     def _name(self, layer: int, name: str | None) -> str | None:
-        """The whole name of a layer's tensor, if there are both."""
+        """Return the whole name of a layer's tensor, if there are both."""
         return None if name is None or layer < 0 else f"{self._config.architecture.layers}.{layer}.{name}"
 
     def _norm(self, name: str | None, delta_name: str | None) -> Norm:
-        """The norm of the sum that a delta, normed itself where it has a norm, was added to."""
+        """Return the norm of the sum that a delta was added to.
+
+        The delta is normed itself where it has a norm.
+        """
         config = self._config
         return self._backend.norm(
             None if name is None else self._tensors[name],
@@ -377,11 +381,11 @@ def _put(put: Callable[..., None], *args: object) -> Callable[[str, Tensor], Non
 
 
 def base_digest(identity: Mapping[str, object], tensors: list[tuple[str, str, tuple[int, ...], str]]) -> Digest:
-    """Return the SHA-256 of what a base computes: its config's identity and its tensors' names,
-    dtypes, shapes and content.
+    """Return the SHA-256 of what a base computes.
 
-    The same weights in other shards, or in another order, have the same digest. Every part is
-    framed: no two bases share an input.
+    That is its config's identity and its tensors' names, dtypes, shapes and content. The same
+    weights in other shards, or in another order, have the same digest. Every part is framed: no two
+    bases share an input.
     """
     entries = sorted([name, dtype, list(shape), sha256] for name, dtype, shape, sha256 in tensors)
     framed = json.dumps({"base": 1, "config": identity, "tensors": entries}, sort_keys=True, separators=(",", ":"))

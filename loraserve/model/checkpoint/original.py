@@ -1,5 +1,7 @@
-"""A checkpoint's own weights as a `ReferenceBase`: float32 as the files mean them, rounded to
-nothing, and read a block of rows at a time while they are multiplied.
+"""A checkpoint's own weights as a `ReferenceBase`.
+
+They are float32 as the files mean them, rounded to nothing, and read a block of rows at a time
+while they are multiplied.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class OriginalBase:
     """
 
     def __init__(self, model_dir: Path, device: torch.device) -> None:
-        """
+        """Read the headers and check them.
+
         Raises:
             UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
                 wrong with the directory, and where.
@@ -66,8 +69,9 @@ class OriginalBase:
                 self._sites[plan.layer, plan.name] = linear
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield modules' weights, float32, a block of rows at a time, in order: as
-        `Decoder.weight_rows`.
+        """Yield modules' weights, float32, a block of rows at a time, in order.
+
+        `Decoder.weight_rows` does the same.
         """
         if modules == ("embed_tokens",) or (modules == ("lm_head",) and self._head is None):
             name = self.config.architecture.embedding
@@ -132,8 +136,9 @@ class StreamedLinear:
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias of all linears together, [out_features] float32 on the device; None where none has
-        one.
+        """Return the bias of all linears together; None where none has one.
+
+        It is [out_features] float32 on the device.
         """
         if not any(module.has_bias for module in self._plan.modules):
             return None

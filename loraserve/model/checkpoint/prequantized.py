@@ -24,8 +24,9 @@ _ROWS_AT_A_TIME = 1024
 
 
 def assemble(stored: StoredWeight, parts: Mapping[str, Tensor]) -> QuantizedWeight:
-    """Return the weight of these tensors, as many as `stored.tensors` names; codes are copied only
-    where their bits must be moved.
+    """Return the weight of these tensors, as many as `stored.tensors` names.
+
+    Codes are copied only where their bits must be moved.
 
     Raises:
         ModelError: they contradict each other, or hold numbers that no weight can be made of; the
@@ -65,8 +66,9 @@ class _Assembly:
         return self._finish(codes, parts["weight_scale"], None if zeros is None else self._zeros(zeros))
 
     def _zeros(self, packed: Tensor) -> Tensor:
-        """Return each group's code for 0, [out_features, groups] uint8, from words that hold the
-        codes of four channels, or of eight for int4.
+        """Return each group's code for 0, [out_features, groups] uint8.
+
+        They are read from words that hold the codes of four channels, or of eight for int4.
         """
         columns = packed.t().contiguous().view(torch.uint8)
         codes = columns
@@ -151,7 +153,7 @@ class _Assembly:
         )
 
     def _absmax(self, parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-        """The scales, float32; quantized themselves where the checkpoint is nested."""
+        """Return the scales, float32; quantized themselves where the checkpoint is nested."""
         absmax = parts["weight.absmax"]
         if "weight.nested_absmax" not in parts:
             return absmax

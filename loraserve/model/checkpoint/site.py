@@ -1,5 +1,6 @@
-"""Linears with a common input, gathered from a checkpoint while it's read,
-until they become one.
+"""Linears with a common input.
+
+They are gathered from a checkpoint while it's read, until they become one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class SiteModule:
 
 
 class Site:
-    """Gathers the tensors of linears with a common input until the last is there; then they become
-    a linear, and the gathering memory is freed.
+    """Gathers the tensors of linears with a common input until the last is there.
+
+    Then they become a linear, and the gathering memory is freed.
 
     Args:
         make: gets the fused weight and bias.
@@ -135,8 +137,9 @@ class Site:
 
 
 def return_free_memory() -> None:
-    """Give back to the system what was freed: glibc keeps it otherwise, in pieces that the next
-    tensors may not fit.
+    """Give back to the system what was freed.
+
+    glibc keeps it otherwise, in pieces that the next tensors may not fit.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

@@ -16,8 +16,9 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve_model_dir(model: str) -> Path:
-    """Return the absolute path of the directory that holds the model's ``config.json``, fetching it
-    from the hub where `model` names no directory.
+    """Return the absolute path of the directory that holds the model's ``config.json``.
+
+    Where `model` names no directory, it is fetched from the hub.
 
     Args:
         model: a directory, or ``org/name`` with an optional ``@revision``. A directory goes first.

@@ -1,7 +1,6 @@
-"""Linears whose weights a checkpoint holds in 8 or 4 bits: in which tensors, and what these must
-be.
+"""Linears whose weights a checkpoint holds in 8 or 4 bits.
 
-Reads no weight and imports no torch.
+The tables say in which tensors, and what these must be. Reads no weight and imports no torch.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ class StoredWeight:
     unread: tuple[str, ...] = ()
 
     def group_size(self, num_scales: int) -> int:
-        """Return how many inputs share a scale in memory, where each output channel has so many in
-        the checkpoint.
+        """Return how many inputs share a scale in memory.
+
+        In the checkpoint each output channel has `num_scales` of them.
         """
         is_by_group = self.scheme.format == "int4" or num_scales > 1 or not self.scheme.is_symmetric
         return (kernels_group_size(self.in_features // num_scales) if is_by_group else None) or self.in_features
@@ -60,8 +60,9 @@ class StoredWeight:
 def find_stored_weight(
     config: QuantizationConfig | None, path: str, shape: tuple[int, int], stored: Mapping[str, StoredTensor]
 ) -> StoredWeight | None:
-    """Return how the weight of the linear at `path` is stored; None: as one tensor of a float
-    dtype.
+    """Return how the weight of the linear at `path` is stored.
+
+    None: as one tensor of a float dtype.
 
     Raises:
         ModelError: it's stored in a way, or has a width, that isn't implemented.
@@ -93,7 +94,7 @@ def find_stored_weight(
 
 
 def _num_groups(path: str, scheme: Scheme, in_features: int) -> int:
-    """Number of scales of each output channel."""
+    """Return the number of scales of each output channel."""
     size = scheme.group_size or in_features
     if in_features % size:
         raise ModelError(f"{path} has {in_features} inputs, which groups of {size} (group_size) don't fill.")

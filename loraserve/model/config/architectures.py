@@ -1,9 +1,9 @@
-"""The architectures that the one decoder can be: a row of a table each, nothing else differs
-between them.
+"""The architectures that the one decoder can be.
 
-All are decoders with RMSNorm, rotary positions, grouped-query attention and a gated MLP, as
-`transformers` computes them under the same class names. A row says what a row's checkpoint has
-beyond that, and what its config means where it is silent.
+Each is a row of a table; nothing else differs between them. All are decoders with RMSNorm, rotary
+positions, grouped-query attention and a gated MLP, as `transformers` computes them under the same
+class names. A row says what a row's checkpoint has beyond that, and what its config means where it
+is silent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Window(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertPaths:
-    """Names of a mixture of experts: its tensors in the checkpoint, and the config's fields of its
-    sizes.
+    """Names of a mixture of experts.
+
+    They are its tensors in the checkpoint, and the config's fields of its sizes.
 
     Attributes:
         router: path inside a layer of the router's linear.

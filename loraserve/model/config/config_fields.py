@@ -11,8 +11,9 @@ from loraserve.model.config.architectures import Architecture
 
 
 class Fields:
-    """The config's fields, with the architecture's defaults behind them; each getter raises
-    ModelError naming the field.
+    """The config's fields, with the architecture's defaults behind them.
+
+    Each getter raises ModelError naming the field.
     """
 
     def __init__(self, config: Mapping[str, Any], architecture: Architecture) -> None:
@@ -57,7 +58,7 @@ class Fields:
 
 
 def to_count(value: object, name: str) -> int:
-    """The value of a field, a whole number above 0.
+    """Return the value of a field, a whole number above 0.
 
     Raises:
         ModelError: it's something else.
@@ -68,7 +69,7 @@ def to_count(value: object, name: str) -> int:
 
 
 def to_number(value: object, name: str) -> float:
-    """The value of a field, a finite number above 0.
+    """Return the value of a field, a finite number above 0.
 
     Raises:
         ModelError: it's something else.
@@ -79,7 +80,7 @@ def to_number(value: object, name: str) -> float:
 
 
 def to_object(value: object, name: str) -> Mapping[str, Any]:
-    """The value of a field, an object; of one that isn't there or is null, an empty one.
+    """Return the value of a field, an object; an empty one if it is missing or null.
 
     Raises:
         ModelError: it's something else.
@@ -90,6 +91,6 @@ def to_object(value: object, name: str) -> Mapping[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: JSON, cut off where it's long."""
+    """Return a value as messages show it: JSON, cut off where it's long."""
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:119] + "…"

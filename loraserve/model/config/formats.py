@@ -1,7 +1,6 @@
-"""Number of inputs that share a scale, in weights quantized while they're loaded and in those
-stored so.
+"""Number of inputs that share a scale.
 
-Imports no torch.
+Weights are quantized while they're loaded, or stored so. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE
 
 
 def group_size(format: str, in_features: int) -> int:
-    """Return how many inputs share a scale when a float weight of this width is rounded to
-    `format`.
+    """Return how many inputs share a scale when a float weight is rounded to `format`.
+
+    It depends on the weight's width.
 
     Raises:
         ModelError: no groups that the format has fill in_features.
@@ -28,7 +28,8 @@ def group_size(format: str, in_features: int) -> int:
 
 
 def kernels_group_size(size: int) -> int | None:
-    """Return the largest group that kernels have, of those that cut a stored group evenly; None:
-    there's none.
+    """Return the largest group that kernels have, of those that cut a stored group evenly.
+
+    None: there's none.
     """
     return max((small for small in GROUP_SIZES if size % small == 0), default=None)

@@ -123,7 +123,7 @@ class ModelConfig:
         return self.has_o_bias if module == "o_proj" else self.has_mlp_bias
 
     def identity(self) -> dict[str, object]:
-        """Settings that, with the weights, decide which function the model computes; JSON-able.
+        """Return the settings that, with the weights, decide what the model computes; JSON-able.
 
         Contexts and EOS aren't part of it.
         """

@@ -1,7 +1,6 @@
-"""config.json's quantization_config as a checked value: how each linear of a checkpoint that is
-quantized already is stored.
+"""config.json's quantization_config as a checked value.
 
-Imports no torch.
+It says how each linear of a checkpoint that is quantized already is stored. Imports no torch.
 
 Read are what compressed-tensors (https://github.com/vllm-project/compressed-tensors) and
 transformers' BitsAndBytesConfig write. A method or a setting that would need another computation is
@@ -82,18 +81,17 @@ class QuantizationConfig:
     ignore: tuple[str, ...]
 
     def scheme(self, path: str) -> Scheme | None:
-        """Return how the weight of the linear at this path (``model.layers.0.self_attn.q_proj``) is
-        stored; None: in a float dtype.
+        """Return how the weight of the linear at this path is stored; None: in a float dtype.
 
-        With bitsandbytes it's the answer for a linear that has a quantization state; the config
-        doesn't say which have.
+        A path is ``model.layers.0.self_attn.q_proj``, for example. With bitsandbytes it's the
+        answer for a linear that has a quantization state; the config doesn't say which have.
         """
         if any(_is_match(path, ignored) for ignored in self.ignore):
             return None
         return next((scheme for target, scheme in self.targets if _is_match(path, target)), None)
 
     def identity(self) -> dict[str, object]:
-        """Settings that decide how tensors are read; JSON-able."""
+        """Return the settings that decide how tensors are read; JSON-able."""
         return {
             "method": self.method,
             "targets": [[target, asdict(scheme)] for target, scheme in self.targets],

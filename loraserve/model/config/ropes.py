@@ -1,5 +1,6 @@
-"""Rotary embeddings as config.json describes them: one for all layers, or another for those with a
-window.
+"""Rotary embeddings as config.json describes them.
+
+There is one for all layers, or another for those with a window.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RopeConfig:
     rotated: float = 1.0
 
     def rotated_dim(self, head_dim: int) -> int:
-        """Number of a head's elements that turn."""
+        """Return the number of a head's elements that turn."""
         return int(head_dim * self.rotated)
 
     def identity(self) -> dict[str, object]:
@@ -64,9 +65,10 @@ class RopeConfig:
 
 
 def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rope, and that of layers with a window where it's another one; as transformers 5 resolves
-    them: ``rope_scaling`` (the older form) before ``rope_parameters``, theta inside before theta
-    outside.
+    """Return the rope, and that of layers with a window where it's another one.
+
+    They are as transformers 5 resolves them: ``rope_scaling`` (the older form) before
+    ``rope_parameters``, theta inside before theta outside.
 
     Args:
         context: the config's own, before anything stretches it.
@@ -203,7 +205,7 @@ def _yarn_attention_factor(factor: float, rope: Mapping[str, Any], source: str) 
 
 
 def stretched_context(rope: RopeConfig, context: int) -> int:
-    """The longest context that a rope covers.
+    """Return the longest context that a rope covers.
 
     Linear's and yarn's configs state either context, the original or the stretched one; llama3's
     state the stretched one.

@@ -24,10 +24,10 @@ class Expert:
 
 
 class MixtureOfExperts:
-    """``Σ p_e · down_e(gated(gate_up_e(x)))`` over the experts that the router finds likeliest for
-    a row.
+    """``Σ p_e · down_e(gated(gate_up_e(x)))`` over a row's likeliest experts.
 
-    A row's experts are summed in their own order, so that its bits don't depend on the other rows.
+    The router finds which they are. A row's experts are summed in their own order, so that its bits
+    don't depend on the other rows.
 
     Args:
         router: the experts' scores for a row.
@@ -52,10 +52,9 @@ class MixtureOfExperts:
         self._gated = gated
 
     def __call__(self, x: Tensor, _: object = None, /) -> Tensor:
-        """Return the rows' outputs [num_tokens, hidden_size] float32, for x of the same shape, in
-        memory of their own.
+        """Return the rows' outputs in memory of their own, for x of the same shape.
 
-        No adapter acts here.
+        They are [num_tokens, hidden_size] float32. No adapter acts here.
         """
         weights, chosen = self.router(x).softmax(-1).topk(self.num_chosen)
         if self.is_normed:

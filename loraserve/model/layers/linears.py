@@ -1,7 +1,7 @@
-"""The CPU's linears by how their weights are kept: float32, bfloat16 or float16, int8, or packed
-(int4, nf4, fp8, int8 with groups).
+"""The CPU's linears by how their weights are kept.
 
-One object per site, made once, called every step.
+They are float32, bfloat16 or float16, int8, or packed (int4, nf4, fp8, int8 with groups). One
+object per site, made once, called every step.
 
 Activations and sums are float32. Except with bfloat16 weights, where it is so only nearly, a row's
 result is the same bits whatever shares its batch, so that a greedy answer doesn't depend on the
@@ -44,8 +44,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Linear(Protocol):
-    """``x W^T + bias`` for x [num_tokens, in_features] float32; the result [num_tokens,
-    out_features] is float32, contiguous, and the caller's to change.
+    """``x W^T + bias`` for x [num_tokens, in_features] float32.
+
+    The result [num_tokens, out_features] is float32, contiguous, and the caller's to change.
     """
 
     @property
@@ -56,25 +57,26 @@ class Linear(Protocol):
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias that a result holds, [out_features], in a float dtype that LoRA's kernels take
-        beside it.
+        """Bias that a result holds, [out_features].
+
+        It is in a float dtype that LoRA's kernels take beside it.
         """
         ...
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
-        """Arithmetic that it is computed with: one value, or one of each part where linears are
-        joined, in the order of the outputs.
+        """Arithmetic that it is computed with.
+
+        One value, or one of each part where linears are joined, in the order of the outputs.
         """
         ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        """Yield these rows of the weight as it is multiplied, float32, a block [n, in_features] at
-        a time, in order.
+        """Yield these rows of the weight as it is multiplied, a block at a time, in order.
 
-        Any thread may.
+        A block is [n, in_features] float32. Any thread may.
         """
         ...
 
@@ -113,8 +115,9 @@ def make_linear(
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
-    """Round a float weight [out_features, in_features] to one of `FORMATS`; int4 in the largest
-    groups that in_features allows.
+    """Round a float weight [out_features, in_features] to one of `FORMATS`.
+
+    int4 has the largest groups that in_features allows.
 
     Raises:
         ModelError: no groups fill in_features, or the weight holds numbers that aren't finite.
@@ -156,8 +159,9 @@ interpreter's lock less often.
 
 
 def row_blocks(start: int, end: int, width: int, block_weights: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield what cuts rows of `width` weights into blocks of so many weights (None: what suits a
-    CPU): (start, end).
+    """Yield (start, end) of blocks of rows of `width` weights.
+
+    A block has so many weights; None: what suits a CPU.
     """
     step = max(1, (block_weights or _BLOCK_WEIGHTS) // width)
     for first in range(start, end, step):
@@ -210,11 +214,11 @@ class Float32Linear:
 
 
 class HalfLinear:
-    """Weights in bfloat16 or float16; one beyond float16's range, which no model is known to have,
-    is the largest there is.
+    """Weights in bfloat16 or float16.
 
-    bfloat16 by oneDNN rounds x and the result to bfloat16, where the processor has instructions for
-    it; elsewhere only the weights are rounded.
+    One beyond float16's range, which no model is known to have, is the largest there is. bfloat16
+    by oneDNN rounds x and the result to bfloat16, where the processor has instructions for it;
+    elsewhere only the weights are rounded.
     """
 
     __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features")
@@ -268,8 +272,9 @@ class Int8Linear:
 
 
 class PackedLinear:
-    """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied; x
-    isn't rounded.
+    """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied.
+
+    x isn't rounded.
     """
 
     __slots__ = ("_weight", "bias", "num_bytes", "out_features")
@@ -293,10 +298,9 @@ class PackedLinear:
 
 
 class JoinedLinear:
-    """Linears that share their input but not their format, as one: the outputs side by side, in
-    order.
+    """Linears that share their input but not their format, as one.
 
-    On any device.
+    The outputs are side by side, in order. On any device.
     """
 
     __slots__ = ("_parts", "bias", "num_bytes", "out_features")

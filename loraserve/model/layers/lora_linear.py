@@ -14,8 +14,9 @@ from loraserve_kernels.ops import apply_lora
 
 @dataclass(frozen=True, slots=True)
 class LoraLinear:
-    """The linears of one site, fused: one product for the base, one launch for all adapters of the
-    step.
+    """The linears of one site, fused.
+
+    There is one product for the base, and one launch for all adapters of the step.
 
     Attributes:
         base: the site's weights, its linears' outputs side by side.
@@ -28,8 +29,9 @@ class LoraLinear:
     layer: int
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        """Return the site's output [num_tokens, out_features], x's dtype, in memory of its own;
-        rows without an adapter are the base's, bit for bit.
+        """Return the site's output [num_tokens, out_features], in memory of its own.
+
+        It has x's dtype; rows without an adapter are the base's, bit for bit.
         """
         y = self.base(x)
         if lora is not None:

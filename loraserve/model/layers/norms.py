@@ -51,8 +51,9 @@ class RMSNorm:
 
 
 class ResidualNorm:
-    """Residual sum and norm between a site's output and the next linears, where the output is
-    normed or scaled first.
+    """Residual sum and norm between a site's output and the next linears.
+
+    The output is normed or scaled first.
 
     Args:
         norm: of the sum; None: the sum itself goes on.
@@ -70,8 +71,9 @@ class ResidualNorm:
         return hidden if self._norm is None else self._norm(hidden)
 
     def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add the normed and scaled `delta`, which is spent, to `hidden` in place; return what goes
-        on.
+        """Add the normed and scaled `delta` to `hidden` in place; return what goes on.
+
+        `delta` is spent.
         """
         if self._delta_norm is not None:
             delta = self._delta_norm(delta)
@@ -83,16 +85,18 @@ class ResidualNorm:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size],
-    whose first half is the gate.
+    """Return ``silu(gate) * up`` for gate_up [num_tokens, 2 * size].
+
+    Its first half is the gate.
     """
     gate, up = gate_up.chunk(2, -1)
     return _by_rows(gate, F.silu, torch.ops.aten.silu.out, _PART // 2, _num_aligned_rows).mul_(up)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Return ``gelu(gate) * up``, by the approximation with tanh, for gate_up [num_tokens, 2 *
-    size], whose first half is the gate.
+    """Return ``gelu(gate) * up``, by the approximation with tanh.
+
+    gate_up is [num_tokens, 2 * size]; its first half is the gate.
     """
     gate, up = gate_up.chunk(2, -1)
     return _by_rows(gate, _gelu, _gelu_into, _GELU_PART, _num_aligned_gelu_rows).mul_(up)
@@ -140,8 +144,9 @@ def _by_rows(
 
 
 def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """Apply gelu in parts; its elements torch shares out among all threads where there are more
-    than `_GELU_PART`.
+    """Return how many of these rows gelu takes at once.
+
+    Torch shares out elements among all threads where there are more than `_GELU_PART`.
     """
     if num_rows * width <= _GELU_PART or num_threads == 1:
         return num_rows
@@ -149,8 +154,9 @@ def _num_aligned_gelu_rows(num_rows: int, width: int, num_threads: int) -> int:
 
 
 def _num_aligned_rows(num_rows: int, width: int, num_threads: int) -> int:
-    """Return the largest number of these rows, at least one, whose parts all end with a row; width
-    is at most half of `_PART`.
+    """Return the largest number of these rows, at least one, whose parts all end with a row.
+
+    The width is at most half of `_PART`.
     """
     num_parts = num_threads
     while True:

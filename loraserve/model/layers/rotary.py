@@ -15,11 +15,10 @@ from loraserve.model.config.ropes import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position below `max_model_len`, computed once, of the float32
-    angles that transformers takes.
+    """Cosines and sines of every position below `max_model_len`, computed once.
 
-    Half of the head's angles are kept: the other half are the same. Where only a part of the head
-    turns, they are that part's.
+    Their float32 angles are those that transformers takes. Half of the head's angles are kept: the
+    other half are the same. Where only a part of the head turns, they are that part's.
 
     They are numpy's of float64, rounded: torch's come from MKL, which may serve a process's first
     calls at its lowest accuracy, and this table is as long-lived as the process (pytorch issue
@@ -34,24 +33,25 @@ class RotaryEmbedding:
         self.num_bytes = self._cos.nbytes + self._sin.nbytes
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `rotate` needs for these positions, each [num_tokens, 1, rotated dim]: the
-        cosines, and the sines with the first half negated.
+        """Return what `rotate` needs for these positions, each [num_tokens, 1, rotated dim].
+
+        These are the cosines, and the sines with the first half negated.
         """
         cos, sin = self._cos[positions], self._sin[positions]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def table(self) -> Tensor:
-        """Return every position's cosines and then sines, [max_model_len, head_dim] float32: for
-        kernels that look them up themselves.
+        """Return every position's cosines and then sines, [max_model_len, head_dim] float32.
+
+        It is for kernels that look them up themselves.
         """
         return torch.cat((self._cos, self._sin), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x [num_tokens, num_heads, head_dim] in place by its positions; `cos` and `sin` are
-    `RotaryEmbedding.at`'s.
+    """Rotate x [num_tokens, num_heads, head_dim] in place by its positions.
 
-    Elements of a head past theirs stay.
+    `cos` and `sin` are `RotaryEmbedding.at`'s. Elements of a head past theirs stay.
     """
     x = x[..., : cos.shape[-1]]
     first, second = x.chunk(2, -1)
@@ -60,8 +60,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle by which each pair of elements turns per position, float32: [head_dim / 2],
-    or half of the part that turns.
+    """Return the angle by which each pair of elements turns per position, float32.
+
+    It is [head_dim / 2], or half of the part that turns.
     """
     head_dim = config.rotated_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2).float() / head_dim

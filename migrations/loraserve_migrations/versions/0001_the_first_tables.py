@@ -1,4 +1,4 @@
-"""The first tables
+"""The first tables.
 
 Revision: 0001
 Follows: nothing

@@ -1,4 +1,4 @@
-"""Splits, shadows, pins, grants, resumable uploads, operations, usage
+"""Splits, shadows, pins, grants, resumable uploads, operations, usage.
 
 Revision: 0002
 Follows: 0001

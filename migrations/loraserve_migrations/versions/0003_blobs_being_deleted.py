@@ -1,4 +1,4 @@
-"""A mark on blobs that are being deleted
+"""A mark on blobs that are being deleted.
 
 Revision: 0003
 Follows: 0002

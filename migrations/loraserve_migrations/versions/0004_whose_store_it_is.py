@@ -1,4 +1,4 @@
-"""Identity of this registry, and the stamps that it put in its store
+"""Identity of this registry, and the stamps that it put in its store.
 
 Revision: 0004
 Follows: 0003

@@ -1,9 +1,9 @@
-"""Paged attention for mixed rows in one launch, compiled by numba: keys and values are read where
-they lie, block by block, nothing is gathered.
+"""Paged attention for mixed rows in one launch, compiled by numba.
 
-A task is up to eight rows of one sequence and the query heads of one key head, so that a block read
-from memory serves them all. Scores first (each block of keys against each row), then their softmax,
-then the weighted sum of the values.
+Keys and values are read where they lie, block by block; nothing is gathered. A task is up to eight
+rows of one sequence and the query heads of one key head, so that a block read from memory serves
+them all. Scores first (each block of keys against each row), then their softmax, then the weighted
+sum of the values.
 
 A row's result is the same bits whatever shares its batch and however its prompt was cut into
 chunks: every key's score is a sum in one order, the softmax runs over the row's own positions in
@@ -101,8 +101,9 @@ LINE = 16
 
 @numba.njit(inline="never")
 def _scores(q, q_row, q_head, num_rows, group, width, k, k_next, size, first, start, position, scores, scores_row):  # type: ignore[no-untyped-def]
-    """Write the products of each row and head with one block's keys, unscaled; `first` is the
-    block's first position, `start` that of the scores.
+    """Write the products of each row and head with one block's keys, unscaled.
+
+    `first` is the block's first position, `start` that of the scores.
     """
     for row in range(num_rows):
         # a later row sees what an earlier one sees
@@ -139,8 +140,9 @@ def _cap_softly(scores, padded, scale, cap):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never")
 def _softmax(scores, first, end, padded, scale):  # type: ignore[no-untyped-def]
-    """Replace scores ``first:end`` by e^(scale · (score − largest)), all others up to `padded` by
-    0; return the sum.
+    """Replace scores ``first:end`` by e^(scale · (score − largest)), and return their sum.
+
+    All others up to `padded` become 0.
     """
     hidden = np.float32(-np.inf)
     for key in range(first):
@@ -161,9 +163,7 @@ def _softmax(scores, first, end, padded, scale):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never")
 def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-untyped-def]
-    """Add to `out` the values ``first:end`` of a block, each times its weight,
-    in ascending order.
-    """
+    """Add to `out` the values ``first:end`` of a block, each times its weight, in order."""
     column = 0
     while column + 4 * LANES <= width:
         a0, a1 = load(out, column, F32), load(out, column + LANES, F32)
@@ -284,8 +284,9 @@ def _attend(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel, compiled or read from numba's cache: a C function of the argument block's
-    address.
+    """Return the kernel, compiled or read from numba's cache.
+
+    It is a C function of the argument block's address.
     """
     stamp = STAMP
 
@@ -336,7 +337,7 @@ def _store(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled_store() -> Any:
-    """The kernel that writes to the cache, compiled or read from numba's cache."""
+    """Return the kernel that writes to the cache, compiled or read from numba's cache."""
     stamp = STAMP
 
     def store_kv(args):  # type: ignore[no-untyped-def]

@@ -1,5 +1,6 @@
-"""Paged attention: rows of many sequences, decode rows and prefill chunks mixed, over the KV
-cache's blocks.
+"""Paged attention over the KV cache's blocks.
+
+The rows are of many sequences, decode rows and prefill chunks mixed.
 """
 
 from __future__ import annotations
@@ -139,12 +140,11 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """Write to `out` each row's causal attention over its sequence's cached keys; every element of
-    `out` is written.
+    """Write to `out` each row's causal attention over its sequence's cached keys.
 
-    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``
-    and sees the positions up to its own; with `sliding_window` w, its own and the w − 1 before it.
-    Slots past a context aren't used, whatever they hold.
+    Every element of `out` is written. The rows of a sequence are its last ones: row j of m stands
+    at position ``context_len - m + j`` and sees the positions up to its own; with `sliding_window`
+    w, its own and the w − 1 before it. Slots past a context aren't used, whatever they hold.
 
     Args:
         q, out: [num_tokens, num_heads, head_dim] float32, contiguous in the last dim; num_heads is
@@ -188,8 +188,9 @@ def attend_torch(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """`paged_attention` in PyTorch, gathered sequence by sequence: for dtypes and widths that the
-    kernel doesn't take, and where numba isn't installed.
+    """Compute `paged_attention` in PyTorch, gathered sequence by sequence.
+
+    This serves dtypes and widths that the kernel doesn't take, and machines without numba.
     """
     for i, context_len in enumerate(plan.context_lens):
         start, end = plan.query_starts[i], plan.query_starts[i + 1]

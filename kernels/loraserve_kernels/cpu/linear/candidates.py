@@ -58,8 +58,9 @@ def weight_format(weight: QuantizedWeight, *, rounds_activations: bool) -> str:
 
 
 def compile_kernel(candidate: Candidate, format: str) -> None:
-    """Compile what the candidate needs, or read it from numba's cache: so that it isn't taken for
-    slowness.
+    """Compile what the candidate needs, or read it from numba's cache.
+
+    Otherwise compiling would be taken for slowness.
     """
     if candidate.kernel.startswith("numba"):
         decoded.warm_up(_KINDS.get(format, "dot"))
@@ -75,8 +76,9 @@ def example(format: str, out_features: int, in_features: int) -> QuantizedWeight
 
 
 def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
-    """Return a weight of these values, as nearly as the format holds them; int8's exactly and with
-    scales of 1.
+    """Return a weight of these values, as nearly as the format holds them.
+
+    int8 holds them exactly, with scales of 1.
     """
     if format in DTYPES:
         return codes.to(DTYPES[format])
@@ -93,8 +95,9 @@ def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
 
 
 def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
-    """Return rows of the largest codes: all positive, all negative, both in turn, both by pairs,
-    and a mixture.
+    """Return rows of the largest codes.
+
+    They are all positive, all negative, both in turn, both by pairs, and a mixture.
     """
     signs = torch.ones(in_features, dtype=torch.int32)
     turn, pairs = signs.clone(), signs.clone()
@@ -127,8 +130,9 @@ def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool
 
 
 def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
-    """Return whether products of the largest codes with activations of one sign, and of both, are
-    those of the dequantized weight.
+    """Return whether products of the largest codes are those of the dequantized weight.
+
+    They are multiplied with activations of one sign, and of both.
     """
     weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
     wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)

@@ -1,8 +1,8 @@
-"""Choice of the kernel that computes a CPU's linears: every candidate of a format is tried on this
-processor, for exactness and for speed, and the fastest exact one is taken.
+"""Choice of the kernel that computes a CPU's linears.
 
-A load tries them on one thread and counts the processor time of that thread, so that neither other
-processes nor threads that wait for each other make a kernel look slow.
+Every candidate of a format is tried on this processor, for exactness and for speed, and the fastest
+exact one is taken. A load tries them on one thread and counts the processor time of that thread, so
+that neither other processes nor threads that wait for each other make a kernel look slow.
 
 The clock chooses among candidates of one *rank*, which give the same bits. A lower rank is taken
 only where every candidate above it is inexact, missing, or `MUCH_SLOWER`, which noise never makes
@@ -105,8 +105,9 @@ class Choice:
         return self.arithmetic.kernel
 
     def seconds(self, num_rows: int) -> float:
-        """Return the taken kernel's time of one product; NaN where nothing could be taken but what
-        wasn't timed.
+        """Return the taken kernel's time of one product.
+
+        NaN where nothing could be taken but what wasn't timed.
         """
         of = next((m.seconds for m in self.measured if m.arithmetic == self.arithmetic and m.seconds), {})
         return of.get(num_rows, math.nan)
@@ -158,15 +159,17 @@ class Chooser:
         return self._choices[key]
 
     def adopt(self, format: str, out_features: int, in_features: int, arithmetic: Arithmetic) -> None:
-        """Take for a class of shapes, as `taken` gives it, what another process of this machine
-        took: no clock is asked again.
+        """Take for a class of shapes what another process of this machine took.
+
+        Both are as `taken` gives them; no clock is asked again.
         """
         choice = Choice(format, out_features, in_features, arithmetic, (), {})
         self._choices[format, out_features, in_features] = choice
 
     def taken(self) -> list[tuple[str, int, int, Arithmetic]]:
-        """Return format, out_features and in_features of each class so far, and what was taken for
-        it.
+        """Return each class so far with what was taken for it.
+
+        A class is a format, out_features and in_features.
         """
         return [(*key, choice.arithmetic) for key, choice in self._choices.items()]
 
@@ -175,8 +178,9 @@ class Chooser:
         return list({id(choice): choice for choice in self._choices.values()}.values())
 
     def _nearest(self, key: tuple[str, int, int]) -> Choice | None:
-        """Return the format's choice that is nearest in size once probing has taken its time; None
-        without one.
+        """Return the format's choice that is nearest in size once probing has taken its time.
+
+        None without one.
         """
         if self.spent_s < BUDGET_S:
             return None
@@ -206,8 +210,9 @@ def chooser() -> Chooser:
 
 @functools.cache
 def work_clock() -> Callable[[], float]:
-    """Return a clock of the processor's time that the calling thread has taken; of all time, where
-    the system counts the former too coarsely.
+    """Return a clock of the processor's time that the calling thread has taken.
+
+    It is a clock of all time where the system counts the former too coarsely.
     """
     began_s, began_work_s = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began_s < _COARSEST_S:
@@ -280,8 +285,9 @@ def _times(
     run_s: float,
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """Return seconds by number of rows, fewest first; the rest is missing where it would take
-    hopelessly long.
+    """Return seconds by number of rows, fewest first.
+
+    The rest is missing where it would take hopelessly long.
     """
     seconds: dict[int, float] = {}
     last: tuple[int, float] | None = None
@@ -316,8 +322,9 @@ def _verdict(
 
 
 def _taken(candidates: tuple[Candidate, ...], measured: list[Measured], float_s: dict[int, float]) -> Arithmetic:
-    """Return the fastest of the first rank that isn't much slower than the best of all; the last
-    candidate, which needs nothing, where none can be used.
+    """Return the fastest of the first rank that isn't much slower than the best of all.
+
+    Where none can be used, it is the last candidate, which needs nothing.
     """
     scores = {index: _score(m.seconds, float_s) for index, m in enumerate(measured) if not m.verdict}
     if not scores:
@@ -338,8 +345,9 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[], float]) -> float:
-    """Return seconds of the fastest run, after one that isn't counted: it may make what later runs
-    use again.
+    """Return seconds of the fastest run, after one that isn't counted.
+
+    The first may make what later runs use again.
     """
     began = clock()
     work()
@@ -366,9 +374,7 @@ def _activations(num_rows: int, in_features: int) -> Tensor:
 
 
 def lines(choices: Iterable[Choice]) -> Iterator[tuple[bool, str]]:
-    """Yield what a log says of choices: whether the best is slower than float32,
-    and the sentence.
-    """
+    """Yield what a log says of choices: whether the best is slower than float32, in words too."""
     for choice in choices:
         if not choice.float_s:
             yield False, f"{choice.format} {choice.out_features}×{choice.in_features}: {choice.arithmetic}; taken over"

@@ -70,8 +70,7 @@ class DotWeight:
 
 
 def can_decode(weight: QuantizedWeight) -> bool:
-    """Return whether the kernels decode each of the weight's codes as `QuantizedWeight.dequantize`
-    does.
+    """Return whether the kernels decode each code as `QuantizedWeight.dequantize` does.
 
     They don't for fp8's NaN.
     """
@@ -132,8 +131,9 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
 
 
 def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32; a row's bits don't depend on the
-    other rows.
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
+
+    A row's bits don't depend on the other rows.
 
     Args:
         x: [num_tokens, in_features] float32; taken as checked.
@@ -188,8 +188,9 @@ def unpack_dot(weight: DotWeight) -> Tensor:
 
 
 def dot(codes: Tensor, weight: DotWeight) -> Tensor:
-    """Return ``scale · sum(code · x)``, [num_tokens, out_features] float32: the sums exact, each
-    converted and scaled once.
+    """Return ``scale · sum(code · x)``, [num_tokens, out_features] float32.
+
+    The sums are exact, each converted and scaled once.
 
     Args:
         codes: [num_tokens, in_features] int8.
@@ -265,9 +266,7 @@ def _tiles(codes: Tensor) -> Tensor:
 
 
 def _filled(grid: Tensor) -> Tensor:
-    """[groups, channels] in that order of memory,
-    the channels filled up with zeros to whole tiles.
-    """
+    """Return [groups, channels] in that order of memory, zeros added up to whole tiles."""
     from loraserve_kernels.cpu.linear.decoded_kernel import TILE
 
     groups, channels = grid.shape

@@ -76,8 +76,9 @@ _ZERO = ir.Constant(_vector(_FLOAT), [0.0] * LANES)
 
 
 class _Writer:
-    """Writes what the kernels have in common: words of the argument block, and vectors at addresses
-    in bytes.
+    """Writes what the kernels have in common.
+
+    These are words of the argument block, and vectors at addresses in bytes.
     """
 
     def __init__(self, builder: Any, args: Any) -> None:
@@ -169,8 +170,9 @@ def _code_bytes(kind: str) -> int:
 
 
 def _decode(writer: _Writer, kind: str, address: Any, zero: Any) -> list[Any]:
-    """Return the values of one input's codes, or of two inputs', of `LANES` channels: before they
-    are scaled.
+    """Return the values of one input's codes, or of two inputs', of `LANES` channels.
+
+    They aren't scaled yet.
     """
     builder, ints, floats = writer.builder, _vector(_I32), _vector(_FLOAT)
     if kind == "bf16":
@@ -280,8 +282,9 @@ def _store(writer: _Writer, rows: list[Any], channel: Any, value: Callable[[int,
 def _dot(num_rows: int) -> Any:
     @intrinsic
     def dot(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
-        """Compute `num_rows` rows of a tile's channels from activations in int16: ``scale ·
-        sum(code · x)``, the sum exact.
+        """Compute `num_rows` rows of a tile's channels from activations in int16.
+
+        Each is ``scale · sum(code · x)``, the sum exact.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -331,8 +334,9 @@ as many as there are registers for their sums.
 
 
 def _runner(one: Any, four: Any, eight: Any) -> Any:
-    """Return the loop that claims tiles and multiplies their codes with chunks of one, four or
-    eight rows at a time.
+    """Return the loop that claims tiles and multiplies their codes with chunks of rows.
+
+    A chunk has one, four or eight rows.
     """
 
     @numba.njit

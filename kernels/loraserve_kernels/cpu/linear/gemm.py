@@ -1,10 +1,9 @@
-"""The base's linears on the CPU, in int8, in 16 bits and in float32, so that no row's result
-depends on what shares its batch.
+"""The base's linears on the CPU, in int8, in 16 bits and in float32.
 
-int8: weights by output channel, activations by row. Integer products and sums are exact, so that a
-row's bits can't depend on the other rows; what must be avoided is a scale taken over the whole
-batch, where one tenant's outlier spoils the others' answers. `chooser` tries these kernels on the
-processor and takes one:
+No row's result depends on what shares its batch. int8: weights by output channel, activations by
+row. Integer products and sums are exact, so that a row's bits can't depend on the other rows; what
+must be avoided is a scale taken over the whole batch, where one tenant's outlier spoils the others'
+answers. `chooser` tries these kernels on the processor and takes one:
 
 * ``onednn-s8``: oneDNN multiplies int8 by int8 where it has instructions for it (AMX, VNNI on
   some). Elsewhere it computes element by element, a thousand times slower than float32, or adds
@@ -93,8 +92,9 @@ class FloatWeight:
 
 
 def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
-    """Bring a weight that is in int8 already into the order that its library reads; codes and
-    scales are used as they are, and not kept.
+    """Bring a weight that is in int8 already into the order that its library reads.
+
+    Codes and scales are used as they are, and not kept.
 
     Args:
         codes: [out_features, in_features] int8, from -128 to 127.
@@ -134,8 +134,9 @@ def unpack_int8(weight: Int8Weight) -> Tensor:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32; a
-    row's bits don't depend on the other rows.
+    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
+
+    A row's bits don't depend on the other rows.
 
     Args:
         x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
@@ -161,10 +162,10 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row of x by its own largest magnitude: codes [num_tokens, in_features] int8 within
-    ±127, and scales [num_tokens, 1]; ``x ≈ codes · scales``.
+    """Round each row of x by its own largest magnitude; ``x ≈ codes · scales``.
 
-    A row that isn't finite gets zeros and the scale NaN.
+    Codes are [num_tokens, in_features] int8 within ±127, and scales [num_tokens, 1]. A row that
+    isn't finite gets zeros and the scale NaN.
     """
     if HAS_NUMBA and x.stride(1) == 1:
         return _quantize_rows_numba(x)
@@ -173,8 +174,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_float(weight: Tensor) -> FloatWeight:
-    """Bring a float32 weight [out_features, in_features] into the order that oneDNN reads fastest
-    for few rows; the given tensor isn't kept.
+    """Bring a float32 weight into the order that oneDNN reads fastest for few rows.
+
+    The given tensor, [out_features, in_features], isn't kept.
     """
     weight = weight.detach()
     if weight.dtype != torch.float32:
@@ -191,9 +193,9 @@ _BLOCK_ROWS = (64, 48, 32)
 
 
 def blocks_in_place(packed: FloatWeight, weight: Tensor) -> Tensor | None:
-    """Return a packed weight's own memory as blocks of its rows, each transposed: [num_blocks,
-    in_features, rows of a block] float32; None where it is in another order.
+    """Return a packed weight's own memory as blocks of its rows, each transposed.
 
+    They are [num_blocks, in_features, rows of a block] float32; None where it is in another order.
     oneDNN gives back whole matrices only, in new memory. It doesn't say in which order it keeps
     them; on machines with AVX2 or AVX512 so many rows are side by side, and whether they are is
     seen by comparing all of them. Valid as long as `packed`.
@@ -259,10 +261,10 @@ class HalfWeight:
 
 
 def pack_half(weight: Tensor, dtype: torch.dtype, kernel: str) -> HalfWeight:
-    """Bring a weight [out_features, in_features] into the order that its kernel reads, in bfloat16
-    or float16; the given tensor isn't kept.
+    """Bring a weight into the order that its kernel reads, in bfloat16 or float16.
 
-    A weight beyond float16's range, which no model is known to have, is the largest there is.
+    The given tensor, [out_features, in_features], isn't kept. A weight beyond float16's range,
+    which no model is known to have, is the largest there is.
     """
     weight = weight.detach()
     out_features, in_features = weight.shape
@@ -391,12 +393,11 @@ _HEIGHT_STEP = 16
 
 
 def _with_few_heights(x: Tensor) -> Tensor:
-    """Return x with rows of zeros added, fewer than `_HEIGHT_STEP`, where it has more rows than
-    that.
+    """Return x with rows of zeros added, where it has more than `_HEIGHT_STEP` rows.
 
-    oneDNN compiles a product for each number of rows that it meets (1 to 8 ms) and keeps a thousand
-    of them, up to 0.7 MiB each: with some hundred numbers of rows the process grew by hundreds of
-    MiB over its first hours, with tens it stays level.
+    Fewer than `_HEIGHT_STEP` are added. oneDNN compiles a product for each number of rows that it
+    meets (1 to 8 ms) and keeps a thousand of them, up to 0.7 MiB each: with some hundred numbers of
+    rows the process grew by hundreds of MiB over its first hours, with tens it stays level.
     """
     num_more = -x.shape[0] % _HEIGHT_STEP if x.shape[0] > _HEIGHT_STEP else 0
     return F.pad(x, (0, 0, 0, num_more)) if num_more else x
@@ -408,8 +409,9 @@ def _zero_points(out_features: int) -> Tensor:
 
 
 def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row divided by its largest magnitude, and that magnitude, [num_tokens, 1]; zeros
-    and NaN for a row that isn't finite.
+    """Return each row divided by its largest magnitude, and that magnitude, [num_tokens, 1].
+
+    Both are zeros and NaN for a row that isn't finite.
     """
     top = x.abs().amax(1, keepdim=True)
     is_finite = torch.isfinite(top)

@@ -1,7 +1,6 @@
-"""Prints which kernel each format takes on this machine, and how fast every candidate is, as one
-JSON object.
+"""Prints which kernel each format takes on this machine, and how fast each candidate is.
 
-`loraserve doctor` runs it in a process of its own.
+The output is one JSON object. `loraserve doctor` runs it in a process of its own.
 
 python -m loraserve_kernels.cpu.linear.kernel_table             # every format, two shapes
 python -m loraserve_kernels.cpu.linear.kernel_table int8 --quick

@@ -1,10 +1,9 @@
-"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8, and whose activations stay
-float32.
+"""Linears on the CPU whose weights stay in 4 bits, in fp8 or in int8.
 
-With numba the codes are decoded in registers while they're multiplied (`decoded`): reading fewer
-bytes than float32, as fast or faster. Without it weights are widened to float32 a few output
-channels at a time, which costs a core a few nanoseconds for each weight in each step, however few
-the rows.
+Activations stay float32. With numba the codes are decoded in registers while they're multiplied
+(`decoded`): reading fewer bytes than float32, as fast or faster. Without it weights are widened to
+float32 a few output channels at a time, which costs a core a few nanoseconds for each weight in
+each step, however few the rows.
 """
 
 from __future__ import annotations
@@ -100,10 +99,10 @@ def pack_quantized(weight: QuantizedWeight, kernel: str) -> PackedWeight:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x W^T + bias``, [num_tokens, out_features] float32, W as
-    `QuantizedWeight.dequantize` gives it.
+    """Return ``x W^T + bias``, [num_tokens, out_features] float32.
 
-    A row's bits don't depend on the other rows (widened: with oneDNN).
+    W is as `QuantizedWeight.dequantize` gives it. A row's bits don't depend on the other rows
+    (widened: with oneDNN).
 
     Args:
         x: [num_tokens, in_features] float32.

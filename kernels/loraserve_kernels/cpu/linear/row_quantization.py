@@ -37,8 +37,9 @@ F32_BYTES = 4
 
 @numba.njit
 def _quantize(args):  # type: ignore[no-untyped-def]
-    """One thread's part: codes ``round(127 x / max |x|)`` and scales ``max |x| / 127`` of the rows
-    that it claims.
+    """Quantize the rows that this thread claims.
+
+    Codes are ``round(127 x / max |x|)``, scales ``max |x| / 127``.
     """
     x, x_stride, codes = load_int(args, X), load_int(args, X_STRIDE), load_int(args, CODES)
     scales, num_rows, width = load_int(args, SCALES), load_int(args, NUM_ROWS), load_int(args, WIDTH)
@@ -79,8 +80,9 @@ def _quantize(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """The kernel, compiled or read from numba's cache: a C function of the argument block's
-    address.
+    """Return the kernel, compiled or read from numba's cache.
+
+    It is a C function of the argument block's address.
     """
     stamp = STAMP
 

@@ -11,8 +11,9 @@ from loraserve_kernels.common.quantized import NF4_CODE, QuantizedWeight
 
 
 def widen(weight: QuantizedWeight) -> Tensor:
-    """Return the bits of ``weight.dequantize(torch.float32)``, several times sooner: a byte's codes
-    are looked up together.
+    """Return the bits of ``weight.dequantize(torch.float32)``, several times sooner.
+
+    A byte's codes are looked up together.
     """
     codes = weight.codes.view(torch.uint8).view(-1).int()
     values = _table(weight.format, weight.zeros is not None).index_select(0, codes).view(torch.float32)
@@ -24,8 +25,9 @@ def widen(weight: QuantizedWeight) -> Tensor:
 
 @functools.cache
 def _table(format: str, has_zeros: bool) -> Tensor:
-    """Return the meaning of each of a byte's 256 values: a float32 for fp8 and int8; for two codes
-    of 4 bits two, held as one float64.
+    """Return the meaning of each of a byte's 256 values.
+
+    It is a float32 for fp8 and int8; for two codes of 4 bits it is two, held as one float64.
     """
     codes = torch.arange(256, dtype=torch.uint8)
     if format == "fp8":

@@ -1,5 +1,7 @@
-"""LoRA on the CPU: one compiled launch for all segments of a step where numba is installed, PyTorch
-segment by segment otherwise.
+"""LoRA on the CPU.
+
+One compiled launch does all segments of a step where numba is installed, PyTorch segment by segment
+otherwise.
 """
 
 from __future__ import annotations
@@ -118,8 +120,9 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Launch of a step's adapters of one dtype, for all layers: the argument block, filled but for
-    pointers and layer.
+    """Launch of a step's adapters of one dtype, for all layers.
+
+    It is the argument block, filled but for pointers and layer.
     """
 
     kernel: _Kernel
@@ -130,8 +133,9 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _SiteLaunches:
-    """A plan's launches at a site, one for each dtype; they share scratch memory, since they run
-    one after the other.
+    """A plan's launches at a site, one for each dtype.
+
+    They share scratch memory, since they run one after the other.
     """
 
     launches: tuple[_Launch, ...]

@@ -155,8 +155,9 @@ def _gather(token_ids, stride, num_rows, data, a, num_ranks, width, scratch, scr
 
 @numba.njit(inline="never")
 def _scatter(y, y_stride, num_rows, tile, ids, num_ids, scales, bias):  # type: ignore[no-untyped-def]
-    """Write ``scale · tile + bias`` to columns `ids` of `num_rows` rows of y; no scales are ones,
-    no bias is none.
+    """Write ``scale · tile + bias`` to columns `ids` of `num_rows` rows of y.
+
+    No scales are ones, no bias is none.
     """
     for i in range(num_ids):
         column = load_int32(ids, i)
@@ -218,8 +219,9 @@ def _add(y, y_stride, num_rows, values, width):  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="never")
 def _scale(y, y_stride, num_rows, delta, bias, width):  # type: ignore[no-untyped-def]
-    """Add ``delta · (y − bias)`` to `width` columns of `num_rows` rows of y;
-    a bias of 0 is none.
+    """Add ``delta · (y − bias)`` to `width` columns of `num_rows` rows of y.
+
+    A bias of 0 is none.
     """
     whole = width // LANES * LANES
     minus = splat(np.float32(-1))
@@ -241,10 +243,9 @@ def _scale(y, y_stride, num_rows, delta, bias, width):  # type: ignore[no-untype
 
 @numba.njit(inline="never")
 def _expand(y, y_stride, num_rows, scratch, scratch_stride, scalings, data, b, b_stride, num_ranks, width, kind):  # type: ignore[no-untyped-def]
-    """Add ``Σ_r scalings[r] · scratch[row, r] · B[r, n]`` to `width` columns of `num_rows` rows of
-    y, ranks in ascending order.
+    """Add ``Σ_r scalings[r] · scratch[row, r] · B[r, n]`` to `width` columns of rows of y.
 
-    Four ranks at a time.
+    Ranks are in ascending order. Four ranks at a time.
     """
     whole = width // LANES * LANES
     rank = 0
@@ -440,7 +441,7 @@ _STAMP = zlib.crc32(repr((STAMP, _RECORD)).encode())
 
 @functools.cache
 def compiled_float32() -> Any:
-    """The kernel for adapters stored in float32, compiled or read from numba's cache."""
+    """Return the kernel for adapters in float32, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_float32(args):  # type: ignore[no-untyped-def]
@@ -452,7 +453,7 @@ def compiled_float32() -> Any:
 
 @functools.cache
 def compiled_bfloat16() -> Any:
-    """The kernel for adapters stored in bfloat16, compiled or read from numba's cache."""
+    """Return the kernel for adapters in bfloat16, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_bfloat16(args):  # type: ignore[no-untyped-def]
@@ -464,7 +465,7 @@ def compiled_bfloat16() -> Any:
 
 @functools.cache
 def compiled_float16() -> Any:
-    """The kernel for adapters stored in float16, compiled or read from numba's cache."""
+    """Return the kernel for adapters in float16, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_float16(args):  # type: ignore[no-untyped-def]
@@ -476,7 +477,7 @@ def compiled_float16() -> Any:
 
 @functools.cache
 def compiled_int8() -> Any:
-    """The kernel for adapters stored in int8, compiled or read from numba's cache."""
+    """Return the kernel for adapters in int8, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_int8(args):  # type: ignore[no-untyped-def]

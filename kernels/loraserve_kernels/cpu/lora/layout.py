@@ -1,11 +1,11 @@
-"""Layout of an adapter in a CPU's memory: every module of it in one contiguous buffer, nothing
-padded to a common rank.
+"""Layout of an adapter in a CPU's memory.
 
-For each layer, for each site, in the order of `SITES`: the A matrices of the site's slices ([r,
-in], a row per rank), one after the other, so that a site's shrink is one matrix of [sum of ranks,
-in]; then the B matrices, transposed to [r, out], a row per rank as well; then the rows that stand
-in the place of the base's. Each of these regions starts at a multiple of `ALIGN_ELEMENTS`; the gaps
-are zero. What is always float32 lies in a buffer of its own: a number of each rank, the rows δ and
+Every module of it lies in one contiguous buffer; nothing is padded to a common rank. For each
+layer, for each site, in the order of `SITES`: the A matrices of the site's slices ([r, in], a row
+per rank), one after the other, so that a site's shrink is one matrix of [sum of ranks, in]; then
+the B matrices, transposed to [r, out], a row per rank as well; then the rows that stand in the
+place of the base's. Each of these regions starts at a multiple of `ALIGN_ELEMENTS`; the gaps are
+zero. What is always float32 lies in a buffer of its own: a number of each rank, the rows δ and
 shift, and where weights are int8 a scale of each replaced row.
 
 The head and the embedding belong to no layer. Their records stand in layer 0; the other layers' are

@@ -1,7 +1,6 @@
-"""Paged attention: rows over the cached keys of their sequence, and the sum over the splits of a
-row's keys.
+"""Paged attention: rows over the cached keys of their sequence.
 
-Triton kernels.
+A second kernel sums over the splits of a row's keys. Triton kernels.
 
 A fixed grid of programs takes (item, group of query heads) pairs until the device-side count is
 reached. The query heads that share a KV head are rows of one tile, so that a key is read once for

@@ -49,16 +49,19 @@ class AttendConfig:
 
 
 def decode_config(head_dim: int, group: int) -> AttendConfig:
-    """Return the tiles for sequences of a single row: 16 query heads, 32 where a group is larger,
-    and 8 KiB of keys at a time, two times ahead: with 16 heads of up to 128 four programs fit on a
-    multiprocessor of either generation.
+    """Return the tiles for sequences of a single row.
+
+    They have 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times
+    ahead: with 16 heads of up to 128 four programs fit on a multiprocessor of either generation.
     """
     return AttendConfig(16 if group <= 16 else 32, max(16, min(64, 4096 // triton.next_power_of_2(head_dim))), 4, 3)
 
 
 def chunk_config(head_dim: int) -> AttendConfig:
-    """Return the tiles for a chunk's rows: twice the keys at a time, so that the four warps meet
-    half as often, and two programs on a multiprocessor.
+    """Return the tiles for a chunk's rows.
+
+    They have twice the keys at a time, so that the four warps meet half as often, and two programs
+    on a multiprocessor.
     """
     return AttendConfig(CHUNK_BLOCK_M, max(16, min(64, 8192 // triton.next_power_of_2(head_dim))), 4, 3)
 
@@ -74,14 +77,14 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    """Write to `out` each row's causal attention over its sequence's cached keys; rows of sequences
-    without context become zeros.
+    """Write to `out` each row's causal attention over its sequence's cached keys.
 
-    The rows of a sequence are its last ones: row j of m stands at position ``context_len - m + j``
-    and sees the positions up to its own; with `sliding_window` w, its own and the w − 1 before it.
-    Slots past a context aren't read, nor are rows past the plan's read or written. A row's bits
-    don't depend on what shares its step, nor on which rows of its own sequence do; they may on
-    whether any does, since a sequence's only row has its keys split.
+    Rows of sequences without context become zeros. The rows of a sequence are its last ones: row j
+    of m stands at position ``context_len - m + j`` and sees the positions up to its own; with
+    `sliding_window` w, its own and the w − 1 before it. Slots past a context aren't read, nor are
+    rows past the plan's read or written. A row's bits don't depend on what shares its step, nor on
+    which rows of its own sequence do; they may on whether any does, since a sequence's only row has
+    its keys split.
 
     Up to three launches, no synchronisation, no allocation. A step that `is_decode_only` may be
     captured in a CUDA graph and replayed after any later fill with as many rows, each a sequence's

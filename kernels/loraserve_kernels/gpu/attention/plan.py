@@ -1,9 +1,8 @@
-"""Plan of a step's attention as the GPU's kernels read it: one buffer at one address, filled once a
-step for all layers.
+"""Plan of a step's attention as the GPU's kernels read it.
 
-The buffer is int32. Its first `HEADER` numbers say where its parts start (in elements of the
-buffer) and how long they are; kernels read them there, so one captured CUDA graph serves every mix
-of context lengths. The parts:
+It is one buffer at one address, filled once a step for all layers. The buffer is int32. Its first
+`HEADER` numbers say where its parts start (in elements of the buffer) and how long they are;
+kernels read them there, so one captured CUDA graph serves every mix of context lengths. The parts:
 
     items          eight numbers each: row0, num_rows, position of row0, sequence, split,
                    num_splits, 0, 0;
@@ -49,15 +48,17 @@ four heads to a group.
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return the most parts that a long context is cut into: so many that the splits of one
-    sequence keep about a hundred multiprocessors busy.
+    """Return the most parts that a long context is cut into.
+
+    The splits of one sequence then keep about a hundred multiprocessors busy.
     """
     return min(64, max(16, 128 // num_kv_heads // 16 * 16))
 
 
 def tile_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of a chunk's rows in a tile: as many as have their query heads of one KV
-    head fit in, 1 where a group alone fills it.
+    """Return the number of a chunk's rows in a tile.
+
+    As many as have their query heads of one KV head fit in, 1 where a group alone fills it.
     """
     return max(1, CHUNK_BLOCK_M // (num_heads // num_kv_heads))
 
@@ -93,8 +94,9 @@ class GpuAttentionPlan:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """Allocate for the largest step: buffers in the host's memory (pinned beside a GPU) and on
-        the device.
+        """Allocate buffers for the largest step in the host's memory and on the device.
+
+        The host's are pinned beside a GPU.
 
         Raises:
             InvalidPlan: heads that don't form groups, or a head_dim that the kernels don't have.
@@ -136,8 +138,9 @@ class GpuAttentionPlan:
         return sum(t.numel() * t.element_size() for t in (self.buffer, self.partials, self.lse))
 
     def num_splits(self, context_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Into how many parts the keys of a sequence with a single row are cut: 0 without context,
-        else by its own length alone.
+        """Return into how many parts the keys of a sequence with a single row are cut.
+
+        It is 0 without context, else by the context's own length alone.
         """
         split = np.maximum(MIN_SPLIT, -(-context_lens // self.max_splits))
         return -(-context_lens // split)

@@ -111,8 +111,9 @@ def part_of_sums(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The sums of one part of K for a tile's columns, [BLOCK_M, BLOCK_N] for each of two row tiles;
-    a channel's own scale isn't in yet.
+    """Return the sums of one part of K for a tile's columns, for each of two row tiles.
+
+    Each is [BLOCK_M, BLOCK_N]; a channel's own scale isn't in yet.
     """
     IS_PACKED: tl.constexpr = FORMAT == "int4" or FORMAT == "nf4"
     PER_BYTE: tl.constexpr = 2 if IS_PACKED else 1
@@ -209,8 +210,9 @@ def store_part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def arrive(counter_ptr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether this program is the last of so many; what the others stored before they arrived can
-    then be read past the nearest cache.
+    """Return whether this program is the last of so many to arrive.
+
+    What the others stored before they arrived can then be read past the nearest cache.
     """
     # all threads' stores come before the arrival, and the last arrival comes before all threads'
     # loads
@@ -232,7 +234,7 @@ def sum_of_parts(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A row tile's sums, part by part in their order."""
+    """Return a row tile's sums, part by part in their order."""
     offs_m = tl.arange(0, BLOCK_M)
     is_row = (offs_m + half * BLOCK_M < num_rows)[:, None]
     own = planes + half * (BLOCK_M * BLOCK_N) + offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

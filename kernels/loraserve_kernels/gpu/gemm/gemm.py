@@ -1,7 +1,6 @@
-"""A linear on a GPU with its weight as it is stored, quantized or not: one entry for any number of
-rows.
+"""A linear on a GPU with its weight as it is stored, quantized or not.
 
-Needs Triton.
+There is one entry for any number of rows. Needs Triton.
 
 Up to `MAX_DECODE_ROWS` rows, one kernel reads each weight once and a row's bits depend on that row
 alone. Above, tiles of the weight are unpacked on their way to the tensor cores, and a row's bits
@@ -85,8 +84,9 @@ Part of the order of additions, so the same for any number of rows.
 
 
 def split_k(out_features: int, in_features: int) -> int:
-    """Return the number of parts that a row's sum is cut into by the kernel for few rows: fixed by
-    the weight's shape.
+    """Return the number of parts that the kernel for few rows cuts a row's sum into.
+
+    It is fixed by the weight's shape.
     """
     tiles, parts = -(-out_features // _COLUMNS), 1
     while tiles * parts < _ENOUGH_PROGRAMS and in_features >= 2 * parts * _SHORTEST_PART and parts < _MAX_PARTS:
@@ -162,8 +162,9 @@ def _decode_launch(
     in_features: int,
     config: DecodeConfig,
 ) -> tuple[list[Tensor], list[int], dict[str, Any]]:
-    """Return the arguments of a kernel for few rows: tensors down to `out`, numbers down to
-    `stride_out`, constants and options.
+    """Return the arguments of a kernel for few rows.
+
+    They are tensors down to `out`, numbers down to `stride_out`, constants and options.
     """
     format, scales, zeros, dtype = "plain", None, None, x.dtype
     if isinstance(weight, QuantizedWeight):

@@ -1,7 +1,6 @@
-"""A linear with a quantized weight for many rows: codes become numbers on their way to the tensor
-cores.
+"""A linear with a quantized weight for many rows.
 
-A Triton kernel.
+Codes become numbers on their way to the tensor cores. A Triton kernel.
 
 A tile of x goes through shared memory as it is; a tile of the weight is unpacked in registers and
 is the second operand. Scales of groups of 4 bits are multiplied in before the weight is rounded to

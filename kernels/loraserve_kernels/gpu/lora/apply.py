@@ -1,7 +1,7 @@
-"""LoRA on a GPU for one site of one layer: shrink, then expand; before them, where adapters may
-replace rows of the base's weight, those.
+"""LoRA on a GPU for one site of one layer: shrink, then expand.
 
-Needs Triton; nothing that runs on a CPU imports this module.
+Where adapters may replace rows of the base's weight, those come before them. Needs Triton; nothing
+that runs on a CPU imports this module.
 
 With ``TRITON_INTERPRET=1`` in the environment before Triton's first import, the same entry runs the
 kernels on CPU tensors, slowly: for tests.
@@ -62,10 +62,10 @@ def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfi
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """Turn `y` from ``W x + bias`` into ``(1 + δ) (W' x + B diag(scaling) A x) + bias + shift`` in
-    place, for every row that has an adapter and every slice of the site that the adapter has; leave
-    other rows as they are.
+    """Turn `y` from ``W x + bias`` into what each row's adapter makes of it, in place.
 
+    That is ``(1 + δ) (W' x + B diag(scaling) A x) + bias + shift``, for every row that has an
+    adapter and every slice of the site that the adapter has; other rows stay as they are.
     (`modules.LoraModule` has the terms.)
 
     Two launches, three at ``lm_head``, no synchronisation, no allocation: may be captured in a CUDA
@@ -97,8 +97,9 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
 
 
 def shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
-    """Leave the sums of each row's x with its adapter's A in the plan's scratch memory, for an
-    expand to come. x as `apply_lora` takes it.
+    """Leave the sums of each row's x with its adapter's A in the plan's scratch memory.
+
+    An expand uses them. x is as `apply_lora` takes it.
 
     Raises:
         ShapeMismatch: x and the plan disagree on rows, widths or dtypes.
@@ -149,10 +150,10 @@ def _shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> None:
-    """Turn `y` into ``(1 + δ) (row token_id of the table + B diag(scaling) (column token_id of
-    A))`` in place, for every row whose adapter has the module ``embed_tokens``; leave other rows as
-    they are.
+    """Turn `y` into what each row's adapter makes of the embedding, in place.
 
+    That is ``(1 + δ) (row token_id of the table + B diag(scaling) (column token_id of
+    A))``, for every row whose adapter has the module ``embed_tokens``; other rows stay as they are.
     The table's rows are the base's, which `y` holds, but for those that the adapter replaces.
 
     Three launches, as `apply_lora` does.
@@ -245,9 +246,7 @@ def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | 
 
 
 def _replace(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, bias: Tensor | None) -> None:
-    """Write the products of each row with the weight's rows that its adapter replaces over the
-    base's.
-    """
+    """Write each row's products with the rows that its adapter replaces, over the base's."""
     pool, in_features, config = plan.pool, _in_features(plan, site), SHRINK_CONFIGS[plan.block_m]
     replace_kernel[(num_programs(x.device),)](
         x,

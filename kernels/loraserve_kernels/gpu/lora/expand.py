@@ -1,7 +1,6 @@
-"""Expand: add each row's shrunk sums times its adapter's B to the output, in place, for all slices
-of a site at once.
+"""Expand: add each row's shrunk sums times its adapter's B to the output, in place.
 
-A Triton kernel.
+One launch does all slices of a site. A Triton kernel.
 
 A fixed grid of programs takes (row tile, chunk of columns) pairs until the device-side count is
 reached. Only rows of the permutation are read or written; where an adapter lacks a slice's module,

@@ -1,13 +1,12 @@
-"""Mapping from a step's rows to adapters as the GPU's kernels read it: one buffer at one address,
-filled once a step for all layers.
+"""Mapping from a step's rows to adapters as the GPU's kernels read it.
 
-The buffer is int32. Its first `HEADER` numbers say, for each site in turn, how many work items
-there are, where they start, how many row tiles there are and where they start (in elements of the
-buffer), and from `REPLACED_AT` on, for each site, how many pieces of work there are on rows that
-adapters have in the place of the base's; kernels read the counts there, so one captured CUDA graph
-serves every mix of adapters, ranks and rows. At `HEADER` stands the permutation: token rows sorted
-by adapter, base rows left out; then the same of the sampled rows, where the head has adapters.
-Then, packed:
+It is one buffer at one address, filled once a step for all layers. The buffer is int32. Its first
+`HEADER` numbers say, for each site in turn, how many work items there are, where they start, how
+many row tiles there are and where they start (in elements of the buffer), and from `REPLACED_AT`
+on, for each site, how many pieces of work there are on rows that adapters have in the place of the
+base's; kernels read the counts there, so one captured CUDA graph serves every mix of adapters,
+ranks and rows. At `HEADER` stands the permutation: token rows sorted by adapter, base rows left
+out; then the same of the sampled rows, where the head has adapters. Then, packed:
 
     work item (shrink)   row0, num_rows, tile, kind: sixteen ranks of one module for up to
                          block_m rows of one adapter
@@ -67,8 +66,10 @@ Rows = npt.NDArray[np.int32]
 
 
 def split_k(site: str, in_features: int) -> int:
-    """Into how many parts shrink cuts a row's sum: fixed by its length, never by the batch, so a
-    row's bits don't depend on what shares its step.
+    """Return into how many parts shrink cuts a row's sum.
+
+    It is fixed by the sum's length, never by the batch, so a row's bits don't depend on what shares
+    its step.
     """
     return 1 if site == "embed" else min(16, max(1, in_features // 512))
 
@@ -89,8 +90,9 @@ class GpuLoraPlan:
     """
 
     def __init__(self, pool: PagedPool, *, max_num_tokens: int, max_work_items: int, block_m: int = 16) -> None:
-        """Allocate for the largest step: buffers in the host's memory (pinned beside a GPU) and on
-        the pool's device.
+        """Allocate buffers for the largest step in the host's memory and on the pool's device.
+
+        The host's are pinned beside a GPU.
 
         Args:
             pool: kept for the plan's life.
@@ -125,12 +127,12 @@ class GpuLoraPlan:
         return split_k(site, self.pool.module_shapes[MODULE_INDEX[SITES[site][0]]][1])
 
     def fill(self, row_slots: Rows, sampled_rows: Rows | None = None) -> bool:
-        """Describe the next step and send it to the device in one copy; False when every row is the
-        base's, so that the step launches no LoRA kernel.
+        """Describe the next step and send it to the device in one copy.
 
-        The copy is enqueued on the current stream and isn't waited for. Two buffers take turns, so
-        the copy of the fill before last must be done: a step may be filled in while the one before
-        it runs.
+        Return False when every row is the base's, so that the step launches no LoRA kernel. The
+        copy is enqueued on the current stream and isn't waited for. Two buffers take turns, so the
+        copy of the fill before last must be done: a step may be filled in while the one before it
+        runs.
 
         Args:
             row_slots: [num_tokens]: the slot of each row's adapter in the pool; 0 for a base row.
@@ -223,7 +225,11 @@ class GpuLoraPlan:
         return end
 
     def check_layer(self, site: str, layer: int) -> None:
-        """Raises: ShapeMismatch: no such layer or site."""
+        """Check that the base has this layer and site.
+
+        Raises:
+            ShapeMismatch: it hasn't.
+        """
         if site not in SITES or not 0 <= layer < self.pool.num_layers:
             raise ShapeMismatch(
                 f"site {site}, layer {layer}; sites are {', '.join(SITES)}, layers 0 to {self.pool.num_layers - 1}"
@@ -231,8 +237,9 @@ class GpuLoraPlan:
 
 
 def _tiles_of_rows(row_slots: Rows, block_m: int) -> tuple[Rows, Rows, Rows, Rows]:
-    """Rows sorted by adapter, base rows left out; then, of each tile: where it starts among them,
-    how many rows it has, the slot of its adapter.
+    """Return rows sorted by adapter, base rows left out, and the tiles that they make.
+
+    Of each tile: where it starts among them, how many rows it has, the slot of its adapter.
     """
     order = row_slots.argsort(kind="stable").astype(np.int32)
     perm = order[len(order) - np.count_nonzero(row_slots) :]

@@ -1,12 +1,11 @@
-"""Layout of adapters in a GPU's memory: rows of ranks in fixed-size pages, found through a record
-for each sixteen ranks and layer.
+"""Layout of adapters in a GPU's memory: rows of ranks in fixed-size pages.
 
-A rank's row of A ([in]) and of B transposed ([out]) lies anywhere in a page, at a multiple of
-`UNIT_BYTES`, followed by zeros up to the next. It never crosses a page's end. So any free pages
-will do for an adapter: nothing fragments, no rank is padded to another adapter's or to a block, and
-a page need only be as large as one row, the head's over its vocabulary included. δ and shifts (see
-`modules.LoraModule`) are float32 rows and lie there too. An adapter's weights are in the pool's
-16-bit dtype or in int8.
+They are found through a record for each sixteen ranks and layer. A rank's row of A ([in]) and of B
+transposed ([out]) lies anywhere in a page, at a multiple of `UNIT_BYTES`, followed by zeros up to
+the next. It never crosses a page's end. So any free pages will do for an adapter: nothing
+fragments, no rank is padded to another adapter's or to a block, and a page need only be as large as
+one row, the head's over its vocabulary included. δ and shifts (see `modules.LoraModule`) are
+float32 rows and lie there too. An adapter's weights are in the pool's 16-bit dtype or in int8.
 
 Kernels take ranks by tiles of `RANK_TILE`. A tile has one number for all layers; what differs by
 layer stands in the tile's record for the layer, `RECORD` int32:
@@ -72,8 +71,9 @@ of the rows' records and, in a plan, their first piece of work and how many row 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPages:
-    """Adapter as the pages that a pool will hold, in the host's memory, and its part of the pool's
-    tables.
+    """Adapter as the pages that a pool will hold, and its part of the pool's tables.
+
+    They are in the host's memory.
 
     Attributes:
         pages: [num_pages, page_num_bytes] uint8; whatever isn't a weight is zero.
@@ -112,13 +112,17 @@ class AdapterPages:
 
 
 def shapes_of(module_shapes: ModuleShapes) -> tuple[tuple[int, int], ...]:
-    """The base's (out_features, in_features) in the order of `MODULES`; zeros for what it lacks."""
+    """Return the base's (out_features, in_features) in the order of `MODULES`.
+
+    Zeros stand for what it lacks.
+    """
     return tuple(module_shapes.get(module, (0, 0)) for module in MODULES)
 
 
 def tiles_of_sites(sites: npt.NDArray[np.int32], num_layers: int) -> list[tuple[str, int, int]]:
-    """(module, first tile, tiles) of an adapter, from its words for each site: those of its ranks
-    and those of its replaced rows.
+    """Return (module, first tile, tiles) of an adapter, from its words for each site.
+
+    The tiles are those of its ranks and those of its replaced rows.
     """
     found = []
     for words, (site, modules) in zip(sites, SITES.items(), strict=True):

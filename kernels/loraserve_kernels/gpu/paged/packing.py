@@ -1,5 +1,6 @@
-"""An adapter's matrices copied into pages as a GPU's pool holds them (`paged_layout`), with their
-records.
+"""An adapter's matrices copied into pages as a GPU's pool holds them, with their records.
+
+`layout` defines both.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def make_pages(
     dtype: torch.dtype,
     pin_memory: bool = False,
 ) -> AdapterPages:
-    """Copy an adapter's matrices into new pages, layer by layer; int8 gives each row a scale of its
-    own.
+    """Copy an adapter's matrices into new pages, layer by layer.
+
+    int8 gives each row a scale of its own.
 
     Args:
         modules: any subset of layers and modules, in any order, with any ranks up to `MAX_RANK`.
@@ -141,8 +143,9 @@ def _write_module(
     starts: npt.NDArray[np.int64],
     dtype: torch.dtype,
 ) -> None:
-    """Write what the module has but for replaced rows, and its records [num_tiles, RECORD] and
-    starts [num_tiles, NUM_UNITS] at its layer.
+    """Write what the module has at its layer but for replaced rows.
+
+    Also write its records [num_tiles, RECORD] and starts [num_tiles, NUM_UNITS].
     """
     a, b = m.lora_a, m.lora_b.T
     scaling = m.scaling.float().numpy() if isinstance(m.scaling, Tensor) else np.float32(m.scaling)
@@ -172,8 +175,9 @@ def _write_replaced(
     ids: npt.NDArray[np.int32],
     dtype: torch.dtype,
 ) -> None:
-    """Write replaced rows, and their records [num_tiles, num_layers, RECORD], starts and ids
-    [num_tiles, num_layers, NUM_UNITS].
+    """Write replaced rows, and their records, starts and ids.
+
+    Records are [num_tiles, num_layers, RECORD], starts and ids [num_tiles, num_layers, NUM_UNITS].
     """
     scales = _write_rows(pages, runs, rows.weight, dtype)
     # a row of zeros is a row nevertheless
@@ -184,9 +188,7 @@ def _write_replaced(
 
 
 def _spread(tiles: npt.NDArray[np.generic], by_rank: npt.NDArray[np.generic]) -> None:
-    """Write one number for each rank to tiles [num_tiles, RANK_TILE],
-    which lie anyhow in memory.
-    """
+    """Write one number for each rank to tiles [num_tiles, RANK_TILE], anyhow in memory."""
     whole = len(by_rank) // RANK_TILE
     tiles[:whole] = by_rank[: whole * RANK_TILE].reshape(whole, RANK_TILE)
     if rest := by_rank[whole * RANK_TILE :].size:
@@ -194,8 +196,9 @@ def _spread(tiles: npt.NDArray[np.generic], by_rank: npt.NDArray[np.generic]) ->
 
 
 def _write_rows(pages: Tensor, runs: Runs, rows: Tensor, dtype: torch.dtype) -> npt.NDArray[np.float32]:
-    """Copy rows [n, width] to where they were placed; return what each is multiplied with to be
-    itself: 1, or its scale in int8.
+    """Copy rows [n, width] to where they were placed, and return each one's multiplier.
+
+    It makes the row what it was: 1, or its scale in int8.
     """
     scales, num_rows = np.ones(rows.shape[0], dtype=np.float32), rows.shape[0]
     if dtype != torch.int8:

@@ -1,5 +1,6 @@
-"""The pool of pages that adapters lie in on a GPU, the records that kernels find them by, and the
-slots that stand for them.
+"""The pool of pages that adapters lie in on a GPU.
+
+It has the records that kernels find them by, and the slots that stand for them.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class OwnPages:
 
 
 class PagedPool:
-    """Pages of one size on one device, the tables through which kernels find what they hold, and
-    the slots that stand for resident adapters.
+    """Pages of one size on one device, and the tables of what they hold.
 
-    Every address is fixed for the pool's life, so a captured CUDA graph serves whatever is loaded
-    later. Slot 0 is the base model: it has no modules. The caller sees to it that no kernel in
-    flight uses an adapter that it loads or unloads. One thread at a time.
+    Kernels find it through the tables; slots stand for resident adapters. Every address is fixed
+    for the pool's life, so a captured CUDA graph serves whatever is loaded later. Slot 0 is the
+    base model: it has no modules. The caller sees to it that no kernel in flight uses an adapter
+    that it loads or unloads. One thread at a time.
 
     Attributes:
         dtype: the 16-bit dtype that kernels multiply in. Adapters are stored in it or in int8,
@@ -101,7 +102,8 @@ class PagedPool:
         device: torch.device | str,
         data: Tensor | None = None,
     ) -> None:
-        """
+        """Allocate the tables, and the pages unless `data` is given.
+
         Args:
             data: [num_pages * page_num_bytes] uint8 on the device, for pages that others use too;
                 None: memory of its own.
@@ -147,8 +149,9 @@ class PagedPool:
         return len(self.sites)
 
     def can_load(self, num_pages: int, num_tiles: int, leaving: Iterable[int] = ()) -> bool:
-        """Return whether `load` has room for an adapter of so many pages and tiles once the slots
-        in `leaving` are unloaded.
+        """Return whether `load` has room for an adapter of so many pages and tiles.
+
+        The slots in `leaving` count as unloaded.
         """
         slots = list(leaving)
         is_used, num_free = self._tile_is_used.copy(), self.pages.num_free
@@ -160,8 +163,9 @@ class PagedPool:
         return has_slot and num_pages <= num_free and _free_run(is_used, num_tiles) is not None
 
     def load(self, adapter: AdapterPages, *, non_blocking: bool = False) -> int:
-        """Copy an adapter into free pages and return its slot, which plans may name as soon as the
-        copies are done.
+        """Copy an adapter into free pages and return its slot.
+
+        Plans may name it as soon as the copies are done.
 
         Args:
             non_blocking: only enqueue the copies, on the current stream, and return. The adapter's
@@ -214,8 +218,9 @@ class PagedPool:
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:
-    """Pages that follow one another in the pool, each run as (first, how many): one copy takes them
-    all.
+    """Return pages that follow one another in the pool, each run as (first, how many).
+
+    One copy takes a whole run.
     """
     edges = [i for i in range(len(pages)) if i == 0 or pages[i] != pages[i - 1] + 1]
     return [(first, end - first) for first, end in pairwise([*edges, len(pages)])]

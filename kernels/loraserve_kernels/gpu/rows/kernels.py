@@ -1,8 +1,8 @@
-"""What stands between the linears, as Triton kernels: a program works on one token's row, or on a
-part of it, in float32, and rounds once at the end.
+"""What stands between the linears, as Triton kernels.
 
-No program reads another row's data and no sum's order depends on how many rows there are: a row's
-bits don't depend on what shares its step.
+A program works on one token's row, or on a part of it, in float32, and rounds once at the end. No
+program reads another row's data and no sum's order depends on how many rows there are: a row's bits
+don't depend on what shares its step.
 """
 
 from __future__ import annotations

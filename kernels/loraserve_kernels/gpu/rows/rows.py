@@ -1,6 +1,6 @@
-"""Operations between the linears on a GPU: embedding, residual sum with RMSNorm, rotary positions
-with the cache's writes, SwiGLU.
+"""Operations between the linears on a GPU.
 
+They are embedding, residual sum with RMSNorm, rotary positions with the cache's writes, and SwiGLU.
 One launch each.
 
 None synchronises or allocates: each may be captured in a CUDA graph for its number of rows. A row's
@@ -35,24 +35,27 @@ NUM_WARPS = 4
 
 
 def norm_config(hidden_size: int) -> tuple[int, int]:
-    """(block, num_warps) of `add_rms_norm`: at most 32 elements a thread,
-    16 up to a size of 8192.
+    """Return (block, num_warps) of `add_rms_norm`.
+
+    A thread has at most 32 elements, 16 up to a size of 8192.
     """
     block: int = triton.next_power_of_2(hidden_size)
     return block, min(16, max(1, block // 512))
 
 
 def heads_config(head_dim: int, num_heads: int) -> tuple[int, int]:
-    """(block_heads, block_half) of `rotate_and_store` for so many query, key and value heads: 16
-    bytes of each half for each of 128 threads.
+    """Return (block_heads, block_half) of `rotate_and_store` for so many heads.
+
+    Query, key and value heads count; each of 128 threads has 16 bytes of each half.
     """
     half: int = triton.next_power_of_2(head_dim // 2)
     return max(1, min(BLOCK // half, triton.next_power_of_2(num_heads))), half
 
 
 def embed(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
-    """Write the table's rows of these tokens to `out`, widened; a token that the table doesn't have
-    becomes a row of NaN.
+    """Write the table's rows of these tokens to `out`, widened.
+
+    A token that the table doesn't have becomes a row of NaN.
 
     Args:
         token_ids: [num_tokens] int64 or int32, contiguous.
@@ -98,8 +101,9 @@ def add_rms_norm(
     delta_weight: Tensor | None = None,
     delta_scale: float = 1.0,
 ) -> None:
-    """Add ``delta_scale * delta`` to `hidden` in place, then write ``hidden / sqrt(mean(hidden²) +
-    eps) * weight`` to `out`.
+    """Add ``delta_scale * delta`` to `hidden` in place, then write its norm to `out`.
+
+    The norm is ``hidden / sqrt(mean(hidden²) + eps) * weight``.
 
     Args:
         hidden: [num_tokens, hidden_size] float32, contiguous in the last dim, as are the others.
@@ -193,11 +197,11 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate the queries in place, and write the rotated keys and the values to the cache; `qkv`
-    keeps its keys and values as they were.
+    """Rotate the queries in place; write the rotated keys and the values to the cache.
 
-    Where the norms are given, each head's query and key are first normed over the head's dim. A row
-    whose slot is -1 stores nothing. A position that the table doesn't have makes NaN.
+    `qkv` keeps its keys and values as they were. Where the norms are given, each head's query and
+    key are first normed over the head's dim. A row whose slot is -1 stores nothing. A position that
+    the table doesn't have makes NaN.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] compute dtype, contiguous in
@@ -297,8 +301,9 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
 
 
 def geglu(gate_up: Tensor, out: Tensor) -> None:
-    """Write ``gelu(gate) * up`` to `out`, by gelu's approximation with tanh; all else as in
-    `swiglu`.
+    """Write ``gelu(gate) * up`` to `out`, by gelu's approximation with tanh.
+
+    All else is as in `swiglu`.
     """
     _activate(gate_up, out, is_gelu=True)
 

@@ -1,9 +1,9 @@
-"""The token at which a row's running sum passes its random number, as Triton kernels: `draw`, and
-`search` for the rows that `draw` leaves to it.
+"""The token at which a row's running sum passes its random number, as Triton kernels.
 
-What a distribution is cut by, and in what order its sum runs, stands in sampling_kernels. Here a
-cut is a mass: of the tokens in order, as many are kept as hold it. So top-k, top-p and min-p each
-give a mass, the smallest counts, and the random number's share of it names the token.
+`draw` finds it, or leaves the row to `search`. What a distribution is cut by, and in what order its
+sum runs, stands in sampling_kernels. Here a cut is a mass: of the tokens in order, as many are kept
+as hold it. So top-k, top-p and min-p each give a mass, the smallest counts, and the random number's
+share of it names the token.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from loraserve_kernels.gpu.sampling.probabilities import (
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(keys, weights, row_ptr, size, temperature, top, key1, key2, key3, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """How many tokens, or how much mass, have these keys or higher ones: of the given tokens or,
-    with IS_WHOLE, of the row.
+    """Return how many tokens, or how much mass, have these keys or higher ones.
+
+    They are the given tokens or, with IS_WHOLE, the row's.
     """
     if IS_WHOLE:
         offs = tl.arange(0, BLOCK)
@@ -62,8 +63,9 @@ def _mass_from(keys, weights, row_ptr, size, temperature, top, key, IS_WHOLE: tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _passing(keys, weights, row_ptr, size, temperature, top, low, target, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """The highest key such that the sum over it and all above passes the target, and the sum above
-    it; the sum from `low` on does pass.
+    """Return the highest key at which the sum passes the target, and the sum above it.
+
+    The sum is over the key and all above; the sum from `low` on does pass.
     """
     high = key_of(top) + 1
     above = tl.full((), 0, tl.int64)
@@ -88,7 +90,7 @@ def _passing(keys, weights, row_ptr, size, temperature, top, low, target, OF_MAS
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(keys, weights, row_ptr, size, temperature, top, lowest, floor, top_k, top_p, mass, bits, vocab_size, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """The key of the token to take, and its rank among those that share it.
+    """Return the key of the token to take, and its rank among those that share it.
 
     Args:
         lowest: all tokens have it or a higher one.

@@ -1,9 +1,9 @@
-"""Tokens from logits, as Triton kernels: `scan` and `pick` for every row, and `weigh` for those
-that are drawn, by the kernels of draw_kernels.
+"""Tokens from logits, as Triton kernels.
 
-A row's probabilities are kept as integers, ``2^44 · exp(s - top)`` of its scaled logits s. Their
-sums are exact in any order: a row's token depends on nothing but the row, whichever of the ways
-below it takes.
+`scan` and `pick` serve every row, and `weigh` those that are drawn, by the kernels of `draw`. A
+row's probabilities are kept as integers, ``2^44 · exp(s - top)`` of its scaled logits s. Their sums
+are exact in any order: a row's token depends on nothing but the row, whichever of the ways below it
+takes.
 
 A row without top-k and top-p is drawn in order of ids: from the chunks' masses comes the chunk, and
 from the chunk's tokens the token.

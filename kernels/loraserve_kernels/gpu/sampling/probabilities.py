@@ -1,5 +1,7 @@
-"""What the sampling kernels share: floats as integers whose order is theirs, probabilities as
-integers whose sums are exact, and counted random numbers.
+"""What the sampling kernels share.
+
+These are floats as integers whose order is theirs, probabilities as integers whose sums are exact,
+and counted random numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def way_of(temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-de
 
 @triton.jit
 def key_of(x):  # type: ignore[no-untyped-def]
-    """The float's place in the order of floats, uint32, above 0; both zeros have one place."""
+    """Return the float's place in the order of floats, uint32, above 0.
+
+    Both zeros have one place.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(x < 0.0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -61,7 +66,7 @@ def weight_of(s, top):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def floor_of(top, depth):  # type: ignore[no-untyped-def]
-    """The smallest float32 that isn't below ``top - depth``, whose depth is float64."""
+    """Return the smallest float32 that isn't below ``top - depth``; `depth` is float64."""
     exact = top.to(tl.float64) - depth
     near = exact.to(tl.float32)
     return tl.where(near.to(tl.float64) < exact, float_of(key_of(near) + 1), near)
@@ -69,10 +74,10 @@ def floor_of(top, depth):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def random_bits(seed, position):  # type: ignore[no-untyped-def]
-    """64 random bits of an int64 seed and position; the upper 53 are the digits of a number in [0,
-    1).
+    """Return 64 random bits of an int64 seed and position.
 
-    Source: SplitMix64 (Steele, Lea, Flood 2014), seeded by the seed and stepped to the position.
+    The upper 53 are the digits of a number in [0, 1). Source: SplitMix64 (Steele, Lea, Flood 2014),
+    seeded by the seed and stepped to the position.
     """
     z = seed.to(tl.uint64, bitcast=True) * 0xD1342543DE82EF95
     z += position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15
@@ -85,12 +90,12 @@ def random_bits(seed, position):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def share_of(bits, mass):  # type: ignore[no-untyped-def]
-    """The random number times an int64 mass, rounded down: below the mass."""
+    """Return the random number times an int64 mass, rounded down: below the mass."""
     return tl.umulhi((bits >> 11) << 11, mass.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
 def kept_of(top_p, mass):  # type: ignore[no-untyped-def]
-    """The mass that top-p keeps at least."""
+    """Return the mass that top-p keeps at least."""
     kept = tl.ceil(mass.to(tl.float64) * top_p).to(tl.int64)
     return tl.minimum(tl.maximum(kept, 1), mass)

@@ -1,8 +1,7 @@
-"""Tokens sampled on a GPU: each row by its own temperature, top-k, top-p and min-p, with random
-numbers that its seed and position give.
+"""Tokens sampled on a GPU, each row by its own temperature, top-k, top-p and min-p.
 
-Needs Triton; with ``TRITON_INTERPRET=1`` it runs on CPU tensors. The rule is a row's alone: its
-token doesn't depend on what shares its step.
+A row's seed and position give its random numbers. Needs Triton; with ``TRITON_INTERPRET=1`` it runs
+on CPU tensors. The rule is a row's alone: its token doesn't depend on what shares its step.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ NUM_WARPS = 8
 
 
 def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: Tensor) -> None:
-    """Write every row's next token, and whether all of its logits are finite; where they aren't,
-    the token is any.
+    """Write every row's next token, and whether all of its logits are finite.
 
-    A greedy row gets its likeliest token, of equal ones the first. Another row gets the token at
-    which the running sum of its distribution passes the random number of (seed, position):
-    softmax(row / temperature), cut to the top_k likeliest, then to the fewest that hold top_p of
-    what is left, then to those with at least min_p times the likeliest one's probability. The sum
-    runs in order of ids, or with top-k or top-p from the likeliest down, equal ones by id.
+    Where they aren't, the token is any. A greedy row gets its likeliest token, of equal ones the
+    first. Another row gets the token at which the running sum of its distribution passes the random
+    number of (seed, position): softmax(row / temperature), cut to the top_k likeliest, then to the
+    fewest that hold top_p of what is left, then to those with at least min_p times the likeliest
+    one's probability. The sum runs in order of ids, or with top-k or top-p from the likeliest down,
+    equal ones by id.
 
     Two launches where all rows are greedy, else five; no synchronisation. May be captured in a CUDA
     graph, after one call outside, and replayed after any later ``rows.fill`` for which `is_greedy`
@@ -182,9 +181,9 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log probability of each row's token [num_rows], and of its k likeliest tokens
-    [num_rows, k] with their ids [num_rows, k] int64, best first.
+    """Return the log probability of each row's token, and of its k likeliest tokens.
 
+    They are [num_rows] and [num_rows, k]; the latter's ids are [num_rows, k] int64, best first.
     Natural logarithms of the raw distribution, float32. No synchronisation; allocates, as torch's
     operators do.
 

@@ -1,5 +1,6 @@
-"""Sampling parameters of a step's rows as the GPU's kernels read them, and what these kernels leave
-one another.
+"""Sampling parameters of a step's rows as the GPU's kernels read them.
+
+What these kernels leave one another is here too.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class SamplingRows:
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        """Allocate for steps of up to `max_num_seqs` rows: on the device and, pinned beside a GPU,
-        in the host's memory.
+        """Allocate for steps of up to `max_num_seqs` rows, on the device and for the host.
+
+        The host's memory is pinned beside a GPU.
         """
         self.num_rows = 0
         self.is_greedy = True
@@ -87,8 +89,9 @@ class SamplingRows:
         self._scratch: SamplingScratch | None = None
 
     def fill(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> None:
-        """Describe the next step and send it to the device in one copy, which doesn't wait: by the
-        next fill but one it must be done.
+        """Describe the next step and send it to the device in one copy, which doesn't wait.
+
+        It must be done by the next fill but one.
 
         Args:
             params: of each row.
@@ -153,8 +156,10 @@ class SamplingScratch:
 
 
 def group_size(vocab_size: int) -> int:
-    """Number of neighbours whose largest logit stands for them: few enough that there are more
-    groups than candidates, wherever there are that many tokens.
+    """Return the number of neighbours whose largest logit stands for them.
+
+    They are few enough that there are more groups than candidates, wherever there are that many
+    tokens.
     """
     size: int = triton.next_power_of_2(-(-vocab_size // MAX_GROUPS))
     return max(8, size)
