@@ -62,7 +62,10 @@ _ABSENT = (NotFoundError, FileNotFoundError)
 """Errors of absent objects; obstore raises the builtin one too."""
 _EMPTY = hashlib.sha256(b"").hexdigest()
 _KEY = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
-_HINT = "The bucket, its region and credentials come from the URL and the AWS_* variables (AWS_ENDPOINT_URL for other services)."
+_HINT = (
+    "The bucket, its region and credentials come from the URL and the AWS_* variables "
+    "(AWS_ENDPOINT_URL for other services)."
+)
 
 
 def open_bucket(bucket: str, prefix: str) -> S3Store:

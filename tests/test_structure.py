@@ -21,7 +21,7 @@ and of the rows of three kernels.
 """
 
 MAX_COLUMNS = 120
-MAX_LONG_LINES = 174
+MAX_LONG_LINES = 104
 """Lines beyond `MAX_COLUMNS` that are left: messages, tables and kernels' signatures.
 
 May only fall.

@@ -93,7 +93,8 @@ def make_adapter(base: Base, rank: int, dtype: torch.dtype) -> PackedAdapter:
 def lora(base: Base, dtype: torch.dtype, read: float, times: int) -> None:
     adapters = [make_adapter(base, RANKS[i % len(RANKS)], dtype) for i in range(32)]
     print(
-        f"\n### LoRA, {base.name}: hidden {base.hidden}, {base.layers} layers × 4 sites, ranks {RANKS} in turn, {dtype}\n"
+        f"\n### LoRA, {base.name}: hidden {base.hidden}, {base.layers} layers × 4 sites, ranks {RANKS} in turn, "
+        f"{dtype}\n"
     )
     print(
         "| adapters | rows of each | PyTorch by segment, ms | one launch, ms | of reading the weights once | GFLOP/s |"
@@ -124,7 +125,8 @@ def lora(base: Base, dtype: torch.dtype, read: float, times: int) -> None:
         rate = sum(2 * adapter.data.numel() * num_rows for adapter in used) / at_once / 1e9
         share = num_bytes / read / at_once
         print(
-            f"| {num_adapters} | {num_rows} | {1e3 * by_segment:.2f} | {1e3 * at_once:.2f} | {100 * share:.0f} % | {rate:.0f} |"
+            f"| {num_adapters} | {num_rows} | {1e3 * by_segment:.2f} | {1e3 * at_once:.2f} | {100 * share:.0f} % | "
+            f"{rate:.0f} |"
         )
 
 
@@ -132,7 +134,8 @@ def attend(base: Base, read: float, times: int) -> None:
     head_dim, kv_heads, block_size = 64, base.kv // 64, 16
     print(f"\n### Paged attention, one layer of {base.name}: {base.heads} heads, {kv_heads} key heads of {head_dim}\n")
     print(
-        "| sequences | rows of each | context | gathered by PyTorch, µs | from the blocks, µs | of reading keys and values once |"
+        "| sequences | rows of each | context | gathered by PyTorch, µs | from the blocks, µs | "
+        "of reading keys and values once |"
     )
     print("| --- | --- | --- | --- | --- | --- |")
     cases = [(32, 1, [context] * 32) for context in CONTEXTS]
@@ -211,7 +214,8 @@ def linears(base: Base, read: float, times: int) -> None:
         )
         per_layer = 1e6 / base.layers
         print(
-            f"| {num_rows} | {plain * per_layer:.0f} | {blocked * per_layer:.0f} | {100 * num_bytes / read / blocked:.0f} % "
+            f"| {num_rows} | {plain * per_layer:.0f} | {blocked * per_layer:.0f} | "
+            f"{100 * num_bytes / read / blocked:.0f} % "
             f"| {int8 * per_layer:.0f} | {25 * num_bytes / read / int8:.0f} % |"
         )
 

@@ -109,7 +109,8 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
         )
     if token_ids.dtype != torch.int64 or y.dtype != torch.float32 or y.stride(1) != 1:
         raise ShapeMismatch(
-            f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, y contiguous in the last dim"
+            f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, "
+            "y contiguous in the last dim"
         )
     cpu_lora.apply_embedding_lora(token_ids, y, plan)
 

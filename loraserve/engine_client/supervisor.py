@@ -163,8 +163,8 @@ class EngineSupervisor:
                     raise EngineUnavailable(
                         f"The engine died {attempt} times in a row before it was ready. The last time {error}.",
                         hint="The log has more. Where it hangs in a kernel, try another --quantize or --dtype;"
-                        " where it was killed, see whether the base fits into memory (loraserve plan). If the machine is only"
-                        " slow, raise --engine-hang-timeout.",
+                        " where it was killed, see whether the base fits into memory (loraserve plan)."
+                        " If the machine is only slow, raise --engine-hang-timeout.",
                     ) from error
         self.is_up = True
         self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")

@@ -139,7 +139,8 @@ def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
     ids, num_rows = m.row_overrides.ids, shape[1] if m.module == "embed_tokens" else shape[0]
     if int(ids[0]) < 0 or int(ids[-1]) >= num_rows or not bool((ids[1:] > ids[:-1]).all()):
         raise ShapeMismatch(
-            f"layer {m.layer} {m.module}: ids of rows from {int(ids[0])} to {int(ids[-1])}; they must ascend, and this base "
+            f"layer {m.layer} {m.module}: ids of rows from {int(ids[0])} to {int(ids[-1])}; "
+            "they must ascend, and this base "
             f"has rows 0 to {num_rows - 1}"
         )
 
@@ -167,6 +168,7 @@ def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: M
         widths = {module_shapes[m][1] for m in (*SITES["qkv"], *SITES["gate_up"], "lm_head") if m in module_shapes}
         if len(n.weight.shape) != 1 or not widths.issuperset(n.weight.shape) or (n.layer, n.norm) in seen:
             raise ShapeMismatch(
-                f"layer {n.layer} {n.norm}: weight {tuple(n.weight.shape)}, or it is given twice; this base takes {widths} numbers"
+                f"layer {n.layer} {n.norm}: weight {tuple(n.weight.shape)}, or it is given twice; "
+                f"this base takes {widths} numbers"
             )
         seen.add((n.layer, n.norm))

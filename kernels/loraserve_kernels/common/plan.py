@@ -70,7 +70,8 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         first = segments[0][0]
         if _base(adapter) != _base(first):
             raise InvalidPlan(
-                f"the adapter of rows {row_start}:{row_end} has layers and widths {_base(adapter)}, the step's first {_base(first)}"
+                f"the adapter of rows {row_start}:{row_end} has layers and widths {_base(adapter)}, "
+                f"the step's first {_base(first)}"
             )
         if joined and joined[-1].adapter is adapter and joined[-1].row_end == row_start:
             joined[-1] = Segment(adapter, joined[-1].row_start, row_end)

@@ -213,7 +213,8 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
     if not bool(torch.isfinite(amax).all()):
         rows = torch.nonzero(~torch.isfinite(amax).view(out_features, -1).all(1)).flatten()
         raise InvalidWeight(
-            f"{len(rows)} of {out_features} output channels hold numbers that aren't finite, the first is {int(rows[0])}"
+            f"{len(rows)} of {out_features} output channels hold numbers that aren't finite, "
+            f"the first is {int(rows[0])}"
         )
     zeros = None
     if has_zeros:

@@ -278,7 +278,8 @@ def checked(sizes: Iterable[ModuleSize], num_layers: int, module_shapes: ModuleS
             )
         if size.num_rows and module not in REPLACED_SITES.values():
             raise ShapeMismatch(
-                f"layer {layer} {module} has {size.num_rows} rows in the place of the base's; this device's kernels replace rows of "
+                f"layer {layer} {module} has {size.num_rows} rows in the place of the base's; "
+                "this device's kernels replace rows of "
                 f"{' and '.join(REPLACED_SITES.values())} alone: serve the adapter on a CPU"
             )
         found[place] = size

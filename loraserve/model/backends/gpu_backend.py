@@ -41,7 +41,8 @@ class GpuBackend:
     def __init__(self, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
         if dtype not in GPU_DTYPES:
             raise ConfigError(
-                f"The dtype {str(dtype).removeprefix('torch.')} isn't available on a GPU; expected bfloat16 or float16.",
+                f"The dtype {str(dtype).removeprefix('torch.')} isn't available on a GPU; "
+                "expected bfloat16 or float16.",
                 hint="Leave --dtype out.",
             )
         if quantize not in GPU_FORMATS:

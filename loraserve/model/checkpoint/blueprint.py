@@ -243,7 +243,8 @@ def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str)
             )
         if not _has_int8_channels(blueprint):
             raise ConfigError(
-                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights by output channel, which alone can be multiplied so.",
+                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights by "
+                "output channel, which alone can be multiplied so.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
     return activation_dtype == "int8" or (activation_dtype == "auto" and not blueprint.stored)
@@ -388,7 +389,8 @@ def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str)
     if quantize != "none" and formats != [quantize]:
         method = "" if config.quantization is None else f" by {config.quantization.method}"
         raise ConfigError(
-            f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}; codes aren't rounded again.",
+            f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}; "
+            "codes aren't rounded again.",
             hint="Leave --quantize out, or give the float checkpoint.",
         )
 

@@ -102,7 +102,8 @@ class _Assembly:
         num_bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
         if num_bad:
             raise ModelError(
-                f"The tensor {self.stored.path}.weight_scale has {num_bad} of {scales.numel()} scales that aren't finite and above 0.",
+                f"The tensor {self.stored.path}.weight_scale has {num_bad} of {scales.numel()} scales that aren't "
+                "finite and above 0.",
                 hint="Fetch the checkpoint again, or quantize it again.",
             )
         if self.stored.scheme.format == "fp8":
@@ -112,7 +113,8 @@ class _Assembly:
             num_bad = sum(int(((block & 0x7F) == 0x7F).sum()) for block in blocks)
             if num_bad:
                 raise ModelError(
-                    f"The tensor {self.stored.path}.weight has {num_bad} of {codes.numel()} FP8 codes that are NaN (0x7f or 0xff).",
+                    f"The tensor {self.stored.path}.weight has {num_bad} of {codes.numel()} FP8 codes that are NaN "
+                    "(0x7f or 0xff).",
                     hint="Fetch the checkpoint again, or quantize it again.",
                 )
 
@@ -125,18 +127,21 @@ class _Assembly:
             or state.get("quant_type") != "nf4"
         ):
             raise ModelError(
-                f"{self.stored.path}.{NF4_STATE} says {_shown(state)}; expected nf4 of shape [{self.stored.out_features}, {self.stored.in_features}]."
+                f"{self.stored.path}.{NF4_STATE} says {_shown(state)}; expected nf4 of shape "
+                f"[{self.stored.out_features}, {self.stored.in_features}]."
             )
         if block_size % NF4_GROUP_SIZE or num_weights % block_size:
             raise ModelError(
-                f"{self.stored.path}.{NF4_STATE} has blocks of {block_size} weights; only multiples of {NF4_GROUP_SIZE} that fill the weight are implemented."
+                f"{self.stored.path}.{NF4_STATE} has blocks of {block_size} weights; "
+                f"only multiples of {NF4_GROUP_SIZE} that fill the weight are implemented."
             )
         if not torch.allclose(parts["weight.quant_map"].float(), torch.tensor(NF4_CODE), rtol=0, atol=1e-6):
             raise ModelError(f"{self.stored.path}.weight.quant_map isn't NF4's.")
         absmax = self._absmax(parts, state)
         if absmax.numel() != num_weights // block_size:
             raise ShapeMismatch(
-                f"The tensor {self.stored.path}.weight.absmax has {absmax.numel()} scales; expected {num_weights // block_size}, one for {block_size} weights."
+                f"The tensor {self.stored.path}.weight.absmax has {absmax.numel()} scales; "
+                f"expected {num_weights // block_size}, one for {block_size} weights."
             )
         if not bool(torch.isfinite(absmax).all()):
             raise ModelError(
@@ -164,7 +169,8 @@ class _Assembly:
         nested = parts["weight.nested_absmax"]
         if nested.numel() != -(-absmax.numel() // block_size):
             raise ShapeMismatch(
-                f"The tensor {self.stored.path}.weight.nested_absmax has {nested.numel()} scales; expected one for {block_size} of {absmax.numel()}."
+                f"The tensor {self.stored.path}.weight.nested_absmax has {nested.numel()} scales; "
+                f"expected one for {block_size} of {absmax.numel()}."
             )
         scales = nested.repeat_interleave(block_size)[: absmax.numel()]
         return parts["weight.nested_quant_map"][absmax.int()] * scales + float(offset)

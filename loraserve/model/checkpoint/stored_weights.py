@@ -103,7 +103,8 @@ def _num_groups(path: str, scheme: Scheme, in_features: int) -> int:
     if is_by_group and kernels_group_size(size) is None:
         kind = scheme.format if scheme.is_symmetric else f"asymmetric {scheme.format}"
         raise ModelError(
-            f"{path} has {size} inputs with a common {kind} scale; only multiples of {min(GROUP_SIZES)} are implemented.",
+            f"{path} has {size} inputs with a common {kind} scale; only multiples of {min(GROUP_SIZES)} are "
+            "implemented.",
             hint="Give the float checkpoint and --quantize int8.",
         )
     return in_features // size

@@ -20,9 +20,15 @@ class Window(Enum):
 
     NONE = "none"
     EVERY_LAYER = "every layer, when sliding_window is set"
-    BY_LAYER_TYPE = "those that layer_types calls sliding_attention (or else those from max_window_layers on), when use_sliding_window is set"
+    BY_LAYER_TYPE = (
+        "those that layer_types calls sliding_attention (or else those from max_window_layers on), "
+        "when use_sliding_window is set"
+    )
     BY_PATTERN = "those that layer_types calls sliding_attention, or else all but each window_pattern-th"
-    WITHOUT_ROPE = "those that layer_types calls sliding_attention (or else those without rotary positions), when use_sliding_window is set"
+    WITHOUT_ROPE = (
+        "those that layer_types calls sliding_attention (or else those without rotary positions), "
+        "when use_sliding_window is set"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ def group_size(format: str, in_features: int) -> int:
     fitting = [size for size in sizes if in_features % size == 0]
     if not fitting:
         raise ModelError(
-            f"A linear with {in_features} inputs can't be quantized to {format}, whose groups have {' or '.join(map(str, sizes))} inputs.",
+            f"A linear with {in_features} inputs can't be quantized to {format}, "
+            f"whose groups have {' or '.join(map(str, sizes))} inputs.",
             hint="Use --quantize int8.",
         )
     return max(fitting)

@@ -200,7 +200,8 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     if head_dim is None:
         if hidden_size % num_heads:
             raise ModelError(
-                f"config.json has no head_dim, and hidden_size {hidden_size} isn't a multiple of num_attention_heads {num_heads}."
+                f"config.json has no head_dim, and hidden_size {hidden_size} isn't a multiple of num_attention_heads "
+                f"{num_heads}."
             )
         head_dim = hidden_size // num_heads
     if head_dim % 2:
@@ -304,7 +305,8 @@ def _layer_ropes(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         return tuple(0 if (layer + 1) % interval else None for layer in range(num_layers))
     if not isinstance(flags, list) or len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
         raise ModelError(
-            f"config.json: no_rope_layers is {shown(flags)}; expected a list of {num_layers}, 1 for each layer with rotary positions and 0 for each without."
+            f"config.json: no_rope_layers is {shown(flags)}; expected a list of {num_layers}, "
+            "1 for each layer with rotary positions and 0 for each without."
         )
     return tuple(0 if flag else None for flag in flags[:num_layers])
 
@@ -320,7 +322,8 @@ def _windows(fields: Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int |
         expected = "full_attention" if window is None else "sliding_attention"
         if types is not None and types != [expected] * num_layers:
             raise ModelError(
-                f"config.json: layer_types is {shown(types)}; {architecture.name} with sliding_window {window} has {expected} in each of {num_layers} layers."
+                f"config.json: layer_types is {shown(types)}; {architecture.name} with sliding_window {window} has "
+                f"{expected} in each of {num_layers} layers."
             )
         return (window,) * num_layers
     has_window = architecture.window is Window.BY_PATTERN or fields.flag("use_sliding_window")
@@ -345,11 +348,13 @@ def _windows(fields: Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int |
     for layer, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
             raise ModelError(
-                f"config.json: layer_types[{layer}] is {shown(kind)}; only full_attention and sliding_attention are implemented."
+                f"config.json: layer_types[{layer}] is {shown(kind)}; only full_attention and sliding_attention are "
+                "implemented."
             )
         if kind == "sliding_attention" and window is None:
             raise ModelError(
-                f"config.json: layer_types[{layer}] is sliding_attention, but use_sliding_window is off or sliding_window is null."
+                f"config.json: layer_types[{layer}] is sliding_attention, "
+                "but use_sliding_window is off or sliding_window is null."
             )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

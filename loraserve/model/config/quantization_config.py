@@ -20,7 +20,8 @@ from typing import Any
 from loraserve.errors import ModelError
 
 _HINT = (
-    "Supported are compressed-tensors with int8 or int4 weights by channel or in groups, or FP8 weights by channel or tensor; and bitsandbytes NF4. "
+    "Supported are compressed-tensors with int8 or int4 weights by channel or in groups, "
+    "or FP8 weights by channel or tensor; and bitsandbytes NF4. "
     "Or give the float checkpoint and --quantize int8, int4, nf4 or fp8."
 )
 

@@ -99,7 +99,8 @@ def check_rotated(rope: RopeConfig, head_dim: int) -> None:
     dim = rope.rotated_dim(head_dim)
     if dim < 2 or dim % 2:
         raise ModelError(
-            f"config.json: partial_rotary_factor {rope.rotated:g} of heads of {head_dim} elements is {dim}; expected an even number."
+            f"config.json: partial_rotary_factor {rope.rotated:g} of heads of {head_dim} elements is {dim}; "
+            "expected an even number."
         )
     if rope.type is RopeType.LONGROPE and len(rope.short_factors) != dim // 2:
         raise ModelError(f"config.json: short_factor has {len(rope.short_factors)} numbers; expected {dim // 2}.")

@@ -68,7 +68,8 @@ def make_attention_plan(
     """
     if len(query_starts) != len(context_lens) + 1 or block_tables.shape[0] != len(context_lens):
         raise InvalidPlan(
-            f"{len(query_starts)} query_starts and {block_tables.shape[0]} block tables for {len(context_lens)} sequences"
+            f"{len(query_starts)} query_starts and {block_tables.shape[0]} block tables for {len(context_lens)} "
+            "sequences"
         )
     if block_tables.dtype != torch.int32:
         raise InvalidPlan(f"block_tables are {block_tables.dtype}; they must be int32")
@@ -78,7 +79,8 @@ def make_attention_plan(
         num_rows = query_starts[i + 1] - query_starts[i]
         if not 0 < num_rows <= context_len <= capacity:
             raise InvalidPlan(
-                f"sequence {i} has {num_rows} rows, a context of {context_len} and {block_tables.shape[1]} blocks of {block_size}"
+                f"sequence {i} has {num_rows} rows, a context of {context_len} and {block_tables.shape[1]} blocks of "
+                f"{block_size}"
             )
         table[i] = query_starts[i], num_rows, context_len
         longest, num_pairs = max(longest, context_len), num_pairs + num_rows * context_len
@@ -111,7 +113,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         or k_cache.shape != v_cache.shape
     ):
         raise ShapeMismatch(
-            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, for {num_tokens} slots"
+            f"k is {tuple(k.shape)}, v {tuple(v.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, "
+            f"for {num_tokens} slots"
         )
     if HAS_NUMBA and slot_mapping.is_contiguous() and _fits_kernel(k, k_cache, v_cache, v, _lanes()):
         _store_numba(k, v, k_cache, v_cache, slot_mapping)
@@ -168,7 +171,8 @@ def paged_attention(
         or plan.num_blocks > k_cache.shape[0]
     ):
         raise ShapeMismatch(
-            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}; "
+            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}; "
             f"this plan takes {plan.query_starts[-1]} rows and {plan.num_blocks} blocks of {plan.block_size} or more"
         )
     if HAS_NUMBA and _fits_kernel(q, k_cache, v_cache, out, plan.block_size):
@@ -343,5 +347,6 @@ def _store_numba(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
     threads.run(call, address, args.ctypes.data, threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1)
     if args[attention_kernel.S_OUTSIDE]:
         raise InvalidPlan(
-            f"{args[attention_kernel.S_OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of {k_cache.shape[2]}"
+            f"{args[attention_kernel.S_OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of "
+            f"{k_cache.shape[2]}"
         )

@@ -106,7 +106,8 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
     """
     if codes.dim() != 2 or codes.dtype != torch.int8 or scales.dtype != torch.float32:
         raise ShapeMismatch(
-            f"codes are {tuple(codes.shape)} {codes.dtype}, scales {scales.dtype}; they must be a matrix in int8, and float32"
+            f"codes are {tuple(codes.shape)} {codes.dtype}, scales {scales.dtype}; "
+            "they must be a matrix in int8, and float32"
         )
     out_features, in_features = codes.shape
     if scales.shape != (out_features,):

@@ -180,24 +180,28 @@ def _check(
         or v_cache.shape != k_cache.shape
     ):
         raise ShapeMismatch(
-            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}; this plan takes at least "
+            f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and "
+            f"{tuple(v_cache.shape)}; this plan takes at least "
             f"{plan.num_tokens} rows of {row} and blocks of {block}"
         )
     if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in (k_cache, v_cache, out)):
         raise ShapeMismatch(
-            f"q is {q.dtype}, out {out.dtype}, the cache {k_cache.dtype} and {v_cache.dtype}; all must be bfloat16, or all float16"
+            f"q is {q.dtype}, out {out.dtype}, the cache {k_cache.dtype} and {v_cache.dtype}; "
+            "all must be bfloat16, or all float16"
         )
     whole_row, whole_block = (plan.head_dim, 1), (plan.block_size * plan.head_dim, plan.head_dim, 1)
     if any(t.stride()[1:] != whole_row for t in (q, out)) or any(
         t.stride()[1:] != whole_block for t in (k_cache, v_cache)
     ):
         raise ShapeMismatch(
-            f"strides of q are {q.stride()}, of out {out.stride()}, of the cache {k_cache.stride()} and {v_cache.stride()}; rows and blocks must be "
+            f"strides of q are {q.stride()}, of out {out.stride()}, of the cache {k_cache.stride()} and "
+            f"{v_cache.stride()}; rows and blocks must be "
             "contiguous, with any stride between them"
         )
     if any(t.device != plan.buffer.device for t in (q, k_cache, v_cache, out)):
         raise ShapeMismatch(
-            f"q is on {q.device}, out on {out.device}, the cache on {k_cache.device} and {v_cache.device}, the plan on {plan.buffer.device}"
+            f"q is on {q.device}, out on {out.device}, the cache on {k_cache.device} and {v_cache.device}, "
+            f"the plan on {plan.buffer.device}"
         )
     if sliding_window is not None and sliding_window < 1:
         raise ShapeMismatch(f"a sliding window of {sliding_window}; a row sees itself at least, so 1 or more")

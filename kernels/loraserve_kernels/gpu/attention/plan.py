@@ -181,7 +181,8 @@ class GpuAttentionPlan:
         width = -(-longest // self.block_size)
         if num_seqs > self.max_num_seqs or num_tokens > self.max_num_tokens or longest > self.max_model_len:
             raise InvalidPlan(
-                f"{num_seqs} sequences, {num_tokens} rows, a context of {longest}; this plan was made for {self.max_num_seqs}, "
+                f"{num_seqs} sequences, {num_tokens} rows, a context of {longest}; "
+                f"this plan was made for {self.max_num_seqs}, "
                 f"{self.max_num_tokens} and {self.max_model_len}"
             )
         if starts[0] != 0 or (lens < 0).any() or (lens > np.maximum(contexts, 1)).any() or (contexts < 0).any():

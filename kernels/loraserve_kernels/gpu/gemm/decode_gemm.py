@@ -56,8 +56,8 @@ def decode_gemm_kernel(  # type: ignore[no-untyped-def]
     split = tl.program_id(0) % SPLIT_K
     acc, acc2 = part_of_sums(
         x_ptr, codes_ptr, scales_ptr, zeros_ptr, tile, split, num_rows, N, K, stride_x, stride_scale_n, stride_scale_g,
-        stride_zero_g, FORMAT, IS_BF16, BY_GROUP, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, EVEN_N, EVEN_K,
-        NUM_STAGES, WIDEN,
+        stride_zero_g, FORMAT, IS_BF16, BY_GROUP, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, EVEN_N,
+        EVEN_K, NUM_STAGES, WIDEN,
     )  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)

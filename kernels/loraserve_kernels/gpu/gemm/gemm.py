@@ -278,13 +278,15 @@ def _check(
         shape = (weight.out_features, weight.in_features)
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
         raise ShapeMismatch(
-            f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; it must be a contiguous matrix of {x.dtype}, as x"
+            f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; "
+            f"it must be a contiguous matrix of {x.dtype}, as x"
         )
     else:
         shape = (weight.shape[0], weight.shape[1])
     if x.dim() != 2 or x.shape[1] != shape[1] or x.dtype not in _DTYPES or (shape[1] > 1 and x.stride(1) != 1):
         raise ShapeMismatch(
-            f"x is {tuple(x.shape)} {x.dtype} of strides {x.stride()}; this linear takes (num_tokens, {shape[1]}) in bfloat16 or float16, "
+            f"x is {tuple(x.shape)} {x.dtype} of strides {x.stride()}; this linear takes "
+            f"(num_tokens, {shape[1]}) in bfloat16 or float16, "
             "contiguous in the last dim"
         )
     if bias is not None and (bias.shape != shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):

@@ -113,7 +113,8 @@ def _check_input(x: Tensor, plan: GpuLoraPlan, site: str) -> None:
     num_rows = plan.num_sampled if site == "lm_head" else plan.num_tokens
     if x.shape[0] < num_rows or x.shape[1:] != (in_features,) or x.dtype != pool.dtype or x.stride(1) != 1:
         raise ShapeMismatch(
-            f"x is {x.dtype} {tuple(x.shape)}; site {site} of this plan takes at least {num_rows} rows of {in_features}, "
+            f"x is {x.dtype} {tuple(x.shape)}; site {site} of this plan takes at least {num_rows} rows of "
+            f"{in_features}, "
             f"{pool.dtype} and contiguous in the last dim"
         )
 
@@ -203,7 +204,8 @@ def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tens
     pool, width = plan.pool, sum(site_widths(plan, site))
     if y.shape != (x.shape[0], width) or y.dtype not in (pool.dtype, torch.float32) or y.stride(1) != 1:
         raise ShapeMismatch(
-            f"y is {y.dtype} {tuple(y.shape)} beside {x.shape[0]} rows; site {site} of this plan takes as many rows of {width}, "
+            f"y is {y.dtype} {tuple(y.shape)} beside {x.shape[0]} rows; "
+            f"site {site} of this plan takes as many rows of {width}, "
             f"{pool.dtype} or float32 and contiguous in the last dim"
         )
     if bias is not None and (bias.shape != (width,) or not bias.is_floating_point() or bias.stride(0) != 1):

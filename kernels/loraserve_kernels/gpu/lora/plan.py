@@ -192,7 +192,8 @@ class GpuLoraPlan:
         if int(num_items.max()) > self._max_work_items:
             most = int(num_items.argmax())
             raise InvalidPlan(
-                f"{num_items[most]} work items at site {list(SITES)[most]}; this plan was made for {self._max_work_items}: "
+                f"{num_items[most]} work items at site {list(SITES)[most]}; "
+                f"this plan was made for {self._max_work_items}: "
                 "admit fewer rows with high ranks"
             )
         row_tiles[:, _ITEMS] = first_items.reshape(-1, 3) - items_before[site][:, None]

@@ -119,7 +119,8 @@ class PagedPool:
         num_bytes = num_pages * page_num_bytes
         if page_num_bytes % UNIT_BYTES or num_bytes // UNIT_BYTES > 2**31 - 1:
             raise ShapeMismatch(
-                f"{num_pages} pages of {page_num_bytes} bytes; a page is a multiple of {UNIT_BYTES}, a pool under {2**31 * UNIT_BYTES} bytes"
+                f"{num_pages} pages of {page_num_bytes} bytes; a page is a multiple of {UNIT_BYTES}, "
+                f"a pool under {2**31 * UNIT_BYTES} bytes"
             )
         self.dtype = dtype
         self.page_num_bytes = page_num_bytes
@@ -128,7 +129,8 @@ class PagedPool:
         self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device) if data is None else data
         if self.data.shape != (num_bytes,) or self.data.dtype != torch.uint8 or not self.data.is_contiguous():
             raise ShapeMismatch(
-                f"the memory of {num_pages} pages of {page_num_bytes} bytes is {tuple(self.data.shape)} {self.data.dtype}"
+                f"the memory of {num_pages} pages of {page_num_bytes} bytes is {tuple(self.data.shape)} "
+                f"{self.data.dtype}"
             )
         self.weights = self.data.view(dtype)
         self.codes = self.data.view(torch.int8)

@@ -122,7 +122,8 @@ def add_rms_norm(
     weights = [w for w in (weight, delta_weight) if w is not None]
     if len(shapes) > 1 or any(w.shape != (hidden_size,) for w in weights) or hidden_size > MAX_HIDDEN_SIZE:
         raise ShapeMismatch(
-            f"hidden, delta and out are {sorted(shapes)}, the weight is {' and '.join(str(tuple(w.shape)) for w in weights)}; "
+            f"hidden, delta and out are {sorted(shapes)}, the weight is "
+            f"{' and '.join(str(tuple(w.shape)) for w in weights)}; "
             f"expected [num_tokens, hidden_size] thrice and [hidden_size], at most {MAX_HIDDEN_SIZE}"
         )
     _expect("hidden", hidden, (torch.float32,))
@@ -170,7 +171,8 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
     num_tokens, size = _shape_of("x", x)
     if weight.shape != (size,) or size > MAX_HIDDEN_SIZE:
         raise ShapeMismatch(
-            f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}; expected rows as long as it, at most {MAX_HIDDEN_SIZE}"
+            f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}; expected rows as long as it, "
+            f"at most {MAX_HIDDEN_SIZE}"
         )
     _expect("x", x, COMPUTE_DTYPES)
     _expect("weight", weight, (torch.float32,))
@@ -221,7 +223,8 @@ def rotate_and_store(
     num_tokens, width = _shape_of("qkv", qkv)
     if k_cache.ndim != 4 or v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
         raise ShapeMismatch(
-            f"k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, v_cache {tuple(v_cache.shape)} with {v_cache.stride()}; "
+            f"k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, "
+            f"v_cache {tuple(v_cache.shape)} with {v_cache.stride()}; "
             "expected [num_blocks, num_kv_heads, block_size, head_dim] with the same strides"
         )
     num_blocks, cached_heads, block_size, head_dim = k_cache.shape
@@ -240,7 +243,8 @@ def rotate_and_store(
     ):
         raise ShapeMismatch(
             f"positions are {tuple(positions.shape)}, slot_mapping {tuple(slot_mapping.shape)}, cos_sin "
-            f"{'None' if cos_sin is None else tuple(cos_sin.shape)}; expected [{num_tokens}] twice and a contiguous [max_len, {head_dim}]"
+            f"{'None' if cos_sin is None else tuple(cos_sin.shape)}; expected [{num_tokens}] twice and a contiguous "
+            f"[max_len, {head_dim}]"
         )
     if (q_norm is None) != (k_norm is None):
         raise ShapeMismatch("one of q_norm and k_norm is None; give both or neither")

@@ -28,7 +28,10 @@ from loraserve_kernels.gpu.sampling.probabilities import (
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(keys, weights, row_ptr, size, temperature, top, key1, key2, key3, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _sums(  # type: ignore[no-untyped-def]
+    keys, weights, row_ptr, size, temperature, top, key1, key2, key3, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return how many tokens, or how much mass, have these keys or higher ones.
 
     They are the given tokens or, with IS_WHOLE, the row's.
@@ -56,13 +59,18 @@ def _sums(keys, weights, row_ptr, size, temperature, top, key1, key2, key3, OF_M
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mass_from(keys, weights, row_ptr, size, temperature, top, key, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _mass_from(  # type: ignore[no-untyped-def]
+    keys, weights, row_ptr, size, temperature, top, key, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     mass, _, _ = _sums(keys, weights, row_ptr, size, temperature, top, key, key, key, True, IS_WHOLE, BLOCK)
     return mass
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _passing(keys, weights, row_ptr, size, temperature, top, low, target, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _passing(  # type: ignore[no-untyped-def]
+    keys, weights, row_ptr, size, temperature, top, low, target, OF_MASS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return the highest key at which the sum passes the target, and the sum above it.
 
     The sum is over the key and all above; the sum from `low` on does pass.
@@ -89,7 +97,10 @@ def _passing(keys, weights, row_ptr, size, temperature, top, low, target, OF_MAS
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _choose(keys, weights, row_ptr, size, temperature, top, lowest, floor, top_k, top_p, mass, bits, vocab_size, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _choose(  # type: ignore[no-untyped-def]
+    keys, weights, row_ptr, size, temperature, top, lowest, floor, top_k, top_p, mass, bits, vocab_size,
+    IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Return the key of the token to take, and its rank among those that share it.
 
     Args:

@@ -62,7 +62,8 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
     for name, out, dtype in (("tokens_out", tokens_out, torch.int64), ("finite_out", finite_out, torch.bool)):
         if out.shape != (num_rows,) or out.dtype != dtype or out.stride(0) != 1 or out.device != logits.device:
             raise ShapeMismatch(
-                f"{name} is {out.dtype} {tuple(out.shape)} on {out.device}; expected {dtype} ({num_rows},) on {logits.device}"
+                f"{name} is {out.dtype} {tuple(out.shape)} on {out.device}; "
+                f"expected {dtype} ({num_rows},) on {logits.device}"
             )
     if logits.device != rows.device:
         raise ShapeMismatch(f"logits are on {logits.device}, their parameters on {rows.device}")
