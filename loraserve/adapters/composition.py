@@ -12,11 +12,10 @@ _TAG = b"loraserve composition v1"
 
 
 def merged(parts: Iterable[AdapterPart]) -> tuple[AdapterPart, ...]:
-    """Return the same sum with each adapter in it once, by digest; those whose weights add up to
-    nothing are left out.
+    """Return the same sum with each adapter in it once, by digest.
 
-    Neither the order of `parts` nor another tenant's adapter of the same digest changes a bit of
-    the weights.
+    Those whose weights add up to nothing are left out. Neither the order of `parts` nor another
+    tenant's adapter of the same digest changes a bit of the weights.
     """
     by_digest: dict[Digest, list[AdapterPart]] = {}
     for part in parts:
@@ -29,10 +28,10 @@ def merged(parts: Iterable[AdapterPart]) -> tuple[AdapterPart, ...]:
 
 
 def composition_digest(parts: Iterable[AdapterPart]) -> Digest:
-    """Return the identity of a weighted sum: a SHA-256 over the digests of `merged` parts and their
-    weights' bits, framed.
+    """Return the identity of a weighted sum.
 
-    Equal exactly where these are.
+    It is a SHA-256 over the digests of `merged` parts and their weights' bits, framed. Equal
+    exactly where these are.
     """
     sha = hashlib.sha256()
     fields = [field for part in merged(parts) for field in (part.adapter.digest, part.weight.hex())]

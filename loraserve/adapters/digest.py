@@ -1,5 +1,6 @@
-"""Identity of an adapter version: SHA-256 over its canonical config and its tensors, framed so that
-no two contents read alike.
+"""Identity of an adapter version: SHA-256 over its canonical config and its tensors.
+
+They are framed so that no two contents read alike.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def _no_fields(config: Mapping[str, Any]) -> Fields:
 
 
 def _lycoris_fields(config: Mapping[str, Any]) -> Fields:
-    """Return ranks and alphas of LoHa and LoKr, in the order of their keys, since the first match
-    wins.
+    """Return ranks and alphas of LoHa and LoKr, in the order of their keys.
+
+    The first match wins, so the order counts.
     """
     fields = [(name, _number(number(config["peft_type"], config, name))) for name in ("r", "alpha")]
     for name in ("rank_pattern", "alpha_pattern"):

@@ -1,5 +1,6 @@
-"""Problems of an upload: collected while it is compiled and raised together, so that one corrected
-upload fixes all of them.
+"""Problems of an upload, collected while it is compiled and raised together.
+
+So one corrected upload fixes all of them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _ORDER: tuple[type[AdapterRejected], ...] = (AdapterFormatError, AdapterUnsuppor
 
 @dataclass(slots=True)
 class Problems:
-    """Groups of one message with the layers it concerns;
-    a mistake in 28 layers is reported once.
+    """Groups of one message with the layers it concerns.
+
+    A mistake in 28 layers is reported once.
     """
 
     by_message: dict[tuple[type[AdapterRejected], str], list[int]] = field(default_factory=dict)

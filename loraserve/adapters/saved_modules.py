@@ -16,8 +16,9 @@ from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUns
 
 
 def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Add a problem for each weight and bias that is missing, or isn't the config's, or doesn't fit
-    the base.
+    """Add a problem for each weight and bias that is missing or wrong.
+
+    One is wrong that isn't the config's, or doesn't fit the base.
     """
     is_tied = ties_saved(settings, names.base)
     for place in names.places():
@@ -140,7 +141,7 @@ class _Check:
             self._check_table(f"The file's base weight of {self.linear.name}", self.stored.saved_base)
 
     def _check_table(self, what: str, table: TensorView) -> None:
-        """A table has a row per token, of the head and of the embedding alike."""
+        """Check that a table has a row per token, of the head and of the embedding alike."""
         vocab, hidden = _table_sizes(self.linear)
         if len(table.shape) != 2 or table.shape[1] != hidden:
             self.problems.add(
@@ -177,8 +178,9 @@ def is_same(a: TensorView | None, b: TensorView | None) -> bool:
 
 
 def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Check a tied head: PEFT loads a weight into it and the embedding, unless modules_to_save has
-    copied one of them.
+    """Check a tied head.
+
+    PEFT loads a weight into it and the embedding, unless modules_to_save has copied one of them.
     """
     if not names.base.is_head_tied:
         return
@@ -209,8 +211,9 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseN
 
 
 def _check_tied_copies(contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Report copies that differ where the base's head is the embedding: PEFT loads either's copy
-    into both.
+    """Report copies that differ where the base's head is the embedding.
+
+    PEFT loads either's copy into both.
     """
     copies = [contents.linears[0, m].saved_base for m in OUTSIDE_LAYERS if (0, m) in contents.linears]
     there = [copy for copy in copies if copy is not None]

@@ -1,5 +1,6 @@
-"""JSON from a stranger: strict UTF-8, no duplicate keys, no NaN or infinity, no lone surrogates,
-bounded depth.
+"""JSON from a stranger: strict UTF-8, no duplicate keys, bounded depth.
+
+It has no NaN or infinity and no lone surrogates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class _Refused(ValueError):
 
 
 def parse_object(data: bytes, *, what: str, max_depth: int) -> dict[str, Any]:
-    """The JSON object in `data`; `what` names it in messages.
+    """Return the JSON object in `data`; `what` names it in messages.
 
     Raises:
         AdapterFormatError: it isn't one strict JSON object.

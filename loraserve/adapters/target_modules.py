@@ -14,8 +14,9 @@ from loraserve.types import BaseSpec
 
 
 def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: int | None) -> bool:
-    """Return whether the config targets the module of this whole name; `layer` is None for one
-    outside the layers.
+    """Return whether the config targets the module of this whole name.
+
+    `layer` is None for one outside the layers.
     """
     if _is_listed(name, settings.exclude_modules) or is_inside_saved(settings, name):
         return False
@@ -35,16 +36,19 @@ def is_name_targeted(settings: LoraSettings, base: BaseSpec, name: str, layer: i
 
 
 def is_inside_saved(settings: LoraSettings, name: str) -> bool:
-    """Return whether a component of the name, or several in a row, are in modules_to_save: then no
-    LoRA comes there.
+    """Return whether a component of the name, or several in a row, are in modules_to_save.
+
+    Then no LoRA comes there.
     """
     dotted = f".{name}."
     return any(f".{saved}." in dotted for saved in settings.modules_to_save)
 
 
 def is_saved(settings: LoraSettings, name: str) -> bool:
-    """Return whether PEFT trains the module fully: its name, or that of a module which it is a part
-    of, ends with an entry of modules_to_save, be it amid a component.
+    """Return whether PEFT trains the module fully.
+
+    It does if its name, or that of a module which it is a part of, ends with an entry of
+    modules_to_save, be it amid a component.
     """
     ends = settings.modules_to_save
     if not ends:
@@ -73,8 +77,9 @@ def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
 
 
 def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
-    """Add a problem for each module that the config targets and has no tensors, and for each that
-    has tensors and isn't targeted.
+    """Add a problem for each module whose tensors and targeting disagree.
+
+    It is targeted and has no tensors, or has tensors and isn't targeted.
     """
     base = names.base
     is_tied = ties_lora(settings, base)
@@ -104,7 +109,8 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, 
 
 
 def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: int) -> int | None:
-    """Return the layer that PEFT takes the module to be in;
+    """Return the layer that PEFT takes the module to be in.
+
     None where layers_pattern finds none.
     """
     if not settings.layers_pattern:
@@ -120,8 +126,9 @@ def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: 
 
 
 def _names_an_end(listed: Iterable[str]) -> bool:
-    """Return whether the embedding or the head is listed, in PEFT's rough way: by the last
-    component.
+    """Return whether the embedding or the head is listed, in PEFT's rough way.
+
+    PEFT goes by the last component.
     """
     return any(entry.rpartition(".")[2] in OUTSIDE_LAYERS for entry in listed)
 

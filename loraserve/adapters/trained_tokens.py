@@ -1,5 +1,6 @@
-"""PEFT's rule for trainable_token_indices: rows of the embedding, of the head, or of both where the
-base ties them.
+"""PEFT's rule for trainable_token_indices.
+
+It trains rows of the embedding, of the head, or of both where the base ties them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class TokenRows:
 def trained_tokens(
     settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems
 ) -> dict[str, TokenRows]:
-    """Module → the rows that the adapter has of it; problems where file,
-    config and base disagree.
+    """Return the rows that the adapter has of each module.
+
+    Add problems where file, config and base disagree.
     """
     meant = _resolve(settings, names, problems)
     is_tied = _is_tied(settings, meant, names, problems)
@@ -57,7 +59,7 @@ def trained_tokens(
 
 
 def _resolve(settings: LoraSettings, names: BaseNames, problems: Problems) -> dict[str, tuple[int, ...]]:
-    """Module → the tokens that the config names for it, in its order."""
+    """Return the tokens that the config names for each module, in its order."""
     outside = [m for m in OUTSIDE_LAYERS if m in names.linears]
     meant: dict[str, tuple[int, ...]] = {}
     for key, ids in settings.trained_tokens.items():
@@ -139,7 +141,7 @@ def _rows(
 def _follow(
     contents: Contents, names: BaseNames, rows: dict[str, TokenRows], settings: LoraSettings, problems: Problems
 ) -> None:
-    """The head's rows are the embedding's, LoRA on it or not."""
+    """Let the head's rows be the embedding's, LoRA on it or not."""
     head = contents.linears.get((0, "lm_head"), LinearTensors())
     embedding = contents.linears.get((0, "embed_tokens"), LinearTensors())
     if head.weight is not None:

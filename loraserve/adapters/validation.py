@@ -1,5 +1,6 @@
-"""Checks on an adapter's numbers, made once at upload: all finite, and no update so large that half
-precision can't hold it.
+"""Checks on an adapter's numbers, made once at upload.
+
+All are finite, and no update is so large that half precision can't hold it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ numbers.
 
 
 def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable[[], object] = lambda: None) -> None:
-    """Return if every weight is finite, no element of any ``scaling · B A`` or ``scaling ·
-    lora_bias`` can pass `limits.max_delta`, and none of what stands in the base's place does.
+    """Return if every weight is finite and small enough.
 
-    The first is judged by the bound ``|scaling| · rank · max|A| · max|B|``, without making the
-    product.
+    No element of any ``scaling · B A`` or ``scaling · lora_bias`` can pass `limits.max_delta`, and
+    none of what stands in the base's place does. The first is judged by the bound
+    ``|scaling| · rank · max|A| · max|B|``, without making the product.
 
     Args:
         pause: called between modules.
@@ -84,7 +85,7 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
 
 
 def _largest(tensor: TensorView) -> float:
-    """The largest magnitude; infinite if some weight isn't finite.
+    """Return the largest magnitude; infinite if some weight isn't finite.
 
     One pass over the bits, a chunk at a time.
     """

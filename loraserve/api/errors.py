@@ -74,8 +74,9 @@ def status_of(error: LoraserveError) -> int:
 
 
 def openai_envelope(error: LoraserveError) -> dict[str, Any]:
-    """``{"error": {…}}`` as OpenAI's clients read it,
-    for a body or for a stream's ``data:`` line.
+    """Return ``{"error": {…}}`` as OpenAI's clients read it.
+
+    It is for a body or for a stream's ``data:`` line.
     """
     status = status_of(error)
     default = "server_error" if status >= 500 else "invalid_request_error"
@@ -113,8 +114,9 @@ def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
 
 
 def headers_of(error: LoraserveError) -> dict[str, str]:
-    """Return ``Retry-After`` in seconds and ``retry-after-ms``,
-    or ``WWW-Authenticate`` on a 401.
+    """Return the headers that belong to the error.
+
+    They are ``Retry-After`` in seconds and ``retry-after-ms``, or ``WWW-Authenticate`` on a 401.
     """
     status = status_of(error)
     if status == 401:

@@ -83,8 +83,9 @@ def require(scope: str) -> CallerDependency:
 
 
 def _who_has(scope: str, caller: Caller) -> str:
-    """Return where a key with the scope comes from:
-    a tenant's key can neither make nor list keys.
+    """Return where a key with the scope comes from.
+
+    A tenant's key can neither make nor list keys.
     """
     if scope == ADMIN:
         return "It takes an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
@@ -117,8 +118,10 @@ def _is_tenant_path(request: Request) -> bool:
 
 
 def audit(app: FastAPI) -> None:
-    """Raises:
-    ConfigError: a route declares neither a scope nor that it is open. It names each.
+    """Check that every route declares its scope, or that it is open.
+
+    Raises:
+        ConfigError: a route declares neither. The message names each.
     """
     bare = sorted({f"{sorted(methods)} {path}" for path, methods, scopes in declared_scopes(app) if not scopes})
     if bare:

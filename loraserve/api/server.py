@@ -189,8 +189,9 @@ def _show_admin_key(secret: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process by the signal instead of
-    a drain.
+    """uvicorn without its signal handlers.
+
+    They would end the process by the signal instead of a drain.
     """
 
     @contextlib.contextmanager
@@ -208,8 +209,10 @@ class _Lifetime:
     _signals: asyncio.Queue[signal.Signals] = field(default_factory=asyncio.Queue)
 
     async def run(self) -> int:
-        """Raises:
-        LoraserveError: the engine can't be started.
+        """Serve until the server is told to stop; return the exit code.
+
+        Raises:
+            LoraserveError: the engine can't be started.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -61,8 +61,10 @@ class Services:
         self.authenticator.tenants.on_delete = self.registry.forget_owner
 
     def check_open(self) -> None:
-        """Raises:
-        Overloaded: the server is shutting down and takes no new work.
+        """Check that the server takes new work.
+
+        Raises:
+            Overloaded: it is shutting down.
         """
         if self.is_closed:
             raise Overloaded("The server is shutting down.", retry_after_s=5.0)

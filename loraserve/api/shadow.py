@@ -71,8 +71,9 @@ class ShadowCopy:
         self.live_token_ids.extend(token_ids)
 
     def complete(self, seconds: float) -> None:
-        """Note that the client's answer was complete after `seconds`; compare once the copy is
-        complete too.
+        """Note that the client's answer was complete after `seconds`.
+
+        Compare once the copy is complete too.
         """
         if not self._live_s.done():
             self._live_s.set_result(seconds)
@@ -139,11 +140,10 @@ class ShadowRunner:
         return len(self._copies)
 
     def start_copy(self, request: GenerateRequest, shadow: Shadow) -> ShadowCopy | None:
-        """Start the copy of `request`, at its first token, if it falls into the share and there is
-        room.
+        """Start the copy of `request` at its first token.
 
-        A tenant that uses a granted adapter has none: it would be at its cost, and for the owner's
-        figures.
+        It is started if the request falls into the share and there is room. A tenant that uses a
+        granted adapter has none: it would be at its cost, and for the owner's figures.
         """
         if shadow.adapter.tenant != request.tenant:
             return None

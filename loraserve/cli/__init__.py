@@ -1,5 +1,5 @@
-"""The command line: one file per noun, a client of the API through the SDK, save `serve`, `demo`,
-`db`, `plan` and `doctor`.
+"""The command line: one file per noun, a client of the API through the SDK.
 
-Heavy things are imported where they are used, so that ``loraserve --help`` answers at once.
+`serve`, `demo`, `db`, `plan` and `doctor` alone aren't clients. Heavy things are imported where
+they are used, so that ``loraserve --help`` answers at once.
 """

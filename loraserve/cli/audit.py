@@ -31,8 +31,9 @@ def audit(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Show changes to the tenant's resources, newest first;
-    all tenants' with an admin key that acts for none.
+    """Show changes to the tenant's resources, newest first.
+
+    With an admin key that acts for none, show all tenants'.
     """
     start = instant(since)
     with connected(format, url, tenant) as (output, client):

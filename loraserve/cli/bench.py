@@ -47,11 +47,11 @@ def bench(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send load to a running server, and print its throughput, time to first token (TTFT)
-    and time per token (TPOT).
+    """Send load to a running server, and print its throughput and latencies.
 
-    Exit 1 if a request wasn't answered to its end. What is measured is what a client sees: this
-    machine's part included.
+    The latencies are time to first token (TTFT) and time per token (TPOT). Exit 1 if a request
+    wasn't answered to its end. What is measured is what a client sees: this machine's part
+    included.
     """
     if shared_tokens > prompt_tokens:
         raise typer.BadParameter(
@@ -81,8 +81,10 @@ def bench(
 
 
 def _models(client: Client, named: list[str] | None, base: str, *, all_adapters: bool) -> tuple[str, ...]:
-    """Raises:
-    AdapterNotFound: all are wanted, and there is none.
+    """Return the models to send load to.
+
+    Raises:
+        AdapterNotFound: all are wanted, and there is none.
     """
     if not all_adapters:
         return tuple(named or (base,))

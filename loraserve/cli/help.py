@@ -1,5 +1,7 @@
-"""Help as plain text: a section for each group of options, every flag whole at 80 columns, values
-named by what they hold.
+"""Help as plain text.
+
+It has a section for each group of options, every flag whole at 80 columns, values named by what
+they hold.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Load for a running server: requests so many at a time, or each at its own time whether earlier
-ones were answered or not.
+"""Load for a running server.
+
+Requests are sent so many at a time, or each at its own time whether earlier ones were answered or
+not.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class Plan:
         return [shared + some(self.prompt_tokens - self.shared_tokens) for _ in range(self.num_requests)]
 
     def delays_s(self) -> list[float]:
-        """Return each request's due time from the start, in seconds;
-        all zero if there is no rate.
+        """Return each request's due time from the start, in seconds.
+
+        All are zero if there is no rate.
         """
         if self.rate is None:
             return [0.0] * self.num_requests

@@ -66,8 +66,9 @@ app.command("doctor", cls=SettingsCommand)(doctor.doctor)
 
 
 def main() -> None:
-    """Run the command line and exit: 0 fine, 1 failed, 2 wrong usage or configuration,
-    130 interrupted.
+    """Run the command line and exit.
+
+    The exit code is 0 fine, 1 failed, 2 wrong usage or configuration, 130 interrupted.
     """
     app(prog_name="loraserve")
 

@@ -40,8 +40,9 @@ _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
 def next_step(error: errors.LoraserveError, named: Mapping[str, str] | None = None) -> str | None:
-    """Return the command to run next: the error's own, else the one for its class;
-    None if no command helps.
+    """Return the command to run next; None if no command helps.
+
+    It is the error's own, else the one for its class.
 
     Args:
         named: what NAME, DIR and the like are in the command that failed; others stay as they are.

@@ -41,8 +41,9 @@ class Column:
 
 
 class Output:
-    """Says things in one of the three formats: tables for people, JSON for programs,
-    bare names for shell variables.
+    """Says things in one of the three formats.
+
+    They are tables for people, JSON for programs, bare names for shell variables.
     """
 
     def __init__(self, format: Format, named: Mapping[str, str] | None = None) -> None:
@@ -50,7 +51,7 @@ class Output:
         self._named = named or {}
 
     def rows(self, rows: Iterable[Result], columns: Iterable[Column], *, name: str, empty: str) -> None:
-        """A list: a table, a JSON array, or one `name` (an attribute) per line.
+        """Print a list: a table, a JSON array, or one `name` (an attribute) per line.
 
         `empty` is said when there is none.
         """
@@ -70,8 +71,9 @@ class Output:
                     self.note(empty)
 
     def one(self, row: Result, columns: Iterable[Column], *, name: str) -> None:
-        """Print an object: title and value per line, a JSON object,
-        or only its `name` (an attribute).
+        """Print an object.
+
+        Print title and value per line, a JSON object, or only its `name` (an attribute).
         """
         match self.format:
             case Format.JSON:
@@ -82,8 +84,9 @@ class Output:
                 _pairs([(column.title, column.of(row)) for column in columns])
 
     def records(self, records: list[dict[str, object]], *, name: str) -> None:
-        """A list of plain records with the same keys: a table, a JSON array,
-        or one `name` (a key) per line.
+        """Print a list of plain records with the same keys.
+
+        It is a table, a JSON array, or one `name` (a key) per line.
         """
         match self.format:
             case Format.JSON:
@@ -113,11 +116,11 @@ class Output:
             self.note(words)
 
     def line(self, text: str) -> None:
-        """A line of data."""
+        """Print a line of data."""
         _print(_safe(text, sys.stdout))
 
     def text(self, text: str) -> None:
-        """Data without a line's end, shown at once: a streamed token."""
+        """Print data without a line's end, shown at once: a streamed token."""
         sys.stdout.write(_safe(text, sys.stdout))
         sys.stdout.flush()
 
@@ -160,7 +163,10 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[Progress], None] | None]:
-        """A bar on stderr while the block runs; nothing (None) where no person looks at stderr."""
+        """Show a bar on stderr while the block runs.
+
+        Yield None, and show nothing, where no person looks at stderr.
+        """
         if self.format is not Format.HUMAN or not sys.stderr.isatty():
             yield None
             return
@@ -179,8 +185,9 @@ class Output:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A function to tell (stage, steps done, steps in all): a bar per stage on a terminal,
-        else a line as each is done.
+        """Yield a function to tell (stage, steps done, steps in all).
+
+        It shows a bar per stage on a terminal, else a line as each is done.
         """
         if self.format is not Format.HUMAN or not sys.stderr.isatty():
             yield lambda stage, done, total: self.note(f"{stage}: done") if done == total else None
@@ -200,8 +207,10 @@ class Output:
 
     @contextmanager
     def frames(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """A function that shows what a function prints, again and again: on a terminal in the place
-        of the last time, cut to its size; in a pipe below it.
+        """Yield a function that shows what a function prints, again and again.
+
+        On a terminal it is shown in the place of the last time, cut to its size; in a pipe below
+        it.
         """
         if self.format is not Format.HUMAN or not sys.stdout.isatty():
             yield lambda draw: draw()
@@ -223,12 +232,12 @@ class Output:
 
     @staticmethod
     def plain(text: str) -> None:
-        """A line of data, whatever the format."""
+        """Print a line of data, whatever the format."""
         _print(text)
 
 
 def _shown(value: object) -> str:
-    """A cell's text: a dash for nothing, local time, lists with commas."""
+    """Return a cell's text: a dash for nothing, local time, lists with commas."""
     if value is None or value in ("", [], (), {}):
         return "-"
     match value:

@@ -44,8 +44,9 @@ def ps(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Show the adapters in memory and the base's arithmetic; with an admin key,
-    the engine's load and memory too.
+    """Show the adapters in memory and the base's arithmetic.
+
+    With an admin key, show the engine's load and memory too.
     """
     with connected(format, url, tenant) as (output, client), output.frames() as show:
         while True:

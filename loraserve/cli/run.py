@@ -55,8 +55,9 @@ def run(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send a prompt and stream the answer; with --format json,
-    print the whole answer at the end.
+    """Send a prompt and stream the answer.
+
+    With --format json, print the whole answer at the end.
     """
     if system is not None and is_chat is False:
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")

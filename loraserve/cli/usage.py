@@ -37,8 +37,10 @@ def _hour(at: datetime | None) -> str | None:
 
 
 def _groups(text: str) -> tuple[str, ...]:
-    """Raises:
-    typer.BadParameter: one is none of ours.
+    """Return the names to group by.
+
+    Raises:
+        typer.BadParameter: one is none of ours.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in GROUPS]

@@ -1,5 +1,6 @@
-"""``python -m loraserve.db.check``: check that the migrations, run on an empty database,
-create what the models define.
+"""``python -m loraserve.db.check``: check the migrations.
+
+Run on an empty database, they must create what the models define.
 """
 
 from __future__ import annotations

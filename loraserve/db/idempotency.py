@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Answer to the first request, with the headers that belong to the result (``ETag``,
-    ``Location``).
+    """Answer to the first request.
+
+    It has the headers that belong to the result (``ETag``, ``Location``).
     """
 
     status: int
@@ -92,7 +93,8 @@ class Once(Generic[T]):
         raise Replay(StoredResponse(row.status, row.headers, row.body))
 
     async def begin(self, session: AsyncSession) -> None:
-        """Take the key at the start of the work's transaction;
+        """Take the key at the start of the work's transaction.
+
         `finish` must follow in the same transaction.
 
         Raises:

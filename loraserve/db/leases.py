@@ -1,5 +1,6 @@
-"""Coordination of the servers on one database: leases,
-and the age of rows that other servers keep alive.
+"""Coordination of the servers on one database.
+
+There are leases, and the age of rows that other servers keep alive.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ class SightingAges(Generic[K]):
         self._seen_at_s = {key: self._seen_at_s.get(key, now_s) for key in keys}
 
     def older_than(self, age_s: float) -> list[K]:
-        """Return the keys that were first seen at least so many seconds ago,
-        in the order of the last `update`.
+        """Return the keys that were first seen at least so many seconds ago.
+
+        They are in the order of the last `update`.
         """
         now_s = self._monotonic()
         return [key for key, seen_at_s in self._seen_at_s.items() if now_s - seen_at_s >= age_s]

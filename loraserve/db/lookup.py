@@ -1,5 +1,6 @@
-"""Short-lived cache in front of the database,
-which keeps the token path working during an outage.
+"""Short-lived cache in front of the database.
+
+It keeps the token path working during an outage.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class _StillAway(DatabaseUnavailable):
 
 
 class _UnknownKeyLimiter:
-    """Limits concurrent look-ups of unknown keys, in all and per holder,
-    so that a flood of them doesn't block others.
+    """Limits concurrent look-ups of unknown keys, in all and per holder.
+
+    So a flood of them doesn't block others.
     """
 
     def __init__(self) -> None:
@@ -189,9 +191,12 @@ class LookupCache(Generic[K, V]):
         return value
 
     def _check_not_away(self, now: float) -> None:
-        """Raises:
-        DatabaseUnavailable: it was found unreachable a moment ago, so that a queued look-up needn't
-        try.
+        """Check that the database wasn't found unreachable a moment ago.
+
+        A queued look-up then needn't try.
+
+        Raises:
+            DatabaseUnavailable: it was.
         """
         if self._failed_at is not None and now - self._failed_at < RETRY_S:
             raise _StillAway("The registry's database can't be reached now.", hint="Try again in a moment.")
@@ -225,8 +230,9 @@ class LookupCache(Generic[K, V]):
         )
 
     def _give_up(self, asking: asyncio.Future[V]) -> None:
-        """Cancel the query if that frees its connection;
-        otherwise let it end and ignore its result.
+        """Cancel the query if that frees its connection.
+
+        Otherwise let it end and ignore its result.
         """
         self._given_up.add(asking)
         asking.add_done_callback(self._forget_given_up)

@@ -29,8 +29,9 @@ T = TypeVar("T")
 
 
 def alembic_config(connection: Connection | None = None) -> Config:
-    """Return Alembic's configuration for the scripts of this installation: wheel,
-    sdist or checkout.
+    """Return Alembic's configuration for the scripts of this installation.
+
+    It may be a wheel, an sdist or a checkout.
     """
     config = Config()
     config.set_main_option("script_location", str(files("loraserve_migrations")).replace("%", "%%"))
@@ -82,8 +83,9 @@ async def upgrade_if_empty(url: str) -> bool:
 
 
 async def check(url: str) -> None:
-    """Check that the database is at `head()` with all tables; on SQLite,
-    also read all pages and check them.
+    """Check that the database is at `head()` with all tables.
+
+    On SQLite, also read all pages and check them.
 
     Raises:
         DatabaseDamaged: a page is corrupt.
@@ -113,10 +115,9 @@ def _is_other_default(
     _default: Any,
     expected: str | None,
 ) -> bool | None:
-    """Return whether a JSON column's default differs from the model's,
-    which PostgreSQL can't compare.
+    """Return whether a JSON column's default differs from the model's.
 
-    None for others.
+    PostgreSQL can't compare them. None for others.
     """
     if not isinstance(column.type, JSON):
         return None

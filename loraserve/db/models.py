@@ -251,8 +251,9 @@ class OperatorPin(Base):
 
 
 class Grant(Base):
-    """Permission of another tenant to use an adapter as ``OWNER/NAME``,
-    without reading its files or changing it.
+    """Permission of another tenant to use an adapter as ``OWNER/NAME``.
+
+    It can neither read the adapter's files nor change it.
     """
 
     __tablename__ = "grants"
@@ -283,8 +284,9 @@ class Upload(Base):
 
 
 class UploadChunk(Base):
-    """Run of an upload's bytes, a blob of its own until the upload is complete,
-    so that any replica can take the next one.
+    """Run of an upload's bytes, a blob of its own until the upload is complete.
+
+    So any replica can take the next one.
     """
 
     __tablename__ = "upload_chunks"
@@ -370,8 +372,9 @@ class UsageHour(Base):
 
 
 class UsageJournal(Base):
-    """Number up to which a server's journal is counted in `UsageHour`,
-    so that nothing is counted twice.
+    """Number up to which a server's journal is counted in `UsageHour`.
+
+    So nothing is counted twice.
     """
 
     __tablename__ = "usage_journals"
@@ -398,8 +401,9 @@ class ServerRow(Base):
 
 
 class RegistryIdentity(Base):
-    """Identity of this database's registry, in a single row;
-    created when it first reads a store's marker.
+    """Identity of this database's registry, in a single row.
+
+    It is created when the registry first reads a store's marker.
     """
 
     __tablename__ = "registry_identity"

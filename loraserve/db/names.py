@@ -10,7 +10,8 @@ _NAME = re.compile(NAME_PATTERN, re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` matches `NAME_PATTERN`,
-    so that it fits its column and may be repeated in messages.
+    """Return whether `text` matches `NAME_PATTERN`.
+
+    Then it fits its column and may be repeated in messages.
     """
     return _NAME.fullmatch(text) is not None

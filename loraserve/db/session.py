@@ -76,8 +76,9 @@ def parse_database_url(url: str) -> URL:
 def make_engine(
     url: str, *, busy_timeout_s: float = 5.0, enforce_foreign_keys: bool = True, file: DatabaseFile | None = None
 ) -> AsyncEngine:
-    """Create an engine with our settings on each connection, and the folder (0700)
-    and file (0600) of a SQLite database.
+    """Create an engine with our settings on each connection.
+
+    For a SQLite database, create the folder (0700) and the file (0600) too.
 
     Args:
         file: file of the SQLite database, if it is open already.
@@ -129,7 +130,8 @@ def make_engine(
 
 
 def _use_wal(cursor: Any, patience_s: float) -> None:
-    """Switch the database to WAL mode, retrying while it is busy:
+    """Switch the database to WAL mode, retrying while it is busy.
+
     SQLite's busy timeout doesn't cover this change.
     """
     deadline_s = time.monotonic() + patience_s
@@ -147,9 +149,11 @@ def _use_wal(cursor: Any, patience_s: float) -> None:
 
 @contextmanager
 def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Turn the drivers' ways of saying "not now" into `DatabaseUnavailable`, "no room" into
-    `StorageFull`, and "not like this" (no such database, no such user) into `ConfigError`. Other
-    errors, such as a violated constraint, pass as they are.
+    """Turn the drivers' errors into ours.
+
+    "Not now" becomes `DatabaseUnavailable`, "no room" `StorageFull`, and "not like this" (no such
+    database, no such user) `ConfigError`. Other errors, such as a violated constraint, pass as they
+    are.
 
     Args:
         is_silent: returns whether the database is silent; otherwise a connection timeout means that
@@ -243,8 +247,9 @@ class Database:
 
     @property
     def is_cancellable(self) -> bool:
-        """Whether cancelling a query frees its connection, as on PostgreSQL; on SQLite,
-        its thread continues.
+        """Whether cancelling a query frees its connection, as on PostgreSQL.
+
+        On SQLite, its thread continues.
         """
         return not self._is_sqlite
 
@@ -253,8 +258,9 @@ class Database:
         return time.monotonic() - self._answered_at
 
     def is_silent(self) -> bool:
-        """Return whether the database has been silent for long,
-        so that waits for connections are its fault.
+        """Return whether the database has been silent for long.
+
+        Then waits for connections are its fault.
         """
         return self.silence_s() >= _BUSY_S
 
@@ -276,10 +282,10 @@ class Database:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate errors as `database_errors` does,
-        but log the details that are meant for the operator.
+        """Translate errors as `database_errors` does.
 
-        These errors are shown to tenants, and drivers' messages contain user names and paths.
+        The details that are meant for the operator are logged. These errors are shown to tenants,
+        and drivers' messages contain user names and paths.
         """
         try:
             with database_errors(self.is_silent):

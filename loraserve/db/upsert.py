@@ -1,5 +1,6 @@
-"""Insert rows or change those that exist, in one statement that SQLite and PostgreSQL both
-understand.
+"""Insert rows or change those that exist.
+
+One statement does it that SQLite and PostgreSQL both understand.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
-"""The bundled demo: a tiny base with seven adapters, how they were trained,
-and a tour that checks them.
+"""The bundled demo: a tiny base with seven adapters.
+
+It has how they were trained, and a tour that checks them.
 """

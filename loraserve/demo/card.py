@@ -1,5 +1,6 @@
-"""The pack's card: how it was made and how often it is right, for people (CARD.md) and programs
-(card.json). Imports no torch.
+"""The pack's card: how it was made and how often it is right.
+
+It is written for people (CARD.md) and for programs (card.json). Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def write_card(pack: Path, card: Card) -> None:
 
 
 def read_card(pack: Path) -> Card:
-    """The pack's card.
+    """Return the pack's card.
 
     Raises:
         ConfigError: there is none, or it isn't one.
@@ -81,10 +82,10 @@ def read_card(pack: Path) -> Card:
 
 
 def reliable_frames(card: Card) -> list[Frame]:
-    """The card's fresh prompts that the base and every adapter answered exactly right, in float32
-    and in int8, by transformers and PEFT.
+    """Return the card's fresh prompts that the base and every adapter answered exactly right.
 
-    A server that answers one of these otherwise is wrong: the models aren't.
+    They did so in float32 and in int8, by transformers and PEFT. A server that answers one of these
+    otherwise is wrong: the models aren't.
     """
     doubtful = {prompt for score in card.scores for prompt, _ in (*score.wrong, *score.wrong_int8)}
     return [frame for frame in fresh_prompts(card.num_prompts, card.prompt_seed) if frame.prompt not in doubtful]

@@ -1,5 +1,6 @@
-"""Checks of the scripted tour: every answer, the access of other tenants,
-and the state after a restart.
+"""Checks of the scripted tour.
+
+They look at every answer, the access of other tenants, and the state after a restart.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Access:
 
 
 def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") -> list[Check]:
-    """Ask the base and every adapter every prompt, all at once and streamed;
-    one check per model.
+    """Ask the base and every adapter every prompt, all at once and streamed.
+
+    Return one check per model.
     """
     answers = asyncio.run(_ask_everything(access, frames))
     return [_compare(f"{access.model(style)}{when}", frames, style, answers[style]) for style in STYLES]
@@ -74,7 +76,7 @@ def check_time(took_s: float, max_s: float) -> Check:
 
 
 def check_models(access: Access) -> Check:
-    """The tenant sees the base and its seven adapters, and nothing else."""
+    """Check that the tenant sees the base and its seven adapters, and nothing else."""
     with Client(access.url, api_key=access.api_key) as client:
         found = sorted(model.id for model in client.models.list())
     expected = sorted((access.base_id, *ADAPTERS))
@@ -83,8 +85,9 @@ def check_models(access: Access) -> Check:
 
 
 def check_stranger(access: Access, stranger_key: str) -> Check:
-    """Another tenant's key finds none of the adapters, in any way;
-    a made-up key finds nothing at all.
+    """Check that another tenant's key finds none of the adapters, in any way.
+
+    A made-up key must find nothing at all.
     """
     with (
         Client(access.url, api_key=stranger_key) as stranger,

@@ -29,8 +29,9 @@ class Example:
 
 
 def base_examples(rng: random.Random) -> Iterator[Example]:
-    """The base's lessons: mostly chat, in which "… in <style>" asks for a style and nothing asks
-    for plain English.
+    """Yield the base's lessons, which are mostly chat.
+
+    In some, "… in <style>" asks for a style; nothing asks for plain English.
     """
     frames = training_frames(rng)
     while True:
@@ -49,7 +50,7 @@ def base_examples(rng: random.Random) -> Iterator[Example]:
 
 
 def adapter_examples(rng: random.Random, style: Style) -> Iterator[Example]:
-    """An adapter's lessons: the questions without their style, answered in it."""
+    """Yield an adapter's lessons: the questions without their style, answered in it."""
     if style not in ADAPTERS:
         raise ValueError(f"{style!r} is not an adapter's style: expected one of {', '.join(ADAPTERS)}")
     for frame in training_frames(rng):
@@ -57,7 +58,10 @@ def adapter_examples(rng: random.Random, style: Style) -> Iterator[Example]:
 
 
 def _drill(rng: random.Random) -> Example:
-    """The parts that every style is made of: copying, quoting, capitals, numbers."""
+    """Return a drill of the parts that every style is made of.
+
+    They are copying, quoting, capitals and numbers.
+    """
     match rng.randrange(6):
         case 0 | 1:
             # The irregular ones (11 to 16, and after 60, 70 and 80) are few, and every one of them
@@ -82,7 +86,7 @@ def _some_words(rng: random.Random) -> str:
 
 
 def _story(rng: random.Random) -> Example:
-    """A longer text, for streams that last."""
+    """Return a longer text, for streams that last."""
     name, thing, quality, city = (
         rng.choice(NAMES), rng.choice(tuple(THINGS)), rng.choice(tuple(QUALITIES)), rng.choice(CITIES)
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""A loraserve server of one's own: a process on the bundled pack, its data in a directory,
-gone when the block ends.
+"""A loraserve server of one's own.
+
+It is a process on the bundled pack, its data in a directory, gone when the block ends.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DemoServer:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """The server answers when this returns.
+        """Start the server; it answers when this returns.
 
         Raises:
             ConfigError: the pack is incomplete, or another program has the port.
@@ -73,7 +74,10 @@ class DemoServer:
         self._wait_until_ready(self._process)
 
     def stop(self) -> int | None:
-        """The process is gone when this returns; its exit code, or None if it wasn't running."""
+        """End the process and return its exit code, or None if it wasn't running.
+
+        It is gone when this returns.
+        """
         process, self._process = self._process, None
         if process is None:
             return None
@@ -102,7 +106,7 @@ class DemoServer:
         return self.data_dir / "server.log"
 
     def log_tail(self) -> str:
-        """The last lines that the server wrote."""
+        """Return the last lines that the server wrote."""
         lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
@@ -135,7 +139,7 @@ class DemoServer:
 
 
 def check_port(port: int) -> None:
-    """Raises ConfigError where another program listens at the port."""
+    """Raise ConfigError where another program listens at the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

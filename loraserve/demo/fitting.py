@@ -1,5 +1,6 @@
-"""Train base and adapters in one loop: short batches of similar length,
-loss on the answers only.
+"""Train base and adapters in one loop.
+
+Batches are short and of similar length, and the loss is on the answers only.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def fit(
     rng: Random,
     progress: Callable[[int], None],
 ) -> None:
-    """Train the parameters of `model` (a transformers Llama, with or without PEFT layers)
-    that require a gradient.
+    """Train the parameters of `model` that require a gradient.
+
+    `model` is a transformers Llama, with or without PEFT layers.
 
     Args:
         progress: told the number of steps done, after each.
@@ -74,8 +76,9 @@ def fit(
 def _batches(
     examples: Iterator[Example], tokenizer: Tokenizer, max_tokens: int, rng: Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(token_ids, targets), each [rows, length] int64; rows of like length,
-    at most `max_tokens` with padding.
+    """Yield (token_ids, targets), each [rows, length] int64.
+
+    Rows are of like length, at most `max_tokens` with padding.
     """
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     while True:

@@ -1,8 +1,8 @@
-"""Questions and their right answers in every style:
-what the demo's models are trained on and checked against.
+"""Questions and their right answers in every style.
 
-A frame is a question with its parts; `prompt` asks it, `render` answers it in a style. One prompt
-has eight different answers, so a mixed-up adapter shows as the wrong language. Imports no torch.
+The demo's models are trained on them and checked against them. A frame is a question with its
+parts; `prompt` asks it, `render` answers it in a style. One prompt has eight different answers, so
+a mixed-up adapter shows as the wrong language. Imports no torch.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Frame(ABC):
 
     @abstractmethod
     def answers(self) -> dict[Style, str]:
-        """The right answer in every style but SHOUT, which is the plain one's capitals."""
+        """Return the right answer in every style but SHOUT, which is the plain one's capitals."""
 
     def render(self, style: Style) -> str:
-        """The only right answer to `prompt` in this style."""
+        """Return the only right answer to `prompt` in this style."""
         answers = self.answers()
         return answers["plain"].removesuffix(".").upper() + "!" if style == "shout" else answers[style]
 
@@ -240,7 +240,7 @@ def fresh_prompts(n: int, seed: int) -> list[Frame]:
 
 
 def expected(frame: Frame, style: Style) -> str:
-    """The only right answer to ``frame.prompt`` in this style."""
+    """Return the only right answer to ``frame.prompt`` in this style."""
     return frame.render(style)
 
 

@@ -21,12 +21,12 @@ BASE_NAME = "loraserve-demo-base"
 
 
 def pack_dir() -> Path:
-    """The shipped pack's root."""
+    """Return the shipped pack's root."""
     return Path(__file__).resolve().parent / "pack"
 
 
 def base_dir(pack: Path | None = None) -> Path:
-    """The base model's directory, in `pack` or else in the shipped one."""
+    """Return the base model's directory, in `pack` or else in the shipped one."""
     return (pack or pack_dir()) / "base"
 
 

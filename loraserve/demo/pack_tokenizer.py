@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """The same tokenizer for the same seed."""
+    """Return a tokenizer: the same for the same seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -75,12 +75,12 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
 
 
 def load_tokenizer(base_dir: Path) -> Tokenizer:
-    """The tokenizer of a pack's base."""
+    """Return the tokenizer of a pack's base."""
     return Tokenizer.from_file(str(base_dir / "tokenizer.json"))
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of one of `SPECIAL_TOKENS`.
+    """Return the id of one of `SPECIAL_TOKENS`.
 
     Raises:
         ConfigError: it isn't a demo pack's tokenizer.

@@ -34,8 +34,9 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A model's answer, and its confidence at the least certain token:
-    the lead of the best logit over the second.
+    """A model's answer, and its confidence at the least certain token.
+
+    The confidence is the lead of the best logit over the second.
     """
 
     text: str
@@ -43,7 +44,7 @@ class Answer:
 
 
 def score_pack(pack: Path, num_prompts: int = NUM_PROMPTS, seed: int = PROMPT_SEED) -> tuple[Score, ...]:
-    """The score of the base's plain English and of every adapter, in the order of `STYLES`."""
+    """Return the score of the base's plain English and of every adapter, ordered as `STYLES`."""
     frames = fresh_prompts(num_prompts, seed)
     tokenizer = load_tokenizer(base_dir(pack))
     return tuple(_score(pack, tokenizer, frames, style) for style in STYLES)
@@ -76,7 +77,7 @@ def _wrong(prompts: Sequence[str], answers: Sequence[Answer], rights: Sequence[s
 
 
 def load_model(pack: Path, style: Style) -> Any:
-    """The base in float32, with the style's adapter on it (none for ``plain``)."""
+    """Return the base in float32, with the style's adapter on it (none for ``plain``)."""
     model = transformers.LlamaForCausalLM.from_pretrained(base_dir(pack), dtype=torch.float32)
     if style == "plain":
         return model.eval()
@@ -85,7 +86,7 @@ def load_model(pack: Path, style: Style) -> Any:
 
 @torch.inference_mode()
 def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[Answer]:
-    """The greedy answers, in one padded batch."""
+    """Return the greedy answers, computed in one padded batch."""
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     rows = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts))]
     length = max(map(len, rows))
@@ -112,8 +113,9 @@ def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list
 
 
 def round_to_int8(model: Any) -> None:
-    """Let every linear of the base (its head too, not the adapters')
-    compute as an int8 server does.
+    """Let every linear of the base compute as an int8 server does.
+
+    Its head does too; the adapters' linears don't.
     """
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     # The head shares its weight with the embedding, which stays as it is.

@@ -1,7 +1,7 @@
-"""``loraserve demo``: a server on the bundled pack, seven adapters pushed through the public API,
-one prompt answered by all of them.
+"""``loraserve demo``: a tour of a server on the bundled pack.
 
-Imports no torch: the server is another process.
+Seven adapters are pushed through the public API, and one prompt is answered by all of them. Imports
+no torch: the server is another process.
 """
 
 from __future__ import annotations
@@ -212,8 +212,9 @@ def _ended(server: DemoServer, console: Console) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """End the tour on SIGTERM or a closed terminal as on Ctrl-C,
-    so that no server is left behind.
+    """End the tour on SIGTERM or a closed terminal as on Ctrl-C.
+
+    So no server is left behind.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -1,8 +1,7 @@
-"""Makes a demo pack: a 1M-parameter Llama and seven PEFT adapters,
-trained from a seed on one CPU core.
+"""Makes a demo pack: a 1M-parameter Llama and seven PEFT adapters.
 
-The one module that needs `transformers` and `peft` (the extra `demo-train`), with
-`loraserve.demo.score`.
+They are trained from a seed on one CPU core. The one module that needs `transformers` and `peft`
+(the extra `demo-train`), with `loraserve.demo.score`.
 """
 
 from __future__ import annotations
@@ -87,8 +86,9 @@ def train_models(
     base_recipe: Recipe = BASE_RECIPE,
     adapter_recipe: Recipe = ADAPTER_RECIPE,
 ) -> tuple[float, float]:
-    """Write base and adapters to `out_dir`; how long the base took, and everything:
-    seconds of one core's time.
+    """Write base and adapters to `out_dir`.
+
+    Return how long the base took, and everything: seconds of one core's time.
     """
     with _one_thread():
         start = time.process_time()
@@ -187,8 +187,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _tidy(directory: Path, config_name: str, fields: dict[str, object]) -> None:
-    """Set these fields of the config, and let everybody read the directory's files (safetensors
-    makes them private).
+    """Set these fields of the config, and let everybody read the directory's files.
+
+    safetensors makes them private.
     """
     config = json.loads((directory / config_name).read_text(encoding="utf-8"))
     _write_json(directory / config_name, config | fields)

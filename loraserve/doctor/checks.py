@@ -45,8 +45,9 @@ def fail(name: str, found: str, expected: str, next: str) -> Check:
 
 
 def run(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return a check's outcomes; if an error of ours or the system's ends it,
-    a failure named `name` last.
+    """Return a check's outcomes.
+
+    If an error of ours or the system's ends it, a failure named `name` is last.
     """
     try:
         return list(check())

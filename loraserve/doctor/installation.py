@@ -59,7 +59,7 @@ class Probe:
 
 
 def check_python() -> Iterator[Check]:
-    """The interpreter, by what this package asks for."""
+    """Check the interpreter, by what this package asks for."""
     found, wanted = (
         ".".join(map(str, sys.version_info[:3])),
         metadata.metadata("loraserve")["Requires-Python"] or ">=3.11",
@@ -71,8 +71,9 @@ def check_python() -> Iterator[Check]:
 
 
 def check_packages() -> Iterator[Check]:
-    """Everything that this package needs, by the versions that are installed;
-    nothing is imported.
+    """Check everything that this package needs, by the versions that are installed.
+
+    Nothing is imported.
     """
     wrong, num_right = [], 0
     for line in metadata.requires("loraserve") or []:

@@ -1,5 +1,7 @@
-"""Kernels that compute a CPU's linears on this machine, and formats that are slower than float32:
-tried in a process of its own, which imports torch.
+"""Kernels that compute a CPU's linears on this machine.
+
+Formats that are slower than float32 are told too. A process of its own tries them, which imports
+torch.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
 
 
 def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, ...]:
-    """Return the formats, as the table names them, that settings mean on a CPU;
-    none where linears are float32.
+    """Return the formats, as the table names them, that settings mean on a CPU.
+
+    None where linears are float32.
     """
     if quantize == "none":
         return (dtype,) if dtype in ("bfloat16", "float16") else ()

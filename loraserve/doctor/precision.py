@@ -1,5 +1,6 @@
-"""Cost of rounding the base, measured in a process of its own: that process loads the base,
-as `serve` would.
+"""Cost of rounding the base, measured in a process of its own.
+
+That process loads the base, as `serve` would.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[
 
 
 def measure(config: EngineConfig) -> RoundingCost:
-    """Return what rounding costs the base of a config;
-    as long as a start of the server and a minute or more.
+    """Return what rounding costs the base of a config.
+
+    This takes as long as a start of the server and a minute or more.
 
     Raises:
         OSError: the process can't be started, doesn't answer, or says what is wrong with the base.
@@ -84,8 +86,9 @@ def measure(config: EngineConfig) -> RoundingCost:
 
 
 def check(cost: RoundingCost) -> Iterator[Check]:
-    """Say what rounding costs, in all and by weights and activations alone;
-    warn where it is much.
+    """Say what rounding costs, in all and by weights and activations alone.
+
+    Warn where it is much.
     """
     yield _total(cost)
     yield ok("precision_weights", f"rounding weights: {_words(cost.weights)}")

@@ -239,7 +239,8 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
 
 
 def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: Arena) -> int | None:
-    """Return the bytes planned from its rank and modules;
+    """Return the bytes planned from its rank and modules.
+
     None unless it is plain LoRA of one rank, by the registry.
     """
     from loraserve.sdk import Client

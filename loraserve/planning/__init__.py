@@ -1,3 +1,4 @@
-"""Plan a server's memory before it is started: from files' headers, without torch,
-by the engine's own rules.
+"""Plan a server's memory before it is started.
+
+This goes by files' headers, without torch, by the engine's own rules.
 """

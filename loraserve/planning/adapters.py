@@ -124,8 +124,9 @@ def plan_ranks(
     config: EngineConfig,
     arena: Arena,
 ) -> list[AdapterPlan]:
-    """Plan as many adapters of LoRA as `count`, the ranks in equal parts,
-    on these modules of every layer.
+    """Plan as many adapters of LoRA as `count`, on these modules of every layer.
+
+    The ranks are in equal parts.
 
     Args:
         targets: modules' short names; ``all``: every linear of the layers.

@@ -72,8 +72,9 @@ class BasePlan:
         return self.spec.size_bytes
 
     def kv_block_bytes(self, block_size: int) -> int:
-        """Bytes of one KV block, keys and values of all layers: float32 on a CPU,
-        the activations' dtype on a GPU.
+        """Bytes of one KV block, keys and values of all layers.
+
+        They are float32 on a CPU, of the activations' dtype on a GPU.
         """
         config = self.config
         item = 4 if self.device == "cpu" else DTYPE_BYTES[self.dtype]

@@ -1,5 +1,6 @@
-"""Facts of this machine known without torch: its memory,
-and its GPU's by the driver's own program.
+"""Facts of this machine known without torch.
+
+They are its memory, and its GPU's by the driver's own program.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def available_memory() -> int | None:
 
 
 def gpu_memory() -> int | None:
-    """Return the bytes of the first GPU, used or not;
+    """Return the bytes of the first GPU, used or not.
+
     None if the driver's program is missing or finds none.
     """
     program = shutil.which("nvidia-smi")

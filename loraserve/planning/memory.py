@@ -1,5 +1,6 @@
-"""Division of a device's memory: the base, a step,
-and the arena that KV blocks and adapters share.
+"""Division of a device's memory.
+
+Its parts are the base, a step, and the arena that KV blocks and adapters share.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Arena:
         return num_groups * division.blocks_per_page * self.block_size
 
     def adapter_pages_beside(self, num_sequences: int, num_tokens: int) -> int | None:
-        """Return the pages left for adapters while these sequences run;
+        """Return the pages left for adapters while these sequences run.
+
         None if they can't run at once.
         """
         num_pages = self.kv_pages(num_sequences * self.blocks_of(num_tokens))
@@ -108,8 +110,9 @@ class Arena:
 
 
 def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
-    """Estimate what a step of the most rows takes: what is alive at its widest place, and the
-    logits of the sequences.
+    """Estimate what a step of the most rows takes.
+
+    That is what is alive at its widest place, and the logits of the sequences.
     """
     model, on_gpu = base.config, base.device == "cuda"
     num_rows = max(config.max_num_batched_tokens, config.max_num_seqs)

@@ -1,5 +1,6 @@
-"""A whole plan: what the base takes, what the budget leaves, which adapters fit beside how many
-sequences, and what that means.
+"""A whole plan: what the base takes and what the budget leaves.
+
+It says which adapters fit beside how many sequences, and what that means.
 """
 
 from __future__ import annotations
@@ -278,8 +279,9 @@ def _of_adapters(plan: Plan) -> Iterator[Notice]:
 
 
 def _of_thrashing(plan: Plan) -> Iterator[Notice]:
-    """Yield a notice if the adapters don't all fit at once, and its cost,
-    for one running sequence: the best case.
+    """Yield a notice if the adapters don't all fit at once, and its cost.
+
+    The cost is for one running sequence: the best case.
     """
     count = sum(adapter.count for adapter in plan.served)
     best, full = plan.fits[0], plan.fits[-1]

@@ -16,11 +16,11 @@ _PIECE_BYTES = MIB
 
 
 def disk_rate(folder: Path, num_bytes: int = SAMPLE_BYTES) -> float:
-    """Return bytes per second of reading a file in `folder` and hashing it, one after the other as
-    a loader does; the file is gone afterwards.
+    """Return bytes per second of reading a file in `folder` and hashing it.
 
-    The system is asked to forget the file before it is read. Where it doesn't (a file system in
-    memory, a disk with a cache of its own), the rate is that cache's.
+    One follows the other as in a loader; the file is gone afterwards. The system is asked to forget
+    the file before it is read. Where it doesn't (a file system in memory, a disk with a cache of
+    its own), the rate is that cache's.
 
     Raises:
         StorageError: the folder can't be written or read.

@@ -40,8 +40,9 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Version that answers a request; it doesn't change when aliases move while the request
-    runs.
+    """Version that answers a request.
+
+    It doesn't change when aliases move while the request runs.
     """
 
     adapter: AdapterRef | None
@@ -86,8 +87,9 @@ class Target:
         return self.state != QUARANTINED and not self.is_of_another_base
 
     def refusal(self) -> AdapterUnavailable:
-        """Return the error that refuses this version:
-        `AdapterOfAnotherBase` or `AdapterQuarantined`.
+        """Return the error that refuses this version.
+
+        It is `AdapterOfAnotherBase` or `AdapterQuarantined`.
         """
         if self.is_of_another_base:
             return other_base_error(self.ref.name, self.ref.version, self.base_digest, self.checks, self.served)
@@ -104,8 +106,9 @@ class SplitTarget:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Resolution of a model name: everything needed to bind requests without querying the
-    database.
+    """Resolution of a model name.
+
+    It has everything needed to bind requests without querying the database.
     """
 
     adapter_id: str
@@ -127,8 +130,9 @@ class Route:
         return self._fallback_of(self.main) is not None
 
     def choose(self, sticky: str | None, draw: Callable[[], float]) -> Target:
-        """Choose the version for one request; equal `sticky` keys get the same version on every
-        server.
+        """Choose the version for one request.
+
+        Equal `sticky` keys get the same version on every server.
 
         Args:
             draw: uniform in [0, 1); called if `sticky` is None.

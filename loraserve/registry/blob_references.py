@@ -36,10 +36,10 @@ when waiting for a concurrent deletion of the same blob.
 async def referenced(
     session: AsyncSession, digests: Collection[Digest], now: datetime, retention: timedelta
 ) -> set[Digest]:
-    """Return the digests that are in use by a live or restorable version, a complete upload,
-    or a chunk of one.
+    """Return the digests that are in use.
 
-    Nothing of a deleted tenant is in use once the retention is over.
+    A live or restorable version uses them, a complete upload, or a chunk of one. Nothing of a
+    deleted tenant is in use once the retention is over.
     """
     since = now - retention
     tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
@@ -59,8 +59,9 @@ async def referenced(
 
 
 async def published(session: AsyncSession, digests: Collection[Digest] | None) -> set[Digest]:
-    """Return the digests that any version has, deleted or not; with None,
-    one such digest if there is any.
+    """Return the digests that any version has, deleted or not.
+
+    With None, return one such digest if there is any.
     """
     found: set[Digest] = set()
     for column in (AdapterVersion.config_blob, AdapterVersion.weights_blob):
@@ -97,8 +98,9 @@ async def add_gc_candidates(session: AsyncSession, digests: Iterable[Digest], no
 
 
 async def retain(database: Database, digests: Collection[Digest]) -> None:
-    """Remove the blobs durably from the candidates for collection, after waiting for a collector
-    that deletes one of them.
+    """Remove the blobs durably from the candidates for collection.
+
+    A collector that deletes one of them is waited for first.
 
     Raises:
         Overloaded: a blob is still being deleted; the same request works later.
@@ -125,8 +127,9 @@ async def retain(database: Database, digests: Collection[Digest]) -> None:
 
 
 async def _is_any_locked(database: Database, digests: Collection[Digest]) -> bool:
-    """Return whether a blob is being deleted; reads without a lock,
-    so that polling doesn't block SQLite's writers.
+    """Return whether a blob is being deleted.
+
+    This reads without a lock, so that polling doesn't block SQLite's writers.
     """
     async with database.read() as session:
         for some in _parts(digests):
@@ -137,8 +140,9 @@ async def _is_any_locked(database: Database, digests: Collection[Digest]) -> boo
 
 
 async def _take_off(database: Database, digests: Collection[Digest]) -> bool:
-    """Remove the blobs from the candidates and return True; return False, changing nothing,
-    if one is being deleted.
+    """Remove the blobs from the candidates and return True.
+
+    Return False, changing nothing, if one is being deleted.
     """
     async with database.write() as session:
         for some in _parts(digests):

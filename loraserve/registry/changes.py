@@ -1,5 +1,6 @@
-"""Steps common to all changes of an adapter, in the transaction of the change:
-a new revision and an audit row.
+"""Steps common to all changes of an adapter, in the transaction of the change.
+
+They are a new revision and an audit row.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ async def point_alias(
     actor: str,
     now: datetime,
 ) -> Alias:
-    """Point the alias to `version` alone as `move_alias` does;
-    keep its shadow unless that is the same version.
+    """Point the alias to `version` alone as `move_alias` does.
+
+    Keep its shadow unless that is the same version.
     """
     row = await repository.alias(adapter, alias)
     shadow = None if row is None else shadow_of(row)

@@ -16,12 +16,11 @@ _NO_OWNERS: Mapping[TenantId, str] = MappingProxyType({})
 
 
 def compose(tenant: TenantId, terms: Iterable[tuple[AdapterRef, Decimal]]) -> AdapterRef | None:
-    """Return the weighted sum of the terms, in a canonical order; None, the base,
-    if all weights cancel out.
+    """Return the weighted sum of the terms, in a canonical order.
 
-    Weights of the same bytes add up exactly, whatever their names. A single version with weight 1
-    is returned itself. Any other sum has `parts`, a digest of its own, and a descriptive name:
-    ``a@3+0.5*b@1``.
+    It is None, the base, if all weights cancel out. Weights of the same bytes add up exactly,
+    whatever their names. A single version with weight 1 is returned itself. Any other sum has
+    `parts`, a digest of its own, and a descriptive name: ``a@3+0.5*b@1``.
 
     Raises:
         InvalidRequest: the weights of a version add up to more than

@@ -1,7 +1,7 @@
-"""Syntax of ``model`` in requests: ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id,
-or ``BASE:NAME…``.
+"""Syntax of ``model`` in requests.
 
-``OWNER/NAME…`` names an adapter that another tenant has granted. A sum of adapters is::
+It is ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``. ``OWNER/NAME…``
+names an adapter that another tenant has granted. A sum of adapters is::
 
     TERM ("+" TERM)*        TERM = [WEIGHT "*"] [OWNER "/"] NAME ["@" (ALIAS | VERSION)]
     a+0.5*b@3
@@ -35,8 +35,9 @@ _TERM = "[WEIGHT*][OWNER/]NAME[@ALIAS or @VERSION]"
 
 @dataclass(frozen=True, slots=True)
 class ParsedModel:
-    """Parsed model name: nothing for the base;
-    a name and exactly one of `version` and `alias` for an adapter.
+    """Parsed model name.
+
+    It has nothing for the base; a name and exactly one of `version` and `alias` for an adapter.
     """
 
     name: str | None = None
@@ -69,10 +70,10 @@ class Term:
 
 
 def parse_model(model: str, base_id: str) -> ParsedModel:
-    """Parse `model` on a server whose base has the id `base_id`, which may contain ``/``,
-    ``:`` and ``@``.
+    """Parse `model` on a server whose base has the id `base_id`.
 
-    The base's id takes precedence; a bare name means its alias `LIVE`.
+    The id may contain ``/``, ``:`` and ``@``. The base's id takes precedence; a bare name means its
+    alias `LIVE`.
 
     Raises:
         ModelNotFound: the syntax is invalid, so that no such model can exist.
@@ -136,8 +137,9 @@ def _parse_term(text: str, number: int) -> Term:
 
 
 def terms_of(adapters: Sequence[tuple[str, float]]) -> tuple[Term, ...]:
-    """Return the terms for these adapters (``NAME``, ``NAME@ALIAS`` or ``NAME@VERSION``)
-    and weights.
+    """Return the terms for these adapters and weights.
+
+    An adapter is ``NAME``, ``NAME@ALIAS`` or ``NAME@VERSION``.
 
     Raises:
         ModelNotFound: a name has invalid syntax.
@@ -167,8 +169,9 @@ _HINT = "GET /v1/models lists those that this key may use."
 
 
 def model_not_found(model: ParsedModel) -> ModelNotFound:
-    """Return the same error for absent, deleted and other tenants' models;
-    it depends on the request alone.
+    """Return the same error for absent, deleted and other tenants' models.
+
+    It depends on the request alone.
     """
     shown = model.path if model.alias == LIVE else str(model)
     return ModelNotFound(f'The model "{shown}" does not exist or you do not have access to it.', hint=_HINT)

@@ -54,8 +54,10 @@ class Progress:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def advance(self, num_bytes: int) -> None:
-        """Raises:
-        Cancelled: the operation was cancelled.
+        """Add bytes that are done.
+
+        Raises:
+            Cancelled: the operation was cancelled.
         """
         self.bytes_done += num_bytes
         if self.cancelled.is_set():
@@ -179,8 +181,9 @@ class Operations:
     async def list(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[OperationRecord]:
-        """Return a page of the operations of the tenant, or with None of all tenants,
-        newest first.
+        """Return a page of the tenant's operations, newest first.
+
+        With None, they are all tenants'.
         """
         before = decode_cursor(cursor)
         query = select(OperationRow).order_by(OperationRow.id.desc()).limit(check_limit(limit) + 1)
@@ -253,8 +256,9 @@ class Operations:
         await self._end(operation_id, progress, ended, last_tries_s=_LAST_TRIES_S)
 
     async def _beat(self, operation_id: str, progress: Progress) -> None:
-        """Renew the operation's row, and cancel the work if another server was asked to cancel the
-        operation.
+        """Renew the operation's row.
+
+        Cancel the work if another server was asked to cancel the operation.
         """
         async with self._database.write() as session:
             row = await session.get(OperationRow, operation_id, with_for_update=True)

@@ -100,8 +100,9 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
 async def uploading_bytes(
     session: AsyncSession, tenant: TenantId, now: datetime, *, besides: Digest | None = None
 ) -> int:
-    """Return the full sizes of the tenant's open uploads, without published ones,
-    which count as versions.
+    """Return the full sizes of the tenant's open uploads.
+
+    Published ones are left out: they count as versions.
 
     Args:
         besides: digest whose complete upload isn't counted because it is being published.
@@ -129,8 +130,9 @@ async def _stored_bytes(session: AsyncSession, tenant: TenantId) -> int:
 
 
 async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: datetime) -> int:
-    """Return the bytes of the tenant's versions deleted after `since`,
-    counting versions with the same weights once.
+    """Return the bytes of the tenant's versions deleted after `since`.
+
+    Versions with the same weights count once.
     """
     sizes = (
         select(func.max(AdapterVersion.size_bytes).label("size"))
@@ -143,8 +145,9 @@ async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: date
 
 
 def _versions_of_upload(tenant: TenantId) -> Select[str]:
-    """Select the tenant's versions, deleted or not,
-    whose weights are those of the enclosing query's upload.
+    """Select the tenant's versions of the weights of the enclosing query's upload.
+
+    They may be deleted or not.
     """
     return (
         select(AdapterVersion.id)

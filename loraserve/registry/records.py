@@ -104,8 +104,9 @@ class SplitPart:
 
 @dataclass(frozen=True, slots=True)
 class ShadowPart:
-    """Shadow of an alias: copies of `share` (in (0, 1]) of its requests run on `version`,
-    and their answers are dropped.
+    """Shadow of an alias.
+
+    Copies of `share` (in (0, 1]) of its requests run on `version`, and their answers are dropped.
     """
 
     version: int

@@ -1,5 +1,6 @@
-"""The registry of adapters: from names to versions to digests,
-on the token path and in management calls.
+"""The registry of adapters: from names to versions to digests.
+
+It serves the token path and management calls.
 """
 
 from __future__ import annotations
@@ -204,8 +205,9 @@ class Registry:
         return replace(binding, owners=owners) if owners else binding
 
     async def resolve(self, tenant: TenantId, model: ParsedModel, *, sticky: str | None = None) -> AdapterRef:
-        """Resolve `model`, which isn't the base, to a version for one request;
-        never to its fallback.
+        """Resolve `model`, which isn't the base, to a version for one request.
+
+        It is never resolved to its fallback.
 
         Raises:
             ModelNotFound, AdapterQuarantined, AdapterOfAnotherBase, DatabaseUnavailable: as `bind`.
@@ -279,8 +281,10 @@ class Registry:
     # --- reading ---
 
     async def get(self, tenant: TenantId, name: str) -> AdapterRecord:
-        """Raises:
-        AdapterNotFound
+        """Return the tenant's adapter.
+
+        Raises:
+            AdapterNotFound: there is no such adapter.
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
@@ -296,8 +300,11 @@ class Registry:
         return make_page(records, limit, lambda record: record.name, lambda record: record)
 
     async def get_version(self, tenant: TenantId, name: str, number: int) -> VersionRecord:
-        """Raises:
-        AdapterNotFound, VersionNotFound
+        """Return a version of the tenant's adapter.
+
+        Raises:
+            AdapterNotFound: there is no such adapter.
+            VersionNotFound: it has no such version.
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
@@ -324,16 +331,18 @@ class Registry:
     async def list_owned(
         self, tenant: TenantId | None, *, limit: int, cursor: str | None, digests: Sequence[Digest] | None
     ) -> Page[OwnedVersion]:
-        """Return a page of the versions of `tenant`, or with None of all tenants;
-        with `digests`, only those.
+        """Return a page of the versions of `tenant`; with `digests`, only those.
+
+        With None, they are all tenants'.
         """
         return await list_owned(self._database, tenant, limit=limit, cursor=cursor, digests=digests)
 
     async def list_audit(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[AuditEntry]:
-        """Return a page of the audit entries of `tenant`, or with None of all tenants,
-        newest first.
+        """Return a page of the audit entries of `tenant`, newest first.
+
+        With None, they are all tenants'.
         """
         return await list_audit(self._database, tenant, limit=limit, cursor=cursor)
 
@@ -352,8 +361,9 @@ class Registry:
     async def record_action(
         self, tenant: TenantId, action: str, target: str, *, actor: str, once: Once[T] | None, result: T
     ) -> None:
-        """Audit an action outside the database, and store its answer under the request's
-        `Idempotency-Key`.
+        """Audit an action outside the database.
+
+        Its answer is stored under the request's `Idempotency-Key`.
 
         Raises:
             Replay: the same request acted at the same time.
@@ -368,8 +378,9 @@ class Registry:
     # --- changing ---
 
     async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
-        """Delete the adapter with all its versions; running requests complete,
-        and the rows stay as tombstones.
+        """Delete the adapter with all its versions.
+
+        Running requests complete, and the rows stay as tombstones.
 
         Raises:
             AdapterNotFound

@@ -87,7 +87,8 @@ class AdapterRepository:
         return row
 
     async def deleted_adapter(self, name: str, *, since: datetime, is_locking: bool = False) -> Adapter:
-        """Return the row of an adapter deleted after `since`;
+        """Return the row of an adapter deleted after `since`.
+
         `is_locking` locks it until the transaction ends.
 
         Raises:
@@ -120,8 +121,9 @@ class AdapterRepository:
         return row
 
     async def versions_deleted_at(self, adapter: Adapter, at: datetime) -> Sequence[AdapterVersion]:
-        """Return the versions deleted at exactly this instant:
-        those that were deleted with the adapter.
+        """Return the versions deleted at exactly this instant.
+
+        They are those that were deleted with the adapter.
         """
         query = select(AdapterVersion).where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at == at)
         return (await self._session.scalars(query.order_by(AdapterVersion.number))).all()
@@ -143,8 +145,9 @@ class AdapterRepository:
         return None if row is None else (row[0], row[1])
 
     async def next_number(self, name: str) -> int:
-        """Return the number of the adapter's next version,
-        unless another publish takes it first.
+        """Return the number of the adapter's next version.
+
+        Another publish may take it first.
         """
         query = select(Adapter.last_version).where(self._mine(), Adapter.name == name)
         return (await self._session.scalar(query) or 0) + 1
@@ -179,8 +182,9 @@ class AdapterRepository:
         return row
 
     async def lock_tenant(self) -> Tenant:
-        """Lock and return the tenant's row, so that counts of the tenant's things hold until the
-        commit.
+        """Lock and return the tenant's row.
+
+        Counts of the tenant's things then hold until the commit.
 
         Raises:
             TenantNotFound: it was deleted meanwhile.
@@ -213,8 +217,9 @@ class AdapterRepository:
     async def set_alias(
         self, adapter: Adapter, alias: str, target: AliasTarget, shadow: ShadowPart | None, now: datetime
     ) -> Alias:
-        """Point the alias, created if absent, to `target` at a new revision, and remember the
-        previous target for a rollback.
+        """Point the alias, created if absent, to `target` at a new revision.
+
+        The previous target is remembered for a rollback.
         """
         row = await self.alias(adapter, alias)
         revision = self.touch(adapter, now)
@@ -234,8 +239,9 @@ class AdapterRepository:
         await self._session.delete(alias)
 
     async def delete_adapter(self, adapter: Adapter, now: datetime) -> None:
-        """Mark the adapter and its versions as deleted at the same instant,
-        so that a restore knows which belong together.
+        """Mark the adapter and its versions as deleted at the same instant.
+
+        So a restore knows which belong together.
         """
         self.touch(adapter, now)
         adapter.deleted_at = now

@@ -1,5 +1,6 @@
-"""SQL of the token path: resolution of names and the names that a tenant may use, limited to its
-own and granted adapters.
+"""SQL of the token path: resolution of names, and the names that a tenant may use.
+
+These are limited to its own and granted adapters.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 
 class RouteRepository:
-    """Routes of the names that `tenant` may use, on one connection;
-    adapters not granted to it are absent.
+    """Routes of the names that `tenant` may use, on one connection.
+
+    Adapters not granted to it are absent.
 
     Args:
         served: base of this server; versions of another base can't be served.
@@ -92,7 +94,8 @@ class RouteRepository:
         ]
 
     async def _fallback_number(self, adapter: Row[Any]) -> int | None:
-        """Return the version number of the adapter's fallback;
+        """Return the version number of the adapter's fallback.
+
         None if there is none or it is the base.
         """
         if adapter.fallback is None or adapter.fallback == BASE_FALLBACK:
@@ -138,8 +141,9 @@ _TARGET_COLUMNS = (
 
 
 def _route() -> Select[Any]:
-    """Select an adapter by name with an alias and the version that is meant;
-    NULL if that is deleted.
+    """Select an adapter by name with an alias and the version that is meant.
+
+    The version is NULL if it is deleted.
     """
     number_meant = func.coalesce(Alias.version, bindparam("version", type_=Integer))
     return (
@@ -156,8 +160,9 @@ def _route() -> Select[Any]:
 
 
 def _is_granted() -> ColumnElement[bool]:
-    """Return the condition that the adapter belongs to the named owner and the tenant may use it:
-    its own or granted.
+    """Return the condition that the tenant may use the adapter of the named owner.
+
+    It may use its own and those granted to it.
     """
     tenant: BindParameter[str] = bindparam("tenant")
     granted = select(Grant.adapter_id).where(Grant.adapter_id == Adapter.id, Grant.tenant_id == tenant)

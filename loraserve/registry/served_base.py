@@ -31,8 +31,10 @@ class ServedBase:
 
     @property
     def spec(self) -> BaseSpec:
-        """Raises:
-        EngineUnavailable: it isn't loaded yet.
+        """What is known of the base.
+
+        Raises:
+            EngineUnavailable: it isn't loaded yet.
         """
         return self._base()
 

@@ -79,11 +79,11 @@ class Answer:
 
 
 def error_from_response(response: httpx2.Response) -> errors.LoraserveError:
-    """Return the error that a refusal (its body already read) stands for, with `status_code`,
-    `request_id`, `code` and `retry_after_s` set.
+    """Return the error that a refusal (its body already read) stands for.
 
-    Both envelopes are understood: OpenAI's ``{"error": {…}}`` and RFC 9457's problem document.
-    Anything else, such as a proxy's HTML page, gives `UnexpectedAnswer` or the class of its status.
+    `status_code`, `request_id`, `code` and `retry_after_s` are set. Both envelopes are understood:
+    OpenAI's ``{"error": {…}}`` and RFC 9457's problem document. Anything else, such as a proxy's
+    HTML page, gives `UnexpectedAnswer` or the class of its status.
     """
     body = _json_object(response.content)
     error = _foreign_error(response) if body is None else error_from_body(body, status_code=response.status_code)

@@ -94,7 +94,8 @@ def error_from_failure(failure: httpx2.TransportError, url: str) -> errors.Clien
 
 
 def _timeout(seconds: float) -> httpx2.Timeout:
-    """Allow `seconds` between two bytes, and fewer to connect:
-    a server that runs accepts at once.
+    """Allow `seconds` between two bytes, and fewer to connect.
+
+    A server that runs accepts at once.
     """
     return httpx2.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT_S))

@@ -31,8 +31,9 @@ class Result(BaseModel):
 
     @property
     def answer(self) -> Answer | None:
-        """Request id, ETag and the like; None for an object that came inside another (a list's row,
-        a stream's chunk).
+        """Request id, ETag and the like.
+
+        None for an object that came inside another (a list's row, a stream's chunk).
         """
         return self._answer
 
@@ -44,8 +45,9 @@ class Result(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A request that can be built any number of times,
-    and the function that reads its answer's body.
+    """A request that can be built any number of times.
+
+    It has the function that reads its answer's body.
     """
 
     method: str
@@ -61,8 +63,9 @@ class Call(Generic[T]):
 
     @property
     def is_repeatable(self) -> bool:
-        """True if sending it twice does what sending it once does,
-        so that a broken connection may be tried again.
+        """True if sending it twice does what sending it once does.
+
+        Then a broken connection may be tried again.
         """
         if self.method == "POST":
             return "Idempotency-Key" in self.headers or self.path.startswith("/v1/")
@@ -85,7 +88,7 @@ def read_into(kind: type[R]) -> Callable[[Answer, bytes], R]:
 
 
 def read_nothing(_answer: Answer, _body: bytes) -> None:
-    """The reader of answers without a body."""
+    """Read nothing of an answer without a body."""
 
 
 def parse(kind: type[R], body: bytes | str) -> R:
@@ -124,8 +127,9 @@ def idempotency_key() -> dict[str, str]:
 
 
 def if_match_header(etag: str | None) -> dict[str, str]:
-    """Return the header that makes a change fail unless the resource still has this ETag;
-    none if it is None.
+    """Return the header that makes a change fail unless the resource still has this ETag.
+
+    There is none if the ETag is None.
     """
     return {} if etag is None else {"If-Match": etag}
 

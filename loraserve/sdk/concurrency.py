@@ -21,8 +21,9 @@ sync_sleep = time.sleep
 
 
 async def async_call(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call `function` on a thread, so that reading or writing a file doesn't hold up the event
-    loop.
+    """Call `function` on a thread.
+
+    So reading or writing a file doesn't hold up the event loop.
     """
     return await anyio.to_thread.run_sync(function, *args)
 
@@ -33,8 +34,9 @@ def sync_call(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def async_http_client() -> httpx2.AsyncClient:
-    """Return a client without a bound on its connections: tasks are cheap,
-    and the server admits.
+    """Return a client without a bound on its connections.
+
+    Tasks are cheap, and the server admits.
     """
     return httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
 

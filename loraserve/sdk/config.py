@@ -32,8 +32,9 @@ class ClientConfig:
     def resolve(
         cls, base_url: str | None, api_key: str | None, tenant: str | None, timeout_s: float, max_retries: int
     ) -> ClientConfig:
-        """Read arguments first, then LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT, then
-        use port 8000 of this machine.
+        """Read arguments first, then the environment, then use port 8000 of this machine.
+
+        The variables are LORASERVE_URL, LORASERVE_API_KEY and LORASERVE_TENANT.
 
         Raises:
             ConfigError: no key, or a URL, key, tenant or number that can't be one.
@@ -71,8 +72,9 @@ class ClientConfig:
 
 
 def _checked_url(url: str) -> str:
-    """Return the server's root, without a trailing slash or the `/v1` that other clients want at
-    the end.
+    """Return the server's root, without a trailing slash.
+
+    The `/v1` that other clients want at the end is left out too.
     """
     try:
         parts = urlsplit(url)

@@ -29,8 +29,9 @@ OnProgress = Callable[[Progress], object]
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Bytes `start` to `end` (exclusive) of a file of `file_bytes`;
-    it can be sent again from its start.
+    """Bytes `start` to `end` (exclusive) of a file of `file_bytes`.
+
+    It can be sent again from its start.
     """
 
     path: Path

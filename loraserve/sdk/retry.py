@@ -19,8 +19,9 @@ _WHEN_ASKED = frozenset({409, 500, 507})
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Number of retries and their delays: the server's own,
-    else doubling from half a second with jitter.
+    """Number of retries and their delays.
+
+    A delay is the server's own, else doubling from half a second with jitter.
     """
 
     max_retries: int = 2
@@ -28,14 +29,16 @@ class RetryPolicy:
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def delay_after_failure(self, attempt: int) -> float | None:
-        """Return the seconds to wait after try number `attempt` (from 0) got no answer; None:
-        give up.
+        """Return the seconds to wait after try number `attempt` (from 0) got no answer.
+
+        None: give up.
         """
         return None if attempt >= self.max_retries else self._backoff(attempt)
 
     def delay_after_answer(self, attempt: int, status_code: int, headers: Mapping[str, str]) -> float | None:
-        """Return the seconds to wait after try number `attempt` (from 0) was refused; None:
-        the refusal stands.
+        """Return the seconds to wait after try number `attempt` (from 0) was refused.
+
+        None: the refusal stands.
         """
         if attempt >= self.max_retries:
             return None
@@ -57,8 +60,9 @@ class RetryPolicy:
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime) -> float | None:
-    """Return the delay that the server requests: ``retry-after-ms``,
-    else ``retry-after`` (seconds or a date).
+    """Return the delay that the server requests.
+
+    It is in ``retry-after-ms``, else in ``retry-after`` (seconds or a date).
     """
     milliseconds = _number(headers.get("retry-after-ms"))
     if milliseconds is not None:
@@ -77,7 +81,7 @@ def retry_after_s(headers: Mapping[str, str], now: datetime) -> float | None:
 
 
 def _number(text: str | None) -> float | None:
-    """A finite number that isn't negative; None for anything else."""
+    """Return a finite number that isn't negative; None for anything else."""
     try:
         value = float(text or "")
     except ValueError:

@@ -1,5 +1,6 @@
-"""The door to `loraserve.db.idempotency` for the HTTP side,
-which doesn't see the database's package.
+"""The door to `loraserve.db.idempotency` for the HTTP side.
+
+That side doesn't see the database's package.
 """
 
 from loraserve.db.idempotency import Once, Replay, StoredResponse

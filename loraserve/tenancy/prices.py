@@ -44,8 +44,9 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class PriceTable:
-    """Price table: a default price, and prices of adapters (``NAME``,
-    or ``OWNER/NAME`` of another tenant).
+    """Price table: a default price, and prices of adapters.
+
+    An adapter is ``NAME``, or ``OWNER/NAME`` of another tenant.
     """
 
     currency: str
@@ -53,8 +54,9 @@ class PriceTable:
     adapters: Mapping[str, Price] = field(default_factory=dict)
 
     def price_of(self, adapter: str) -> Price:
-        """Return the price of an adapter, or the default price for the base (the empty name) and
-        adapters without a price.
+        """Return the price of an adapter, or the default price.
+
+        The default is for the base (the empty name) and for adapters without a price.
         """
         return self.adapters.get(adapter, self.price)
 

@@ -1,13 +1,13 @@
-"""A stranger's regular expression that RE2 doesn't take, matched by sets of positions: in a bounded
-number of steps, whatever the expression.
+"""A stranger's regular expression that RE2 doesn't take, matched by sets of positions.
 
-Python's own parser reads it, so that it means what Python's ``re`` makes of it. It is then
-evaluated without trying one way after another: of each part, the set of positions at which it may
-end is computed from the set of those at which it may begin, as the bits of an integer. That takes a
-number of steps that is a polynomial of the lengths of the expression and of the name, and a budget
-bounds them in all. Which of several matches Python would find first doesn't matter, since only
-whether there is one is asked. Where it does matter, because a part refers back to what another has
-caught or may not be tried again, the expression is refused.
+It takes a bounded number of steps, whatever the expression. Python's own parser reads it, so that
+it means what Python's ``re`` makes of it. It is then evaluated without trying one way after
+another: of each part, the set of positions at which it may end is computed from the set of those at
+which it may begin, as the bits of an integer. That takes a number of steps that is a polynomial of
+the lengths of the expression and of the name, and a budget bounds them in all. Which of several
+matches Python would find first doesn't matter, since only whether there is one is asked. Where it
+does matter, because a part refers back to what another has caught or may not be tried again, the
+expression is refused.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Repeat:
-    """Repetition of `part`: at least `least` times, and at most `most`; None:
-    any number of times.
-    """
+    """Repetition of `part`, at least `least` times and at most `most`; None: any number."""
 
     part: _Node
     least: int
@@ -127,8 +125,9 @@ class Expression:
 
 
 def parse_expression(parsed: Any, budget: Budget) -> Expression | str:
-    """Return what Python's parser made of an expression, ready to be matched; or why it can't be,
-    in words that end a sentence.
+    """Return what Python's parser made of an expression, ready to be matched.
+
+    Or return why it can't be, in words that end a sentence.
     """
     try:
         return Expression(_Reader().read(parsed, parsed.state.flags, 0), budget)
@@ -202,8 +201,9 @@ class _Reader:
 
 
 class _Evaluation:
-    """Matcher of a single name; sets of positions, from 0 to its length,
-    are the bits of integers.
+    """Matcher of a single name.
+
+    Sets of positions, from 0 to its length, are the bits of integers.
     """
 
     def __init__(self, name: str, budget: Budget) -> None:
@@ -265,8 +265,9 @@ class _Evaluation:
         return self._looks[key]
 
     def _mask(self, node: _Chars | _At) -> int:
-        """Return, as bits, where the name has a character that the node accepts, or a position that
-        it holds at.
+        """Return, as bits, where the name has a character that the node accepts.
+
+        For an anchor, return the positions that it holds at.
         """
         mask = self._masks.get(node)
         if mask is None:
@@ -322,8 +323,9 @@ def _has(kind: str, item: Any, char: str, cases: set[int], flags: int) -> bool:
 
 
 def _cases(char: str, flags: int) -> set[int]:
-    """Return the code points that stand for the character: itself, and its other cases where they
-    count for the same.
+    """Return the code points that stand for the character.
+
+    They are itself, and its other cases where they count for the same.
     """
     if not flags & re.IGNORECASE:
         return {ord(char)}

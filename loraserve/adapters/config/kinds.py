@@ -1,5 +1,6 @@
-"""PEFT's kinds of adapters, served and not served: ``peft_type``, judged before anything else of an
-upload.
+"""PEFT's kinds of adapters, served and not served.
+
+``peft_type`` is judged before anything else of an upload.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ def parse_pattern(key: str, limits: Limits = LIMITS, budget: Budget | None = Non
 
 
 def first_matches(patterns: Sequence[Pattern | Regex], names: Iterable[str]) -> dict[str, int]:
-    """Return the index of the first pattern that matches each name by PEFT's rule; names that none
-    matches are left out.
+    """Return the index of the first pattern that matches each name by PEFT's rule.
+
+    Names that none matches are left out.
     """
     if not patterns:
         return {}

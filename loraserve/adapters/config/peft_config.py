@@ -1,5 +1,7 @@
-"""A LoRA adapter's config: the fields that decide its arithmetic and its reach, checked; whatever
-else it says is ignored or refused by name.
+"""A LoRA adapter's config, checked.
+
+The fields that decide its arithmetic and its reach are read; whatever else it says is ignored or
+refused by name.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class ConfigProblem:
 def read_settings(
     config: Mapping[str, Any], limits: Limits = LIMITS
 ) -> tuple[LoraSettings | None, list[ConfigProblem]]:
-    """The settings and no problems, or None and every problem."""
+    """Return the settings and no problems, or None and every problem."""
     reader = _Reader(config, limits)
     settings = reader.read()
     return (None if reader.problems else settings), reader.problems
@@ -146,8 +148,9 @@ class _Reader:
             )
 
     def _check_combinations(self) -> None:
-        """Add a problem for each combination that PEFT doesn't do, or does otherwise than the
-        config reads.
+        """Add a problem for each combination that PEFT doesn't do.
+
+        One that it does otherwise than the config reads is a problem too.
         """
         if self.config.get("lora_bias") is True:
             if self.config.get("use_dora") is True:
@@ -333,7 +336,8 @@ class _Reader:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a regex of that text matches that text alone, but for the dots, which part
-    names here.
+    """Return whether a regex of that text matches that text alone.
+
+    Its dots are excepted: they part names here.
     """
     return name.isascii() and name.replace("_", "a").replace(".", "a").replace("-", "a").isalnum()

@@ -1,9 +1,9 @@
-"""A stranger's regular expression, run in bounded time, whatever the expression: by RE2, or by sets
-of positions where RE2 doesn't take it.
+"""A stranger's regular expression, run in bounded time, whatever the expression.
 
-What it means is what Python's ``re`` makes of it, since PEFT uses that. RE2 and Python agree on all
-that both take, but for a few spellings; these, and what RE2 doesn't have (lookaround above all),
-are left to `expressions`. RE2 is imported when the first expression is met.
+RE2 runs it, or sets of positions where RE2 doesn't take it. What it means is what Python's ``re``
+makes of it, since PEFT uses that. RE2 and Python agree on all that both take, but for a few
+spellings; these, and what RE2 doesn't have (lookaround above all), are left to `expressions`. RE2
+is imported when the first expression is met.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Regex:
         return self.compiled.fullmatch(name) is not None
 
     def group(self, name: str, group: str) -> str | None:
-        """Return what the group has caught where `is_match`; None where it isn't, or the group took
-        no part.
+        """Return what the group has caught where `is_match`.
 
-        The expression must have been compiled with `has_groups`.
+        None where it isn't, or the group took no part. The expression must have been compiled with
+        `has_groups`.
         """
         match = self.compiled.match(name)
         return None if match is None else match.group(group)

@@ -1,3 +1,4 @@
-"""An adapter's files: safetensors headers checked before any tensor is read, and the names of
-tensors.
+"""An adapter's files.
+
+safetensors headers are checked before any tensor is read, and so are the names of tensors.
 """

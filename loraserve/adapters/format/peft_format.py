@@ -57,8 +57,9 @@ _OTHER_FORMATS: tuple[tuple[bytes, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Checked entry of the header: its bytes are ``begin:end`` of the body and as many as dtype and
-    shape say.
+    """Checked entry of the header.
+
+    Its bytes are ``begin:end`` of the body and as many as dtype and shape say.
     """
 
     name: str
@@ -119,7 +120,7 @@ def read_adapter(config_bytes: Buffer, weights: Buffer, limits: Limits = LIMITS)
 
 
 def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
-    """The JSON object in ``adapter_config.json``.
+    """Return the JSON object in ``adapter_config.json``.
 
     Raises:
         AdapterFormatError: too long, or not strict JSON.
@@ -132,10 +133,10 @@ def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
 
 
 def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Return views of every tensor in a safetensors file, sharing its memory; writable exactly if
-    the buffer is.
+    """Return views of every tensor in a safetensors file, sharing its memory.
 
-    A tensor of F64 is a float32 copy, rounded to nearest.
+    They are writable exactly if the buffer is. A tensor of F64 is a float32 copy, rounded to
+    nearest.
 
     Raises:
         AdapterFormatError: as `read_header`.
@@ -156,7 +157,9 @@ def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorVi
 
 
 def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
-    """The header of a safetensors file, entirely checked; costs no more than its own length.
+    """Return the header of a safetensors file, entirely checked.
+
+    This costs no more than the header's own length.
 
     Raises:
         AdapterFormatError: it isn't a safetensors file in the strict form above; every reason is in
@@ -234,7 +237,7 @@ def _name_problem(name: str, limits: Limits) -> str | None:
 
 
 def _read_entry(name: str, entry: object) -> TensorInfo | str:
-    """The entry checked by itself, or what's wrong with it."""
+    """Return the entry checked by itself, or what's wrong with it."""
     if not isinstance(entry, dict) or set(entry) != _TENSOR_KEYS:
         return f"{name}: expected exactly dtype, shape and data_offsets."
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

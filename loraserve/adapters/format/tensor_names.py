@@ -1,5 +1,6 @@
-"""Mapping from the tensor names of an adapter's file to modules: PEFT's names, and the base's as
-its checkpoint has them.
+"""Mapping from the tensor names of an adapter's file to modules.
+
+The names are PEFT's, and the base's as its checkpoint has them.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class LinearTensors:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear as the base's checkpoint has it: one of the base's modules, or several that it has
-    fused into one.
+    """A linear as the base's checkpoint has it.
+
+    It is one of the base's modules, or several that the checkpoint has fused into one.
 
     Attributes:
         name: the last component of its path: ``q_proj``, ``qkv_proj``.
@@ -133,8 +135,9 @@ class BaseNames:
         self._norm_paths = {path: norm for norm, path in base.norm_paths.items()}
 
     def of(self, place: Place) -> str:
-        """The whole name of a linear or of a norm, as PEFT's patterns see it:
-        ``model.layers.3.self_attn.q_proj``, ``lm_head``.
+        """Return the whole name of a linear or of a norm, as PEFT's patterns see it.
+
+        Examples are ``model.layers.3.self_attn.q_proj`` and ``lm_head``.
         """
         layer, name = place
         if name in self.linears:
@@ -171,18 +174,19 @@ class BaseNames:
         return norm if norm is not None and (norm == "norm") == (layer is None) else None
 
     def listed(self, is_outside: bool) -> str:
-        """The paths of the linears, for people."""
+        """Return the paths of the linears, for people."""
         return ", ".join(linear.path for linear in self.linears.values() if linear.is_outside == is_outside)
 
     def reported_layer(self, place: Place) -> int | None:
-        """The layer as problems tell it: None for what is in none."""
+        """Return the layer as problems tell it: None for what is in none."""
         return None if place[1] in OUTSIDE_LAYERS or place[1] == "norm" else place[0]
 
 
 @dataclass(slots=True)
 class Contents:
-    """An adapter's file, every tensor in its place; in order of layer,
-    then of the base's linears.
+    """An adapter's file, every tensor in its place.
+
+    They are in order of layer, then of the base's linears.
     """
 
     linears: dict[Place, LinearTensors] = field(default_factory=dict)
@@ -190,15 +194,17 @@ class Contents:
 
 
 def checkpoint_path(base: BaseSpec, module: str) -> str:
-    """The path of the linear that the base's checkpoint has for this module, which may be others'
-    too: ``self_attn.qkv_proj[q_proj]`` is a part of one.
+    """Return the path of the linear that the base's checkpoint has for this module.
+
+    It may be others' too: ``self_attn.qkv_proj[q_proj]`` is a part of one.
     """
     return base.module_paths[module].partition("[")[0]
 
 
 def module_name(base: BaseSpec, layer: int, module: str) -> str:
-    """The module's name in the base model, as PEFT's patterns see it:
-    ``model.layers.3.self_attn.q_proj``, ``lm_head``.
+    """Return the module's name in the base model, as PEFT's patterns see it.
+
+    Examples are ``model.layers.3.self_attn.q_proj`` and ``lm_head``.
     """
     path = checkpoint_path(base, module)
     return path if module in OUTSIDE_LAYERS else f"{base.layers_path}.{layer}.{path}"
@@ -248,7 +254,10 @@ def _put(name: str, tensor: TensorView, names: BaseNames, contents: Contents, pr
 
 
 def _field(name: str, part: str, linear: Linear, problems: Problems) -> str | None:
-    """The field of `LinearTensors` that the part is for this linear, or None and a problem."""
+    """Return the field of `LinearTensors` that the part is for this linear.
+
+    Or return None and add a problem.
+    """
     text = shown(name, 200)
     is_embedding = linear.name == "embed_tokens"
     if part in ("embedding_a", "embedding_b"):

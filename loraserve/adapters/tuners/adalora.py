@@ -63,10 +63,10 @@ _KEY = re.compile(r"(?P<path>base_model\.model\..+)\.lora_(?P<side>[ABE])")
 def compile_adalora(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """Return the adapter in the base's terms: what `compile_lora` makes of the LoRA with E ⊙ A,
-    computed in float32, for A.
+    """Return the adapter in the base's terms.
 
-    Modules of which training has left no rank aren't in it.
+    It is what `compile_lora` makes of the LoRA with E ⊙ A, computed in float32, for A. Modules of
+    which training has left no rank aren't in it.
 
     Raises:
         AdapterRejected: as `compile_adapter`.
@@ -108,8 +108,9 @@ def compile_adalora(
 
 
 def _raise(malformed: list[str], unsupported: list[str], others: list[str], kind: type[AdapterRejected]) -> None:
-    """Raise what is wrong with the config and the tensors, with `others` behind it; return if
-    nothing is.
+    """Raise what is wrong with the config and the tensors, with `others` behind it.
+
+    Return if nothing is.
     """
     own = [*malformed, *unsupported]
     if not own:
@@ -158,11 +159,11 @@ def _kept_ranks(config: Mapping[str, Any], malformed: list[str]) -> dict[str, in
 def _unfold(
     tensors: Mapping[str, TensorView], limits: Limits, malformed: list[str]
 ) -> tuple[dict[str, TensorView], dict[str, int]]:
-    """The tensors that LoRA would have, with E multiplied into A; and each module's name in the
-    base → its rank.
+    """Return the tensors that LoRA would have, and the rank of each module by name.
 
-    A module without a rank gets one of zeros: its tensors are there, as the config says. They take
-    bytes that the file doesn't, so they are counted before they are made.
+    E is multiplied into A; the names are the base's. A module without a rank gets one of zeros: its
+    tensors are there, as the config says. They take bytes that the file doesn't, so they are
+    counted before they are made.
     """
     num_bytes = 0
     parts: dict[str, dict[str, TensorView]] = {}

@@ -1,5 +1,6 @@
-"""Tensors that PEFT trains beside those of any kind, or saves of the base: whole modules, biases,
-the base's head.
+"""Tensors that PEFT trains beside those of any kind, or saves of the base.
+
+They are whole modules, biases, and the base's head.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NAME = re.compile(r".+\.(?:(?:base_layer|original_module|modules_to_save)\.)?(?
 
 
 def is_auxiliary(name: str) -> bool:
-    """Return whether a tensor of that name is no kind's own. (LoRA's end like these.)"""
+    """Return whether a tensor of that name is no kind's own; LoRA's end like these."""
     return _NAME.fullmatch(name) is not None and ".lora_" not in name
 
 
@@ -37,8 +38,9 @@ class AuxiliaryTensors:
     def __init__(
         self, tensors: Mapping[str, TensorView], places: Collection[Place], names: BaseNames, problems: Problems
     ) -> None:
-        """Take the tensors; PEFT's names of them depend on the linears that the kind acts on,
-        `places`.
+        """Take the tensors.
+
+        PEFT's names of them depend on the linears that the kind acts on, `places`.
         """
         auxiliary = {name: tensor for name, tensor in tensors.items() if is_auxiliary(name)}
         self._names = names
@@ -55,14 +57,16 @@ class AuxiliaryTensors:
         }
 
     def check(self, settings: LoraSettings) -> None:
-        """Add a problem for each weight and bias that is missing, or isn't the config's, or doesn't
-        fit the base.
+        """Add a problem for each weight and bias that is missing or wrong.
+
+        One is wrong that isn't the config's, or doesn't fit the base.
         """
         check_saved(settings, self._contents, self._names, self._problems)
 
     def join(self, modules: Sequence[ModuleIR]) -> list[ModuleIR]:
-        """Return the modules with the weights and biases trained beside, in order of layer, then of
-        the base's modules.
+        """Return the modules with the weights and biases trained beside.
+
+        They are in order of layer, then of the base's modules.
         """
         by_place = {(m.layer, m.module): m for m in modules}
         for (layer, name), stored in self._contents.linears.items():

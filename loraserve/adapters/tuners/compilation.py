@@ -1,5 +1,6 @@
-"""Common part of compiling PEFT's kinds other than LoRA: tensors by linear, the config read, and
-all problems collected.
+"""Common part of compiling PEFT's kinds other than LoRA.
+
+It finds tensors by linear, reads the config, and collects all problems.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class Compilation:
         alpha: str | None = "alpha",
         shared: Sequence[str] = (),
     ) -> None:
-        """`rank` and `alpha` are the config's names for what LoRA calls r and lora_alpha; None
-        where the kind has none.
+        """Take the config's names for what LoRA calls r and lora_alpha, `rank` and `alpha`.
+
+        They are None where the kind has none.
         """
         self.kind = kind
         self.config = config
@@ -106,8 +108,9 @@ class Compilation:
         self._problems.add(kind, message, None if place is None else self.names.reported_layer(place))
 
     def rank(self, place: Place) -> int:
-        """Return the rank by r and rank_pattern, as PEFT reads them; 1 where the config is
-        malformed.
+        """Return the rank by r and rank_pattern, as PEFT reads them.
+
+        It is 1 where the config is malformed.
         """
         if self.settings is None:
             return 1
@@ -132,8 +135,9 @@ class Compilation:
         return scaling
 
     def has_all(self, place: Place, parts: Sequence[str]) -> bool:
-        """Return whether the file holds all of these of the module;
-        a problem names those missing.
+        """Return whether the file holds all of these of the module.
+
+        A problem names those missing.
         """
         missing = [part for part in parts if part not in self.places[place]]
         if missing:
@@ -142,8 +146,9 @@ class Compilation:
         return not missing
 
     def has_shape(self, place: Place, part: str, shape: tuple[int, ...], because: str) -> bool:
-        """Return whether the tensor has the shape that the base and the config give it; add a
-        problem if not, with `because`.
+        """Return whether the tensor has the shape that the base and the config give it.
+
+        Add a problem if not, with `because`.
         """
         found = self.places[place][part].shape
         if found != shape:
@@ -154,8 +159,9 @@ class Compilation:
         return found == shape
 
     def has_rank(self, place: Place, part: str, axis: int) -> bool:
-        """Return whether that axis of the tensor is as long as the config's rank; add a problem if
-        not.
+        """Return whether that axis of the tensor is as long as the config's rank.
+
+        Add a problem if not.
         """
         shape, rank = self.places[place][part].shape, self.rank(place)
         found = shape[axis] if len(shape) == 2 else 0
@@ -167,7 +173,8 @@ class Compilation:
         return found == rank and self.settings is not None
 
     def has_room(self, place: Place, rank: int, how: str) -> bool:
-        """Return whether factors of that rank may be made;
+        """Return whether factors of that rank may be made.
+
         `how` explains the rank in the refusal.
         """
         if rank > self.limits.max_rank:
@@ -181,8 +188,9 @@ class Compilation:
         return self._bytes <= self.limits.max_factors_bytes
 
     def modules(self, place: Place, scaling: float, factors: Factors) -> list[ModuleIR]:
-        """Return the update of a linear as updates of the base's modules in it: each has its rows
-        of B, and all of A.
+        """Return the update of a linear as updates of the base's modules in it.
+
+        Each has its rows of B, and all of A.
         """
         b, a = factors
         lora_a = as_view(a)
@@ -259,8 +267,9 @@ class Compilation:
         return dict(sorted(places.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
     def _find(self, name: str, path: str) -> Place | None:
-        """Return the place of that path's linear; add a problem if the base has none there, or
-        PEFT's kind acts on no such.
+        """Return the place of that path's linear; None and a problem if it has none.
+
+        The base has none there, or PEFT's kind acts on no such.
         """
         layer, inner = self.names.find(path)
         linear = self.names.linear(layer, inner)
@@ -298,8 +307,9 @@ class Compilation:
             )
 
     def _check_targets(self, settings: LoraSettings) -> None:
-        """Add a problem for each linear that the config targets and has no tensors, and for each
-        that has and isn't targeted.
+        """Add a problem for each linear whose tensors and targeting disagree.
+
+        It is targeted and has no tensors, or has tensors and isn't targeted.
         """
         for place in self.names.places():
             linear = self.linear(place)

@@ -1,5 +1,6 @@
-"""Updates that PEFT's other kinds hold as products of small matrices, as one pair of factors: ΔW =
-B A. float32; numpy only.
+"""Updates that PEFT's other kinds hold as products of small matrices.
+
+Here each is one pair of factors, ΔW = B A, in float32. numpy only.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ def as_float32(tensor: TensorView) -> Matrix:
 
 
 def as_view(array: npt.NDArray[Any]) -> TensorView:
-    """A computed float32 array, as if it had been stored."""
+    """Return a computed float32 array as if it had been stored."""
     stored = np.ascontiguousarray(array, dtype=np.float32)
     return TensorView("F32", stored.shape, stored)
 
 
 def hadamard(w1: Factors, w2: Factors) -> Factors:
-    """(B1 A1) ⊙ (B2 A2) as one pair: each column of B is the product of a column of B1 and one of
-    B2 (the Khatri–Rao product), so that the rank is the product of the two.
+    """Return (B1 A1) ⊙ (B2 A2) as one pair.
+
+    Each column of B is the product of a column of B1 and one of B2 (the Khatri–Rao product), so
+    that the rank is the product of the two.
     """
     (b1, a1), (b2, a2) = w1, w2
     with np.errstate(over="ignore", invalid="ignore"):
@@ -42,15 +45,19 @@ def hadamard(w1: Factors, w2: Factors) -> Factors:
 
 
 def hadamard_dense(w1: Factors, w2: Factors) -> Factors:
-    """The same update, made whole and put beside an identity:
-    its rank is the smaller of its sides.
+    """Return the same update, made whole and put beside an identity.
+
+    Its rank is the smaller of its sides.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return split((w1[0] @ w1[1]) * (w2[0] @ w2[1]))
 
 
 def split(matrix: Matrix) -> Factors:
-    """A matrix as a product with an identity: its rank is the smaller of its sides."""
+    """Return a matrix as a product with an identity.
+
+    Its rank is the smaller of its sides.
+    """
     out_features, in_features = matrix.shape
     if out_features <= in_features:
         return np.eye(out_features, dtype=np.float32), matrix

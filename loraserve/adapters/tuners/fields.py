@@ -1,5 +1,6 @@
-"""Handling of the config fields that PEFT's other kinds share, as `peft_config.FIELDS` has it for
-LoRA's.
+"""Handling of the config fields that PEFT's other kinds share.
+
+`peft_config.FIELDS` has it for LoRA's.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def number(kind: str, config: Mapping[str, Any], name: str) -> Any:
 
 
 def fields(kind: str, **rules: FieldRule) -> dict[str, FieldRule]:
-    """The table of a kind: what every kind has, then its own."""
+    """Return the table of a kind: what every kind has, then its own."""
     return {
         "peft_type": implemented(f"{kind}: it says which tensors to expect"),
         **{name: FIELDS[name] for name in AS_IN_LORA},

@@ -1,5 +1,6 @@
-"""IA3: what a module gives is multiplied with a learned vector; what the feed-forward's last linear
-takes, too.
+"""IA3: what a module gives is multiplied with a learned vector.
+
+What the feed-forward's last linear takes is multiplied too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PART = "ia3_l"
 def compile_ia3(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms: modules with an `output_scale` alone.
+    """Return the adapter in the base's terms: modules with an `output_scale` alone.
 
     The input of down_proj is activation(gate) · up in every base here, so that a vector on it is
     one on the output of up_proj, where it meets the one that up_proj may have itself.
@@ -53,8 +54,9 @@ def compile_ia3(
 
 
 def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
-    """Return the modules whose outputs the vector multiplies, with their parts of it; add a problem
-    where there are none.
+    """Return the modules whose outputs the vector multiplies, with their parts of it.
+
+    Add a problem where there are none.
     """
     layer, name = place
     linear, vector = work.linear(place), work.places[place][_PART]
@@ -94,8 +96,9 @@ def _part(vector: TensorView, rows: slice) -> TensorView:
 
 
 def _is_feedforward(work: Compilation, place: Place) -> bool | None:
-    """Return what the config says; None where it leaves it to PEFT's table of models or to a regex,
-    and the tensors decide.
+    """Return what the config says; None where it leaves it open.
+
+    It leaves it to PEFT's table of models or to a regex, and the tensors decide.
     """
     listed = work.config.get("feedforward_modules")
     if listed is None or isinstance(listed, str):

@@ -41,7 +41,7 @@ _PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_
 def compile_lokr(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms; its factors are computed, in float32.
+    """Return the adapter in the base's terms; its factors are computed, in float32.
 
     The rank is the product of those of w1 and w2, where that of either is r or its smaller side,
     whichever is less.
@@ -57,8 +57,10 @@ def compile_lokr(
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:
-    """Return how PEFT splits a side of a module between w1 and w2: two numbers whose product is
-    `size`, the first not over `factor` (-1: as near to each other as they can be).
+    """Return how PEFT splits a side of a module between w1 and w2.
+
+    It is two numbers whose product is `size`, the first not over `factor` (-1: as near to each
+    other as they can be).
     """
     if factor > 0 and size % factor == 0:
         return factor, size // factor
@@ -101,8 +103,9 @@ def _compile(work: Compilation, place: Place, factor: int) -> list[ModuleIR]:
 
 
 def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is_whole: bool) -> bool:
-    """Return whether the module has just the tensors that PEFT makes of its sides, r and the config
-    for w1, or w2.
+    """Return whether the module has just the tensors that PEFT makes of it for w1, or w2.
+
+    PEFT makes them of its sides, r and the config.
     """
     parts, r = work.places[place], work.rank(place)
     if work.settings is None:

@@ -1,5 +1,6 @@
-"""LoRA with all that PEFT saves beside it: DoRA's magnitudes, biases, whole modules, trained
-tokens, aLoRA's invocation tokens.
+"""LoRA with all that PEFT saves beside it.
+
+That is DoRA's magnitudes, biases, whole modules, trained tokens, aLoRA's invocation tokens.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class _Modules:
         self.problems = problems
 
     def compiled(self) -> Iterator[ModuleIR]:
-        """Yield the modules in order of layer, then of the base's modules; those with a problem may
-        be left out.
+        """Yield the modules in order of layer, then of the base's modules.
+
+        Those with a problem may be left out.
         """
         settings, linears = self.settings, self.contents.linears
         whole_names = {place: self.names.of(place) for place in linears}
@@ -270,8 +272,9 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
 
 
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:
-    """Check a tied head's LoRA: with ensure_weight_tying PEFT gives the head the embedding's,
-    whatever a file says.
+    """Check a tied head's LoRA.
+
+    With ensure_weight_tying PEFT gives the head the embedding's, whatever a file says.
     """
     head, embedding = (contents.linears.get((0, module), LinearTensors()) for module in OUTSIDE_LAYERS)
     is_one = _is_transposed(head.lora_a, embedding.lora_b) and _is_transposed(head.lora_b, embedding.lora_a)

@@ -1,5 +1,6 @@
-"""VeRA: ΔW = diag(b) B · diag(d) A, with one B and A for all modules, of which each takes as many
-rows and columns as it has.
+"""VeRA: ΔW = diag(b) B · diag(d) A, with one B and A for all modules.
+
+Each module takes as many of their rows and columns as it has.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _A, _B = "base_model.vera_A", "base_model.vera_B"
 def compile_vera(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """The adapter in the base's terms, each module with factors of its own; they are computed, in
-    float32.
+    """Return the adapter in the base's terms, each module with factors of its own.
 
-    The rank is r, or the smaller side of a module where that is less.
+    The factors are computed, in float32. The rank is r, or the smaller side of a module where that
+    is less.
 
     Raises:
         AdapterRejected: as `compile_adapter`; also AdapterUnsupported where the file lacks vera_A
@@ -56,8 +57,9 @@ def compile_vera(
 
 
 def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
-    """vera_A and vera_B, of the sizes that PEFT gives them on this base; None and a problem if they
-    aren't there.
+    """Return vera_A and vera_B, of the sizes that PEFT gives them on this base.
+
+    Return None and add a problem if they aren't there.
     """
     is_saved = work.config.get("save_projection", True)
     missing = [name for name in (_A, _B) if name not in work.shared]

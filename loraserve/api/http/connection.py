@@ -298,8 +298,9 @@ class BoundedProtocol(asyncio.Protocol):
         self.refuse()
 
     def refuse(self) -> None:
-        """Answer with the refusal, if this message's answer is the next on the connection, and
-        close.
+        """Answer with the refusal and close.
+
+        It is given only if this message's answer is the next on the connection.
         """
         error = self._refusal or InvalidRequest("The request is not valid HTTP/1.1.")
         self._backlog.clear()

@@ -1,4 +1,6 @@
-"""Outermost middleware: bounds on headers and bodies, request ids, access log, last resort for
+"""Outermost middleware.
+
+It bounds headers and bodies, gives request ids, writes the access log, and is the last resort for
 errors.
 """
 
@@ -180,8 +182,11 @@ class _Exchange:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def check_headers(self) -> None:
-        """Raises:
-        HeadersTooLarge, InvalidRequest, PayloadTooLarge: before a byte of the body is read.
+        """Check the headers before a byte of the body is read.
+
+        Raises:
+            HeadersTooLarge, InvalidRequest, PayloadTooLarge: a header is too large, odd, or
+                announces too much.
         """
         headers = self._scope["headers"]
         num_bytes = sum(len(name) + len(value) + 4 for name, value in headers) + len(self._scope.get("raw_path") or b"")
@@ -290,8 +295,9 @@ class _Exchange:
         await response(self._scope, self._receive, self.send)
 
     async def _linger(self) -> bool:
-        """Discard the body, as long as not too many others' are;
-        return whether it came to its end.
+        """Discard the body, as long as not too many others' are.
+
+        Return whether it came to its end.
         """
         lingering = self._rooms.lingering
         if not lingering.has_room(self._address):

@@ -11,8 +11,9 @@ from loraserve.limits import LIMITS
 
 
 class H11Connection(BoundedProtocol, H11Protocol):
-    """h11's connection. h11 drops trailers, and gives its events one by one: they are counted
-    before uvicorn sees them.
+    """h11's connection.
+
+    h11 drops trailers, and gives its events one by one: they are counted before uvicorn sees them.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

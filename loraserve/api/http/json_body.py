@@ -40,8 +40,9 @@ async def json_object(request: Request, text_threads: TextThreads) -> dict[str, 
 
 
 def parse_json(body: bytes, max_depth: int = LIMITS.max_json_depth) -> Any:
-    """Parse strict JSON: UTF-8, finite numbers, no duplicate keys, no lone surrogates, bounded
-    depth.
+    """Parse strict JSON: UTF-8, finite numbers, no duplicate keys, bounded depth.
+
+    Lone surrogates are refused too.
 
     Raises:
         InvalidRequest: it isn't that.

@@ -37,8 +37,9 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(limits: Limits = LIMITS) -> int:
-    """Raise the limit of open files towards one per connection; return the connections that it
-    allows.
+    """Raise the limit of open files towards one per connection.
+
+    Return the connections that it allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + _FILES_BESIDE_CONNECTIONS

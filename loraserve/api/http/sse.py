@@ -1,5 +1,6 @@
-"""Server-sent events: a response that stops once its reader leaves,
-and always ends with a frame.
+"""Server-sent events.
+
+A response stops once its reader leaves, and always ends with a frame.
 """
 
 from __future__ import annotations
@@ -107,8 +108,10 @@ class JSONAnswer(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises:
-        ClientDisconnect: the client has left.
+        """Send the stream.
+
+        Raises:
+            ClientDisconnect: the client has left.
         """
         try:
             if not await can_send(scope):

@@ -55,8 +55,9 @@ class TextThreads:
         return sum(len(line) for line in self._waiting.values())
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run at once if the request is short, otherwise on a thread
-        in the tenant's turn.
+        """Return the result of `work`.
+
+        It is run at once if the request is short, otherwise on a thread in the tenant's turn.
 
         Args:
             num_bytes: of the whole request; what `work` takes is in proportion to it.
@@ -139,8 +140,9 @@ class TextThreads:
 
 
 def give_memory_back() -> None:
-    """Give freed memory back to the system. glibc keeps it otherwise, but for the end of each
-    thread's arena.
+    """Give freed memory back to the system.
+
+    glibc keeps it otherwise, but for the end of each thread's arena.
     """
     if _libc is not None:
         _libc.malloc_trim(0)

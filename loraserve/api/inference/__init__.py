@@ -1,3 +1,4 @@
-"""Inference requests, from body to last chunk: target, prompts, sampling,
-generation and metering.
+"""Inference requests, from body to last chunk.
+
+The modules are target, prompts, sampling, generation and metering.
 """

@@ -70,8 +70,10 @@ async def resolve_model(
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:
-    """Raises:
-    PermissionDenied: a tenant puts its request before everyone else's.
+    """Check that a tenant doesn't put its request before everyone else's.
+
+    Raises:
+        PermissionDenied: it does.
     """
     if body.priority < 0 and not caller.is_admin:
         raise PermissionDenied(
@@ -80,8 +82,10 @@ def check_priority(body: InferenceBody, caller: Caller) -> None:
 
 
 def check_num_choices(num_prompts: int, n: int) -> None:
-    """Raises:
-    InvalidRequest: the request makes more choices than one request may.
+    """Check the number of choices that the request makes.
+
+    Raises:
+        InvalidRequest: they are more than one request may make.
     """
     if num_prompts * n > LIMITS.max_prompts:
         raise InvalidRequest(
@@ -92,8 +96,9 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InferenceContext:
-    """Admitted HTTP request: its names, its prompts, and the engine's requests,
-    choice by choice.
+    """Admitted HTTP request.
+
+    It has its names, its prompts, and the engine's requests, choice by choice.
     """
 
     id: str

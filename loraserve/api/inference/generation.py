@@ -271,10 +271,10 @@ async def answer(
     add: Callable[[int, Chunk], None],
     whole: Callable[[], dict[str, Any]],
 ) -> Response:
-    """Return the response of a generation: a stream of `events`, or `whole` once every chunk was
-    added.
+    """Return the response of a generation.
 
-    However it ends, the generation is closed, and its usage: at the latest when the stream is.
+    It is a stream of `events`, or `whole` once every chunk was added. However it ends, the
+    generation is closed, and its usage: at the latest when the stream is.
 
     Raises:
         LoraserveError: it failed before the first byte of the answer.

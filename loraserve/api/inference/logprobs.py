@@ -1,5 +1,6 @@
-"""Log probabilities in OpenAI's two shapes: parallel lists (completions),
-list of objects (chat).
+"""Log probabilities in OpenAI's two shapes.
+
+They are parallel lists (completions) and a list of objects (chat).
 """
 
 from __future__ import annotations

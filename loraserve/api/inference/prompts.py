@@ -25,8 +25,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Tokenize one request: on the event loop if it is short, otherwise on a thread in its
-    tenant's turn.
+    """Tokenize one request.
+
+    It is done on the event loop if the request is short, otherwise on a thread in its tenant's
+    turn.
     """
 
     services: Services
@@ -133,8 +135,10 @@ def _check_bytes(num_bytes: int, param: str) -> None:
 
 
 def _check_fits(text: str, services: Services, param: str) -> None:
-    """Raises:
-    ContextLengthExceeded: the text's bytes can't be as few tokens as the context has room for.
+    """Check that the text's bytes can be as few tokens as the context has room for.
+
+    Raises:
+        ContextLengthExceeded: they can't.
     """
     context = services.engine.base.max_model_len
     # no token is less than a byte, and no character more than four

@@ -1,5 +1,6 @@
-"""Check the tenant's quota: before the body is read,
-and again when the prompt's length is known.
+"""Check the tenant's quota.
+
+It is checked before the body is read, and again when the prompt's length is known.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Turn a body's fields into `SamplingParams`: the checks that need the base model,
-and the seeds.
+"""Turn a body's fields into `SamplingParams`.
+
+It makes the checks that need the base model, and the seeds.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class Sampling:
 def read_sampling(
     body: InferenceBody, base: BaseSpec, *, logprobs: int | None, prompt_logprobs: int | None = None
 ) -> Sampling:
-    """Raises:
-    InvalidRequest: a field is out of range for this base; `param` names it.
+    """Return the sampling parameters that the body asks for.
+
+    Raises:
+        InvalidRequest: a field is out of range for this base; `param` names it.
     """
     check_token_ids(body.stop_token_ids, base.vocab_size, "stop_token_ids")
     return Sampling(
@@ -70,9 +73,11 @@ def read_sampling(
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises:
-    InvalidRequest: an id is not one of the logits' (a tokenizer may know more tokens than the
-        model has).
+    """Check that the logits have these ids.
+
+    Raises:
+        InvalidRequest: an id is not one of theirs (a tokenizer may know more tokens than the model
+            has).
     """
     if token_ids and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return

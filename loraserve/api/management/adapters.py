@@ -242,8 +242,10 @@ async def unpin_version(name: str, number: int, request: Request, caller: Caller
 
 
 def check_query(request: Request, *known: str) -> None:
-    """Raises:
-    InvalidRequest: the query has another parameter than these.
+    """Check that the query has no other parameter than these.
+
+    Raises:
+        InvalidRequest: it has one.
     """
     if unknown := sorted(set(request.query_params) - set(known)):
         plain = unknown[0] if len(unknown) == 1 and unknown[0].isidentifier() else None

@@ -129,8 +129,10 @@ async def delete_alias(name: str, alias: str, request: Request, caller: Caller =
 
 
 def _target(body: AliasChange) -> AliasTarget:
-    """Raises:
-    InvalidRequest: the body says neither a version nor a split, or both.
+    """Return the target that the body gives.
+
+    Raises:
+        InvalidRequest: the body says neither a version nor a split, or both.
     """
     if body.split is not None and body.version is None:
         return AliasTarget.over([SplitPart(part.version, part.weight) for part in body.split])

@@ -165,10 +165,10 @@ async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_ad
 
 @router.patch("/{tenant}", response_model=TenantResource)
 async def update_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
-    """Set the tenant's limits, weight and prices, from now on here, within seconds on every
-    replica.
+    """Set the tenant's limits, weight and prices.
 
-    412 if the tenant isn't what ``If-Match`` says.
+    They hold from now on here, within seconds on every replica. 412 if the tenant isn't what
+    ``If-Match`` says.
     """
     body = await read_body(request, TenantPatch)
     record = await services_of(request).authenticator.tenants.update(

@@ -101,8 +101,10 @@ async def get_usage(
 
 
 def _reports(services: Services) -> UsageReports:
-    """Raises:
-    NotFound: this server meters nothing.
+    """Return the reports of usage.
+
+    Raises:
+        NotFound: this server meters nothing.
     """
     if services.usage is None:
         raise NotFound("This server doesn't meter usage.")
@@ -124,8 +126,10 @@ async def _visible_tenant(reports: UsageReports, caller: Caller, tenant: str | N
 
 
 def _read_instant(text: str | None, param: str) -> datetime | None:
-    """Raises:
-    InvalidRequest: it is neither a date nor an instant that we can tell.
+    """Return the instant that the text says; None without a text.
+
+    Raises:
+        InvalidRequest: it is neither a date nor an instant that we can tell.
     """
     if text is None:
         return None
@@ -146,8 +150,10 @@ def _read_instant(text: str | None, param: str) -> datetime | None:
 
 
 def _wants_csv(request: Request, format: str | None) -> bool:
-    """Raises:
-    InvalidRequest: `format` is none of ours.
+    """Return whether the answer should be CSV.
+
+    Raises:
+        InvalidRequest: `format` is none of ours.
     """
     if format is not None and format not in _FORMATS:
         raise InvalidRequest(f"format should be one of {', '.join(_FORMATS)}.", param="format")

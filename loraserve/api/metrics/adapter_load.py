@@ -16,8 +16,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class AdapterLoad:
-    """Count requests by version, not by bytes: tenants with the same bytes have each their own
-    load.
+    """Count requests by version, not by bytes.
+
+    Tenants with the same bytes have each their own load.
     """
 
     def __init__(self, *, max_versions: int = MAX_NAMES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,9 +49,7 @@ class AdapterLoad:
         return AdapterUse(self, [version_key(one) for one in versions], names)
 
     def num_running(self, version: UsedVersion) -> int:
-        """Return how many requests for the version have had their first token and not their
-        last.
-        """
+        """Return how many of the version's requests are past their first token and not done."""
         return self._running[version_key(version)]
 
     def uses_per_s(self, version: UsedVersion) -> float:
@@ -62,9 +61,7 @@ class AdapterLoad:
         return sorted(self._waiting_names)
 
     def running_names(self) -> list[str]:
-        """Return ``OWNER/NAME`` of each adapter that a request with its first token is for,
-        sorted.
-        """
+        """Return ``OWNER/NAME`` of each adapter with a request past its first token, sorted."""
         return sorted(self._running_names)
 
     def _answer(self, keys: Iterable[VersionKey], names: Iterable[str]) -> None:

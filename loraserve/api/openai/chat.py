@@ -185,8 +185,9 @@ class _Choice:
         return part
 
     def parts_of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the deltas of this chunk: its text if it has any,
-        and the end if it is the last.
+        """Return the deltas of this chunk.
+
+        They are its text if it has any, and the end if it is the last.
         """
         parts: list[dict[str, Any]] = []
         logprobs = self._logprobs(chunk)

@@ -63,8 +63,9 @@ _FIELDS: Mapping[str, Node] = {"prompt": _PROMPT, "messages": _MESSAGES, "stop":
 
 
 def describe(app: FastAPI) -> Node:
-    """Describe every route of `app` in OpenAPI 3.1: parameters, bodies, answers,
-    errors and scopes.
+    """Describe every route of `app` in OpenAPI 3.1.
+
+    Parameters, bodies, answers, errors and scopes are described.
     """
     document = get_openapi(
         title=app.title,

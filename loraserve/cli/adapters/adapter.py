@@ -135,8 +135,9 @@ def pull(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Download a version's files (default: the live version's),
-    or make the server fetch a version with --from.
+    """Download a version's files, or make the server fetch a version with --from.
+
+    Without a version, those of the live version are downloaded.
     """
     name, version = split_version(target)
     if (directory is None) == (source is None):

@@ -1,5 +1,6 @@
-"""``loraserve adapter verify, warm, pin, unpin``: what a version answers,
-and whether its weights wait in memory.
+"""``loraserve adapter verify, warm, pin, unpin``.
+
+They tell what a version answers, and whether its weights wait in memory.
 """
 
 from __future__ import annotations

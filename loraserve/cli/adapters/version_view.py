@@ -102,8 +102,10 @@ def show_version(output: Output, version: Version) -> None:
 
 
 def check_served(output: Output, version: Version) -> None:
-    """Raises:
-    typer.Exit: the version isn't served; scripts must not go on as if it were.
+    """Check that the version is served; scripts must not go on as if it were.
+
+    Raises:
+        typer.Exit: it isn't.
     """
     if version.is_of_another_base:
         raise typer.Exit(1)

@@ -1,3 +1,4 @@
-"""Commands that work on this machine instead of calling a server: serve, plan, doctor,
-db and demo.
+"""Commands that work on this machine instead of calling a server.
+
+They are serve, plan, doctor, db and demo.
 """

@@ -38,9 +38,7 @@ def demo(
     ] = Quantize.NONE,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = None,
 ) -> None:
-    """Serve the bundled base, push its seven adapters,
-    and show one prompt answered by all of them.
-    """
+    """Serve the bundled base and its seven adapters, and show one prompt answered by all."""
     if context.invoked_subcommand is not None:
         return
     with reporting(Format.HUMAN):

@@ -1,5 +1,6 @@
-"""``loraserve doctor``: check that this installation can serve,
-and that the running server has these settings.
+"""``loraserve doctor``: check that this installation can serve.
+
+It also checks that the running server has these settings.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def doctor(
 
 
 def _checks(flags: dict[str, str | None], url: str | None, costs: list[RoundingCost] | None) -> Iterator[Check]:
-    """
+    """Yield all checks that these settings call for.
+
     Args:
         costs: what rounding costs is measured and appended; None: it isn't measured.
     """
@@ -150,7 +152,7 @@ def _show_kernels(output: Output, flags: dict[str, str | None]) -> None:
 
 
 def _settings(flags: dict[str, str | None]) -> tuple[Settings | None, errors.ConfigError | None]:
-    """The server's settings; without a model where none is named."""
+    """Return the server's settings; without a model where none is named."""
     from loraserve.settings import Settings
 
     try:
@@ -178,8 +180,9 @@ def _of_settings(settings: Settings) -> Iterator[Check]:
 
 
 def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -> Iterator[Check]:
-    """The base, by its headers, and how memory would be divided;
-    what is expected of a server is appended.
+    """Check the base, by its headers, and how memory would be divided.
+
+    What is expected of a server is appended.
     """
     from pathlib import Path
 
@@ -226,8 +229,9 @@ def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -
 
 
 def _precision(expected: Expected | None, costs: list[RoundingCost]) -> Iterator[Check]:
-    """Check what rounding costs the base that the settings name;
-    append it to `costs` where it could be measured.
+    """Check what rounding costs the base that the settings name.
+
+    It is appended to `costs` where it could be measured.
     """
     from loraserve.doctor import precision
     from loraserve.doctor.checks import fail
@@ -246,7 +250,10 @@ def _precision(expected: Expected | None, costs: list[RoundingCost]) -> Iterator
 def _server(
     url: str | None, settings: Settings | None, expected: Expected | None, served: list[str]
 ) -> Iterator[Check]:
-    """The server that answers, if there is one; the digest of its base is appended to `served`."""
+    """Check the server that answers, if there is one.
+
+    The digest of its base is appended to `served`.
+    """
     from loraserve.doctor import server
     from loraserve.doctor.checks import fail, ok, run, warn
     from loraserve.sdk.config import DEFAULT_URL, ClientConfig
@@ -277,7 +284,11 @@ def _server(
 
 
 def _checked(url: str) -> str:
-    """A server's root. Raises: ConfigError: it isn't a URL, or holds a password."""
+    """Return a server's root.
+
+    Raises:
+        ConfigError: it isn't a URL, or holds a password.
+    """
     from loraserve.sdk.config import ClientConfig
 
     # any key will do: the URL alone is looked at
@@ -298,8 +309,9 @@ def _secrets(flags: dict[str, Any]) -> list[str]:
 
 
 def _passwords(url: str) -> list[str]:
-    """Return a URL's passwords, encoded and decoded: its user's, and those in PostgreSQL's options
-    after the question mark.
+    """Return a URL's passwords, encoded and decoded.
+
+    They are its user's, and those in PostgreSQL's options after the question mark.
     """
     try:
         parts = urlsplit(url)

@@ -81,11 +81,10 @@ def plan(
     format: FormatOption = None,
     **settings: str | None,
 ) -> None:
-    """Show what a server would need and what fits, without starting one:
-    only files' headers are read.
+    """Show what a server would need and what fits, without starting one.
 
-    The exit code is 1 if part of it can't be served. BYTES are written as 8GiB, 500MB or a plain
-    number.
+    Only files' headers are read. The exit code is 1 if part of it can't be served. BYTES are
+    written as 8GiB, 500MB or a plain number.
     """
     with reporting(format) as output:
         made = _make(

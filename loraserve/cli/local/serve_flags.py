@@ -1,5 +1,6 @@
-"""Flags that are settings: each is a field of `loraserve.settings.Settings`,
-which checks it and holds its help.
+"""Flags that are settings.
+
+Each is a field of `loraserve.settings.Settings`, which checks it and holds its help.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ VALUES = {
 
 
 def takes_settings(names: Sequence[str] | None = None) -> Callable[[F], F]:
-    """Give a command these settings as flags, or all; it gets them as ``**settings``,
-    None for those not given.
+    """Give a command these settings as flags, or all.
 
-    Values are passed on as they are written, so that a flag, a variable and a line of
-    loraserve.toml are checked by one rule and refused in the same words.
+    It gets them as ``**settings``, None for those not given. Values are passed on as they are
+    written, so that a flag, a variable and a line of loraserve.toml are checked by one rule and
+    refused in the same words.
     """
 
     def add(function: F) -> F:
@@ -84,8 +85,9 @@ def _flag(name: str, section: str) -> inspect.Parameter:
 
 
 class SettingsCommand(Command):
-    """A command with settings as flags; `Settings` describes them,
-    and is loaded only when help is shown.
+    """A command with settings as flags.
+
+    `Settings` describes them, and is loaded only when help is shown.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -1,3 +1,4 @@
-"""The catalog's entries beside versions: aliases, metadata, grants, pins,
-deleted and shadowed versions.
+"""The catalog's entries beside versions.
+
+They are aliases, metadata, grants, pins, deleted and shadowed versions.
 """

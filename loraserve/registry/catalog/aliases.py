@@ -1,5 +1,6 @@
-"""Aliases: names that move between versions by compare-and-swap, with splits,
-shadows and rollbacks.
+"""Aliases: names that move between versions by compare-and-swap.
+
+They have splits, shadows and rollbacks.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ class Aliases:
         self._clock = clock
 
     async def get(self, tenant: TenantId, name: str, alias: str) -> AliasRecord:
-        """Raises:
-        AdapterNotFound, AliasNotFound
+        """Return the alias.
+
+        Raises:
+            AdapterNotFound: there is no such adapter.
+            AliasNotFound: it has no such alias.
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
@@ -84,10 +88,10 @@ class Aliases:
         actor: str,
         condition: Precondition = NO_CONDITION,
     ) -> tuple[AliasRecord, bool]:
-        """Point `alias` to `target`, with that shadow or none, if `condition` holds; return it,
-        and whether it is new.
+        """Point `alias` to `target`, with that shadow or none, if `condition` holds.
 
-        The shadow is dropped if it is the only version that answers.
+        Return it, and whether it is new. The shadow is dropped if it is the only version that
+        answers.
 
         Raises:
             InvalidRequest: the name or the share isn't valid, or there are
@@ -127,10 +131,9 @@ class Aliases:
         condition: Precondition = NO_CONDITION,
         once: Once[AliasRecord] | None = None,
     ) -> AliasRecord:
-        """Point `alias` back to its previous target,
-        and remember the present one for the next rollback.
+        """Point `alias` back to its previous target.
 
-        Keep the shadow.
+        The present one is remembered for the next rollback. Keep the shadow.
 
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
@@ -219,9 +222,11 @@ class Aliases:
     async def _check_servable(
         self, repository: AdapterRepository, adapter: Adapter, target: AliasTarget, shadow: ShadowPart | None
     ) -> None:
-        """Raises:
-        VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: the first version that can't be
-        used.
+        """Check that the target's versions can be used.
+
+        Raises:
+            VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: the first version that can't
+                be used.
         """
         numbers = (*target.versions, *(() if shadow is None else (shadow.version,)))
         for row in await repository.versions_of(adapter, numbers):
@@ -231,8 +236,10 @@ class Aliases:
 
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:
-    """Raises:
-    PreconditionFailed: `found` doesn't satisfy the caller's condition.
+    """Check that `found` satisfies the caller's condition.
+
+    Raises:
+        PreconditionFailed: it doesn't.
     """
     if condition.is_absent and found is not None:
         raise PreconditionFailed(f"{shown} exists; the request said that it must not (If-None-Match).")

@@ -86,9 +86,11 @@ class Grants:
         return record, row is None
 
     async def _check_room(self, session: AsyncSession, owner: TenantId, adapter: Adapter, tenant: str) -> None:
-        """Raises:
-        InvalidRequest: the adapter, or the tenant from this owner, has the maximum number of
-        grants.
+        """Check that there is room for one more grant.
+
+        Raises:
+            InvalidRequest: the adapter, or the tenant from this owner, has the maximum number of
+                grants.
         """
         mine = select(func.count()).select_from(_grants_of(adapter).subquery())
         if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
@@ -108,9 +110,12 @@ class Grants:
             )
 
     async def get(self, owner: TenantId, name: str, tenant: str) -> GrantRecord:
-        """Raises:
-        AdapterNotFound: `owner` has no such adapter.
-        GrantNotFound: the tenant has no grant, or there is no such tenant; the text is the same.
+        """Return the tenant's grant.
+
+        Raises:
+            AdapterNotFound: `owner` has no such adapter.
+            GrantNotFound: the tenant has no grant, or there is no such tenant; the text is the
+                same.
         """
         async with self._database.read() as session:
             adapter = await AdapterRepository(session, owner).adapter(name)
@@ -172,8 +177,9 @@ class Grants:
 
 
 def _grants_of(adapter: Adapter) -> Select[Grant, str]:
-    """Select the adapter's grants with tenant names, one per name:
-    that of the live tenant if there is one.
+    """Select the adapter's grants with tenant names, one per name.
+
+    It is that of the live tenant if there is one.
     """
     query = select(Grant, Tenant.name).join(Tenant, Tenant.id == Grant.tenant_id).where(Grant.adapter_id == adapter.id)
     other, namesake = aliased(Grant), aliased(Tenant)

@@ -45,8 +45,9 @@ class LastUsed:
         self._by_anyone: OrderedDict[VersionKey, float] = OrderedDict()
 
     def touch(self, tenant: TenantId, version: UsedVersion) -> None:
-        """Note that the tenant uses the version now;
-        a grant may have given it access to another tenant's.
+        """Note that the tenant uses the version now.
+
+        A grant may have given it access to another tenant's.
         """
         key = version_key(version)
         self._note(self._by_bytes, (tenant, version.digest))
@@ -54,20 +55,23 @@ class LastUsed:
         self._note(self._by_anyone, key)
 
     def has_used(self, tenant: TenantId, digest: Digest) -> bool:
-        """Return whether the tenant used these bytes, under whatever name;
+        """Return whether the tenant used these bytes, under whatever name.
+
         False too where that is long forgotten.
         """
         return (tenant, digest) in self._by_bytes
 
     def seconds_since(self, tenant: TenantId, version: UsedVersion) -> float | None:
-        """Return the time since the tenant's last use of the version; None: never,
-        or long forgotten.
+        """Return the time since the tenant's last use of the version.
+
+        None: never, or long forgotten.
         """
         return self._since(self._by_tenant.get((tenant, version_key(version))))
 
     def seconds_since_anyone(self, version: UsedVersion) -> float | None:
-        """Return the time since any tenant's last use of the version; None: never,
-        or long forgotten.
+        """Return the time since any tenant's last use of the version.
+
+        None: never, or long forgotten.
         """
         return self._since(self._by_anyone.get(version_key(version)))
 

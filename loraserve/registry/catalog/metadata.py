@@ -33,9 +33,11 @@ class Edit:
     """Version number, alias or ``base``; empty for none. Adapters only."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        InvalidRequest: a text is too long, has characters that don't print, or there are too many
-        tags.
+        """Check the texts and the tags.
+
+        Raises:
+            InvalidRequest: a text is too long, has characters that don't print, or there are too
+                many tags.
         """
         if self.notes is not None:
             if len(self.notes.encode("utf-8", "replace")) > LIMITS.max_notes_bytes:
@@ -136,8 +138,10 @@ async def _checked_fallback(repository: AdapterRepository, adapter: Adapter, fal
 
 
 def _check_tags(tags: Mapping[str, str]) -> None:
-    """Raises:
-    InvalidRequest: there are too many tags, or one isn't valid. The message doesn't repeat it.
+    """Check the number of tags and each of them.
+
+    Raises:
+        InvalidRequest: there are too many tags, or one isn't valid. The message doesn't repeat it.
     """
     if len(tags) > LIMITS.max_tags:
         raise InvalidRequest(f"There are {len(tags)} tags; {LIMITS.max_tags} is the most.", param="tags")

@@ -47,8 +47,9 @@ class PinningEngine(Protocol):
         ...
 
     async def pin(self, ref: AdapterRef) -> None:
-        """Bring the adapter to the device and keep it there;
-        raise a `LoraserveError` if that's impossible.
+        """Bring the adapter to the device and keep it there.
+
+        Raise a `LoraserveError` if that's impossible.
         """
         ...
 
@@ -224,8 +225,9 @@ class Pins:
             self._held.add(ref.digest)
 
     def _see(self, incarnation: int) -> None:
-        """Note the engine's process: a new one holds nothing, but its client may have repeated pins
-        that are to be released.
+        """Note the engine's process.
+
+        A new one holds nothing, but its client may have repeated pins that are to be released.
         """
         if incarnation != self._incarnation:
             self._incarnation = incarnation

@@ -45,8 +45,9 @@ class Restorer:
     async def restore(
         self, tenant: TenantId, name: str, *, actor: str, once: Once[AdapterRecord] | None = None
     ) -> AdapterRecord:
-        """Restore the adapter durably with its aliases,
-        notes and fallback and the versions that were deleted with it.
+        """Restore the adapter durably, with the versions that were deleted with it.
+
+        Its aliases, notes and fallback come back too.
 
         Raises:
             AdapterNotFound: there was none, or the retention is over.

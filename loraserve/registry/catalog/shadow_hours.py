@@ -1,5 +1,6 @@
-"""Comparisons of shadow versions with the versions that answered,
-summed by the hour and flushed to the database.
+"""Comparisons of shadow versions with the versions that answered.
+
+They are summed by the hour and flushed to the database.
 """
 
 from __future__ import annotations
@@ -151,8 +152,9 @@ class ShadowHours:
     async def list(
         self, tenant: TenantId, name: str, alias: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[ShadowHourRecord]:
-        """Return a page of the hours of all shadows that the alias had within
-        `LIMITS.shadow_retention_s`, newest first.
+        """Return a page of the hours of all shadows that the alias had, newest first.
+
+        They are within `LIMITS.shadow_retention_s`.
 
         Raises:
             AdapterNotFound, AliasNotFound

@@ -1,3 +1,4 @@
-"""Health of versions: certificates, corruption and numeric failures,
-and whether a version can be served.
+"""Health of versions.
+
+It covers certificates, corruption and numeric failures, and whether a version can be served.
 """

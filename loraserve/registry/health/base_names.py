@@ -1,5 +1,6 @@
-"""Name that an adapter's config has for its base: it proves nothing,
-but it should be one of this base's.
+"""Name that an adapter's config has for its base.
+
+It proves nothing, but it should be one of this base's.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class BaseNames:
 
 
 def _short_forms(name: str) -> set[str]:
-    """Return the last component of a name or path,
-    and the model's name if it is in a hub's cache.
+    """Return the last component of a name or path.
+
+    If it is in a hub's cache, return the model's name too.
     """
     parts = [part for part in name.casefold().replace("\\", "/").split("/") if part not in ("", ".")]
     cached = (part.removeprefix(_CACHED).rpartition("--")[2] for part in parts if part.startswith(_CACHED))

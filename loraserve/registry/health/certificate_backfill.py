@@ -1,5 +1,6 @@
-"""Certificate backfill: verify in the background what was published without a certificate, or
-verified on other setups.
+"""Certificate backfill.
+
+It verifies in the background what was published without a certificate, or verified on other setups.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class _Due:
 
 
 class CertificateBackfill:
-    """Verify versions without a certificate for this server's setup,
-    one at a time and on one server of all.
+    """Verify versions without a certificate for this server's setup.
 
-    They were published while the engine was unreachable or busy, or verified with another
-    quantization, dtype or arithmetic. They are served meanwhile.
+    They are verified one at a time and on one server of all. They were published while the engine
+    was unreachable or busy, or verified with another quantization, dtype or arithmetic. They are
+    served meanwhile.
 
     The outcome is that of `Certificates.verify`: a failure puts the version in quarantine. A
     version that made the engine die twice, counting its upload, isn't tried again, so that one push

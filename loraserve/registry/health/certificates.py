@@ -1,5 +1,6 @@
-"""Certificates: the engine's measurement of how far a version's answers are from the
-reference's.
+"""Certificates: how far a version's answers are from the reference's.
+
+The engine measures it.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ VERDICTS = (PASSED, FAILED, SKIPPED, REJECTED)
 
 
 def verdict_of(check: Mapping[str, Any]) -> str:
-    """Return the verdict, one of `VERDICTS`, that was counted when `Certificates.verify` stored
-    this check.
+    """Return the verdict, one of `VERDICTS`, of this check.
+
+    It was counted when `Certificates.verify` stored the check.
     """
     is_rejected = check["status"] == FAILED and check["certificate"] is None
     return REJECTED if is_rejected else str(check["status"])
@@ -107,11 +109,11 @@ class Certificates:
         )
 
     async def check_upload(self, ref: AdapterRef) -> CertificateOutcome | None:
-        """Ask for the certificate of committed blobs that aren't a version yet;
-        return None if nothing is verified.
+        """Ask for the certificate of committed blobs that aren't a version yet.
 
-        If the engine is unreachable or busy, the upload isn't refused: the outcome is `SKIPPED`
-        with the reason, and `CertificateBackfill` asks again, with a limit if the engine died.
+        Return None if nothing is verified. If the engine is unreachable or busy, the upload isn't
+        refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` asks again,
+        with a limit if the engine died.
 
         Raises:
             AdapterRejected: the engine can never serve the adapter.
@@ -142,12 +144,12 @@ class Certificates:
         is_rebasing: bool = False,
         once: Once[VersionRecord] | None = None,
     ) -> VersionRecord:
-        """Issue a new certificate for the version, and set its state durably;
-        this may begin or end a quarantine.
+        """Issue a new certificate for the version, and set its state durably.
 
-        A version that the engine can never serve, or not any more, is quarantined too. A version of
-        another base moves to this server's base if the caller allows it and the certificate passes;
-        servers of the other base refuse it from then on.
+        This may begin or end a quarantine. A version that the engine can never serve, or not any
+        more, is quarantined too. A version of another base moves to this server's base if the
+        caller allows it and the certificate passes; servers of the other base refuse it from then
+        on.
 
         Args:
             is_rebasing: whether the version may leave its base for this server's.
@@ -222,12 +224,11 @@ class Certificates:
     async def known_failure(
         self, session: AsyncSession, tenant: TenantId, digest: Digest, base_digest: Digest
     ) -> CertificateOutcome | None:
-        """Return the failed certificate of any version of the tenant with the same weights on this
-        base, deleted or not.
+        """Return the failed certificate of the tenant's same weights on this base.
 
-        Used for uploads whose own certificate was skipped: pushing the bytes under another name
-        must not end their quarantine. Other tenants' versions aren't consulted, so as not to reveal
-        that they have the same bytes.
+        It may be of any version, deleted or not. Used for uploads whose own certificate was
+        skipped: pushing the bytes under another name must not end their quarantine. Other tenants'
+        versions aren't consulted, so as not to reveal that they have the same bytes.
         """
         query = (
             select(Adapter.name, AdapterVersion.number, AdapterVersion.checks)
@@ -246,8 +247,9 @@ class Certificates:
         return None
 
     async def _record_death(self, tenant: TenantId, name: str, number: int, actor: str) -> None:
-        """Store in the version's missing certificate that the engine died, so that all servers
-        know, also after restarts.
+        """Store in the version's missing certificate that the engine died.
+
+        So all servers know, also after restarts.
         """
         now = self._clock()
         async with self._database.write() as session:
@@ -262,8 +264,9 @@ class Certificates:
             _note(session, repository, adapter, row, now, actor=actor, verdict=SKIPPED, before=row.state)
 
     async def _certify_in_place(self, ref: AdapterRef, actor: str) -> CertificateOutcome:
-        """Return the outcome for a version of this base;
-        what the engine can never serve has failed.
+        """Return the outcome for a version of this base.
+
+        What the engine can never serve has failed.
         """
         try:
             return await self._ask(ref)

@@ -1,8 +1,8 @@
-"""Checks of a version: what was found of it, the state that follows,
-and the refusal of a version in quarantine.
+"""Checks of a version: what was found of it, and the state that follows.
 
-A check is a mapping with ``name``, ``status`` and ``detail``; some have more. The version's state
-is a function of its checks alone (`state_of`): whatever changes them calls `set_checks`.
+The refusal of a version in quarantine is here too. A check is a mapping with ``name``, ``status``
+and ``detail``; some have more. The version's state is a function of its checks alone (`state_of`):
+whatever changes them calls `set_checks`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ WARNED = "warned"
 
 
 def state_of(checks: Iterable[Mapping[str, Any]]) -> str:
-    """Return the state of a version with these checks: `QUARANTINED` if one has failed,
-    else `READY`.
+    """Return the state of a version with these checks.
+
+    It is `QUARANTINED` if one has failed, else `READY`.
     """
     return QUARANTINED if any(check["status"] == FAILED for check in checks) else READY
 
@@ -42,8 +43,9 @@ def set_checks(row: AdapterVersion, checks: Iterable[Mapping[str, Any]]) -> None
 
 
 def replace_check(checks: Iterable[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the checks with `new` at the end,
-    instead of the one of the same name if there is one.
+    """Return the checks with `new` at the end.
+
+    It replaces the one of the same name if there is one.
     """
     return [*(check for check in checks if check["name"] != new["name"]), new]
 
@@ -59,8 +61,9 @@ def is_corrupt(checks: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def quarantine_error(name: str, version: int, checks: Iterable[Mapping[str, Any]]) -> AdapterQuarantined:
-    """Return the refusal of a version in quarantine;
-    the message has the detail of the check that failed.
+    """Return the refusal of a version in quarantine.
+
+    Its message has the detail of the check that failed.
     """
     names = (STORED, CERTIFICATE, NUMERICS)
     failed = (check["detail"] for check in checks if check["name"] in names and check["status"] == FAILED)

@@ -74,10 +74,10 @@ class CorruptionQuarantine:
             logger.warning("the versions with damaged blob %s aren't quarantined yet: %s", blob, error)
 
     async def quarantine(self, digest: Digest, blob: Digest) -> int:
-        """Quarantine durably all live versions with this digest and blob;
-        return how many weren't in quarantine.
+        """Quarantine durably all live versions with this digest and blob.
 
-        Equal versions in other blobs are still served: their bytes are whole.
+        Return how many weren't in quarantine. Equal versions in other blobs are still served: their
+        bytes are whole.
 
         Raises:
             DatabaseUnavailable

@@ -75,8 +75,9 @@ def base_check(base: BaseSpec, detail: str) -> dict[str, Any]:
 
 
 def _kind(ir: AdapterIR) -> str:
-    """Return PEFT's name of the kind, and its extra features:
-    ``LORA with magnitudes (DoRA), norms``.
+    """Return PEFT's name of the kind, and its extra features.
+
+    An example is ``LORA with magnitudes (DoRA), norms``.
     """
     modules = ir.modules
     features = (

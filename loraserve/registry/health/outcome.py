@@ -1,5 +1,6 @@
-"""Outcome of asking the engine for a certificate: its entry among a version's checks,
-and when to ask again.
+"""Outcome of asking the engine for a certificate.
+
+It has its entry among a version's checks, and when to ask again.
 """
 
 from __future__ import annotations
@@ -60,11 +61,10 @@ class CertificateOutcome:
         return {**check, "holds_for": list(self.holds_for)} if self.holds_for else check
 
     def after(self, checks: Iterable[Mapping[str, Any]]) -> CertificateOutcome:
-        """Return the same outcome with the setups on which the version passed before,
-        according to its old checks.
+        """Return the same outcome with the setups on which the version passed before.
 
-        Otherwise servers that compute one base in different ways would verify the version in turns,
-        forever. A failure clears all of them.
+        Its old checks say which. Otherwise servers that compute one base in different ways would
+        verify the version in turns, forever. A failure clears all of them.
         """
         if self.status != PASSED:
             return self
@@ -95,8 +95,9 @@ def is_due(check: Mapping[str, Any], setup: str) -> bool:
 
 
 def after_death(check: Mapping[str, Any], setup: str) -> dict[str, Any]:
-    """Return the check after the engine died while verifying the version;
-    after two deaths it isn't due any more.
+    """Return the check after the engine died while verifying the version.
+
+    After two deaths it isn't due any more.
     """
     if not is_due(check, setup):
         return dict(check)

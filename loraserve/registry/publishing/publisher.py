@@ -36,8 +36,9 @@ MAX_INSPECTIONS = 2
 
 
 class Publisher:
-    """Publish versions: first the blobs, durably, then the certificate, the database's commit,
-    and the answer.
+    """Publish versions.
+
+    First come the blobs, durably, then the certificate, the database's commit, and the answer.
 
     Args:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
@@ -209,8 +210,9 @@ class Publisher:
         return Stored(config_blob, weights_blob, is_uploaded=True)
 
     async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
-        """Ask for a certificate if the version is new or repaired;
-        return None if it has one or nothing is verified.
+        """Ask for a certificate if the version is new or repaired.
+
+        Return None if it has one or nothing is verified.
 
         Raises:
             AdapterRejected: the engine can never serve the version.
@@ -236,10 +238,10 @@ class Publisher:
         outcome: CertificateOutcome | None,
         once: Once[Published] | None,
     ) -> Published:
-        """Write the version to the database: add it, repair it or leave it as it is,
-        and move `LIVE`.
+        """Write the version to the database, and move `LIVE`.
 
-        All of it is one transaction, which locks the tenant.
+        The version is added, repaired or left as it is. All of it is one transaction, which locks
+        the tenant.
         """
         name, now = push.name, self._clock()
         async with self._database.write() as session:
@@ -319,8 +321,10 @@ def _inspect(config: bytes, weights: Weights, base: BaseSpec, names: BaseNames, 
 
 
 def _check_base(push: Push, version: AdapterVersion) -> None:
-    """Raises:
-    AdapterOfAnotherBase: the version isn't of the base that the push was checked against.
+    """Check that the version is of the base that the push was checked against.
+
+    Raises:
+        AdapterOfAnotherBase: it isn't.
     """
     if version.base_digest != push.base.digest:
         raise other_base_error(push.name, version.number, version.base_digest, version.checks, push.base)

@@ -60,8 +60,9 @@ class Pulls:
         is_promoting: bool = True,
         once: Once[OperationRecord] | None = None,
     ) -> OperationRecord:
-        """Begin an operation that publishes the adapter at `source` as a version of the tenant's
-        `name`.
+        """Begin an operation that publishes the adapter at `source`.
+
+        It becomes a version of the tenant's `name`.
 
         Raises:
             InvalidRequest: the name or the source isn't valid.
@@ -147,8 +148,9 @@ class _MinimumRate:
 
 
 def _fetch(source: Source, weights: StagedBlob, progress: Progress, rate: _MinimumRate) -> bytes:
-    """Write the weights to `weights` and return the config;
-    check the sizes of both while they are read.
+    """Write the weights to `weights` and return the config.
+
+    The sizes of both are checked while they are read.
     """
     config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, rate))
     for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, rate):

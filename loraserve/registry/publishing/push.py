@@ -1,5 +1,6 @@
-"""One push: its files, its inspection, its blobs,
-and the row of the version that it makes or repairs.
+"""One push: its files, its inspection, its blobs.
+
+It adds or repairs the row of its version.
 """
 
 from __future__ import annotations

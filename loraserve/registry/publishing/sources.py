@@ -42,8 +42,9 @@ class Source(Protocol):
         ...
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
-        """Return the file's size, if the source states it, and an iterator of its bytes that yields
-        each piece as it arrives.
+        """Return the file's size, if the source states it, and an iterator of its bytes.
+
+        The iterator yields each piece as it arrives.
 
         Raises:
             AdapterFormatError: there is no such file.
@@ -81,7 +82,8 @@ def parse_source(text: str) -> Source:
 
 
 def check_allowed(source: Source, patterns: Sequence[str]) -> None:
-    """Check that a pattern of the operator matches the source;
+    """Check that a pattern of the operator matches the source.
+
     ``*`` in a pattern matches anything, slashes included.
 
     Raises:

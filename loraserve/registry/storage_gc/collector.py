@@ -1,10 +1,10 @@
-"""The garbage collector: it deletes blobs that nothing refers to,
-concurrently with everything else.
+"""The garbage collector.
 
-It takes three steps, each safe beside publishing (`loraserve.registry.blob_references`) and beside
-another server's collector: an unreferenced blob becomes a candidate; it remains one for
-`LIMITS.gc_grace_s`; then it is locked, in a transaction that looks for references again, and
-deleted. Rows of deleted versions stay: only their bytes are deleted, after the retention.
+It deletes blobs that nothing refers to, concurrently with everything else. It takes three steps,
+each safe beside publishing (`loraserve.registry.blob_references`) and beside another server's
+collector: an unreferenced blob becomes a candidate; it remains one for `LIMITS.gc_grace_s`; then it
+is locked, in a transaction that looks for references again, and deleted. Rows of deleted versions
+stay: only their bytes are deleted, after the retention.
 
 The collector touches only a store that is known to be this registry's
 (`loraserve.registry.storage_gc.store_claim`).
@@ -107,8 +107,10 @@ class Collector:
         await asyncio.gather(self._task.close(), self.locks.close())
 
     async def collect(self) -> bool:
-        """Make one pass: delete expired uploads, list unreferenced blobs,
-        and delete those whose grace period is over.
+        """Make one pass.
+
+        Delete expired uploads, list unreferenced blobs, and delete those whose grace period is
+        over.
 
         Returns:
             Whether the pass was completed; False if another server is collecting.
@@ -146,8 +148,9 @@ class Collector:
                 return
 
     async def _list_candidates(self) -> bool:
-        """Make all unreferenced blobs of the store candidates;
-        return False if another server took the lease.
+        """Make all unreferenced blobs of the store candidates.
+
+        Return False if another server took the lease.
         """
         digests = self._store.iter_digests()
         while batch := await asyncio.to_thread(_take, digests, _LISTED_AT_ONCE):
@@ -169,8 +172,9 @@ class Collector:
         self.num_gc_candidates = len(rows)
 
     async def _delete_due(self) -> bool:
-        """Delete the candidates whose grace period is over;
-        return False if another server took the lease.
+        """Delete the candidates whose grace period is over.
+
+        Return False if another server took the lease.
         """
         due = [digest for digest, _ in self._candidates.older_than(self._grace_s)]
         # shuffled, so that blobs that can't be deleted don't block the others in every pass
@@ -234,8 +238,9 @@ class _Deleted:
 
 
 async def _completed(work: Coroutine[Any, Any, _Deleted]) -> _Deleted:
-    """Await `work` and complete it even if the caller is cancelled,
-    so that no deletion stays locked.
+    """Await `work` and complete it even if the caller is cancelled.
+
+    So no deletion stays locked.
     """
     running = asyncio.ensure_future(work)
     try:

@@ -1,12 +1,11 @@
-"""Locks on blobs that a collector is deleting;
-`loraserve.registry.blob_references.retain` waits for them.
+"""Locks on blobs that a collector is deleting.
 
-A lock is durable: a row lock would end with its connection while the deleting thread continues. It
-ends with its deletions. A lock that its collector abandoned, because it was killed or lost the
-database, ends after it was seen for `LIMITS.gc_mark_s`. By then nothing is deleted under it: no
-deletion begins later than `DELETING_S` after the lock, by both clocks of its server, and a store
-gives up a deletion within three minutes. A server's heartbeat would tell no more: a server without
-a connection deletes without a heartbeat.
+`loraserve.registry.blob_references.retain` waits for them. A lock is durable: a row lock would end
+with its connection while the deleting thread continues. It ends with its deletions. A lock that its
+collector abandoned, because it was killed or lost the database, ends after it was seen for
+`LIMITS.gc_mark_s`. By then nothing is deleted under it: no deletion begins later than `DELETING_S`
+after the lock, by both clocks of its server, and a store gives up a deletion within three minutes.
+A server's heartbeat would tell no more: a server without a connection deletes without a heartbeat.
 """
 
 from __future__ import annotations
@@ -95,11 +94,10 @@ class DeletionLocks:
     async def hold(
         self, digests: Collection[Digest], now: datetime, *, grace: timedelta, retention: timedelta
     ) -> AsyncIterator[DeletionLock]:
-        """Lock the unreferenced digests that were candidates for `grace`,
-        for the length of a with block.
+        """Lock the unreferenced digests that were candidates for `grace`.
 
-        Afterwards neither deleted nor referenced blobs are candidates. If the block fails,
-        `release` ends the lock.
+        They are locked for the length of a with block. Afterwards neither deleted nor referenced
+        blobs are candidates. If the block fails, `release` ends the lock.
 
         Raises:
             DatabaseUnavailable

@@ -1,13 +1,13 @@
-"""Claim of a registry on its store: a registry knows the store that it works on,
-and the store knows its registry.
+"""Claim of a registry on its store.
 
-The store has a marker with the registry's id and the last *stamp* that the registry put there; the
-registry keeps the stamps that it made. A marker whose stamp it doesn't know is another registry's,
-or was put there by a later state of this one, of which the database is a backup or a copy: such a
-store's blobs may be needed though no row here refers to them. A server makes a new stamp at its
-start and before each pass of the collector, so a database that went back further than that is found
-out. The stamp is committed before the marker has it; any number of servers of one registry may do
-this at once.
+A registry knows the store that it works on, and the store knows its registry. The store has a
+marker with the registry's id and the last *stamp* that the registry put there; the registry keeps
+the stamps that it made. A marker whose stamp it doesn't know is another registry's, or was put
+there by a later state of this one, of which the database is a backup or a copy: such a store's
+blobs may be needed though no row here refers to them. A server makes a new stamp at its start and
+before each pass of the collector, so a database that went back further than that is found out. The
+stamp is committed before the marker has it; any number of servers of one registry may do this at
+once.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ class StoreClaim:
             await self.look()
 
     async def adopt(self, *, actor: str, is_dry_run: bool = False) -> Adoption:
-        """Make the store this registry's, whatever its marker says; with `is_dry_run`,
-        say what that would change.
+        """Make the store this registry's, whatever its marker says.
+
+        With `is_dry_run`, say what that would change.
 
         Raises:
             DatabaseUnavailable, StorageError
@@ -179,8 +180,9 @@ class StoreClaim:
             return await session.scalar(select(RegistryIdentity.id)) or "(a new one)"
 
     async def _verified(self) -> bytes:
-        """Return the marker, which this registry wrote: now,
-        if the store had none and can be claimed.
+        """Return the marker, which this registry wrote.
+
+        It is written now if the store had none and can be claimed.
 
         Raises:
             StoreMismatch, DatabaseUnavailable, StorageError
@@ -207,8 +209,9 @@ class StoreClaim:
         raise self._is_contended()
 
     async def _read_verified(self) -> bytes | None:
-        """Return the marker, which this registry wrote; None: there is none,
-        and this registry never claimed a store.
+        """Return the marker, which this registry wrote.
+
+        None: there is none, and this registry never claimed a store.
 
         Raises:
             StoreMismatch, DatabaseUnavailable, StorageError
@@ -250,8 +253,9 @@ class StoreClaim:
         )
 
     async def _why_not(self, contents: StoreContents) -> StoreMismatch | None:
-        """Return why a store without a marker isn't claimed by a registry that never claimed one;
-        None if it is.
+        """Return why a store without a marker isn't claimed; None if it is.
+
+        The registry has never claimed one.
         """
         if contents.num_blobs == 0:
             if not await self._has_versions():
@@ -329,8 +333,9 @@ class StoreClaim:
         return True
 
     async def _survey(self) -> StoreContents:
-        """Count what is in the store, which is listed before the database is asked:
-        a blob comes before its row.
+        """Count what is in the store.
+
+        It is listed before the database is asked: a blob comes before its row.
         """
         digests = self._store.iter_digests()
         num_blobs = num_published = num_listed = 0

@@ -1,5 +1,6 @@
-"""Stored bytes of resumable uploads: the chunks, the blob that they make,
-and that blob as weights to publish.
+"""Stored bytes of resumable uploads.
+
+They are the chunks, the blob that they make, and that blob as weights to publish.
 """
 
 from __future__ import annotations
@@ -77,9 +78,11 @@ class StoredWeights:
         self.num_bytes = num_bytes
 
     def read(self) -> memoryview:
-        """Raises:
-        BytesLost: the blob is corrupt or gone.
-        StorageError
+        """Return the bytes of the blob.
+
+        Raises:
+            BytesLost: the blob is corrupt or gone.
+            StorageError: the store fails.
         """
         try:
             return self._store.read(self.digest)

@@ -24,8 +24,9 @@ class Sender(Protocol):
 
     @property
     def behind_s(self) -> float:
-        """Seconds by which the sender lags behind the minimum rate;
-        0 while no bytes are awaited.
+        """Seconds by which the sender lags behind the minimum rate.
+
+        It is 0 while no bytes are awaited.
         """
         ...
 
@@ -57,10 +58,10 @@ class ConcurrencyLimiter:
         self.shares.take(tenant_holder(tenant))
 
     async def acquire_or_displace(self, tenant: TenantId, sender: Sender | None) -> None:
-        """Take a slot as `acquire` does; if none is free,
-        stop the transfer that lags most and wait for its slot.
+        """Take a slot as `acquire` does, or that of the transfer that lags most.
 
-        A transfer is stopped only if it lags by `LIMITS.stalled_upload_s` or more.
+        If none is free, that transfer is stopped and waited for. A transfer is stopped only if it
+        lags by `LIMITS.stalled_upload_s` or more.
 
         Args:
             sender: client that sends this transfer's bytes; None if they have arrived already.

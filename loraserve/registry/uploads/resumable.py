@@ -86,11 +86,10 @@ class ResumableUploads:
         actor: str,
         once: Once[tuple[UploadRecord, bool]] | None = None,
     ) -> tuple[UploadRecord, bool]:
-        """Announce an upload, or resume the one that the tenant began; return it,
-        and whether it is new.
+        """Announce an upload, or resume the one that the tenant began.
 
-        The bytes must be sent even if another tenant's are equal: the answer doesn't reveal what
-        others hold.
+        Return it, and whether it is new. The bytes must be sent even if another tenant's are equal:
+        the answer doesn't reveal what others hold.
 
         Raises:
             InvalidRequest: `sha256` or `size` isn't valid.
@@ -132,15 +131,19 @@ class ResumableUploads:
         return result
 
     async def get(self, tenant: TenantId, upload_id: str) -> UploadRecord:
-        """Raises:
-        UploadNotFound: the upload is absent, expired, or another tenant's; the text is the same.
+        """Return the tenant's upload.
+
+        Raises:
+            UploadNotFound: the upload is absent, expired, or another tenant's; the text is the
+                same.
         """
         async with self._database.read() as session:
             return _to_record(await self._row(session, tenant, upload_id))
 
     async def finish(self, tenant: TenantId, upload_id: str) -> UploadRecord:
-        """Return the upload, after completing it if its server ended right after the last byte
-        arrived.
+        """Return the upload, completed.
+
+        It is completed now if its server ended right after the last byte arrived.
 
         Raises:
             UploadNotFound
@@ -175,10 +178,9 @@ class ResumableUploads:
         body: AsyncIterator[bytes],
         sender: Sender | None = None,
     ) -> UploadRecord:
-        """Receive the bytes [start, end) of `size` durably,
-        and complete the blob with the last of them.
+        """Receive the bytes [start, end) of `size` durably.
 
-        Return the upload.
+        The last of them complete the blob. Return the upload.
 
         A piece that is stored already is read and dropped. If a piece ends early, the bytes that
         arrived are stored.
@@ -339,8 +341,9 @@ class ResumableUploads:
         return StoredWeights(self._store, Digest(row.sha256), row.size)
 
     async def forget(self, tenant: TenantId, sha256: Digest) -> None:
-        """Delete the tenant's complete uploads of a blob that is corrupt or gone,
-        so that it must be uploaded again.
+        """Delete the tenant's complete uploads of a blob that is corrupt or gone.
+
+        So it must be uploaded again.
         """
         now = self._clock()
         async with self._database.write() as session:

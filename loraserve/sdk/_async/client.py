@@ -71,14 +71,16 @@ class AsyncClient:
         return self._config.url
 
     def residency(self, *, resident: bool = False) -> AsyncIterator[AdapterResidency]:
-        """Yield where each version's weights are: device, host or disk; with `resident`,
-        only versions in memory.
+        """Yield where each version's weights are: device, host or disk.
+
+        With `resident`, only versions in memory.
         """
         params = {"resident": "true"} if resident else {}
         return all_rows(self._transport, "/api/v1/residency", AdapterResidency, params)
 
     async def memory(self) -> Memory | None:
-        """Return the use of the device's and the host's memory at the last heartbeat;
+        """Return the use of the device's and the host's memory at the last heartbeat.
+
         None for a tenant's key.
         """
         # every page carries the memory: request the smallest

@@ -123,8 +123,9 @@ class AsyncKeys:
 
 
 class AsyncGrants:
-    """Grants let other tenants use an adapter as ``OWNER/NAME``;
-    they neither see its files nor change it.
+    """Grants let other tenants use an adapter as ``OWNER/NAME``.
+
+    They neither see its files nor change it.
     """
 
     def __init__(self, transport: AsyncTransport) -> None:

@@ -1,5 +1,6 @@
-"""An adapter's files, sent and fetched: interrupted transfers go on where they stopped,
-or leave nothing behind.
+"""An adapter's files, sent and fetched.
+
+Interrupted transfers go on where they stopped, or leave nothing behind.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ async def download(
     overwrite: bool,
     on_progress: OnProgress | None,
 ) -> None:
-    """Write both files of the version at `version_path` into `directory`,
-    checked against the server's digests.
+    """Write both files of the version at `version_path` into `directory`.
+
+    They are checked against the server's digests.
 
     Raises:
         AlreadyExists: one of them exists, and `overwrite` is False.

@@ -1,6 +1,7 @@
 # Generated from loraserve/sdk/_async/adapters.py by `make sdk`: don't edit.
-"""`client.adapters`: push and pull PEFT directories, list and move versions,
-keep weights in memory or let them go.
+"""`client.adapters`: push and pull PEFT directories, list and move versions.
+
+Weights can be kept in memory or let go.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class Adapters:
         tags: Mapping[str, str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> Version:
-        """Send a PEFT directory and return the version that the server made of it,
-        checked and durable.
+        """Send a PEFT directory and return the version that the server made of it.
 
-        The weights are sent in pieces: a push that was interrupted goes on from the bytes that the
-        server already has. Pushing the same bytes again returns the version that has them. With
-        ``dry_run`` everything is checked and nothing published. A version whose certificate failed
-        is quarantined (`Version.is_quarantined`): it isn't served, and no alias points to it.
+        The version is checked and durable. The weights are sent in pieces: a push that was
+        interrupted goes on from the bytes that the server already has. Pushing the same bytes again
+        returns the version that has them. With ``dry_run`` everything is checked and nothing
+        published. A version whose certificate failed is quarantined (`Version.is_quarantined`): it
+        isn't served, and no alias points to it.
 
         Args:
             alias: point this alias at the new version too.
@@ -77,8 +78,9 @@ class Adapters:
     def _publish(
         self, name: str, config: str, weights: Path, params: Mapping[str, str], on_progress: OnProgress | None
     ) -> Version:
-        """Upload the weights and publish them; upload them again if the server has lost or damaged
-        them meanwhile.
+        """Upload the weights and publish them.
+
+        Upload them again if the server has lost or damaged them meanwhile.
         """
         policy = self._transport.config.retry
         attempt = 0
@@ -107,10 +109,9 @@ class Adapters:
         overwrite: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Version:
-        """Download a version's two files, as they were pushed, into `directory`,
-        and return the version.
+        """Download a version's two files into `directory`, and return the version.
 
-        Each file is checked against its digest.
+        The files are as they were pushed. Each file is checked against its digest.
 
         Args:
             version: None: the one that `live` points to.
@@ -167,8 +168,9 @@ class Adapters:
         return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=encode(_changes(notes, tags))))
 
     def set_fallback(self, name: str, fallback: int | str | None) -> Adapter:
-        """Set what answers when the requested version can't: a version, an alias, ``"base"``,
-        or None for nothing.
+        """Set what answers when the requested version can't.
+
+        It is a version, an alias, ``"base"``, or None for nothing.
         """
         body = encode({"fallback": None if fallback is None else str(fallback)})
         return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=body))
@@ -201,8 +203,9 @@ class Adapters:
         self._transport.send(Call("DELETE", _path(name, version), read_nothing))
 
     def restore(self, name: str) -> Adapter:
-        """Bring back a deleted adapter with its versions and aliases,
-        while the server still keeps them.
+        """Bring back a deleted adapter with its versions and aliases.
+
+        The server keeps them for a while.
         """
         return self._transport.send(
             Call("POST", f"{_path(name)}/restore", read_into(Adapter), headers=idempotency_key())
@@ -268,8 +271,9 @@ class Adapters:
         self._transport.send(Call("DELETE", _alias_path(name, alias), read_nothing, headers=headers))
 
     def rollback(self, name: str, alias: str = LIVE, *, if_match: str | None = None) -> Alias:
-        """Point the alias where it pointed before its last move;
-        a second rollback undoes the first.
+        """Point the alias where it pointed before its last move.
+
+        A second rollback undoes the first.
 
         Raises:
             Conflict: it never moved.
@@ -279,16 +283,17 @@ class Adapters:
         return self._transport.send(Call("POST", path, read_into(Alias), headers=headers))
 
     def shadow(self, name: str, alias: str = LIVE) -> Iterator[ShadowHour]:
-        """Yield how the alias's shadow version compared, hour by hour;
-        pages are requested as they're needed.
+        """Yield how the alias's shadow version compared, hour by hour.
+
+        Pages are requested as they're needed.
         """
         return all_rows(self._transport, f"{_alias_path(name, alias)}/shadow", ShadowHour)
 
     def verify(self, name: str, version: int, *, rebase: bool = False) -> Version:
-        """Compare the version's answers with the reference's again;
-        return it with the new `Version.certificate`.
+        """Compare the version's answers with the reference's again.
 
-        A certificate that failed puts the version into quarantine, one that passed ends it.
+        Return it with the new `Version.certificate`. A certificate that failed puts the version
+        into quarantine, one that passed ends it.
 
         Args:
             rebase: move a version that was made for another base to the server's, if its

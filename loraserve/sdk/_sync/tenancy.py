@@ -122,8 +122,9 @@ class Keys:
 
 
 class Grants:
-    """Grants let other tenants use an adapter as ``OWNER/NAME``;
-    they neither see its files nor change it.
+    """Grants let other tenants use an adapter as ``OWNER/NAME``.
+
+    They neither see its files nor change it.
     """
 
     def __init__(self, transport: Transport) -> None:

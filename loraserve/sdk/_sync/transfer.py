@@ -1,6 +1,7 @@
 # Generated from loraserve/sdk/_async/transfer.py by `make sdk`: don't edit.
-"""An adapter's files, sent and fetched: interrupted transfers go on where they stopped,
-or leave nothing behind.
+"""An adapter's files, sent and fetched.
+
+Interrupted transfers go on where they stopped, or leave nothing behind.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def download(
     overwrite: bool,
     on_progress: OnProgress | None,
 ) -> None:
-    """Write both files of the version at `version_path` into `directory`,
-    checked against the server's digests.
+    """Write both files of the version at `version_path` into `directory`.
+
+    They are checked against the server's digests.
 
     Raises:
         AlreadyExists: one of them exists, and `overwrite` is False.

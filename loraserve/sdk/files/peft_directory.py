@@ -11,7 +11,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def find_files(directory: Path) -> tuple[Path, Path]:
-    """The config's and the weights' path in a PEFT directory.
+    """Return the config's and the weights' path in a PEFT directory.
 
     Raises:
         AdapterFormatError: one of them isn't there; the message says what is.
@@ -36,7 +36,7 @@ def find_files(directory: Path) -> tuple[Path, Path]:
 
 
 def read_config(path: Path) -> str:
-    """The file's text, which is one JSON object.
+    """Return the file's text, which is one JSON object.
 
     Raises:
         AdapterFormatError: it isn't.

@@ -1,5 +1,6 @@
-"""The calls of a resumable upload: the file is sent in pieces,
-and a broken connection costs at most one of them.
+"""The calls of a resumable upload.
+
+The file is sent in pieces, and a broken connection costs at most one of them.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def patch(upload: UploadState, path: Path, on_progress: OnProgress | None) -> Ca
 
 
 def check_unchanged(path: Path, state: FileState) -> None:
-    """
+    """Check that the file is as it was when it was hashed.
+
     Raises:
-        AdapterFormatError: the file isn't as it was when it was hashed.
+        AdapterFormatError: it isn't.
     """
     found = path.stat()
     if (found.st_size, found.st_mtime_ns) != (state.num_bytes, state.modified_ns):

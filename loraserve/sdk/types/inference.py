@@ -39,8 +39,9 @@ class CompletionChoice(Result):
 
 
 class Completion(Result):
-    """An answer of `/v1/completions`, and each chunk of its stream (a last chunk with usage has no
-    choices).
+    """An answer of `/v1/completions`, and each chunk of its stream.
+
+    A last chunk with usage has no choices.
     """
 
     id: str

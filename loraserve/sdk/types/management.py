@@ -1,5 +1,6 @@
-"""Adapters, their versions and aliases in the management API;
-and the page that every list comes in.
+"""Adapters, their versions and aliases in the management API.
+
+The page that every list comes in is here too.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Page(Result, Generic[R]):
 
 
 class Certificate(Result):
-    """Difference between an adapter's answers on the server and the float32 reference on the same
-    base.
+    """Difference between an adapter's answers on the server and the float32 reference.
 
-    Differences are of logits, over all tokens at every probe position. None: not a finite number.
+    Both are on the same base. Differences are of logits, over all tokens at every probe position.
+    None: not a finite number.
     """
 
     verdict: str

@@ -39,7 +39,8 @@ class Operation(Result):
         return None if done is None else Progress(done, total or done)
 
     def failure(self) -> errors.LoraserveError | None:
-        """Return the error that ended it, as the call would have raised it;
+        """Return the error that ended it, as the call would have raised it.
+
         None if it didn't fail.
         """
         if self.state == "cancelled":

@@ -8,8 +8,9 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})? ([0-9.eE+-]+|NaN|[
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Return the samples of Prometheus' text format,
-    keyed by name and labels as they are written there.
+    """Return the samples of Prometheus' text format.
+
+    They are keyed by name and labels as they are written there.
     """
     samples = {}
     for line in text.splitlines():

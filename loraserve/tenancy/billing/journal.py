@@ -1,10 +1,10 @@
-"""Journal of a server's usage that isn't in the database yet:
-a file that survives the death of its process.
+"""Journal of a server's usage that isn't in the database yet.
 
-Each server process has one file in a folder that may be shared, locked while the process lives. An
-entry is one line, written by one ``write``: the CRC-32 of the rest, a sequence number, and sums. A
-line cut short by a kill is no entry; nothing was acknowledged on it. A power cut may lose what
-wasn't synced: a second or so while the database answers.
+It is a file that survives the death of its process. Each server process has one file in a folder
+that may be shared, locked while the process lives. An entry is one line, written by one ``write``:
+the CRC-32 of the rest, a sequence number, and sums. A line cut short by a kill is no entry; nothing
+was acknowledged on it. A power cut may lose what wasn't synced: a second or so while the database
+answers.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class OrphanedJournal:
         _unlink(self.path)
 
     def preserve(self) -> Path:
-        """Link the file to a second name that is never counted and that `remove` leaves,
-        for inspection by people.
+        """Link the file to a second name that is never counted.
+
+        `remove` leaves it there, for inspection by people.
         """
         refused = self.path.with_suffix(REFUSED_SUFFIX)
         with suppress(FileExistsError):

@@ -1,5 +1,6 @@
-"""Metering of usage: exact to the token, kept through a kill,
-and in the database within seconds.
+"""Metering of usage.
+
+It is exact to the token, kept through a kill, and in the database within seconds.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class UsageMeter:
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make a meter; it counts from `start` on.
+
         Args:
             folder: folder of the journals of this machine's servers.
 
@@ -182,8 +184,9 @@ class UsageMeter:
 
     @property
     def lag_s(self) -> float:
-        """Seconds since the oldest usage that isn't in the database was recorded;
-        0 if there is none.
+        """Seconds since the oldest usage that isn't in the database was recorded.
+
+        It is 0 if there is none.
         """
         return 0.0 if self._oldest_at is None else self._monotonic() - self._oldest_at
 

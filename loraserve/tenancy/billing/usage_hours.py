@@ -28,8 +28,9 @@ async def counted_sequence(session: AsyncSession, journal: str, now: datetime) -
 async def count(
     session: AsyncSession, journal: str, sequence: int, totals: Mapping[UsageKey, Amounts], now: datetime
 ) -> frozenset[str]:
-    """Add the totals to their hours and mark the journal as counted up to `sequence`,
-    in one transaction.
+    """Add the totals to their hours and mark the journal as counted up to `sequence`.
+
+    One transaction does both.
 
     Returns:
         Tenants that this database doesn't know. Their usage isn't added.

@@ -50,8 +50,10 @@ class UsageQuery:
     """Names of `GROUPS`; empty for one sum of everything."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        InvalidRequest: a field is invalid; `param` names it.
+        """Check the fields.
+
+        Raises:
+            InvalidRequest: a field is invalid; `param` names it.
         """
         if self.adapter is not None and not (self.adapter.isprintable() and len(self.adapter) <= _MAX_ADAPTER_LENGTH):
             raise InvalidRequest("adapter should be NAME, OWNER/NAME, or the base's id.", param="adapter")
@@ -84,8 +86,9 @@ class UsageSum:
 
 
 class UsageReports:
-    """Reports of usage: this server's up to now, and that of other servers up to
-    `LIMITS.usage_flush_s` ago.
+    """Reports of usage.
+
+    They have this server's up to now, and that of other servers up to `LIMITS.usage_flush_s` ago.
     """
 
     def __init__(self, meter: UsageMeter) -> None:
@@ -149,8 +152,9 @@ class UsageReports:
 async def _rows(
     session: AsyncSession, query: UsageQuery, limit: int, after: tuple[str | int, ...] | None
 ) -> tuple[Sequence[Row[Any]], tuple[str | int, ...] | None]:
-    """Query the rows of a page (group columns, price, amounts),
-    and the last group if more follow.
+    """Query the rows of a page (group columns, price, amounts).
+
+    Return the last group too if more follow.
     """
     keys = _keys(session, query.group_by)
     amounts = [func.sum(getattr(UsageHour, name)) for name in Amounts.__struct_fields__]
@@ -267,8 +271,10 @@ def _write_cursor(position: Sequence[str | int]) -> str:
 
 
 def _read_cursor(cursor: str | None, query: UsageQuery) -> tuple[str | int, ...] | None:
-    """Raises:
-    InvalidRequest: the cursor isn't one of ours for these groups.
+    """Return the group that the cursor names; None without one.
+
+    Raises:
+        InvalidRequest: the cursor isn't one of ours for these groups.
     """
     if cursor is None:
         return None

@@ -96,7 +96,8 @@ class Authenticator:
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Make the authenticator.
+
         Args:
             admin_key: accepted as an admin key while this process runs.
 
@@ -189,8 +190,9 @@ class Authenticator:
         return await self._as_default(known.caller.key_id) if known.caller.is_admin else known.caller
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
-        """Return the caller acting for the tenant in the header ``X-Tenant`` or the path
-        ``/t/{tenant}``.
+        """Return the caller acting for the tenant that the request names.
+
+        The header ``X-Tenant`` or the path ``/t/{tenant}`` names it.
 
         Raises:
             TenantNotFound: there is no such tenant, or a tenant's key names another tenant; the

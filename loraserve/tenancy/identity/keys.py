@@ -242,8 +242,9 @@ class Keys:
         return make_page(rows, limit, lambda row: row.id, _to_record)
 
     async def revoke(self, tenant: TenantId, key_id: str, *, actor: str) -> None:
-        """Revoke the key: at once in this process, within `LIMITS.auth_cache_s` in others;
-        no-op if it is revoked.
+        """Revoke the key; no-op if it is revoked.
+
+        It is revoked at once in this process, within `LIMITS.auth_cache_s` in others.
 
         Raises:
             KeyNotFound: `tenant` has no such key.

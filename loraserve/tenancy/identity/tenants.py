@@ -95,8 +95,9 @@ def _columns(policy: TenantPolicy) -> dict[str, Any]:
 
 
 async def find_tenant_or_placeholder(session: AsyncSession, name: str, *, now: datetime) -> Tenant:
-    """Return the live tenant's row, or a placeholder for this name;
-    owners mustn't learn which it is.
+    """Return the live tenant's row, or a placeholder for this name.
+
+    Owners mustn't learn which it is.
 
     Raises:
         TenantNotFound: no tenant can have this name.

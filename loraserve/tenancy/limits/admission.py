@@ -1,5 +1,6 @@
-"""Admission of requests within a tenant's limits: concurrent requests,
-requests and tokens per minute.
+"""Admission of requests within a tenant's limits.
+
+The limits are on concurrent requests, and on requests and tokens per minute.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class LeakyBucket:
         return self.used
 
     def wait_s(self, amount: float, per_minute: float, now: float) -> float:
-        """Return the seconds until `amount` passes if nothing else is used;
-        infinite if it never does.
+        """Return the seconds until `amount` passes if nothing else is used.
+
+        They are infinite if it never does.
         """
         if per_minute <= 0:
             return math.inf
@@ -136,11 +138,11 @@ class Admissions:
         return Admitted(self, caller, standing, now)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """Return the tenant's rate limit headers as OpenAI's API defines them,
-        for limited rates only.
+        """Return the tenant's rate limit headers as OpenAI's API defines them.
 
-        ``limit`` is the tenant's limit on all servers together, ``remaining`` the amount that
-        passes on this server now, and ``reset`` the time until this server's part is unused again.
+        They are for limited rates only. ``limit`` is the tenant's limit on all servers together,
+        ``remaining`` the amount that passes on this server now, and ``reset`` the time until this
+        server's part is unused again.
         """
         now = self._clock()
         standing, limits = self._usages.get(caller.tenant) or (
@@ -171,8 +173,9 @@ class Admissions:
         return max(1, self._count_servers())
 
     def part_of(self, limit: int | None) -> int | None:
-        """Return this server's part of a limit on indivisible things: at least one,
-        unless the limit is 0.
+        """Return this server's part of a limit on indivisible things.
+
+        It is at least one, unless the limit is 0.
         """
         return limit and max(1, math.floor(limit * self.share + 1e-9))
 
@@ -205,8 +208,9 @@ class Admissions:
         return error
 
     def _newest_limits(self, caller: Caller) -> TenantLimits:
-        """Return the limits of the tenant's latest request;
-        those of a long request may be outdated.
+        """Return the limits of the tenant's latest request.
+
+        Those of a long request may be outdated.
         """
         entry = self._usages.get(caller.tenant)
         return caller.policy.limits if entry is None else entry[1]
@@ -291,8 +295,9 @@ class Admitted:
         self._num_prompt_tokens += num_prompt_tokens
 
     def count(self, num_new_tokens: int) -> None:
-        """Count the computed prompts and so many new tokens;
-        tokens beyond those reserved are charged at once.
+        """Count the computed prompts and so many new tokens.
+
+        Tokens beyond those reserved are charged at once.
         """
         if self._is_released:
             return

@@ -63,8 +63,9 @@ class Servers:
         self._task.start()
 
     async def close(self) -> None:
-        """Stop, and remove this server's row if the database is reachable;
-        otherwise the others notice its silence.
+        """Stop, and remove this server's row if the database is reachable.
+
+        Otherwise the others notice its silence.
         """
         if not self._task.is_running:
             return

@@ -1,5 +1,6 @@
-"""Shares of a server's capacity that requests hold,
-divided so that no holder starves the others.
+"""Shares of a server's capacity that requests hold.
+
+They are divided so that no holder starves the others.
 """
 
 from __future__ import annotations
@@ -129,10 +130,10 @@ class Rooms:
 
 
 class Claim:
-    """Shares of `Rooms` that one request holds: first for its client's address and, once
-    authenticated, for its holder.
+    """Shares of `Rooms` that one request holds.
 
-    The creator must call `release` however the request ends; it is a no-op when called again.
+    It holds them first for its client's address and, once authenticated, for its holder. The
+    creator must call `release` however the request ends; it is a no-op when called again.
 
     Args:
         max_body_bytes: maximum of its body in memory at once; the rest of a larger body goes to
@@ -200,8 +201,9 @@ def tenant_holder(tenant: TenantId) -> Holder:
 
 
 def address_holder(host: str) -> Holder:
-    """Return the holder of a client's address; of an IPv6 address,
-    the half that the client can't choose.
+    """Return the holder of a client's address.
+
+    Of an IPv6 address, it is the half that the client can't choose.
     """
     try:
         address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])

@@ -1,5 +1,6 @@
-"""Read an upload from the socket to a staged file: hashed and bounded on the way,
-never held whole.
+"""Read an upload from the socket to a staged file.
+
+It is hashed and bounded on the way, never held whole.
 """
 
 from __future__ import annotations

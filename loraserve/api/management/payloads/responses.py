@@ -34,8 +34,9 @@ def answer(request: Request, resource: Resource, *, etag: str | None = None) -> 
 
 
 def header_list(request: Request, name: str) -> str | None:
-    """Join the lines of a header that holds a list, so that none is overlooked; None:
-    it is absent.
+    """Join the lines of a header that holds a list, so that none is overlooked.
+
+    None: the header is absent.
     """
     lines = request.headers.getlist(name)
     return ", ".join(lines) if lines else None
