@@ -18,8 +18,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class LinksForTypeCheckers(BuildHookInterface[BuilderConfig]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Put a path file for `.editable/` into the editable wheel;
-        any other wheel stays as it is.
+        """Put a path file for `.editable/` into the editable wheel.
+
+        Any other wheel stays as it is.
         """
         if version != "editable":
             return
@@ -34,8 +35,9 @@ class LinksForTypeCheckers(BuildHookInterface[BuilderConfig]):
 
 
 def link(root: Path, packages: list[str]) -> Path:
-    """Make `root/.editable`, where each package is a link,
-    and return the path file in it that names the folder.
+    """Make `root/.editable`, where each package is a link, and return its path file.
+
+    The path file is in the folder and names it.
     """
     folder = root / ".editable"
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""${message}
+"""${message}.
 
 Revision: ${up_revision}
 Follows: ${down_revision | comma,n}
