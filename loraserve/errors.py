@@ -373,7 +373,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineDied(EngineUnavailable):
-    """For clients the same as its parent, and of the same `code`.
+    """The same as its parent to clients, and of the same `code`.
 
     What was asked for may be what killed it.
     """

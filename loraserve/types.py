@@ -48,7 +48,7 @@ class AdapterPart(Struct, frozen=True):
 
 
 class Certificate(Struct, frozen=True):
-    """How far an adapter's answers on this engine are from a plain float32 evaluation's.
+    """Distance of an adapter's answers on this engine from a plain float32 evaluation's.
 
     Both are on the same (dequantised) base. Differences are of logits, over all tokens of the
     vocabulary at every probe position, the adapter alone and in a mixed batch.

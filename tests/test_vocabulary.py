@@ -71,7 +71,7 @@ OPENERS = frozenset(_OPENERS.split())
 PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody|someone|anybody|anyone)\b", re.IGNORECASE)
 """Words for people. A request, a thread or a tensor is *it*."""
 
-MAX_FRAGMENTS = 0.024
+MAX_FRAGMENTS = 0.021
 MAX_WITH_PERSONS = 0.004
 """Shares of all docstrings. *Whose* isn't counted: English says it of things too."""
 

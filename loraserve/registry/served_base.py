@@ -31,7 +31,7 @@ class ServedBase:
 
     @property
     def spec(self) -> BaseSpec:
-        """What is known of the base.
+        """Description of the base.
 
         Raises:
             EngineUnavailable: it isn't loaded yet.

@@ -1,4 +1,4 @@
-"""What stands between the linears, as Triton kernels.
+"""Operations between the linears, as Triton kernels.
 
 A program works on one token's row, or on a part of it, in float32, and rounds once at the end. No
 program reads another row's data and no sum's order depends on how many rows there are: a row's bits

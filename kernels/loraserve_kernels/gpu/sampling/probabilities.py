@@ -1,6 +1,6 @@
-"""What the sampling kernels share.
+"""Common parts of the sampling kernels.
 
-These are floats as integers whose order is theirs, probabilities as integers whose sums are exact,
+They are floats as integers whose order is theirs, probabilities as integers whose sums are exact,
 and counted random numbers.
 """
 
