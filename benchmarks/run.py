@@ -182,7 +182,8 @@ def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft 
     with contextlib.ExitStack() as stack:
         say(f"{quantize}: starting two servers, pushing {len(adapters)} adapters to one …")
         empty = stack.enter_context(serve(model, quantize, []))
-        # certificates take the engine a quarter of an hour on a slow machine and aren't what is measured
+        # certificates take the engine a quarter of an hour on a slow machine and aren't what is
+        # measured
         full = stack.enter_context(serve(model, quantize, adapters, ["--certify", "on-request"]))
         say(f"{quantize}: each adapter's first request, not counted …")
         full.load("lora-{:04d}", NUM_ADAPTERS, NUM_ADAPTERS, 0, vocab, **LENGTHS)
