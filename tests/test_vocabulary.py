@@ -24,7 +24,7 @@ TERMS = {
     "Accounts": "FairQueue",
     "Account": "TenantFlow",
     "Line": "WaitingQueue",
-    "Away": "BlockedRequests",
+    "Away": "ParkedFlowIndex",
     "OwnTimes": "RequestDeadlines",
     "Holdings": "ResourceQuota",
     "is_nobody": "is_internal",

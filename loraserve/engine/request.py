@@ -114,7 +114,8 @@ class Request:
     def is_internal(self) -> bool:
         """Return whether the engine itself made the request, as a probe.
 
-        It has no tenant and no quota, and few rows in steps that serve tenants.
+        Its tenant is the empty id, which has no quota. It
+        gets few rows in steps that serve tenants.
         """
         return self.probe is not None
 

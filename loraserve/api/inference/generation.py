@@ -293,10 +293,10 @@ async def answer(
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            return EventStream(events(), close, headers(first), usage.deliver)
+            return EventStream(events(), close, headers(first), usage.bill_last)
         await while_connected(request, _collect(generation, add))
         await generation.close()
-        return JSONAnswer(orjson.dumps(whole()), headers(first), usage.deliver_all, end)
+        return JSONAnswer(orjson.dumps(whole()), headers(first), usage.bill_all, end)
     except BaseException:
         await close()
         raise

@@ -77,7 +77,7 @@ class RequestUsage:
         # prompt is billed with it
         self._cached.setdefault(index // self._n, chunk.num_cached_tokens)
 
-    def deliver(self) -> None:
+    def bill_last(self) -> None:
         """Bill the last added chunk, which is delivered next.
 
         The end of an answer is in the journal first.
@@ -85,7 +85,7 @@ class RequestUsage:
         if self._last is not None:
             self._bill((self._last,))
 
-    def deliver_all(self) -> None:
+    def bill_all(self) -> None:
         """Bill the whole answer, which is delivered next and in the journal first."""
         self._bill(range(len(self._lengths) * self._n))
 

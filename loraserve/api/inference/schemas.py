@@ -74,7 +74,7 @@ class InferenceBody(_Body):
     spaces_between_special_tokens: Literal[True] = True
     """Default of a byte-level decoder, which does nothing else."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Lower runs first; below 0 takes an admin key."""
+    """Lower runs first among the tenant's own requests; below 0 takes an admin key."""
     timeout: float | None = Field(default=None, gt=0, le=LIMITS.max_request_timeout_s)
     """Seconds from its arrival, after which it ends with what there is."""
     return_token_ids: bool = False

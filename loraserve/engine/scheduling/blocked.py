@@ -154,7 +154,7 @@ def _sequence_number(member: tuple[int, AdapterFlow]) -> int:
     return member[0]
 
 
-class BlockedRequests:
+class ParkedFlowIndex:
     """Parked flows of all tenants, and what unparks each."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class AdapterFlow:
         unblocked: those of `waiting` that don't wait for their adapter.
         num_live: waiting and running requests.
         num_pinned: waiting requests that hold their adapter's pin.
-        rank: key in `TenantFlow.flows_waiting`.
+        rank: key in `TenantFlow.waiting_flows`.
         parked: the counter that the flow shares while it is parked.
         passed_at: sequence number of the request at which a pass skips the flow while it is parked.
     """

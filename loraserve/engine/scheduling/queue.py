@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from loraserve.engine.request import Request, Status
 from loraserve.engine.scheduled import ScheduledRequest
-from loraserve.engine.scheduling.blocked import BlockedRequests, ParkedFlows
+from loraserve.engine.scheduling.blocked import ParkedFlowIndex, ParkedFlows
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST, AdapterFlow, FairQueue, TenantFlow, flow_key
 from loraserve.engine.scheduling.lazy_heap import NEVER, Key
 
@@ -30,7 +30,7 @@ class WaitingQueue:
 
     def __init__(self, fair_queue: FairQueue) -> None:
         self.fair_queue = fair_queue
-        self.blocked = BlockedRequests()
+        self.blocked = ParkedFlowIndex()
         self.exclusive: list[Request] = []
         self.urgent: list[Request] = []
         self.version = 0
@@ -350,7 +350,7 @@ class TenantCursor:
         for cursor in self._cursors:
             self.tenant.waiting_flows.push(cursor.flow)
 
-    def park_blocked(self, blocked: BlockedRequests, now_s: float) -> None:
+    def park_blocked(self, blocked: ParkedFlowIndex, now_s: float) -> None:
         """Park the visited flows that can start no request."""
         for cursor in self._cursors:
             cursor.park_if_blocked(blocked, now_s)
@@ -411,7 +411,7 @@ class AdapterCursor:
             rest = () if self._is_admission_paused and not flow.num_pinned else self._unblocked
             self.others = (r for r in rest if r.order > visited.order and (r.pin or not self._is_admission_paused))
 
-    def park_if_blocked(self, blocked: BlockedRequests, now_s: float) -> None:
+    def park_if_blocked(self, blocked: ParkedFlowIndex, now_s: float) -> None:
         """Park the flow if none of its requests can start."""
         flow = self.flow
         if not flow.waiting or flow.num_live > len(flow.waiting) or flow.num_pinned:

@@ -105,7 +105,7 @@ class ResourceQuota:
         """Return whether the tenant has fewer slots than its quota, at least 1, rounded down."""
         return not tenant.is_internal and tenant.num_running < max(1, int(self._slot_quota(tenant)))
 
-    def has_slot_quota(self, tenant: TenantFlow) -> bool:
+    def has_reached_slot_quota(self, tenant: TenantFlow) -> bool:
         """Return whether the tenant has all of its quota of slots, not rounded."""
         return not tenant.is_internal and tenant.num_running >= self._slot_quota(tenant)
 

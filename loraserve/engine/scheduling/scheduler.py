@@ -3,6 +3,11 @@
 There is no prefill and no decode here: a request has tokens that aren't computed yet, and a step
 computes some of them. What waits, and in which order, is in `queue`, `fair_queue` and `blocked`.
 
+The order: an exclusive probe alone, or every decoding request; then prompts by
+``(is_urgent first, tenant's virtual counter, its running requests ÷ weight, begun first, priority,
+adapter's virtual counter, age)`` until the token budget is spent. What can't start (no slot, no
+block, adapter not resident) is skipped and delays nothing behind it; see docs/fairness.md.
+
 `schedule` may be called again before `update` has the step's results: steps are computed in the
 order in which they were scheduled. So a request's KV blocks may be given to others while a step in
 flight still reads and writes them: the others' step comes after it, and it writes only to blocks
@@ -237,7 +242,7 @@ class Scheduler:
         for request in list(self._queue.exclusive):
             if step.budget == 0 or len(self._running) >= self._max_num_seqs:
                 return
-            if self._has_adapter(request, step):
+            if self._pin_or_request_adapter(request, step):
                 count = min(request.num_pending_tokens, step.budget)
                 if not self._quota.reserve(request, count):
                     return
@@ -291,7 +296,7 @@ class Scheduler:
                 # A probe without budget must still pin an adapter that just arrived, or it is
                 # evicted before the next step. Don't start a load: it would compete with prefill.
                 if request.status is not Status.RUNNING and request.adapter_wait_started_s is not None:
-                    self._has_adapter(request, step)
+                    self._pin_or_request_adapter(request, step)
                 continue
             if count == 0:
                 visits.skip_tenant()
@@ -320,13 +325,15 @@ class Scheduler:
         tenant = self._fair_queue.tenant(request)
         is_full = len(self._running) >= step.num_slots
         if is_full and not request.is_urgent and not self._quota.is_below_slot_quota(tenant):
-            visits.skip_tenant(max_deficit=self._max_deficit if self._quota.has_slot_quota(tenant) else math.inf)
+            visits.skip_tenant(
+                max_deficit=self._max_deficit if self._quota.has_reached_slot_quota(tenant) else math.inf
+            )
             return
         if any(request is other for other in step.preempted):
             # not in this step: so the last token of a request preempted in flight is known when it
             # starts again
             return
-        if not self._has_adapter(request, step):
+        if not self._pin_or_request_adapter(request, step):
             visits.skip_adapter()
             return
         if is_full and not request.is_urgent and not self._preemption.can_preempt_for_slot(request):
@@ -415,10 +422,10 @@ class Scheduler:
 
     # adapters
 
-    def _has_adapter(self, request: Request, step: Step) -> bool:
-        """Return whether the request's adapter is resident, and pinned now.
+    def _pin_or_request_adapter(self, request: Request, step: Step) -> bool:
+        """Pin the request's adapter and return True, or queue its load and return False.
 
-        If not, it is asked for. If it couldn't be loaded, the request fails.
+        If it couldn't be loaded, the request fails.
         """
         if request.pin is not None:
             return True

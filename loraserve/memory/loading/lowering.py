@@ -35,8 +35,8 @@ class LoweredAdapter:
     """An adapter in the kernels' terms, except for DoRA.
 
     Attributes:
-        modules: modules, with a magnitude in the place of `delta` where there is one, for the room
-            that it takes.
+        modules: modules, with a magnitude in the place of `dora_delta` where there is one, for
+            the room that it takes.
         stored: narrowest dtype that holds its matrices and rows exactly.
         magnitudes: (layer, module) → [out_features], from which `base_weights.dora_delta` computes
             δ: last, because it costs most and depends on how the update is held; see

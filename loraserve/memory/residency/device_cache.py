@@ -61,11 +61,12 @@ class DeviceCache:
     """Adapters on the device or on their way there, by digest. Used by the step's thread alone.
 
     Invariants (`check`):
-        used == sum of the residents' footprints, within the device's limits evictable == sum of the
-        footprints of evictable residents num_pins == sum of the residents' pins == pins given out
-        and not released The sets of arriving, protected and draining adapters are those whose state
-        says so; no arriving one is pinned. bytes in use == pages that the device's arena client
-        holds
+        - used == sum of the residents' footprints, within the device's limits
+        - evictable == sum of the footprints of evictable residents
+        - num_pins == sum of the residents' pins == pins given out and not released
+        - The sets of arriving, protected and draining adapters are those whose state says so.
+        - No arriving adapter is pinned.
+        - bytes in use == pages that the device's arena client holds
 
     Attributes:
         popularity: uses of adapters, including those elsewhere.
@@ -235,7 +236,7 @@ class DeviceCache:
         self._residents.move_to_end(digest)
 
     def can_admit(self, footprint: Footprint) -> bool:
-        """Return whether there is room, or would be after evicting all that is idle."""
+        """Return whether there is room, or would be after evicting idle adapters and KV blocks."""
         num_obtainable = self._client.num_obtainable * self._client.arena.page_num_bytes + self.evictable.num_bytes
         if not footprint.fits(self.free + self.evictable) or footprint.num_bytes > num_obtainable:
             return False

@@ -2,12 +2,15 @@
 
 The way of an adapter's bytes, each step in its module::
 
-    store → `loading.load`          read, verify the digest, compile, lower, pack      on a loader's
-    thread
-          → `residency.host_cache`  wait in host memory, held while requested →
-          `residency.device_cache`  memory on the device, evicting what is worth less → `devices`
-          a CPU uses the packed tensors as they are; a GPU copies pages to its pool → the step
-          names the adapter by its handle
+    HTTP → `registry.publishing`       check, store the blobs, certify, record the version
+    store → `loading.load`             on a loader's thread: read, verify the digest, compile,
+                                       lower, pack
+          → `residency.host_cache`     wait in host memory, held while requested
+          → `residency.device_cache`   take memory on the device, evict what is worth less
+          → `devices`                  a CPU uses the packed tensors as they are; a GPU copies
+                                       them to pages of its pool
+          → `engine.execution.batch`   name the adapter of each row by its handle
+          → `loraserve_kernels.ops`    apply_lora: shrink, expand
 
 The step's thread asks and the loaders work: a loader gets an `AdapterRef` and hands back a result
 through a queue, nothing more. All else runs on the step's thread, costs microseconds, and needs no

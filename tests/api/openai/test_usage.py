@@ -141,7 +141,7 @@ def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(se
     )
     for index in (1, 0):
         usage.add(index, chunk)
-        usage.deliver()
+        usage.bill_last()
     assert [(event.prompt_tokens, event.cached_tokens) for event in events] == [(20, 16), (0, 0)]
     assert usage.as_dict()["prompt_tokens_details"] == {"cached_tokens": 16}
 

@@ -32,7 +32,7 @@ _WIDENED_WEIGHTS = 1 << 22
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """`launch.apply_lora` by the fastest way that this machine has.
+    """`ops.apply_lora` by the fastest way that this machine has.
 
     Tensors are taken as checked.
     """
@@ -43,7 +43,7 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
 
 
 def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """`launch.apply_embedding_lora` by the fastest way that this machine has.
+    """`ops.apply_embedding_lora` by the fastest way that this machine has.
 
     Tensors are taken as checked.
     """
@@ -54,7 +54,7 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
 
 
 def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
-    """`launch.apply_lora` in PyTorch, segment by segment."""
+    """`ops.apply_lora` in PyTorch, segment by segment."""
     for segment in plan.segments:
         adapter, rows = segment.adapter, slice(segment.row_start, segment.row_end)
         if not adapter.work[site].num_bytes:
@@ -72,7 +72,7 @@ def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int
 
 
 def apply_embedding_lora_torch(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
-    """`launch.apply_embedding_lora` in PyTorch, segment by segment."""
+    """`ops.apply_embedding_lora` in PyTorch, segment by segment."""
     for segment in plan.segments:
         adapter, part = segment.adapter, y[segment.row_start : segment.row_end]
         tokens = token_ids[segment.row_start : segment.row_end]
@@ -199,7 +199,7 @@ def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: in
         prepared = plan.launches[site] = _make_launches(plan, site)
     for launch in prepared.launches:
         args = launch.args
-        # CLAIMED, FINISHED, ENTERED, X … Y_STRIDE, FIRST_RECORD
+        # CLAIMED, FINISHED, ENTERED, X … Y_STRIDE, FIRST_RECORD of `kernel`, which imports numba
         args[0] = args[8] = args[16] = 0
         args[24:28] = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
         args[31] = layer * len(MODULES) + prepared.first
