@@ -152,8 +152,9 @@ def main() -> None:
         vocab = SIZES[options.size].vocab
         turns = asyncio.run(measure(server.url, server.key, vocab, options.prompt_tokens, options.rounds))
     print(
-        f"Size {options.size}, base in {'float32' if options.quantize == 'none' else options.quantize}, {options.prompt_tokens} tokens of prompt and "
-        f"{ANSWER_TOKENS} of the base's answer before the invocation; load average {load:.1f} on {os.cpu_count()} cores before the start.\n"
+        f"Size {options.size}, base in {'float32' if options.quantize == 'none' else options.quantize}, "
+        f"{options.prompt_tokens} tokens of prompt and {ANSWER_TOKENS} of the base's answer before the invocation; "
+        f"load average {load:.1f} on {os.cpu_count()} cores before the start.\n"
     )
     print(table(turns, options.prompt_tokens + ANSWER_TOKENS + len(INVOCATION)))
 

@@ -348,17 +348,25 @@ def text(options: argparse.Namespace, first: FirstTokens, phases: Sequence[Phase
     uploads = [phase.uploads for phase in churn]
     seen = Seen.largest(phase.seen for phase in phases)
     errors = sorted({error for phase in phases for error in phase.errors})
-    return f"""Size {options.size}, base {options.quantize}; {NUM_STREAMS} streams, an adapter each, greedy; every adapter {num_bytes / 1e6:.1f} MB on all seven linears; {options.count} requests of \
-{PROMPT_TOKENS} tokens in and one out, {options.rate:g} a second, and in the churn {options.count} uploads, as many a second, in {options.rounds} rounds.
+    return f"""Size {options.size}, base {options.quantize}; {NUM_STREAMS} streams, an adapter each, greedy; every \
+adapter {num_bytes / 1e6:.1f} MB on all seven linears; {options.count} requests of {PROMPT_TOKENS} tokens in and one \
+out, {options.rate:g} a second, and in the churn {options.count} uploads, as many a second, in {options.rounds} rounds.
 
 {streams_table(phases)}
 
 {first_table(first, phases)}
 
-- Uploads: {sum(one.get("uploads", 0) for one in uploads)}, in {" and ".join(figures.number(one.get("wall_s", 0.0), 0) for one in uploads)} s, answered with {" and ".join(str(one.get("statuses", {})) for one in uploads)}, parity {" and ".join(str(one.get("parity", {})) for one in uploads)}; \
-{max(one.get("upload_p50_s", 0.0) for one in uploads):.2f} s at the median, {max(one.get("upload_p99_s", 0.0) for one in uploads):.2f} s at the 99th percentile of the slower round.
-- Largest on the device, adapters + KV, and together of the budget: {seen.device_words()} MiB; host {figures.mib(seen.host)} of {figures.mib(seen.host_budget)} MiB; over budget: {seen.over_words()}. The engine's RSS: {figures.mib(seen.engine_rss)} MiB.
-- Between tokens, and tokens/s: of the time in which both went on, the extra requests and the uploads. These take as long as the server takes for them, eight at a time.
+- Uploads: {sum(one.get("uploads", 0) for one in uploads)}, in \
+{" and ".join(figures.number(one.get("wall_s", 0.0), 0) for one in uploads)} s, answered with \
+{" and ".join(str(one.get("statuses", {})) for one in uploads)}, parity \
+{" and ".join(str(one.get("parity", {})) for one in uploads)}; \
+{max(one.get("upload_p50_s", 0.0) for one in uploads):.2f} s at the median, \
+{max(one.get("upload_p99_s", 0.0) for one in uploads):.2f} s at the 99th percentile of the slower round.
+- Largest on the device, adapters + KV, and together of the budget: {seen.device_words()} MiB; host \
+{figures.mib(seen.host)} of {figures.mib(seen.host_budget)} MiB; over budget: {seen.over_words()}. The engine's RSS: \
+{figures.mib(seen.engine_rss)} MiB.
+- Between tokens, and tokens/s: of the time in which both went on, the extra requests and the uploads. These take as \
+long as the server takes for them, eight at a time.
 - Steps delayed: what their thread spent on adapters' behalf, all steps together.
 - What went wrong: {"; ".join(errors) if errors else "nothing"}.
 """

@@ -201,15 +201,19 @@ def text(options: argparse.Namespace, phases: Sequence[Phase]) -> str:
     prompts, outputs = LENGTHS[options.size]
     errors = sorted({error for phase in phases for error in phase.errors})
     found = ratio(phases)
-    return f"""Size {options.size}, base {options.quantize}. The quiet tenant sends {options.rate:g} requests a second, the noisy one {FOLD} times as many; prompts of {prompts[0]} to {prompts[1] - 1} tokens, answers of \
-{outputs[0]} to {outputs[1] - 1}, greedy, streamed; rank 8 on {" and ".join(TARGETS)}, {NUM_ADAPTERS} adapters of the noisy tenant's and one of the quiet one's; {options.rounds} rounds of {options.duration:g} s.
+    return f"""Size {options.size}, base {options.quantize}. The quiet tenant sends {options.rate:g} requests a \
+second, the noisy one {FOLD} times as many; prompts of {prompts[0]} to {prompts[1] - 1} tokens, answers of \
+{outputs[0]} to {outputs[1] - 1}, greedy, streamed; rank 8 on {" and ".join(TARGETS)}, {NUM_ADAPTERS} adapters of the \
+noisy tenant's and one of the quiet one's; {options.rounds} rounds of {options.duration:g} s.
 
 {table(phases)}
 
 {noisy_table(phases)}
 
-- The 95th percentile of the quiet tenant's time to first token is {found:.2f} times what it is alone ({"within" if found <= MAX_RATIO else "over"} {MAX_RATIO:g}).
-- Times count from when a request was due. What the noisy tenant has waiting at the end of a round is given up; refused: with 429 or 503.
+- The 95th percentile of the quiet tenant's time to first token is {found:.2f} times what it is alone \
+({"within" if found <= MAX_RATIO else "over"} {MAX_RATIO:g}).
+- Times count from when a request was due. What the noisy tenant has waiting at the end of a round is given up; \
+refused: with 429 or 503.
 - Errors of the quiet tenant's: {"; ".join(errors) or "none"}.
 """
 

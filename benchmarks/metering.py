@@ -240,11 +240,13 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [HEADER, ["---"] * len(HEADER), *(row(n, books[n], sums[n]) for n in books)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     errors = sum((book.errors for book in books.values()), Counter())
-    page = f"""{len(requests):,} requests, {CONCURRENCY} at a time, in {seconds:.0f} s ({len(requests) / seconds:.0f} a second); half of them left by their clients.
+    page = f"""{len(requests):,} requests, {CONCURRENCY} at a time, in {seconds:.0f} s ({len(requests) / seconds:.0f} \
+a second); half of them left by their clients.
 
 {table}
 
-- Recording a piece takes {1e6 * record_s:.1f} µs of the server's time; the end of an answer, which is written to the journal before it goes out, {1e6 * seal_s:.0f} µs.
+- Recording a piece takes {1e6 * record_s:.1f} µs of the server's time; the end of an answer, which is written to the \
+journal before it goes out, {1e6 * seal_s:.0f} µs.
 - Requests that failed: {dict(errors) or "none"}.
 - Differences: {"none" if not any(wrong.values()) else ""}
 """ + "".join(f"  - {tenant_name(n)}: {text}\n" for n, texts in wrong.items() for text in texts)

@@ -216,17 +216,23 @@ def text(options: argparse.Namespace, points: list[Point], pushed: Pushed, regis
     adapters = Adapters(size, targets=(TARGETS,))
     mean_mib = statistics.mean(adapters.num_bytes(i) for i in range(len(adapters.ranks))) / 2**20
     upload_s = percentile(pushed.upload_s, 50)
-    return f"""Size {options.size}, base {options.quantize}; adapters of ranks {", ".join(map(str, adapters.ranks))} on {TARGETS} ({mean_mib:.1f} MiB on average, {num_registered * mean_mib:,.0f} MiB \
-all {num_registered:,}); {options.requests} requests a turn, {CONCURRENCY} at a time, {LENGTHS["prompt_tokens"][0]} to {LENGTHS["prompt_tokens"][1] - 1} tokens in and as many out, greedy, \
-streamed; popularity by Zipf's law, exponent {EXPONENT:g}, within each rank.
+    return f"""Size {options.size}, base {options.quantize}; adapters of ranks {", ".join(map(str, adapters.ranks))} \
+on {TARGETS} ({mean_mib:.1f} MiB on average, {num_registered * mean_mib:,.0f} MiB all {num_registered:,}); \
+{options.requests} requests a turn, {CONCURRENCY} at a time, {LENGTHS["prompt_tokens"][0]} to \
+{LENGTHS["prompt_tokens"][1] - 1} tokens in and as many out, greedy, streamed; popularity by Zipf's law, exponent \
+{EXPONENT:g}, within each rank.
 
 {figures.table(HEADER, [point.row() for point in points])}
 
-- tokens/s: the best turn; all are in the last column. To 10: the median over turns of the same stream, one after the other, with the server that has {points[0].num_adapters} registered.
+- tokens/s: the best turn; all are in the last column. To 10: the median over turns of the same stream, one after the \
+other, with the server that has {points[0].num_adapters} registered.
 - CPU: of the engine's process on all cores; others on the machine change it less than the time on the clock.
-- Found: where a request's adapter was when it came. Device, host: the largest of samples every quarter of a second, of what adapters and KV together, or the host cache, may hold.
-- Over the API: {len(pushed.upload_s)} uploads with their certificates ({dict(pushed.parity) or "none made"}) took {pushed.wall_s:.1f} s, {upload_s:.2f} s each at the median with 8 at a time; at that rate \
-{num_registered:,} take {pushed.wall_s / max(1, len(pushed.upload_s)) * num_registered / 60:.0f} minutes. Without certificates, the {num_registered:,} of the other server were registered in {register_s:.0f} s.
+- Found: where a request's adapter was when it came. Device, host: the largest of samples every quarter of a second, \
+of what adapters and KV together, or the host cache, may hold.
+- Over the API: {len(pushed.upload_s)} uploads with their certificates ({dict(pushed.parity) or "none made"}) took \
+{pushed.wall_s:.1f} s, {upload_s:.2f} s each at the median with 8 at a time; at that rate {num_registered:,} take \
+{pushed.wall_s / max(1, len(pushed.upload_s)) * num_registered / 60:.0f} minutes. Without certificates, the \
+{num_registered:,} of the other server were registered in {register_s:.0f} s.
 """
 
 

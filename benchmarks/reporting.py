@@ -43,10 +43,12 @@ def command(part: str, arguments: Sequence[str]) -> str:
 
 def describe(machine: Mapping[str, Any], command: str, load_after: float, date: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    return f"""- Machine: {machine["processor"]}, {machine["cores"]} threads, {machine["memory_bytes"] / 2**30:.0f} GiB; {", ".join(machine["instructions"])}.
+    return f"""- Machine: {machine["processor"]}, {machine["cores"]} threads, {machine["memory_bytes"] / 2**30:.0f} \
+GiB; {", ".join(machine["instructions"])}.
 - Versions: Python {machine["python"]}, {versions}.
 - Date: {date}. Command: `{command}`.
-- Others on the machine: a load average of {machine["load_average"]:.1f} on {machine["cores"]} cores before the start, {load_after:.1f} at the end, this run's own load included.
+- Others on the machine: a load average of {machine["load_average"]:.1f} on {machine["cores"]} cores before the start, \
+{load_after:.1f} at the end, this run's own load included.
 """
 
 

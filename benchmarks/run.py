@@ -228,17 +228,21 @@ def fastest(measurements: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe(options: argparse.Namespace, machine: dict[str, Any], load: float) -> str:
-    command = f"make bench ARGS='--size {options.size} --quantize {options.quantize} --peers {options.peers}{' --quick' if options.quick else ''}'"
+    quick = " --quick" if options.quick else ""
+    command = f"make bench ARGS='--size {options.size} --quantize {options.quantize} --peers {options.peers}{quick}'"
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    return f"""Size {options.size}, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy, streamed; adapters of ranks 8, 16, 32 and 64 in turn on all seven linears.
+    return f"""Size {options.size}, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy, streamed; adapters of \
+ranks 8, 16, 32 and 64 in turn on all seven linears.
 
-- Machine: {machine["processor"]}, {machine["cores"]} threads, {", ".join(machine["instructions"])}; reads {machine["read_bytes_per_s"] / 1e9:.1f} GB/s, \
-float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, int8 {machine["int8_ops_per_s"] / 1e9:.0f} GOP/s ({machine["int8_library"]}), measured in the same run.
+- Machine: {machine["processor"]}, {machine["cores"]} threads, {", ".join(machine["instructions"])}; reads \
+{machine["read_bytes_per_s"] / 1e9:.1f} GB/s, float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, int8 \
+{machine["int8_ops_per_s"] / 1e9:.0f} GOP/s ({machine["int8_library"]}), measured in the same run.
 - Versions: Python {machine["python"]}, {versions}.
 - Date: {datetime.now(UTC):%Y-%m-%d}. Command: `{command}`.
 - Others on the machine: a load average of {load:.1f} on {machine["cores"]} cores before the start.
 - The best of the runs counts; all of them are in the last column. PEFT runs in float32, in process, without a server.
-- The limit: each weight, adapter weight and cached key read once a step, or multiplied at the measured rate, whichever takes longer.
+- The limit: each weight, adapter weight and cached key read once a step, or multiplied at the measured rate, \
+whichever takes longer.
 """
 
 

@@ -154,15 +154,19 @@ def text(options: argparse.Namespace, capacity: float, points: list[Point], plot
     held = sum(adapters.num_bytes(i) for i in range(len(adapters.ranks))) / len(adapters.ranks) * options.adapters
     seen = Seen.largest(point.seen for point in points)
     low, high = LENGTHS[options.size]
-    return f"""Size {options.size}, base {options.quantize}; {options.adapters:,} adapters of ranks {", ".join(map(str, adapters.ranks))} on {TARGETS}, {figures.mib(held)} MiB in all; the device may hold \
-{figures.mib(seen.device_budget)} MiB of them and of KV, and the host {figures.mib(seen.host_budget)} MiB (over budget: {seen.over_words()}). Prompts and answers of {low} to {high - 1} tokens, greedy, streamed; \
-{options.duration:g} s a point or more, for {MIN_REQUESTS} requests at least. With 32 at a time the machine did {capacity:.2f} requests/s of these lengths.
+    return f"""Size {options.size}, base {options.quantize}; {options.adapters:,} adapters of ranks \
+{", ".join(map(str, adapters.ranks))} on {TARGETS}, {figures.mib(held)} MiB in all; the device may hold \
+{figures.mib(seen.device_budget)} MiB of them and of KV, and the host {figures.mib(seen.host_budget)} MiB (over \
+budget: {seen.over_words()}). Prompts and answers of {low} to {high - 1} tokens, greedy, streamed; \
+{options.duration:g} s a point or more, for {MIN_REQUESTS} requests at least. With 32 at a time the machine did \
+{capacity:.2f} requests/s of these lengths.
 
 {figures.table(HEADER, [point.row() for point in points])}
 
 ![the same as a plot]({plot})
 
-- Offered: from the first arrival to the last; with cv 4 few arrivals leave chance a large part. Answered: complete answers until the last of them ended. Refused: with 429 or 503.
+- Offered: from the first arrival to the last; with cv 4 few arrivals leave chance a large part. Answered: complete \
+answers until the last of them ended. Refused: with 429 or 503.
 - Times count from when a request was due.
 - Found: where a request's adapter was when it came.
 """

@@ -154,7 +154,8 @@ def importable(python: Path, names: set[str], checkout: Path, cwd: Path) -> set[
     code = (
         "import json, sys; from importlib.util import find_spec\n"
         "specs = {name: find_spec(name) for name in sys.argv[1:]}\n"
-        "print(json.dumps({name: list(spec.submodule_search_locations or [spec.origin]) for name, spec in specs.items() if spec}))"
+        "print(json.dumps({name: list(spec.submodule_search_locations or [spec.origin]) "
+        "for name, spec in specs.items() if spec}))"
     )
     done = subprocess.run(
         [python, "-c", code, *names],
@@ -188,7 +189,8 @@ def test_type_checker_finds_the_types_of_an_editable_installation(editable_pytho
     )
     assert done.stdout.splitlines() == [
         'program.py:3: note: Revealed type is "list[loraserve.sdk.types.inference.Model]"',
-        'program.py:4: error: Argument "api_key" to "Client" has incompatible type "int"; expected "str | None"  [arg-type]',
+        'program.py:4: error: Argument "api_key" to "Client" has incompatible type "int"; '
+        'expected "str | None"  [arg-type]',
         "Found 1 error in 1 file (checked 1 source file)",
     ], done.stderr
 

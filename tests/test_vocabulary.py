@@ -57,10 +57,10 @@ TERMS = {
 """Identifiers that aren't used any more, and the standard term for each."""
 
 _OPENERS = (
-    "a's all as at before behind beside beyond both by each either every for from further here how if in inside it least less many more "
-    "most much never no nobody none nothing of often on one only others over several since so some somebody than that the's their there "
-    "these they this those though through to too twice under until up very what whatever when where wherever whether which whichever who "
-    "whoever whom whose why with within without"
+    "a's all as at before behind beside beyond both by each either every for from further here how if in inside it "
+    "least less many more most much never no nobody none nothing of often on one only others over several since so "
+    "some somebody than that the's their there these they this those though through to too twice under until up very "
+    "what whatever when where wherever whether which whichever who whoever whom whose why with within without"
 )
 OPENERS = frozenset(_OPENERS.split())
 """First words that begin a fragment.

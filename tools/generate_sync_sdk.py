@@ -19,7 +19,9 @@ HEADER = "# Generated from loraserve/sdk/_async/{name} by `make sdk`: don't edit
 RUFF = (str(Path(sys.executable).with_name("ruff")),)
 
 PHRASES = {
-    "The async client, and the source of the blocking one: `_sync` is generated from these modules.": "The blocking client.",
+    (
+        "The async client, and the source of the blocking one: `_sync` is generated from these modules."
+    ): "The blocking client.",
     "each call is awaited, under asyncio or trio": "each call blocks, and threads may share it",
     "Tasks may share it": "Threads may share it",
 }

@@ -176,7 +176,8 @@ def cases(machine: Machine) -> Iterator[Case]:
 
 def _check(name: str, machine: Machine, step: Attending, window: int | None) -> list[Row]:
     out = step.run(window)
-    note = f"{dtype_name(out.dtype)}, {len(step.query_lens)} sequences, {step.heads.num_heads} heads of {step.heads.head_dim}"
+    heads = f"{step.heads.num_heads} heads of {step.heads.head_dim}"
+    note = f"{dtype_name(out.dtype)}, {len(step.query_lens)} sequences, {heads}"
     label = f"attention, {name}" + (f", window {window}" if window else "")
     rows = [against_float64(label, out, step.expected(window), note=note)]
     if len(step.query_lens) > 1:

@@ -146,16 +146,16 @@ def decode_lora_gemm_kernel(  # type: ignore[no-untyped-def]
     first_column = tl.multiple_of(tile * BLOCK_N - in1 * N0 - in2 * N1, 16)
     if part < SPLIT_K:
         acc, acc2 = part_of_sums(
-            x_ptr, codes_ptr, scales_ptr, zeros_ptr, tile, part, num_rows, N, K, stride_x, stride_scale_n, stride_scale_g,
-            stride_zero_g, FORMAT, IS_BF16, BY_GROUP, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N, HAS_ZEROS, True, EVEN_K,
-            NUM_STAGES, WIDEN,
+            x_ptr, codes_ptr, scales_ptr, zeros_ptr, tile, part, num_rows, N, K, stride_x, stride_scale_n,
+            stride_scale_g, stride_zero_g, FORMAT, IS_BF16, BY_GROUP, GROUP, GROUPS, SPLIT_K, BLOCK_M, HALVES, BLOCK_N,
+            HAS_ZEROS, True, EVEN_K, NUM_STAGES, WIDEN,
         )  # fmt: skip
         store_part(planes, part, acc, acc2, num_rows, BLOCK_M, HALVES, BLOCK_N)
     else:
         expand_tiles(
-            planes + SPLIT_K * PLANE, scratch_ptr, weights_ptr, lora_codes_ptr, deltas_ptr, records_ptr, plan_ptr + tiles_at,
-            plan_ptr + PERM_AT, part - SPLIT_K, num_row_tiles, slice_, first_column, stride_tile, LORA_PARTS,
-            LORA_SPLIT_K, LORA_BLOCK_M, BLOCK_N, PLANE, LORA_STAGES, WIDEN,
+            planes + SPLIT_K * PLANE, scratch_ptr, weights_ptr, lora_codes_ptr, deltas_ptr, records_ptr,
+            plan_ptr + tiles_at, plan_ptr + PERM_AT, part - SPLIT_K, num_row_tiles, slice_, first_column, stride_tile,
+            LORA_PARTS, LORA_SPLIT_K, LORA_BLOCK_M, BLOCK_N, PLANE, LORA_STAGES, WIDEN,
         )  # fmt: skip
     if arrive(counters_ptr + tile, PARTS):
         with_lora, states = rows_with_lora(plan_ptr + tiles_at, plan_ptr + PERM_AT, num_row_tiles, slice_)

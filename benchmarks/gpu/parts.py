@@ -98,8 +98,9 @@ PARTS: tuple[Part, ...] = (
             "loop_ms": "loop ms",
             "tokens_per_s": "tokens/s",
         },
-        "A step is one replay of the decode graph, median of 30; the loop is steps as an engine launches them, two in flight: filled in by the host, replayed, sampled, "
-        "tokens copied back. Tokens/s are the loop's. Tax: the step over that of the same rows without adapters; its bytes' tax: the same of the limits. Adapters have rank 16 "
+        "A step is one replay of the decode graph, median of 30; the loop is steps as an engine launches them, two in "
+        "flight: filled in by the host, replayed, sampled, tokens copied back. Tokens/s are the loop's. Tax: the step "
+        "over that of the same rows without adapters; its bytes' tax: the same of the limits. Adapters have rank 16 "
         "on all seven linears.",
         is_warmed=True,
         num_shards=3,
@@ -122,8 +123,9 @@ PARTS: tuple[Part, ...] = (
             "host_us": "host µs",
             "error": "error",
         },
-        "Of one layer. Each pass is a CUDA graph over several layers' weights, more than the cache holds; the median of 30 replays, by layer. A peer's column is its time over ours. "
-        "Error: the largest against float64, by the largest number. Host: the time of the launches without a graph.",
+        "Of one layer. Each pass is a CUDA graph over several layers' weights, more than the cache holds; the median "
+        "of 30 replays, by layer. A peer's column is its time over ours. Error: the largest against float64, by the "
+        "largest number. Host: the time of the launches without a graph.",
         is_warmed=True,
         num_shards=2,
     ),
@@ -184,7 +186,8 @@ PARTS: tuple[Part, ...] = (
             "peft": "PEFT tokens/s",
             "ratio": "ratio",
         },
-        "bfloat16, the same shape, layers and ranks; PEFT's mixed batch (adapter_names) with its own cache, greedy, without a graph: it has none for mixed batches.",
+        "bfloat16, the same shape, layers and ranks; PEFT's mixed batch (adapter_names) with its own cache, greedy, "
+        "without a graph: it has none for mixed batches.",
     ),
 )
 

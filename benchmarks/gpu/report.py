@@ -45,12 +45,13 @@ def machine_lines(facts: Mapping[str, Any], command: str, date: str) -> list[str
     lines = [f"- Device: {facts.get('device', 'unknown: no worker has come so far as to say')}"]
     if "copy_bytes_per_s" in facts:
         lines[0] += (
-            f", compute capability {facts['capability']}, {facts['multiprocessors']} multiprocessors, {facts['memory_bytes'] / 2**30:.0f} GiB, "
-            f"{facts['cache_bytes'] / 2**20:.0f} MiB of cache"
+            f", compute capability {facts['capability']}, {facts['multiprocessors']} multiprocessors, "
+            f"{facts['memory_bytes'] / 2**30:.0f} GiB, {facts['cache_bytes'] / 2**20:.0f} MiB of cache"
         )
         lines.append(
-            f"- Measured in the same run, the limits: copies {facts['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and written), bfloat16 products "
-            f"{facts['operations_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory {facts['load_bytes_per_s'] / 1e9:.1f} GB/s"
+            f"- Measured in the same run, the limits: copies {facts['copy_bytes_per_s'] / 1e12:.2f} TB/s (read and "
+            f"written), bfloat16 products {facts['operations_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory "
+            f"{facts['load_bytes_per_s'] / 1e9:.1f} GB/s"
         )
     return [
         *lines,

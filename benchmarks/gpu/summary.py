@@ -43,8 +43,8 @@ def _kernels(rows: list[Row]) -> list[str]:
     shares = [row["share"] for row in many if row.get("share") is not None]
     if shares:
         said.append(
-            f"Shrink and expand with {MANY_ADAPTERS} or more adapters: {_percent(geometric_mean(shares))} of the limit (geometric mean), "
-            f"{_percent(min(shares))} at the least; the goal is 70 %."
+            f"Shrink and expand with {MANY_ADAPTERS} or more adapters: {_percent(geometric_mean(shares))} of the limit "
+            f"(geometric mean), {_percent(min(shares))} at the least; the goal is 70 %."
         )
     for key, peer in (
         ("vllm_best", "vLLM's best"),
@@ -56,7 +56,8 @@ def _kernels(rows: list[Row]) -> list[str]:
         if ratios:
             slower = sum(ratio < 1 for ratio in ratios)
             said.append(
-                f"{geometric_mean(ratios):.2f} times as fast as {peer} (geometric mean of {len(ratios)} shapes); slower on {slower} of them, {min(ratios):.2f} times at the least."
+                f"{geometric_mean(ratios):.2f} times as fast as {peer} (geometric mean of {len(ratios)} shapes); "
+                f"slower on {slower} of them, {min(ratios):.2f} times at the least."
             )
     return said
 
@@ -71,7 +72,8 @@ def _decode(rows: list[Row]) -> list[str]:
         for row in here:
             if row["rows"] == row["adapters"] == 64 and row.get("tax") and row.get("bytes_tax"):
                 said.append(
-                    f"Decode, {base}, 64 rows of 64 adapters: {row['tax']:.3f} times the step without adapters; the extra bytes cost {row['bytes_tax']:.3f}."
+                    f"Decode, {base}, 64 rows of 64 adapters: {row['tax']:.3f} times the step without adapters; the "
+                    f"extra bytes cost {row['bytes_tax']:.3f}."
                 )
     return said
 

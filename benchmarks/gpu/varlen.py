@@ -60,7 +60,10 @@ def varlen_obstacle(block_size: int, device: torch.device) -> str | None:
         return f"FlashAttention needs a CUDA device; the plan is on {device}"
     implementation = current_flash_attention_impl() or "FA2"
     if implementation == "FA2" and _torch_version() < (2, 13):
-        return f"the FlashAttention of torch {torch.__version__} can't be kept from splitting keys; 2.13's can, or activate FA3"
+        return (
+            f"the FlashAttention of torch {torch.__version__} can't be kept from splitting keys; 2.13's can, or "
+            "activate FA3"
+        )
     if implementation == "FA2" and block_size % 256:
         return f"torch's own FlashAttention takes blocks of multiples of 256 tokens, not {block_size}; activate FA3"
     if implementation == "FA4" and torch.cuda.get_device_capability(device)[0] != 10:

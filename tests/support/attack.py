@@ -184,7 +184,8 @@ class Watch:
         if not self.latencies_s:
             return "/livez: no answer"
         kept = ", ".join(f"{name} {self.at(part) * 1000:.0f}" for name, part in (("p50", 0.5), ("p99", 0.99)))
-        return f"/livez ({len(self.latencies_s)} probes): {kept}, longest {self.longest_s * 1000:.0f} ms; {self.num_failed} failed"
+        longest = f"longest {self.longest_s * 1000:.0f} ms"
+        return f"/livez ({len(self.latencies_s)} probes): {kept}, {longest}; {self.num_failed} failed"
 
 
 @contextlib.asynccontextmanager
@@ -272,14 +273,16 @@ async def _campaign(arguments: argparse.Namespace) -> None:
         await asyncio.sleep(0.3)
     for outcome in outcomes[:8]:
         say(
-            f"{outcome.num_sent_bytes / MIB:.2f} MiB in {outcome.seconds:.2f} s, status {outcome.status}, closed {outcome.is_closed}\n"
+            f"{outcome.num_sent_bytes / MIB:.2f} MiB in {outcome.seconds:.2f} s, status {outcome.status}, "
+            f"closed {outcome.is_closed}\n"
         )
     say(f"{len(outcomes)} × {arguments.attack} in {seconds:.2f} s\n{seen}\n")
     if arguments.pid:
         await asyncio.sleep(arguments.settle)
         after = resident_bytes(arguments.pid)
         say(
-            f"memory: {before / MIB:.0f} MiB before, {peak / MIB:.0f} at the end, {after / MIB:.0f} {arguments.settle:g} s later\n"
+            f"memory: {before / MIB:.0f} MiB before, {peak / MIB:.0f} at the end, "
+            f"{after / MIB:.0f} {arguments.settle:g} s later\n"
         )
 
 

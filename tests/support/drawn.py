@@ -34,11 +34,14 @@ BASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("olmo2", {}),
     ("smollm3", {"pad_token_id": 0, "no_rope_layers": [1, 0, 1]}),
     ("gemma2", {"head_dim": 16, "sliding_window": 7, "pad_token_id": 0, "bos_token_id": 1}),
-    ("gemma3", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2, "pad_token_id": 0, "bos_token_id": 1}),
+    (
+        "gemma3",
+        {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2, "pad_token_id": 0, "bos_token_id": 1},
+    ),
     ("phi3", {"pad_token_id": 0}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("qwen3-moe", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-)  # fmt: skip
+)
 """(kind, what differs from the small config)."""
 
 SIZES: tuple[dict[str, Any], ...] = (

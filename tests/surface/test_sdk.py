@@ -58,7 +58,8 @@ class Surface:
         if issubclass(cls, BaseModel):
             for name in cls.model_fields:
                 if name in cls.__annotations__:
-                    yield f"    {name}: {self._annotation(cls.__annotations__[name], cls)}{_default(cls.model_fields[name])}"
+                    annotation = self._annotation(cls.__annotations__[name], cls)
+                    yield f"    {name}: {annotation}{_default(cls.model_fields[name])}"
         elif typing.is_typeddict(cls):
             for name, hint in cls.__annotations__.items():
                 text = hint.__forward_arg__ if isinstance(hint, typing.ForwardRef) else hint

@@ -232,8 +232,11 @@ async def test_sampling_fields_reach_the_engine(client: httpx2.AsyncClient, engi
 
 
 async def test_explicit_nulls_are_absent_fields(client: httpx2.AsyncClient) -> None:
-    names = "best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options suffix"
-    names += " temperature top_p user top_k min_p repetition_penalty stop_token_ids ignore_eos min_tokens priority tools response_format"
+    names = (
+        "best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream "
+        "stream_options suffix temperature top_p user top_k min_p repetition_penalty stop_token_ids ignore_eos "
+        "min_tokens priority tools response_format"
+    )
     response = await complete(client, **dict.fromkeys(names.split()))
     assert response.status_code == 200
     assert "x-loraserve-ignored" not in response.headers

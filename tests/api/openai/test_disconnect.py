@@ -170,7 +170,10 @@ async def test_headers_over_their_bound_are_refused(client: httpx2.AsyncClient, 
 
 async def test_a_declared_length_over_the_bound_is_refused_before_a_byte_is_read(url: str, acme: Any) -> None:
     reader, writer = await connect(url)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {acme.key}\r\nContent-Length: 99999999\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {acme.key}\r\n"
+        "Content-Length: 99999999\r\n\r\n"
+    )
     writer.write(head.encode())
     answer = await asyncio.wait_for(reader.read(), 5)
     assert answer.startswith(b"HTTP/1.1 413")

@@ -86,7 +86,8 @@ def test_the_unmutated_linear_is_right(
         pytest.param("offs_n // 4 + group", "offs_n // 8 + group", id="zeros are the neighbours'"),
         pytest.param("planes + half * (BLOCK_M * BLOCK_N)", "planes", id="the second half's planes are the first's"),
         pytest.param("y = y + tl.load(bias_ptr", "y = y + 0 * tl.load(bias_ptr", id="the bias is forgotten"),
-        pytest.param("own + BLOCK_M * BLOCK_N, acc2", "own + BLOCK_M * BLOCK_N, acc", id="the first half is stored twice"),
+        pytest.param("own + BLOCK_M * BLOCK_N, acc2", "own + BLOCK_M * BLOCK_N, acc",
+            id="the first half is stored twice"),
     ],
 )  # fmt: skip
 def test_a_mutant_for_few_rows_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,11 +113,15 @@ def test_scales_of_channels_that_are_forgotten_are_caught(monkeypatch: pytest.Mo
     ("old", "new"),
     [
         pytest.param("tl.minimum(k // GROUP + j,", "tl.minimum(k // GROUP,", id="groups have the first one's scale"),
-        pytest.param("group = tl.minimum(k // GROUP + j, K // GROUP - 1)", "group = tl.minimum(k // GROUP + j + 1, K // GROUP - 1)", id="groups have the next one's scale"),
+        pytest.param("group = tl.minimum(k // GROUP + j, K // GROUP - 1)",
+            "group = tl.minimum(k // GROUP + j + 1, K // GROUP - 1)", id="groups have the next one's scale"),
         pytest.param("tl.dot(x, values) * scale[None, :]", "tl.dot(x, values)", id="scales of groups are ignored"),
-        pytest.param("tl.dot(x2, values) * scale[None, :]", "tl.dot(x2, values)", id="scales of groups are ignored in the second half"),
-        pytest.param("unpack_bytes(codes, zeros, FORMAT, HAS_ZEROS,", "unpack_bytes(codes, zeros, FORMAT, False,", id="zeros are ignored"),
-        pytest.param('if FORMAT != "plain" and not BY_GROUP:', 'if FORMAT != "plain" and FORMAT != "int4":', id="the first group's scale is multiplied in again"),
+        pytest.param("tl.dot(x2, values) * scale[None, :]", "tl.dot(x2, values)",
+            id="scales of groups are ignored in the second half"),
+        pytest.param("unpack_bytes(codes, zeros, FORMAT, HAS_ZEROS,", "unpack_bytes(codes, zeros, FORMAT, False,",
+            id="zeros are ignored"),
+        pytest.param('if FORMAT != "plain" and not BY_GROUP:', 'if FORMAT != "plain" and FORMAT != "int4":',
+            id="the first group's scale is multiplied in again"),
     ],
 )  # fmt: skip
 def test_a_mutant_for_few_rows_of_groups_of_bytes_is_caught(
@@ -129,7 +134,8 @@ def test_a_mutant_for_few_rows_of_groups_of_bytes_is_caught(
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("tl.load(scales_ptr + scale_at + (k // GROUP)", "tl.load(scales_ptr + scale_at + 0 * (k // GROUP)", id="every group is the first"),
+        pytest.param("tl.load(scales_ptr + scale_at + (k // GROUP)", "tl.load(scales_ptr + scale_at + 0 * (k // GROUP)",
+            id="every group is the first"),
         pytest.param("tl.dot(x, values) * scale[None, :]", "tl.dot(x, values)", id="scales of groups are ignored"),
         pytest.param("if not BY_GROUP:", "if not IS_PACKED:", id="the first group's scale is multiplied in again"),
         pytest.param("offs_n // 4 + (k // GROUP) * stride_zero_g", "offs_n // 4", id="zeros are the first group's"),
@@ -149,8 +155,10 @@ def test_a_mutant_for_many_rows_of_groups_of_bytes_is_caught(
     ("old", "new"),
     [
         pytest.param(".permute(0, 2, 1)", "", id="nibbles aren't interleaved"),
-        pytest.param("tl.load(scales_ptr + scale_at + (k // GROUP)", "tl.load(scales_ptr + scale_at + 0 * (k // GROUP)", id="every group is the first"),
-        pytest.param("hi = hi.to(tl.float32) * scale[None, :]", "hi = hi.to(tl.float32)", id="high nibbles aren't scaled"),
+        pytest.param("tl.load(scales_ptr + scale_at + (k // GROUP)", "tl.load(scales_ptr + scale_at + 0 * (k // GROUP)",
+            id="every group is the first"),
+        pytest.param("hi = hi.to(tl.float32) * scale[None, :]", "hi = hi.to(tl.float32)",
+            id="high nibbles aren't scaled"),
         pytest.param("in_band // band_rows", "in_band % band_rows", id="column tiles are forgotten"),
     ],
 )  # fmt: skip

@@ -55,7 +55,8 @@ def _key(layer: int, module: str, side: str) -> str:
         return f"base_model.model.model.embed_tokens.lora_embedding_{side}"
     if module == "lm_head":
         return f"base_model.model.lm_head.lora_{side}.weight"
-    return f"base_model.model.model.layers.{layer}.{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}.lora_{side}.weight"
+    block = "self_attn" if module[0] in "qkvo" else "mlp"
+    return f"base_model.model.model.layers.{layer}.{block}.{module}.lora_{side}.weight"
 
 
 def _make_tensors(

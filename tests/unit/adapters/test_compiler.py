@@ -291,9 +291,9 @@ def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
     assert list(ir.saved_base) == ["embed_tokens"]
     error = refused(arrays | {name: np.ones((66, 32), np.float32)}, **targets)
     assert error.problems == (
-        "The file's base weight of embed_tokens has 66 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload holds no "
-        "tokenizer, so that the 2 added tokens have no text here. Train on tokens that the base has in reserve instead, with "
-        "trainable_token_indices.",
+        "The file's base weight of embed_tokens has 66 rows; this base has 64 tokens. Enlarged vocabularies aren't "
+        "served: an upload holds no tokenizer, so that the 2 added tokens have no text here. Train on tokens that the "
+        "base has in reserve instead, with trainable_token_indices.",
     )
 
 

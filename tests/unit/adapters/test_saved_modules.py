@@ -169,8 +169,8 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
         (
             {HEAD + "weight": ones(70, 32)},
             ["lm_head"],
-            "lm_head.weight has 70 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload holds no tokenizer, so "
-            "that the 6 added tokens have no text here.",
+            "lm_head.weight has 70 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload "
+            "holds no tokenizer, so that the 6 added tokens have no text here.",
         ),
         ({EMBEDDING + "weight": ones(60, 32)}, ["embed_tokens"], "Shrunk vocabularies aren't served"),
         ({HEAD + "weight": ones(64, 32)}, ["embed_tokens", "lm_head"], "names embed_tokens, and the file holds no"),

@@ -218,7 +218,9 @@ async def test_a_look_up_that_is_given_up_leaves_no_traceback(
 ) -> None:
     database = Database(database_url)
     slow = {
-        "sqlite": "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 200000) SELECT count(*) FROM c",
+        "sqlite": (
+            "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 200000) SELECT count(*) FROM c"
+        ),
         "postgresql": "SELECT pg_sleep(0.3)",
     }
     statement = text(slow[database_url.partition(":")[0]])

@@ -31,8 +31,18 @@ from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, Tenan
 
 ADAPTERS = {
     "r1": {"r": 1, "lora_alpha": 4, "target_modules": ["q_proj"]},
-    "r8": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
-    "rs": {"r": 6, "lora_alpha": 4, "use_rslora": True, "target_modules": ["down_proj", "v_proj"], "layers_to_transform": [1]},
+    "r8": {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    },
+    "rs": {
+        "r": 6,
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "target_modules": ["down_proj", "v_proj"],
+        "layers_to_transform": [1],
+    },
     "mixed": {
         "r": 4,
         "lora_alpha": 8,
@@ -40,7 +50,7 @@ ADAPTERS = {
         "rank_pattern": {"gate_proj": 12},
         "alpha_pattern": {"o_proj": 20},
     },
-}  # fmt: skip
+}
 
 EOS = 7
 _numbers = itertools.count()

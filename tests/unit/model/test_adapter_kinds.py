@@ -56,8 +56,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"embed_tokens": 9},
     },
     "head alone": {"r": 2, "lora_alpha": 3, "target_modules": ["lm_head"], "layers_to_transform": [1]},
-    "dora outside": {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "o_proj"]},
-}  # fmt: skip
+    "dora outside": {
+        "r": 3,
+        "lora_alpha": 4,
+        "use_dora": True,
+        "target_modules": ["embed_tokens", "lm_head", "o_proj"],
+    },
+}
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied qwen2 with biases": ("qwen2", {"tie_word_embeddings": True}),

@@ -231,13 +231,16 @@ from loraserve_kernels.cpu.linear.chooser import chooser
 torch.set_num_threads(1)
 
 def load(directory, quantize):
-    return load_model(Path(directory), model_id="m", dtype=torch.float32, quantize=quantize, device="cpu", max_model_len=None)
+    return load_model(
+        Path(directory), model_id="m", dtype=torch.float32, quantize=quantize, device="cpu", max_model_len=None
+    )
 
 def status(field):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
-# what libraries set up on first use isn't the model's: neither are the products that oneDNN compiles while kernels are tried
+# what libraries set up on first use isn't the model's: neither are the products that oneDNN compiles while kernels
+# are tried
 load(sys.argv[1], sys.argv[3])
 for out_features in (512, 1024):
     for in_features in (512, 1024):

@@ -69,7 +69,12 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 lora = partial(peft.LoraConfig, task_type="CAUSAL_LM")
 CONFIGS: dict[str, peft.PeftConfig] = {
     "lora": lora(
-        r=3, lora_alpha=5, use_rslora=True, target_modules=LINEARS, rank_pattern={"k_proj": 5}, alpha_pattern={"o_proj": 2}
+        r=3,
+        lora_alpha=5,
+        use_rslora=True,
+        target_modules=LINEARS,
+        rank_pattern={"k_proj": 5},
+        alpha_pattern={"o_proj": 2},
     ),
     "dora": lora(r=3, lora_alpha=4, use_dora=True, target_modules=[*LINEARS, "embed_tokens", "lm_head"]),
     "biases": lora(r=3, lora_alpha=4, bias="all", target_modules=LINEARS),
@@ -83,7 +88,7 @@ CONFIGS: dict[str, peft.PeftConfig] = {
     "loha": peft.LoHaConfig(r=2, alpha=3, target_modules=["q_proj", "up_proj"]),
     "lokr": peft.LoKrConfig(r=2, alpha=3, target_modules=["q_proj", "up_proj"]),
     "vera": peft.VeraConfig(r=5, target_modules=["q_proj", "o_proj"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

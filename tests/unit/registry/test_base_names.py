@@ -81,7 +81,8 @@ def test_the_base_may_have_other_names_and_the_place_that_it_is_from(base: BaseS
     # what a tenant is told doesn't say where on the server's disk it is
     (check,) = BaseNames(("llama",), source=hub).inspect({"base_model_name_or_path": "other\x1b[31m"}, base)
     assert check["detail"] == (
-        r"base_model_name_or_path is 'other\x1b[31m'; this server serves meta-llama/Llama-3.1-8B, llama (sha256:bbbbbbbbbbbb)"
+        r"base_model_name_or_path is 'other\x1b[31m'; this server serves meta-llama/Llama-3.1-8B, llama "
+        r"(sha256:bbbbbbbbbbbb)"
     )
 
 

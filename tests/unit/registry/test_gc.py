@@ -217,7 +217,10 @@ async def sever(url: str) -> None:
     """Every connection to the database breaks, where it is one that can."""
     if url.startswith("postgres"):
         connection = await asyncpg.connect(url)
-        others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        others = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
         await connection.execute(others)
         await connection.close()
 

@@ -69,7 +69,10 @@ def test_a_broken_tokenizer_config_is_a_config_error(make_model_dir: MakeDir) ->
 
 
 def test_text_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, loraserve.text.tokenizer, loraserve.text.chat_template; print({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, loraserve.text.tokenizer, loraserve.text.chat_template; "
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "set()"
