@@ -1,0 +1,95 @@
+"""Probes of verifications in the engine's steps.
+
+A probe is a request like any other: it pins its adapter and has rows in steps. An adapter's probes
+run first in steps without other rows, then mixed with rows of the base, of another adapter and of
+whatever is running. They neither use nor fill the prefix cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from loraserve.engine.engine import Engine
+from loraserve.engine.probe import Probe
+from loraserve.engine.verification.reference_evaluator import Sequences
+from loraserve.engine.verification.verification import Verification
+from loraserve.types import AdapterRef, RequestId, TokenOutput
+
+BESIDE_END = 6
+"""End of the token range of probes that only fill the batch and aren't compared."""
+
+
+class Prober:
+    """Add a verification's probes to the engine and take their outputs, on the steps' thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._probes: dict[RequestId, Probe] = {}
+        self._numbers = itertools.count()
+
+    def begin(self, v: Verification, sequences: Sequences) -> None:
+        """Queue the first probes: all of the first round, or one in a mixed batch while requests run."""
+        # its files were just read and are whole: an earlier failed load says nothing any more
+        self._engine.pager.forget_failure(v.ref.digest)
+        if self._engine.is_serving:
+            # the first mixed probe has the adapter loaded
+            v.mixed = [self._probe(sequences[0], v.ref)]
+        else:
+            v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in sequences]
+
+    def mix(self, v: Verification, sequences: Sequences) -> None:
+        """Queue the mixed round: sequences of the adapter, the base, and another resident adapter.
+
+        No-op until the prompts of the first probes are computed. Where the base's logits are known,
+        a short sequence of it will do. Short ones are left out if requests of their kind are in the
+        steps anyway, since each row costs those time.
+        """
+        if any(probe.num_captured < probe.num_prompt_tokens for probe in v.alone or v.mixed):
+            return
+        # the adapter is resident, and the first probes pin it
+        v.precision_loss = self._engine.pager.metadata(v.ref.digest).precision_loss
+        served = self._engine.adapters_served
+        if v.known_base is None:
+            v.base = [self._probe(sequence, None) for sequence in sequences]
+        elif None not in served:
+            v.beside.append(self._probe(sequences[-1][1:BESIDE_END], None))
+        has_other = bool(served - {None, v.ref.digest})
+        other = None if has_other else self._engine.pager.other_resident(v.ref.digest)
+        if other is not None:
+            probe = self._new_probe(sequences[-1][1:BESIDE_END])
+            self._engine.add_probe_of_resident(probe, other)
+            v.beside.append(probe)
+        # last, so that the others are in its batches even if a step takes only a few rows
+        v.mixed += [self._probe(sequence, v.ref) for sequence in sequences[len(v.mixed) :]]
+
+    def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Take the outputs of probes; return the others."""
+        if not self._probes:
+            return outputs
+        others = []
+        for output in outputs:
+            probe = self._probes.get(output.request_id)
+            if probe is None:
+                others.append(output)
+            elif output.finish_reason is not None:
+                probe.output = output
+                del self._probes[output.request_id]
+        return others
+
+    def abort(self, v: Verification) -> None:
+        """Abort those of its probes that run."""
+        for probe in v.probes:
+            if probe.output is None:
+                self._probes.pop(probe.request_id, None)
+                self._engine.abort(probe.request_id)
+
+    def _probe(self, sequence: Sequence[int], ref: AdapterRef | None, *, has_own_step: bool = False) -> Probe:
+        probe = self._new_probe(sequence, has_own_step=has_own_step)
+        self._engine.add_probe(probe, ref)
+        return probe
+
+    def _new_probe(self, sequence: Sequence[int], *, has_own_step: bool = False) -> Probe:
+        probe = Probe(RequestId(f"verification-{next(self._numbers)}"), sequence, has_own_step)
+        self._probes[probe.request_id] = probe
+        return probe
