@@ -43,13 +43,6 @@ STAND_ALONE = {
 a resource or data.
 """
 
-_SAME_CLASS_NAMES = (
-    "Activation Arena BaseNames Check Chunk Column Expected GpuStep Linear OutputProcessor Pin Plan Probe Progress "
-    "SamplingParams ShapeMismatch Status Step"
-)
-SAME_CLASS_NAMES = frozenset(_SAME_CLASS_NAMES.split())
-"""Class names that two modules outside the SDK still share. Only ever remove from it."""
-
 MIRRORS = ("loraserve.sdk.", "loraserve.api.openapi.")
 """Packages that repeat the API's names on purpose:
 what programs see of the server's own classes.
@@ -128,9 +121,8 @@ def test_a_class_name_means_one_thing() -> None:
             for node in ast.walk(tree(name)):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(name)
-    shared = {name for name, found in places.items() if len(found) > 1}
-    assert shared <= SAME_CLASS_NAMES, {name: places[name] for name in shared - SAME_CLASS_NAMES}
-    assert shared >= SAME_CLASS_NAMES, f"remove from SAME_CLASS_NAMES: {SAME_CLASS_NAMES - shared}"
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert not shared, f"rename all but one of each: {shared}"
 
 
 def test_a_file_name_is_in_at_most_three_packages() -> None:

@@ -6,7 +6,7 @@ They are plain ValueErrors: this package knows nothing of loraserve's error tree
 from __future__ import annotations
 
 
-class ShapeMismatch(ValueError):
+class TensorMismatch(ValueError):
     """A tensor's shape, dtype or device isn't the one that the plan or the other tensors imply."""
 
 

@@ -15,7 +15,7 @@ from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 
@@ -43,11 +43,11 @@ def apply_lora(
             y already holds of the linears' biases. δ and replaced rows need it.
 
     Raises:
-        ShapeMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters'
+        TensorMismatch: x, y and the plan disagree on rows or devices, or x and y on the adapters'
             widths.
     """
     if not _may_meet(x, plan):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"x is on {x.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
         )
     if isinstance(plan, GpuLoraPlan):
@@ -57,21 +57,21 @@ def apply_lora(
         gpu_lora.apply_lora(x, y, plan, site, layer, bias)
         return
     if site == "embed":
-        raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
+        raise TensorMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
     adapter, first = plan.segments[0].adapter, MODULE_INDEX[SITES[site][0]]
     in_features = adapter.in_features[first]
     out_features = sum(adapter.out_features[first : first + len(SITES[site])])
     if x.shape != (plan.num_tokens, in_features) or y.shape != (plan.num_tokens, out_features):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of this plan takes "
             f"({plan.num_tokens}, {in_features}) and ({plan.num_tokens}, {out_features})"
         )
     if x.dtype != torch.float32 or y.dtype != torch.float32 or x.stride(1) != 1 or y.stride(1) != 1:
-        raise ShapeMismatch(f"x is {x.dtype} and y is {y.dtype}; both must be float32 and contiguous in the last dim")
+        raise TensorMismatch(f"x is {x.dtype} and y is {y.dtype}; both must be float32 and contiguous in the last dim")
     if not 0 <= layer < adapter.num_layers:
-        raise ShapeMismatch(f"layer {layer}; the adapters of this plan have layers 0 to {adapter.num_layers - 1}")
+        raise TensorMismatch(f"layer {layer}; the adapters of this plan have layers 0 to {adapter.num_layers - 1}")
     if bias is not None and (bias.shape != (out_features,) or bias.dtype != torch.float32 or bias.stride(0) != 1):
-        raise ShapeMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes float32 ({out_features},)")
+        raise TensorMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes float32 ({out_features},)")
     cpu_lora.apply_lora(x, y, plan, site, layer, bias)
 
 
@@ -89,11 +89,11 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
         plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others.
 
     Raises:
-        ShapeMismatch: the token ids, y and the plan disagree on rows or devices, or y and the
+        TensorMismatch: the token ids, y and the plan disagree on rows or devices, or y and the
             adapters on the width.
     """
     if not _may_meet(y, plan):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"y is on {y.device} and the plan is a {type(plan).__name__}; GPUs take a GpuLoraPlan, CPUs a LoraPlan"
         )
     if isinstance(plan, GpuLoraPlan):
@@ -103,12 +103,12 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
         return
     hidden_size = plan.segments[0].adapter.out_features[MODULE_INDEX["embed_tokens"]]
     if token_ids.shape != (plan.num_tokens,) or y.shape != (plan.num_tokens, hidden_size):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"token_ids is {tuple(token_ids.shape)} and y is {tuple(y.shape)}; the embedding of this plan takes "
             f"({plan.num_tokens},) and ({plan.num_tokens}, {hidden_size})"
         )
     if token_ids.dtype != torch.int64 or y.dtype != torch.float32 or y.stride(1) != 1:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"token_ids is {token_ids.dtype} and y is {y.dtype}; they must be int64 and float32, "
             "y contiguous in the last dim"
         )

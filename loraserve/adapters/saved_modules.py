@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from loraserve.adapters.config.peft_config import LoraSettings
-from loraserve.adapters.format.tensor_names import SAVED_AS, BaseNames, Contents, Linear, LinearTensors, Place
+from loraserve.adapters.format.tensor_names import SAVED_AS, BaseLinear, BaseTensorNames, Contents, LinearTensors, Place
 from loraserve.adapters.ir import OUTSIDE_LAYERS, NormIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.target_modules import is_saved, ties_saved
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 
 
-def check_saved(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+def check_saved(settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems) -> None:
     """Add a problem for each weight and bias that is missing or wrong.
 
     One is wrong that isn't the config's, or doesn't fit the base.
@@ -59,7 +59,7 @@ class _Check:
     def __init__(
         self,
         settings: LoraSettings,
-        linear: Linear,
+        linear: BaseLinear,
         stored: LinearTensors,
         reported_layer: int | None,
         problems: Problems,
@@ -162,7 +162,7 @@ class _Check:
         self.problems.add(AdapterFormatError, message, self.reported_layer)
 
 
-def _table_sizes(linear: Linear) -> tuple[int, int]:
+def _table_sizes(linear: BaseLinear) -> tuple[int, int]:
     """(tokens, hidden size) of the head or the embedding, whichever way its linear lies."""
     is_embedding = linear.name == "embed_tokens"
     sizes = (linear.in_features, linear.out_features)
@@ -177,7 +177,7 @@ def is_same(a: TensorView | None, b: TensorView | None) -> bool:
     return a is not None and b is not None and a.dtype == b.dtype and np.array_equal(a.array, b.array)
 
 
-def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems) -> None:
     """Check a tied head.
 
     PEFT loads a weight into it and the embedding, unless modules_to_save has copied one of them.
@@ -210,7 +210,7 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseN
         )
 
 
-def _check_tied_copies(contents: Contents, names: BaseNames, problems: Problems) -> None:
+def _check_tied_copies(contents: Contents, names: BaseTensorNames, problems: Problems) -> None:
     """Report copies that differ where the base's head is the embedding.
 
     PEFT loads either's copy into both.
@@ -225,7 +225,9 @@ def _check_tied_copies(contents: Contents, names: BaseNames, problems: Problems)
         )
 
 
-def _check_norm(settings: LoraSettings, place: Place, contents: Contents, names: BaseNames, problems: Problems) -> None:
+def _check_norm(
+    settings: LoraSettings, place: Place, contents: Contents, names: BaseTensorNames, problems: Problems
+) -> None:
     path = names.base.norm_paths[place[1]]
     is_meant, weight, reported_layer = (
         is_saved(settings, names.of(place)),

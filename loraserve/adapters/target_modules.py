@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from loraserve.adapters.config.peft_config import LoraSettings
 from loraserve.adapters.config.regexes import Regex
-from loraserve.adapters.format.tensor_names import BaseNames, Contents
+from loraserve.adapters.format.tensor_names import BaseTensorNames, Contents
 from loraserve.adapters.ir import OUTSIDE_LAYERS
 from loraserve.adapters.problems import Problems
 from loraserve.errors import AdapterFormatError
@@ -76,7 +76,7 @@ def ties_lora(settings: LoraSettings, base: BaseSpec) -> bool:
     return targets is not None and _names_an_end(targets)
 
 
-def check_targets(settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems) -> None:
+def check_targets(settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems) -> None:
     """Add a problem for each module whose tensors and targeting disagree.
 
     It is targeted and has no tensors, or has tensors and isn't targeted.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loraserve.adapters.config.peft_config import LoraSettings
-from loraserve.adapters.format.tensor_names import BaseNames, Contents, LinearTensors
+from loraserve.adapters.format.tensor_names import BaseTensorNames, Contents, LinearTensors
 from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import is_same, shape_words
@@ -29,7 +29,7 @@ class TokenRows:
 
 
 def trained_tokens(
-    settings: LoraSettings, contents: Contents, names: BaseNames, problems: Problems
+    settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems
 ) -> dict[str, TokenRows]:
     """Return the rows that the adapter has of each module.
 
@@ -58,7 +58,7 @@ def trained_tokens(
     return result
 
 
-def _resolve(settings: LoraSettings, names: BaseNames, problems: Problems) -> dict[str, tuple[int, ...]]:
+def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems) -> dict[str, tuple[int, ...]]:
     """Return the tokens that the config names for each module, in its order."""
     outside = [m for m in OUTSIDE_LAYERS if m in names.linears]
     meant: dict[str, tuple[int, ...]] = {}
@@ -93,7 +93,9 @@ def _resolve(settings: LoraSettings, names: BaseNames, problems: Problems) -> di
     return meant
 
 
-def _is_tied(settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: BaseNames, problems: Problems) -> bool:
+def _is_tied(
+    settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: BaseTensorNames, problems: Problems
+) -> bool:
     """Return whether PEFT lets the head follow the embedding."""
     if not names.base.is_head_tied or "embed_tokens" not in meant:
         return False
@@ -108,7 +110,7 @@ def _is_tied(settings: LoraSettings, meant: dict[str, tuple[int, ...]], names: B
 
 
 def _rows(
-    module: str, ids: tuple[int, ...], stored: LinearTensors, names: BaseNames, problems: Problems
+    module: str, ids: tuple[int, ...], stored: LinearTensors, names: BaseTensorNames, problems: Problems
 ) -> TokenRows | None:
     rows = stored.token_rows
     if rows is None:
@@ -139,7 +141,7 @@ def _rows(
 
 
 def _follow(
-    contents: Contents, names: BaseNames, rows: dict[str, TokenRows], settings: LoraSettings, problems: Problems
+    contents: Contents, names: BaseTensorNames, rows: dict[str, TokenRows], settings: LoraSettings, problems: Problems
 ) -> None:
     """Let the head's rows be the embedding's, LoRA on it or not."""
     head = contents.linears.get((0, "lm_head"), LinearTensors())

@@ -11,7 +11,7 @@ from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connect
 from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
-    from loraserve.cli.load import Asked, Figures, Plan, Spread
+    from loraserve.cli.load import Asked, Figures, Spread, TrafficPlan
     from loraserve.sdk import Client
 
 
@@ -60,10 +60,10 @@ def bench(
     if models and all_adapters:
         raise typer.BadParameter("Name models, or give --all: one of the two.")
     with connected(format, url, tenant) as (output, client):
-        from loraserve.cli.load import Figures, Plan
+        from loraserve.cli.load import Figures, TrafficPlan
 
         base = client.base()
-        plan = Plan(
+        plan = TrafficPlan(
             models=_models(client, models, base.id, all_adapters=all_adapters),
             num_requests=requests,
             concurrency=concurrency,
@@ -94,7 +94,9 @@ def _models(client: Client, named: list[str] | None, base: str, *, all_adapters:
     return found
 
 
-def _run(output: Output, url: str, tenant: str | None, plan: Plan, vocab_size: int, *, has_warmup: bool) -> list[Asked]:
+def _run(
+    output: Output, url: str, tenant: str | None, plan: TrafficPlan, vocab_size: int, *, has_warmup: bool
+) -> list[Asked]:
     import anyio
 
     from loraserve.cli.load import ask, measure
@@ -115,7 +117,7 @@ def _run(output: Output, url: str, tenant: str | None, plan: Plan, vocab_size: i
     return anyio.run(run)
 
 
-def _show(output: Output, plan: Plan, figures: Figures) -> None:
+def _show(output: Output, plan: TrafficPlan, figures: Figures) -> None:
     match output.format:
         case Format.JSON:
             output.json(figures.as_json())

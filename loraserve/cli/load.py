@@ -26,7 +26,7 @@ FIRST_TOKEN_ID = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrafficPlan:
     """Requests to send.
 
     Attributes:
@@ -169,7 +169,7 @@ class Figures:
 
 
 async def measure(
-    client: AsyncClient, plan: Plan, vocab_size: int, tell: Callable[[int], object] = lambda _: None
+    client: AsyncClient, plan: TrafficPlan, vocab_size: int, tell: Callable[[int], object] = lambda _: None
 ) -> list[Asked]:
     """Send the plan's requests and return the outcome of each; failures are outcomes, not errors.
 

@@ -17,7 +17,7 @@ from loraserve.errors import AuthenticationError, LoraserveError, NotFound
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class TourCheck:
     """A check that was tried `num_tried` times."""
 
     what: str
@@ -43,7 +43,7 @@ class Access:
         return self.base_id if style == "plain" else style
 
 
-def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") -> list[Check]:
+def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") -> list[TourCheck]:
     """Ask the base and every adapter every prompt, all at once and streamed.
 
     Return one check per model.
@@ -52,7 +52,7 @@ def check_answers(access: Access, frames: Sequence[Frame], *, when: str = "") ->
     return [_compare(f"{access.model(style)}{when}", frames, style, answers[style]) for style in STYLES]
 
 
-def check_chat(access: Access, frame: Frame) -> Check:
+def check_chat(access: Access, frame: Frame) -> TourCheck:
     """Ask every model once more, as a chat."""
     problem, num_right = None, 0
     with Client(access.url, api_key=access.api_key) as client:
@@ -66,25 +66,25 @@ def check_chat(access: Access, frame: Frame) -> Check:
                 num_right += 1
             else:
                 problem = problem or f"{access.model(style)} answered {found!r}, expected {expected!r}"
-    return Check("the same through chat", num_right, len(STYLES), problem)
+    return TourCheck("the same through chat", num_right, len(STYLES), problem)
 
 
-def check_time(took_s: float, max_s: float) -> Check:
+def check_time(took_s: float, max_s: float) -> TourCheck:
     """Check that the answers came in the time that they may take."""
     problem = None if took_s <= max_s else f"they took {took_s:.0f} s, expected {max_s:.0f} s at most"
-    return Check("answered in time", int(problem is None), 1, problem)
+    return TourCheck("answered in time", int(problem is None), 1, problem)
 
 
-def check_models(access: Access) -> Check:
+def check_models(access: Access) -> TourCheck:
     """Check that the tenant sees the base and its seven adapters, and nothing else."""
     with Client(access.url, api_key=access.api_key) as client:
         found = sorted(model.id for model in client.models.list())
     expected = sorted((access.base_id, *ADAPTERS))
     problem = None if found == expected else f"/v1/models lists {found}, expected {expected}"
-    return Check("the models listed", int(problem is None), 1, problem)
+    return TourCheck("the models listed", int(problem is None), 1, problem)
 
 
-def check_stranger(access: Access, stranger_key: str) -> Check:
+def check_stranger(access: Access, stranger_key: str) -> TourCheck:
     """Check that another tenant's key finds none of the adapters, in any way.
 
     A made-up key must find nothing at all.
@@ -111,7 +111,7 @@ def check_stranger(access: Access, stranger_key: str) -> Check:
         seen = [model.id for model in stranger.models.list() if model.id != access.base_id]
         if seen:
             problems.append(f"another tenant's list of models shows {seen}")
-    return Check(
+    return TourCheck(
         "other keys refused", len(tries) + 1 - len(problems), len(tries) + 1, problems[0] if problems else None
     )
 
@@ -141,10 +141,10 @@ async def _ask_everything(access: Access, frames: Sequence[Frame]) -> dict[Style
     return {style: list(answers[index :: len(STYLES)]) for index, style in enumerate(STYLES)}
 
 
-def _compare(what: str, frames: Sequence[Frame], style: Style, answers: Sequence[str]) -> Check:
+def _compare(what: str, frames: Sequence[Frame], style: Style, answers: Sequence[str]) -> TourCheck:
     wrong = [
         f"{frame.prompt!r} was answered {answer!r}, expected {frame.render(style)!r}"
         for frame, answer in zip(frames, answers, strict=True)
         if answer != frame.render(style)
     ]
-    return Check(what, len(frames) - len(wrong), len(frames), wrong[0] if wrong else None)
+    return TourCheck(what, len(frames) - len(wrong), len(frames), wrong[0] if wrong else None)

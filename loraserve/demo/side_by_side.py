@@ -21,7 +21,7 @@ _ANSWER_WIDTH = 52
 
 
 @dataclass(slots=True)
-class Column:
+class StreamedAnswer:
     """A model's answer so far."""
 
     model: str
@@ -40,7 +40,7 @@ async def ask_all(
     Raises:
         LoraserveError: one of them failed.
     """
-    columns = [Column(model) for model in models]
+    columns = [StreamedAnswer(model) for model in models]
     screen: Live | None = None
     if console.is_terminal:
         screen = Live(_table(prompt, columns), console=console, refresh_per_second=_REFRESH_PER_S)
@@ -56,8 +56,8 @@ async def ask_all(
 
 async def _stream(
     client: AsyncClient,
-    column: Column,
-    columns: Sequence[Column],
+    column: StreamedAnswer,
+    columns: Sequence[StreamedAnswer],
     prompt: str,
     max_tokens: int,
     screen: Live | None,
@@ -82,7 +82,7 @@ async def _stream(
         console.print(f"  {column.model:<8}{answer}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(prompt: str, columns: Sequence[Column]) -> Table:
+def _table(prompt: str, columns: Sequence[StreamedAnswer]) -> Table:
     # A model's text and a person's prompt are text: nothing in them is markup.
     table = Table(title=Text(prompt, style="bold"), title_justify="left")
     table.add_column("model", style="cyan", no_wrap=True)

@@ -26,7 +26,7 @@ from loraserve import Client
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
 from loraserve.demo.checks import (
     Access,
-    Check,
+    TourCheck,
     check_answers,
     check_chat,
     check_models,
@@ -113,7 +113,7 @@ def _set_up(server: DemoServer, console: Console) -> tuple[Access, str]:
     return Access(server.url, keys[0], base_dir().name), keys[1]
 
 
-def _check_everything(server: DemoServer, access: Access, stranger_key: str, console: Console) -> list[Check]:
+def _check_everything(server: DemoServer, access: Access, stranger_key: str, console: Console) -> list[TourCheck]:
     frames = [EXAMPLE, *reliable_frames(read_card(pack_dir()))[: _NUM_CHECKED_PROMPTS - 1]]
     console.print(
         f"\nAsking {len(frames)} prompts of {len(STYLES)} models, {len(frames) * len(STYLES)} streams at once …"
@@ -127,14 +127,14 @@ def _check_everything(server: DemoServer, access: Access, stranger_key: str, con
 
     console.print("Stopping the server, and starting it again on what it kept …")
     code = server.stop()
-    checks.append(Check("stopped in good order", int(code == 0), 1, None if code == 0 else f"exit code {code}"))
+    checks.append(TourCheck("stopped in good order", int(code == 0), 1, None if code == 0 else f"exit code {code}"))
     server.start()
     checks += check_answers(access, frames[:2], when=" after the restart")
     checks.append(check_models(access))
     return checks
 
 
-def _report(checks: Sequence[Check], duration_s: float, console: Console) -> int:
+def _report(checks: Sequence[TourCheck], duration_s: float, console: Console) -> int:
     table = Table(title="The tour", title_justify="left")
     table.add_column("checked")
     table.add_column("right", justify="right")

@@ -39,7 +39,7 @@ INSTALL = "pip install -c constraints.txt -e ."
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TorchFacts:
     """Facts that torch reported, in a separate process.
 
     Attributes:
@@ -96,7 +96,7 @@ def check_packages() -> Iterator[Check]:
         yield ok("packages", f"{num_right} packages, of versions that are supported")
 
 
-def probe() -> Probe:
+def probe() -> TorchFacts:
     """Ask torch, in a child process and for so long at most.
 
     Raises:
@@ -120,7 +120,7 @@ def probe() -> Probe:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise OSError(f"torch can't be used: {last[:300]}")
     gpu = found["gpus"][0] if found["gpus"] else None
-    return Probe(
+    return TorchFacts(
         torch=found["torch"],
         cuda=found["cuda"],
         gpu_name=gpu and gpu["name"],
@@ -133,7 +133,7 @@ def probe() -> Probe:
     )
 
 
-def check_torch(probed: Probe, dtype: str) -> Iterator[Check]:
+def check_torch(probed: TorchFacts, dtype: str) -> Iterator[Check]:
     """Check that torch works, and on a CPU supports the dtype."""
     if dtype == "float16" and probed.gpu_bytes is None and "fbgemm" not in probed.engines:
         yield fail(
@@ -146,7 +146,7 @@ def check_torch(probed: Probe, dtype: str) -> Iterator[Check]:
         yield ok("torch", f"{probed.torch} computes, with {probed.threads} threads")
 
 
-def check_gpu(probed: Probe, device: str, driver_bytes: int | None) -> Iterator[Check]:
+def check_gpu(probed: TorchFacts, device: str, driver_bytes: int | None) -> Iterator[Check]:
     """Check that the requested device exists.
 
     Args:
@@ -172,7 +172,7 @@ def check_gpu(probed: Probe, device: str, driver_bytes: int | None) -> Iterator[
         yield from _check_found_gpu(probed, device)
 
 
-def _check_found_gpu(probed: Probe, device: str) -> Iterator[Check]:
+def _check_found_gpu(probed: TorchFacts, device: str) -> Iterator[Check]:
     capability = probed.capability or (0, 0)
     name = f"{probed.gpu_name}, {(probed.gpu_bytes or 0) / GIB:.1f} GiB, sm_{capability[0]}{capability[1]}"
     if capability < _MIN_CAPABILITY:

@@ -13,7 +13,7 @@ from loraserve.errors import ClientError, ConfigError, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.planning.adapters import plan_ranks
 from loraserve.planning.base import BasePlan
-from loraserve.planning.memory import Arena
+from loraserve.planning.memory import ArenaPlan
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
@@ -32,7 +32,7 @@ class Expected:
 
     config: EngineConfig
     base: BasePlan
-    arena: Arena | None
+    arena: ArenaPlan | None
 
 
 def is_there(url: str) -> bool:
@@ -190,7 +190,7 @@ def check_counters(samples: Mapping[str, float]) -> Iterator[Check]:
         )
 
 
-def check_budget(samples: Mapping[str, float], arena: Arena) -> Iterator[Check]:
+def check_budget(samples: Mapping[str, float], arena: ArenaPlan) -> Iterator[Check]:
     """Compare budgets loosely if none was given: a GPU's engine measures it, the plan estimates."""
     tolerance = TOLERANCE if arena.source == "--memory-budget" else 0.15
     blocks = sum(samples.get(f'loraserve_kv_blocks{{state="{state}"}}', 0) for state in ("used", "cached", "free"))
@@ -213,7 +213,7 @@ def check_budget(samples: Mapping[str, float], arena: Arena) -> Iterator[Check]:
             yield ok(name, f"{found:,.0f} {unit}", f"{planned:,} {unit}")
 
 
-def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Arena) -> Iterator[Check]:
+def _check_adapters(client: Client, api_key: str, expected: Expected, arena: ArenaPlan) -> Iterator[Check]:
     rows = [row for row in client.residency(resident=True) if row.device_bytes]
     if not rows:
         yield ok("adapters", "none is on the device")
@@ -238,7 +238,7 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
         yield ok("adapters", f"{len(rows)} on the device; {num_compared} compared, as planned")
 
 
-def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: Arena) -> int | None:
+def _planned_bytes(url: str, api_key: str, row: AdapterResidency, expected: Expected, arena: ArenaPlan) -> int | None:
     """Return the bytes planned from its rank and modules.
 
     None unless it is plain LoRA of one rank, by the registry.

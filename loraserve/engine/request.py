@@ -12,13 +12,13 @@ from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
 
-class Pin(Protocol):
+class AdapterPin(Protocol):
     """Keeps an adapter on the device until `release`, which is called exactly once."""
 
     def release(self) -> None: ...
 
 
-class Status(Enum):
+class RequestStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -54,7 +54,7 @@ class Request:
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with the output that there is."""
 
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens computed by earlier steps or by one in flight."""
     num_in_flight_tokens: int = 0
@@ -64,7 +64,7 @@ class Request:
     block_keys: list[PrefixKey] = field(default_factory=list)
     """Keys of the leading blocks that are published or were prefix hits."""
     num_cached_tokens: int = 0
-    pin: Pin | None = None
+    pin: AdapterPin | None = None
     activation: Activation | None = None
     """Token from which its adapter acts, found when it is pinned; None if it acts on none."""
     finish_reason: FinishReason | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loraserve.engine.request import Request, Status
+from loraserve.engine.request import Request, RequestStatus
 from loraserve.types import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ScheduledRequest:
     @property
     def is_current(self) -> bool:
         """Return whether the request still runs on the same blocks: neither ended nor preempted."""
-        return self.request.status is Status.RUNNING and self.request.num_preemptions == self.epoch
+        return self.request.status is RequestStatus.RUNNING and self.request.num_preemptions == self.epoch
 
 
 @dataclass(frozen=True, slots=True)

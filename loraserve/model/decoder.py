@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loraserve import faults
 from loraserve.errors import InvariantViolation
-from loraserve.model.backends.backend import Backend, DecoderLayer, Norm, Step
+from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer, Norm
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
 from loraserve.model.layers.experts import MixtureOfExperts
@@ -156,7 +156,7 @@ class Decoder:
         return self._last_layer(step, hidden, x, inputs, kv)
 
     def _last_layer(
-        self, step: Step, hidden: Tensor, x: Tensor, inputs: ModelInputs | GpuInputs, kv: KVTensors
+        self, step: BackendStep, hidden: Tensor, x: Tensor, inputs: ModelInputs | GpuInputs, kv: KVTensors
     ) -> Tensor:
         layer, rows, lora = self._layers[-1], inputs.logits_rows, inputs.lora
         qkv = layer.qkv(self._with_own_norms(x, hidden, lora, len(self._layers) - 1, "attention_norm"), lora)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
-from loraserve.model.config.model_config import Activation, ModelConfig
+from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear
 from loraserve.model.layers.rotary import rope_frequencies
@@ -284,7 +284,7 @@ class _Pass:
         return out
 
     def _activate(self, gate: Tensor) -> Tensor:
-        return F.silu(gate) if self._config.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+        return F.silu(gate) if self._config.activation is ActivationFunction.SILU else F.gelu(gate, approximate="tanh")
 
     # norms
 

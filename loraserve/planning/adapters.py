@@ -15,11 +15,11 @@ from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.config import EngineConfig
 from loraserve.errors import AdapterRejected, ConfigError
 from loraserve.planning.base import BasePlan
-from loraserve.planning.memory import Arena
+from loraserve.planning.memory import ArenaPlan
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.sites import LAYER_MODULES
 from loraserve_kernels.common.sizes import MAX_RANK, ItemSized, ModuleSize, lay_out, num_pages_of, num_tiles_of
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 _ITEMS: dict[str, ItemSized] = {
     "fp32": np.dtype(np.float32),
@@ -95,7 +95,7 @@ def find_adapters(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: Arena) -> AdapterPlan:
+def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: ArenaPlan) -> AdapterPlan:
     """Plan a PEFT directory.
 
     Of LoRA's files the headers alone are read; other kinds are unfolded, as at a load.
@@ -122,7 +122,7 @@ def plan_ranks(
     stored: str,
     base: BasePlan,
     config: EngineConfig,
-    arena: Arena,
+    arena: ArenaPlan,
 ) -> list[AdapterPlan]:
     """Plan as many adapters of LoRA as `count`, on these modules of every layer.
 
@@ -157,7 +157,7 @@ def plan_ranks(
 
 
 def plan_shape(
-    name: str, count: int, file_bytes: int, shape: Shape, base: BasePlan, config: EngineConfig, arena: Arena
+    name: str, count: int, file_bytes: int, shape: Shape, base: BasePlan, config: EngineConfig, arena: ArenaPlan
 ) -> AdapterPlan:
     """Plan an adapter by its shape."""
     held = held_dtype(config.adapter_dtype, base, shape.stored)
@@ -174,7 +174,7 @@ def plan_shape(
             num_pages = num_pages_of(shape.sizes, page_num_bytes=arena.page_bytes, **where)  # type: ignore[arg-type]
             num_tiles = num_tiles_of(shape.sizes, num_layers=base.spec.num_layers)
             packed = num_pages * arena.page_bytes
-    except ShapeMismatch as error:
+    except TensorMismatch as error:
         return _refused(name, count, file_bytes, f"It can't be served on this device: {error}.")
     refusal = None
     if num_pages > arena.max_adapter_pages:

@@ -37,7 +37,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class ArenaPlan:
     """A budget in pages that KV blocks and adapters share.
 
     Attributes:
@@ -128,7 +128,7 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
     return StepPlan(activations, reserved)
 
 
-def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None) -> Arena:
+def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None) -> ArenaPlan:
     """Say what the budget is and how it is divided.
 
     Args:
@@ -145,7 +145,7 @@ def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_byte
     else:
         max_tiles = max_adapter_tiles(base.spec, budget)
         division = plan_gpu_arena(base.spec, budget, block, sequence_blocks)
-    return Arena(budget, source, division, block, config.block_size, sequence_blocks, max_tiles)
+    return ArenaPlan(budget, source, division, block, config.block_size, sequence_blocks, max_tiles)
 
 
 def _budget(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None) -> tuple[int, str]:

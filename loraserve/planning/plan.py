@@ -13,7 +13,7 @@ from typing import Any
 from loraserve.config import EngineConfig
 from loraserve.planning.adapters import AdapterPlan
 from loraserve.planning.base import BasePlan
-from loraserve.planning.memory import Arena, StepPlan
+from loraserve.planning.memory import ArenaPlan, StepPlan
 
 LINK_BYTES_PER_S = 12e9
 """Bytes per second from pinned host memory to a GPU: PCIe 4.0 x16 carries about 25e9,
@@ -77,7 +77,7 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """The whole plan.
 
     `fits` is in the order of sequences; `loads` is None without adapters or a rate.
@@ -85,7 +85,7 @@ class Plan:
 
     base: BasePlan
     step: StepPlan
-    arena: Arena
+    arena: ArenaPlan
     adapters: tuple[AdapterPlan, ...]
     fits: tuple[Fit, ...]
     loads: Loads | None
@@ -163,14 +163,14 @@ class Plan:
 def make_plan(
     base: BasePlan,
     step: StepPlan,
-    arena: Arena,
+    arena: ArenaPlan,
     config: EngineConfig,
     adapters: Sequence[AdapterPlan],
     *,
     running: Sequence[tuple[int, int]] = (),
     disk_bytes_per_s: float | None = None,
     available_bytes: int | None = None,
-) -> Plan:
+) -> CapacityPlan:
     """Put the plan together.
 
     Args:
@@ -185,9 +185,9 @@ def make_plan(
     if served and disk_bytes_per_s:
         loads = _loads(base, arena, config, served, disk_bytes_per_s)
     num_in_host = _count_in(config.host_cache_bytes, _mean([(a.packed_bytes, a.count) for a in served]), served)
-    plan = Plan(base, step, arena, tuple(adapters), fits, loads, (), config.host_cache_bytes, num_in_host)
+    plan = CapacityPlan(base, step, arena, tuple(adapters), fits, loads, (), config.host_cache_bytes, num_in_host)
     notices = tuple(_notices(plan, config, available_bytes))
-    return Plan(base, step, arena, tuple(adapters), fits, loads, notices, config.host_cache_bytes, num_in_host)
+    return CapacityPlan(base, step, arena, tuple(adapters), fits, loads, notices, config.host_cache_bytes, num_in_host)
 
 
 def total_pages(adapters: Sequence[AdapterPlan]) -> int:
@@ -206,7 +206,7 @@ def _count_in(room: int, each: float, served: Sequence[AdapterPlan]) -> int:
     return num_all if each == 0 else min(num_all, int(room / each))
 
 
-def _fit(arena: Arena, served: Sequence[AdapterPlan], num_sequences: int, num_tokens: int) -> Fit:
+def _fit(arena: ArenaPlan, served: Sequence[AdapterPlan], num_sequences: int, num_tokens: int) -> Fit:
     num_pages = arena.adapter_pages_beside(num_sequences, num_tokens)
     if num_pages is None or not served:
         return Fit(num_sequences, num_tokens, None if num_pages is None else num_pages * arena.page_bytes, None)
@@ -217,7 +217,7 @@ def _fit(arena: Arena, served: Sequence[AdapterPlan], num_sequences: int, num_to
     return Fit(num_sequences, num_tokens, num_pages * arena.page_bytes, count)
 
 
-def _loads(base: BasePlan, arena: Arena, config: EngineConfig, served: Sequence[AdapterPlan], rate: float) -> Loads:
+def _loads(base: BasePlan, arena: ArenaPlan, config: EngineConfig, served: Sequence[AdapterPlan], rate: float) -> Loads:
     disk_s = _mean([(adapter.file_bytes, adapter.count) for adapter in served]) / rate
     copied = _mean([(adapter.num_pages * arena.page_bytes, adapter.count) for adapter in served])
     return Loads(
@@ -229,7 +229,7 @@ def _loads(base: BasePlan, arena: Arena, config: EngineConfig, served: Sequence[
     )
 
 
-def _notices(plan: Plan, config: EngineConfig, available_bytes: int | None) -> Iterator[Notice]:
+def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | None) -> Iterator[Notice]:
     yield from _of_adapters(plan)
     if plan.served:
         yield from _of_thrashing(plan)
@@ -260,7 +260,7 @@ def _notices(plan: Plan, config: EngineConfig, available_bytes: int | None) -> I
         )
 
 
-def _of_adapters(plan: Plan) -> Iterator[Notice]:
+def _of_adapters(plan: CapacityPlan) -> Iterator[Notice]:
     for adapter in plan.adapters:
         if adapter.refusal is not None:
             is_large = adapter.num_pages > plan.arena.max_adapter_pages or adapter.num_tiles > plan.arena.max_tiles
@@ -278,7 +278,7 @@ def _of_adapters(plan: Plan) -> Iterator[Notice]:
         )
 
 
-def _of_thrashing(plan: Plan) -> Iterator[Notice]:
+def _of_thrashing(plan: CapacityPlan) -> Iterator[Notice]:
     """Yield a notice if the adapters don't all fit at once, and its cost.
 
     The cost is for one running sequence: the best case.

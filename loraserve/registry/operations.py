@@ -45,7 +45,7 @@ class Cancelled(Exception):
 
 
 @dataclass(slots=True)
-class Progress:
+class OperationProgress:
     """Progress of an operation. The work updates it from any thread."""
 
     bytes_done: int = 0
@@ -78,7 +78,7 @@ class OperationRecord:
     updated_at: datetime
 
 
-Work = Callable[[Progress], Awaitable[Result]]
+Work = Callable[[OperationProgress], Awaitable[Result]]
 
 
 class Operations:
@@ -89,7 +89,7 @@ class Operations:
         """Number of operations ended since the start, by final state."""
         self._database = database
         self._clock = clock
-        self._running: dict[str, tuple[asyncio.Task[None], Progress]] = {}
+        self._running: dict[str, tuple[asyncio.Task[None], OperationProgress]] = {}
         self._num_beginning = 0
 
     @property
@@ -123,7 +123,7 @@ class Operations:
             record = await self._insert(tenant, kind, target, actor=actor, once=once)
         finally:
             self._num_beginning -= 1
-        progress = Progress()
+        progress = OperationProgress()
         task = asyncio.create_task(self._run(record.id, tenant, work, progress), name=f"{kind} {record.id}")
         self._running[record.id] = task, progress
         task.add_done_callback(lambda _: self._running.pop(record.id, None))
@@ -141,7 +141,7 @@ class Operations:
             target=target[:255],
             state=RUNNING,
             is_cancelling=False,
-            progress=_as_json(Progress()),
+            progress=_as_json(OperationProgress()),
             result=None,
             error=None,
             actor=actor,
@@ -226,7 +226,7 @@ class Operations:
             task.cancel()
         await asyncio.gather(*(task for task, _ in running), return_exceptions=True)
 
-    async def _run(self, operation_id: str, tenant: TenantId, work: Work, progress: Progress) -> None:
+    async def _run(self, operation_id: str, tenant: TenantId, work: Work, progress: OperationProgress) -> None:
         heartbeat = BackgroundTask(
             f"heartbeat of {operation_id}",
             partial(self._beat, operation_id, progress),
@@ -255,7 +255,7 @@ class Operations:
             await heartbeat.close()
         await self._end(operation_id, progress, ended, last_tries_s=_LAST_TRIES_S)
 
-    async def _beat(self, operation_id: str, progress: Progress) -> None:
+    async def _beat(self, operation_id: str, progress: OperationProgress) -> None:
         """Renew the operation's row.
 
         Cancel the work if another server was asked to cancel the operation.
@@ -268,7 +268,7 @@ class Operations:
                 row.progress, row.updated_at = _as_json(progress), self._clock()
 
     async def _end(
-        self, operation_id: str, progress: Progress, ended: Mapping[str, Any], *, last_tries_s: float
+        self, operation_id: str, progress: OperationProgress, ended: Mapping[str, Any], *, last_tries_s: float
     ) -> None:
         self.num_ended[ended["state"]] += 1
         for _ in range(max(1, int(last_tries_s / _BEAT_S))):
@@ -298,7 +298,7 @@ def _absent() -> OperationNotFound:
     return OperationNotFound("There is no such operation.", hint="See: GET /api/v1/operations")
 
 
-def _as_json(progress: Progress) -> dict[str, int | None]:
+def _as_json(progress: OperationProgress) -> dict[str, int | None]:
     return {"bytes_done": progress.bytes_done, "bytes_total": progress.bytes_total}
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from loraserve import Client
-from loraserve.cli.load import Asked, Figures, Plan, Spread
+from loraserve.cli.load import Asked, Figures, Spread, TrafficPlan
 
 Run = Callable[..., Any]
 
 
-def make_plan(**fields: Any) -> Plan:
+def make_plan(**fields: Any) -> TrafficPlan:
     values = {"models": ("sql",), "num_requests": 50, "concurrency": 4, "rate": None, "prompt_tokens": 12}
-    return Plan(**(values | {"shared_tokens": 0, "max_tokens": 4, "seed": 0} | fields))
+    return TrafficPlan(**(values | {"shared_tokens": 0, "max_tokens": 4, "seed": 0} | fields))
 
 
 def test_prompts_share_what_they_should_and_are_the_same_for_a_seed() -> None:

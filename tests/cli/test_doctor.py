@@ -20,7 +20,7 @@ from loraserve.cli.local.doctor import _secrets
 from loraserve.cli.main import app
 from loraserve.demo.pack import base_dir
 from loraserve.doctor import installation, kernels
-from loraserve.doctor.installation import Probe
+from loraserve.doctor.installation import TorchFacts
 
 Run = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Do
     these variables and none else of ours.
     """
     monkeypatch.setattr(
-        installation, "probe", lambda: Probe("2.13.0", None, None, None, None, None, "", 2, ("fbgemm",))
+        installation, "probe", lambda: TorchFacts("2.13.0", None, None, None, None, None, "", 2, ("fbgemm",))
     )
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("LORASERVE_")]:

@@ -9,7 +9,7 @@ from loraserve_kernels import reference
 from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.attention.paged import make_attention_plan, paged_attention, store_kv
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
-from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
+from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 
 from .conftest import Paged, make_paged
 
@@ -169,14 +169,14 @@ def test_a_step_that_cant_be_is_refused() -> None:
 
 def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     paged = make_paged([2], [9])
-    with pytest.raises(ShapeMismatch, match=r"this plan takes 2 rows and \d blocks of 16 or more"):
+    with pytest.raises(TensorMismatch, match=r"this plan takes 2 rows and \d blocks of 16 or more"):
         paged_attention(paged.q[:1], paged.k_cache, paged.v_cache, paged.plan, paged.q[:1], scale=1.0)
 
 
 def test_a_block_that_the_cache_lacks_is_refused() -> None:
     paged = make_paged([2], [9])
     paged.block_tables[0, 0] = 4
-    with pytest.raises(ShapeMismatch, match="5 blocks"):
+    with pytest.raises(TensorMismatch, match="5 blocks"):
         attend(paged)
     paged.block_tables[0, 0] = -1
     with pytest.raises(InvalidPlan, match="block -1"):

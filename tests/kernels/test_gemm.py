@@ -18,7 +18,7 @@ from loraserve_kernels.cpu.linear.gemm import (
     pack_int8,
     quantize_rows,
 )
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 SHAPES = [(61, 40), (128, 64), (96, 333)]
 
@@ -77,7 +77,7 @@ def test_given_int8_codes_are_used_as_they_are(kernel: str, num_tokens: int) -> 
     ],
 )
 def test_int8_codes_and_scales_that_dont_fit_are_refused(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    with pytest.raises(ShapeMismatch):
+    with pytest.raises(TensorMismatch):
         pack_int8(codes, scales, "fbgemm")
 
 
@@ -215,7 +215,7 @@ def test_onednn_compiles_products_of_few_heights(dtype: str) -> None:
 
 def test_wrong_inputs_are_refused() -> None:
     weight = quantize_int8(torch.randn(8, 16), "fbgemm")
-    with pytest.raises(ShapeMismatch, match="takes \\(num_tokens, 16\\) float32"):
+    with pytest.raises(TensorMismatch, match="takes \\(num_tokens, 16\\) float32"):
         int8_linear(torch.randn(2, 17), weight)
-    with pytest.raises(ShapeMismatch, match="float32"):
+    with pytest.raises(TensorMismatch, match="float32"):
         float_linear(torch.randn(2, 16).double(), pack_float(torch.randn(8, 16)))

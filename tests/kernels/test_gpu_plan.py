@@ -11,7 +11,7 @@ from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
 from loraserve_kernels import ops
 from loraserve_kernels.common.modules import SITES
-from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
+from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 from loraserve_kernels.gpu.lora import plan as gpu_plan
 from loraserve_kernels.gpu.lora.plan import HEADER, NO_WORK, REPLACED_AT, SITE_INDEX, GpuLoraPlan, split_k
 from loraserve_kernels.gpu.paged.layout import REPLACED_GROUP, REPLACED_WORK
@@ -228,7 +228,7 @@ def test_python_runs_the_same_lines_whatever_the_number_of_rows(fleet: Fleet) ->
 def test_the_wrong_plan_for_a_device_is_refused_without_loading_triton(fleet: Fleet) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=8)
     x, y = torch.zeros(1, 72, dtype=torch.float16), torch.zeros(1, 200, dtype=torch.float16)
-    with pytest.raises(ShapeMismatch, match="GPUs take a GpuLoraPlan"):
+    with pytest.raises(TensorMismatch, match="GPUs take a GpuLoraPlan"):
         ops.apply_lora(x, y, plan, "o", 0)
     script = "import sys, loraserve_kernels.ops; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

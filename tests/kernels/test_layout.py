@@ -19,7 +19,7 @@ from loraserve_kernels.cpu.lora.layout import (
     pack_adapter,
     packed_num_bytes,
 )
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 from .conftest import NUM_LAYERS, SHAPES, make_adapter, make_modules
 
@@ -84,12 +84,12 @@ def test_missing_modules_have_rank_0_and_empty_matrices() -> None:
 
 def test_a_module_that_doesnt_fit_the_base_is_named() -> None:
     module = LoraModule(1, "q_proj", torch.zeros(4, 41), torch.zeros(72, 4), 1.0)
-    with pytest.raises(ShapeMismatch, match=r"layer 1 q_proj: lora_a \(4, 41\).*this base takes \(r, 40\)"):
+    with pytest.raises(TensorMismatch, match=r"layer 1 q_proj: lora_a \(4, 41\).*this base takes \(r, 40\)"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
 def test_a_layer_that_the_base_lacks_is_refused() -> None:
-    with pytest.raises(ShapeMismatch, match="LoRA on layer 2; this base has layers 0 to 1"):
+    with pytest.raises(TensorMismatch, match="LoRA on layer 2; this base has layers 0 to 1"):
         packed_num_bytes(
             make_modules({"q_proj": 4}, layers=[2]), num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32
         )
@@ -97,20 +97,20 @@ def test_a_layer_that_the_base_lacks_is_refused() -> None:
 
 def test_a_module_given_twice_is_refused() -> None:
     twice = make_modules({"q_proj": 4}, layers=[0]) * 2
-    with pytest.raises(ShapeMismatch, match="twice"):
+    with pytest.raises(TensorMismatch, match="twice"):
         pack_adapter(twice, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
 def test_a_module_that_the_base_lacks_is_refused() -> None:
     shapes = {module: SHAPES[module] for module in LAYER_MODULES}
     module = LoraModule(0, "lm_head", torch.zeros(4, 40), torch.zeros(72, 4), 1.0)
-    with pytest.raises(ShapeMismatch, match="LoRA on lm_head; this base has q_proj"):
+    with pytest.raises(TensorMismatch, match="LoRA on lm_head; this base has q_proj"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=shapes, dtype=torch.float32)
 
 
 def test_the_head_is_in_no_layer_but_0() -> None:
     module = LoraModule(1, "lm_head", torch.zeros(4, 40), torch.zeros(2105, 4), 1.0)
-    with pytest.raises(ShapeMismatch, match="lm_head, which is in no layer"):
+    with pytest.raises(TensorMismatch, match="lm_head, which is in no layer"):
         packed_num_bytes([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
@@ -127,7 +127,7 @@ def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
 
 def test_a_delta_of_another_width_is_refused() -> None:
     module = LoraModule(1, "q_proj", torch.zeros(4, 40), torch.zeros(72, 4), 1.0, torch.zeros(71))
-    with pytest.raises(ShapeMismatch, match=r"delta \(71,\); this base takes \(72,\)"):
+    with pytest.raises(TensorMismatch, match=r"delta \(71,\); this base takes \(72,\)"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
@@ -221,7 +221,7 @@ def test_norms_are_float32_copies() -> None:
     [(2, "mlp_norm", 40), (1, "norm", 40), (0, "q_norm", 40), (0, "norm", 41)],
 )
 def test_a_norm_that_the_base_lacks_is_refused(layer: int, norm: str, size: int) -> None:
-    with pytest.raises(ShapeMismatch, match=f"{norm}.*this base (has|takes)"):
+    with pytest.raises(TensorMismatch, match=f"{norm}.*this base (has|takes)"):
         pack_adapter(
             [],
             num_layers=NUM_LAYERS,
@@ -233,7 +233,7 @@ def test_a_norm_that_the_base_lacks_is_refused(layer: int, norm: str, size: int)
 
 def test_a_norm_given_twice_is_refused() -> None:
     twice = [ReplacedNorm(0, "norm", torch.zeros(40))] * 2
-    with pytest.raises(ShapeMismatch, match="twice"):
+    with pytest.raises(TensorMismatch, match="twice"):
         pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32, norms=twice)
 
 
@@ -256,7 +256,7 @@ def test_rows_that_dont_fit_the_base_are_refused(
     out_features, in_features = SHAPES[module]
     rows = ReplacedRows(torch.tensor(ids, dtype=torch.int32), torch.zeros(shape))
     m = LoraModule(0, module, torch.zeros(0, in_features), torch.zeros(out_features, 0), 1.0, row_overrides=rows)
-    with pytest.raises(ShapeMismatch, match=message):
+    with pytest.raises(TensorMismatch, match=message):
         pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
@@ -268,12 +268,12 @@ def test_bias_deltas_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
     ):
         out_features, in_features = SHAPES[module]
         m = LoraModule(0, module, torch.zeros(2, in_features), torch.zeros(out_features, 2), scaling, bias_delta=shift)
-        with pytest.raises(ShapeMismatch, match=message):
+        with pytest.raises(TensorMismatch, match=message):
             pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
 def test_a_dtype_that_kernels_dont_read_is_refused() -> None:
-    with pytest.raises(ShapeMismatch, match=r"or int8, not torch\.float64"):
+    with pytest.raises(TensorMismatch, match=r"or int8, not torch\.float64"):
         pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float64)
 
 

@@ -5,7 +5,7 @@ from loraserve_kernels import ops
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import DTYPES, LAYER_SITES, MODULES, SITES
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 from .conftest import SHAPES, make_adapter
 from .lora_steps import PATHS, Apply, assert_equals_reference, launched, make_io, make_step
@@ -201,20 +201,20 @@ def test_expand_waits_for_the_other_threads_shrink() -> None:
 def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     plan = make_step([make_adapter(8)], [4])
     x, y = make_io(4, "qkv")
-    with pytest.raises(ShapeMismatch, match="site qkv of this plan takes"):
+    with pytest.raises(TensorMismatch, match="site qkv of this plan takes"):
         ops.apply_lora(x[:3], y[:3], plan, "qkv", 0)
-    with pytest.raises(ShapeMismatch, match="site o of this plan takes"):
+    with pytest.raises(TensorMismatch, match="site o of this plan takes"):
         ops.apply_lora(x, y, plan, "o", 0)
-    with pytest.raises(ShapeMismatch, match="must be float32"):
+    with pytest.raises(TensorMismatch, match="must be float32"):
         ops.apply_lora(x.double(), y, plan, "qkv", 0)
-    with pytest.raises(ShapeMismatch, match="layers 0 to 1"):
+    with pytest.raises(TensorMismatch, match="layers 0 to 1"):
         ops.apply_lora(x, y, plan, "qkv", 2)
-    with pytest.raises(ShapeMismatch, match=r"bias is torch\.float32 \(7,\)"):
+    with pytest.raises(TensorMismatch, match=r"bias is torch\.float32 \(7,\)"):
         ops.apply_lora(x, y, plan, "qkv", 1, torch.zeros(7))
-    with pytest.raises(ShapeMismatch, match="call apply_embedding_lora"):
+    with pytest.raises(TensorMismatch, match="call apply_embedding_lora"):
         ops.apply_lora(x, y, plan, "embed", 0)
     ids, embedded = make_io(4, "embed")
-    with pytest.raises(ShapeMismatch, match=r"takes \(4,\) and \(4, 40\)"):
+    with pytest.raises(TensorMismatch, match=r"takes \(4,\) and \(4, 40\)"):
         ops.apply_embedding_lora(ids[:3], embedded, plan)
-    with pytest.raises(ShapeMismatch, match="int64 and float32"):
+    with pytest.raises(TensorMismatch, match="int64 and float32"):
         ops.apply_embedding_lora(ids.int(), embedded, plan)

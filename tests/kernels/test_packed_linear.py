@@ -8,7 +8,7 @@ from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.linear import packed_linear as cpu_packed
 from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear
 from loraserve_kernels.cpu.linear.widen import widen
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 KINDS = {
     "int4": ("int4", False),
@@ -131,5 +131,5 @@ def test_blocks_keep_scratch_memory_small_and_codes_unshared_copies_away() -> No
 
 @pytest.mark.parametrize("x", [torch.randn(3, 63), torch.randn(64), torch.randn(3, 64).half()])
 def test_input_that_doesnt_fit_is_refused(x: torch.Tensor) -> None:
-    with pytest.raises(ShapeMismatch, match="this linear takes"):
+    with pytest.raises(TensorMismatch, match="this linear takes"):
         packed_linear(x, pack_quantized(make("nf4", 8, 64), "widened"))

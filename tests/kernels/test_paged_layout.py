@@ -17,7 +17,7 @@ from paged_pools import (
 
 from loraserve_kernels.common.modules import LAYER_MODULES, SITES, LoraModule, ReplacedRows, size_of
 from loraserve_kernels.common.sizes import ModuleSize, num_pages_of, num_tiles_of
-from loraserve_kernels.errors import PoolFull, ShapeMismatch
+from loraserve_kernels.errors import PoolFull, TensorMismatch
 from loraserve_kernels.gpu.paged import packing
 from loraserve_kernels.gpu.paged.layout import (
     A_UNITS,
@@ -131,7 +131,7 @@ def test_int8_and_16_bit_adapters_share_a_pool() -> None:
         slot = pool.load(pages_of([m], ODD, stored))
         expected = m.scaling * m.lora_b.double() @ m.lora_a.double()
         assert (read_back(pool, slot, m)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
-    with pytest.raises(ShapeMismatch, match="another page size, dtype or base"):
+    with pytest.raises(TensorMismatch, match="another page size, dtype or base"):
         pool.load(pages_of([m], ODD, torch.float16))
 
 
@@ -299,37 +299,37 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
         make_pages(modules, num_layers=NUM_LAYERS, module_shapes=shapes, page_num_bytes=page_num_bytes, dtype=dtype)
 
     good = random_modules({"q_proj": 4}, ODD, torch.float16)
-    with pytest.raises(ShapeMismatch, match="layer 7"):
+    with pytest.raises(TensorMismatch, match="layer 7"):
         make([LoraModule(7, "q_proj", good[0].lora_a, good[0].lora_b, 1.0)])
-    with pytest.raises(ShapeMismatch, match="this base has q_proj"):
+    with pytest.raises(TensorMismatch, match="this base has q_proj"):
         make(random_modules({"lm_head": 1}, ODD, torch.float16), shapes={m: ODD[m] for m in LAYER_MODULES})
-    with pytest.raises(ShapeMismatch, match="lm_head, which is in no layer"):
+    with pytest.raises(TensorMismatch, match="lm_head, which is in no layer"):
         make([LoraModule(1, "lm_head", good[0].lora_a, good[0].lora_b, 1.0)])
-    with pytest.raises(ShapeMismatch, match=r"delta \(71,\)"):
+    with pytest.raises(TensorMismatch, match=r"delta \(71,\)"):
         make([LoraModule(0, "q_proj", good[0].lora_a, good[0].lora_b, 1.0, torch.zeros(71))])
-    with pytest.raises(ShapeMismatch, match="twice"):
+    with pytest.raises(TensorMismatch, match="twice"):
         make([good[0], good[0]])
-    with pytest.raises(ShapeMismatch, match=r"layer 0 k_proj has 2 rows .* replace rows of lm_head and embed_tokens"):
+    with pytest.raises(TensorMismatch, match=r"layer 0 k_proj has 2 rows .* replace rows of lm_head and embed_tokens"):
         make(random_modules({"k_proj": 1}, ODD, torch.float16, [0], num_rows={"k_proj": 2}))
     sizes = [ModuleSize(1, "o_proj", 0, num_rows=9)]
-    with pytest.raises(ShapeMismatch, match="layer 1 o_proj has 9 rows"):
+    with pytest.raises(TensorMismatch, match="layer 1 o_proj has 9 rows"):
         num_pages_of(sizes, num_layers=2, module_shapes=ODD, page_num_bytes=PAGE_NUM_BYTES, dtype=torch.int8)
     head = random_modules({"lm_head": 1}, ODD, torch.float16, num_rows={"lm_head": 2})[0]
-    with pytest.raises(ShapeMismatch, match="they must ascend"):
+    with pytest.raises(TensorMismatch, match="they must ascend"):
         make([replace(head, row_overrides=ReplacedRows(torch.tensor([7, 3], dtype=torch.int32), torch.zeros(2, 200)))])
-    with pytest.raises(ShapeMismatch, match="rank 513"):
+    with pytest.raises(TensorMismatch, match="rank 513"):
         make(random_modules({"k_proj": 513}, ODD, torch.float16))
-    with pytest.raises(ShapeMismatch, match=r"this base takes \(r, 200\)"):
+    with pytest.raises(TensorMismatch, match=r"this base takes \(r, 200\)"):
         make([LoraModule(0, "q_proj", good[0].lora_a[:, 1:], good[0].lora_b, 1.0)])
-    with pytest.raises(ShapeMismatch, match="make pages larger"):
+    with pytest.raises(TensorMismatch, match="make pages larger"):
         make(good, page_num_bytes=384)
-    with pytest.raises(ShapeMismatch, match="multiple of 32"):
+    with pytest.raises(TensorMismatch, match="multiple of 32"):
         make(good, page_num_bytes=4100)
-    with pytest.raises(ShapeMismatch, match="float32"):
+    with pytest.raises(TensorMismatch, match="float32"):
         make(good, dtype=torch.float32)
-    with pytest.raises(ShapeMismatch, match="int8 adapters lie in a pool of either"):
+    with pytest.raises(TensorMismatch, match="int8 adapters lie in a pool of either"):
         empty_pool(ODD, torch.int8)
-    with pytest.raises(ShapeMismatch, match="another page size, dtype or base"):
+    with pytest.raises(TensorMismatch, match="another page size, dtype or base"):
         empty_pool(ODD, torch.bfloat16).load(pages_of(good, ODD, torch.float16))
-    with pytest.raises(ShapeMismatch, match="another page size, dtype or base"):
+    with pytest.raises(TensorMismatch, match="another page size, dtype or base"):
         empty_pool(EVEN, torch.float16).load(pages_of(good, ODD, torch.float16))

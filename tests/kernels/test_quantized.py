@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
-from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
 CONFIGS = [
     ("int8", None, False),
@@ -187,7 +187,7 @@ def test_formats_and_groups_that_dont_exist_are_refused() -> None:
         quantize(weight, "int8", has_zeros=True)
     with pytest.raises(InvalidWeight, match="nf4 with zeros; only int8 and int4"):
         quantize(weight, "nf4", has_zeros=True)
-    with pytest.raises(ShapeMismatch, match="matrix of floats"):
+    with pytest.raises(TensorMismatch, match="matrix of floats"):
         quantize(weight.to(torch.int8), "int8")
 
 
@@ -209,9 +209,9 @@ def test_tensors_that_dont_agree_are_refused() -> None:
         (good.codes, good.scales[:, :3]),
         (good.codes.t().contiguous().t(), good.scales),
     ):
-        with pytest.raises(ShapeMismatch):
+        with pytest.raises(TensorMismatch):
             QuantizedWeight("int4", codes, scales, None, 32, 128, 6)
-    with pytest.raises(ShapeMismatch, match="int4, groups of 32, 128 inputs"):
+    with pytest.raises(TensorMismatch, match="int4, groups of 32, 128 inputs"):
         concatenate([good, quantize(torch.randn(6, 128), "int4", 64)])
-    with pytest.raises(ShapeMismatch, match="none"):
+    with pytest.raises(TensorMismatch, match="none"):
         concatenate([])

@@ -18,7 +18,7 @@ from loraserve_kernels.common.sites import MODULES as MODULES
 from loraserve_kernels.common.sites import SITES as SITES
 from loraserve_kernels.common.sites import check_place as check_place
 from loraserve_kernels.common.sizes import ModuleSize
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """Dtypes that a CPU may hold adapters in."""
@@ -91,27 +91,27 @@ class LoraModule:
 def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
     """Check the shapes of the module; read no tensor.
 
-    Raises: ShapeMismatch: one of the module's tensors doesn't fit a linear of `shape`,
+    Raises: TensorMismatch: one of the module's tensors doesn't fit a linear of `shape`,
     (out_features, in_features).
     """
     out_features, in_features = shape
     rank = m.lora_a.shape[0]
     if tuple(m.lora_a.shape) != (rank, in_features) or tuple(m.lora_b.shape) != (out_features, rank):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"layer {m.layer} {m.module}: lora_a {tuple(m.lora_a.shape)} and lora_b {tuple(m.lora_b.shape)}; "
             f"this base takes (r, {in_features}) and ({out_features}, r)"
         )
     if isinstance(m.scaling, Tensor) and tuple(m.scaling.shape) != (rank,):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"layer {m.layer} {m.module}: scaling {tuple(m.scaling.shape)}; rank {rank} takes ({rank},)"
         )
     for name, row in (("dora_delta", m.dora_delta), ("bias_delta", m.bias_delta)):
         if row is not None and tuple(row.shape) != (out_features,):
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"layer {m.layer} {m.module}: {name} {tuple(row.shape)}; this base takes ({out_features},)"
             )
     if m.module == "embed_tokens" and m.bias_delta is not None:
-        raise ShapeMismatch("the embedding has a shift; an embedding has no bias: give rows")
+        raise TensorMismatch("the embedding has a shift; an embedding has no bias: give rows")
     if m.row_overrides is not None:
         _check_row_shapes(m, m.row_overrides, shape)
 
@@ -120,7 +120,7 @@ def _check_row_shapes(m: LoraModule, rows: ReplacedRows, shape: tuple[int, int])
     most, width = reversed(shape) if m.module == "embed_tokens" else shape
     ids, weight = tuple(rows.ids.shape), tuple(rows.weight.shape)
     if len(ids) != 1 or not 0 < ids[0] <= most or weight != (ids[0], width) or rows.ids.dtype != torch.int32:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"layer {m.layer} {m.module}: {rows.ids.dtype} ids {ids} of rows {weight}; this base takes int32 (n,) and "
             f"(n, {width}), n from 1 to {most}"
         )
@@ -132,13 +132,13 @@ def check_row_ids(m: LoraModule, shape: tuple[int, int]) -> None:
     Their shapes are right already.
 
     Raises:
-        ShapeMismatch: they don't, or aren't.
+        TensorMismatch: they don't, or aren't.
     """
     if m.row_overrides is None:
         return
     ids, num_rows = m.row_overrides.ids, shape[1] if m.module == "embed_tokens" else shape[0]
     if int(ids[0]) < 0 or int(ids[-1]) >= num_rows or not bool((ids[1:] > ids[:-1]).all()):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"layer {m.layer} {m.module}: ids of rows from {int(ids[0])} to {int(ids[-1])}; "
             "they must ascend, and this base "
             f"has rows 0 to {num_rows - 1}"
@@ -156,18 +156,18 @@ def size_of(m: LoraModule) -> ModuleSize:
 def check_norms(norms: Iterable[ReplacedNorm], num_layers: int, module_shapes: Mapping[str, tuple[int, int]]) -> None:
     """Check the norms' shapes; read no tensor.
 
-    Raises: ShapeMismatch: a norm that the base doesn't have, of another size, or given twice.
+    Raises: TensorMismatch: a norm that the base doesn't have, of another size, or given twice.
     """
     seen: set[tuple[int, str]] = set()
     for n in norms:
         if n.norm not in NORMS or not 0 <= n.layer < num_layers or (n.norm == "norm" and n.layer):
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"layer {n.layer} has a norm {n.norm}; this base has layers 0 to {num_layers - 1} and the norms "
                 f"{', '.join(NORMS)}, the last in layer 0"
             )
         widths = {module_shapes[m][1] for m in (*SITES["qkv"], *SITES["gate_up"], "lm_head") if m in module_shapes}
         if len(n.weight.shape) != 1 or not widths.issuperset(n.weight.shape) or (n.layer, n.norm) in seen:
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"layer {n.layer} {n.norm}: weight {tuple(n.weight.shape)}, or it is given twice; "
                 f"this base takes {widths} numbers"
             )

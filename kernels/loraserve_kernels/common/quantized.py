@@ -27,7 +27,7 @@ from torch import Tensor
 from loraserve_kernels.common.formats import FORMATS as FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES as GROUP_SIZES
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
-from loraserve_kernels.errors import InvalidWeight, ShapeMismatch
+from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
 # the table that bitsandbytes prints, float32 numbers exactly
 NF4_CODE: tuple[float, ...] = (
@@ -78,7 +78,7 @@ class QuantizedWeight:
 
     Raises:
         InvalidWeight: a format or group size that the kernels don't have.
-        ShapeMismatch: tensors whose shapes, dtypes or devices don't agree with it.
+        TensorMismatch: tensors whose shapes, dtypes or devices don't agree with it.
     """
 
     format: str
@@ -98,11 +98,11 @@ class QuantizedWeight:
         if self.zeros is not None:
             _check("zeros", self.zeros, grid, torch.uint8)
         if not self.codes.is_contiguous():
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"codes of strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
             )
         if any(part is not None and part.device != self.codes.device for part in (self.scales, self.zeros)):
-            raise ShapeMismatch(f"codes on {self.codes.device}, scales or zeros elsewhere; they must be together")
+            raise TensorMismatch(f"codes on {self.codes.device}, scales or zeros elsewhere; they must be together")
 
     @property
     def is_packed(self) -> bool:
@@ -200,10 +200,10 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
     Raises:
         InvalidWeight: an unknown format or group size, in_features that no number of groups fills,
             or numbers that aren't finite.
-        ShapeMismatch: the weight isn't a float matrix.
+        TensorMismatch: the weight isn't a float matrix.
     """
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
-        raise ShapeMismatch(f"the weight is {tuple(weight.shape)} {weight.dtype}; it must be a matrix of floats")
+        raise TensorMismatch(f"the weight is {tuple(weight.shape)} {weight.dtype}; it must be a matrix of floats")
     out_features, in_features = weight.shape
     if group_size is None:
         group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
@@ -255,12 +255,12 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     rounded again.
 
     Raises:
-        ShapeMismatch: no parts, or parts of several formats, group sizes, in_features or devices.
+        TensorMismatch: no parts, or parts of several formats, group sizes, in_features or devices.
     """
     kinds = {(part.format, part.group_size, part.in_features, part.device) for part in parts}
     if len(kinds) != 1:
         found = "; ".join(f"{f}, groups of {g}, {k} inputs, on {d}" for f, g, k, d in sorted(kinds, key=str)) or "none"
-        raise ShapeMismatch(f"weights to concatenate must be of one kind; these are: {found}")
+        raise TensorMismatch(f"weights to concatenate must be of one kind; these are: {found}")
     ((format, group_size, in_features, _),) = kinds
     # not every device can join float8 tensors
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(_CODES_DTYPE[format])
@@ -304,7 +304,7 @@ def zero_words(zeros: Tensor) -> Tensor:
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tensor.shape != shape or tensor.dtype != dtype:
-        raise ShapeMismatch(f"{name} are {tuple(tensor.shape)} {tensor.dtype}; they must be {shape} {dtype}")
+        raise TensorMismatch(f"{name} are {tuple(tensor.shape)} {tensor.dtype}; they must be {shape} {dtype}")
 
 
 def _check_format(format: str, group_size: int, in_features: int, has_zeros: bool) -> None:

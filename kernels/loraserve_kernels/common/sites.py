@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 SITES: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -41,11 +41,11 @@ def check_place(layer: int, module: str, num_layers: int, module_shapes: ModuleS
     """Check that the base has such a module there.
 
     Raises:
-        ShapeMismatch: it has none.
+        TensorMismatch: it has none.
     """
     if not 0 <= layer < num_layers:
-        raise ShapeMismatch(f"LoRA on layer {layer}; this base has layers 0 to {num_layers - 1}")
+        raise TensorMismatch(f"LoRA on layer {layer}; this base has layers 0 to {num_layers - 1}")
     if module not in MODULE_INDEX or module not in module_shapes:
-        raise ShapeMismatch(f"layer {layer} has LoRA on {module}; this base has {', '.join(module_shapes)}")
+        raise TensorMismatch(f"layer {layer} has LoRA on {module}; this base has {', '.join(module_shapes)}")
     if layer and module not in LAYER_MODULES:
-        raise ShapeMismatch(f"layer {layer} has LoRA on {module}, which is in no layer: give layer 0")
+        raise TensorMismatch(f"layer {layer} has LoRA on {module}, which is in no layer: give layer 0")

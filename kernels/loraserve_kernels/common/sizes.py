@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraserve_kernels.common.sites import MODULE_INDEX, MODULES, SITES, ModuleShapes, check_place
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 UNIT_BYTES = 32
 """Alignment in bytes of rows in a GPU's page."""
@@ -94,7 +94,7 @@ def lay_out(
     """Find a CPU's places for an adapter with these modules.
 
     Raises:
-        ShapeMismatch: a module that the base lacks, or one given twice.
+        TensorMismatch: a module that the base lacks, or one given twice.
     """
     records = np.zeros((num_layers, len(MODULES), RECORD_WORDS), dtype=np.int64)
     records[..., (DELTA, SHIFT, ROW_SCALES)] = -1
@@ -103,7 +103,7 @@ def lay_out(
     for size in sizes:
         check_place(size.layer, size.module, num_layers, module_shapes)
         if (size.layer, size.module) in given:
-            raise ShapeMismatch(f"layer {size.layer} {size.module} is given twice")
+            raise TensorMismatch(f"layer {size.layer} {size.module} is given twice")
         given.add((size.layer, size.module))
         record, out_features = records[size.layer, MODULE_INDEX[size.module]], module_shapes[size.module][0]
         record[RANK], record[NUM_ROWS], record[ROW_IDS] = size.rank, size.num_rows, num_row_ids
@@ -149,12 +149,12 @@ class Placing:
     """First fit of rows into pages.
 
     Raises:
-        ShapeMismatch: a page of no whole number of units.
+        TensorMismatch: a page of no whole number of units.
     """
 
     def __init__(self, page_num_bytes: int) -> None:
         if page_num_bytes % UNIT_BYTES or page_num_bytes < UNIT_BYTES:
-            raise ShapeMismatch(f"a page of {page_num_bytes} bytes; it must be a multiple of {UNIT_BYTES}")
+            raise TensorMismatch(f"a page of {page_num_bytes} bytes; it must be a multiple of {UNIT_BYTES}")
         self._page_num_bytes = page_num_bytes
         self._used: list[int] = []
         self._first_open = 0
@@ -167,11 +167,11 @@ class Placing:
         """Find room for rows of `num_bytes` each.
 
         Raises:
-            ShapeMismatch: a page is too small for one of them.
+            TensorMismatch: a page is too small for one of them.
         """
         size = self._page_num_bytes
         if num_bytes > size:
-            raise ShapeMismatch(f"a row of a module takes {num_bytes} bytes; a page has {size}: make pages larger")
+            raise TensorMismatch(f"a row of a module takes {num_bytes} bytes; a page has {size}: make pages larger")
         runs, page = [], self._first_open
         while num_rows:
             if page == len(self._used):
@@ -211,7 +211,7 @@ def num_pages_of(
     No tensor is needed.
 
     Raises:
-        ShapeMismatch: as `make_pages`, but for tensors that don't fit.
+        TensorMismatch: as `make_pages`, but for tensors that don't fit.
     """
     placing = Placing(page_num_bytes)
     for size in checked(sizes, num_layers, module_shapes):
@@ -264,7 +264,7 @@ def checked(sizes: Iterable[ModuleSize], num_layers: int, module_shapes: ModuleS
     """Modules in the order in which they are placed.
 
     Raises:
-        ShapeMismatch: a module that the base lacks, one given twice, a rank over `MAX_RANK`, or
+        TensorMismatch: a module that the base lacks, one given twice, a rank over `MAX_RANK`, or
             replaced rows of a layer's linear.
     """
     found: dict[tuple[int, int], ModuleSize] = {}
@@ -273,11 +273,11 @@ def checked(sizes: Iterable[ModuleSize], num_layers: int, module_shapes: ModuleS
         check_place(layer, module, num_layers, module_shapes)
         place = (layer, MODULE_INDEX[module])
         if not 0 <= size.rank <= MAX_RANK or place in found:
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"layer {layer} {module}: rank {size.rank} (up to {MAX_RANK}), or the module is given twice"
             )
         if size.num_rows and module not in REPLACED_SITES.values():
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"layer {layer} {module} has {size.num_rows} rows in the place of the base's; "
                 "this device's kernels replace rows of "
                 f"{' and '.join(REPLACED_SITES.values())} alone: serve the adapter on a CPU"

@@ -85,7 +85,7 @@ class LinearTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class BaseLinear:
     """A linear as the base's checkpoint has it.
 
     It is one of the base's modules, or several that the checkpoint has fused into one.
@@ -109,7 +109,7 @@ class Linear:
         return self.name in OUTSIDE_LAYERS
 
 
-class BaseNames:
+class BaseTensorNames:
     """The base's names of what an adapter may change.
 
     Attributes:
@@ -118,7 +118,7 @@ class BaseNames:
 
     def __init__(self, base: BaseSpec) -> None:
         self.base = base
-        self.linears: dict[str, Linear] = {}
+        self.linears: dict[str, BaseLinear] = {}
         fused: dict[str, list[str]] = {}
         for module in base.modules:
             fused.setdefault(checkpoint_path(base, module), []).append(module)
@@ -130,7 +130,7 @@ class BaseNames:
                 parts[module] = slice(start, stop)
             name = modules[0] if len(modules) == 1 else path.rpartition(".")[2]
             has_bias = all(module in base.biased_modules for module in modules)
-            self.linears[name] = Linear(name, path, stop, base.modules[modules[0]][1], has_bias, parts)
+            self.linears[name] = BaseLinear(name, path, stop, base.modules[modules[0]][1], has_bias, parts)
         self._linear_paths = {linear.path: linear for linear in self.linears.values()}
         self._norm_paths = {path: norm for norm, path in base.norm_paths.items()}
 
@@ -165,7 +165,7 @@ class BaseNames:
             return None, path
         return int(number), rest
 
-    def linear(self, layer: int | None, path: str) -> Linear | None:
+    def linear(self, layer: int | None, path: str) -> BaseLinear | None:
         linear = self._linear_paths.get(path)
         return linear if linear is not None and linear.is_outside == (layer is None) else None
 
@@ -210,7 +210,7 @@ def module_name(base: BaseSpec, layer: int, module: str) -> str:
     return path if module in OUTSIDE_LAYERS else f"{base.layers_path}.{layer}.{path}"
 
 
-def group_tensors(tensors: Mapping[str, TensorView], names: BaseNames, problems: Problems) -> Contents:
+def group_tensors(tensors: Mapping[str, TensorView], names: BaseTensorNames, problems: Problems) -> Contents:
     """Return the tensors by linear and norm; add a problem for each that has no place."""
     contents = Contents()
     for name, tensor in tensors.items():
@@ -221,7 +221,7 @@ def group_tensors(tensors: Mapping[str, TensorView], names: BaseNames, problems:
     return contents
 
 
-def _put(name: str, tensor: TensorView, names: BaseNames, contents: Contents, problems: Problems) -> None:
+def _put(name: str, tensor: TensorView, names: BaseTensorNames, contents: Contents, problems: Problems) -> None:
     match = _KEY.fullmatch(name)
     if not name.startswith(PREFIX) or match is None or (match["path"].find(".lora_") >= 0):
         problems.add(*_explain_name(name))
@@ -253,7 +253,7 @@ def _put(name: str, tensor: TensorView, names: BaseNames, contents: Contents, pr
     setattr(stored, field_name, tensor)
 
 
-def _field(name: str, part: str, linear: Linear, problems: Problems) -> str | None:
+def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str | None:
     """Return the field of `LinearTensors` that the part is for this linear.
 
     Or return None and add a problem.
@@ -296,7 +296,7 @@ def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
     return AdapterFormatError, f'{text} isn\'t "{PREFIX}<module>.lora_A.weight" or "….lora_B.weight".'
 
 
-def _explain_path(name: str, path: str, part: str, names: BaseNames) -> tuple[type[AdapterRejected], str]:
+def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tuple[type[AdapterRejected], str]:
     """Add a problem that says why there's no such module to adapt."""
     text = shown(name, 200)
     layer, inner = names.find(path)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from loraserve.adapters.config.peft_config import LoraSettings
-from loraserve.adapters.format.tensor_names import BaseNames, LinearTensors, Place, group_tensors
+from loraserve.adapters.format.tensor_names import BaseTensorNames, LinearTensors, Place, group_tensors
 from loraserve.adapters.ir import ModuleIR, NormIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of
@@ -36,7 +36,7 @@ class AuxiliaryTensors:
     """
 
     def __init__(
-        self, tensors: Mapping[str, TensorView], places: Collection[Place], names: BaseNames, problems: Problems
+        self, tensors: Mapping[str, TensorView], places: Collection[Place], names: BaseTensorNames, problems: Problems
     ) -> None:
         """Take the tensors.
 

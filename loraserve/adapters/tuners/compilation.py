@@ -12,7 +12,7 @@ from typing import Any
 from loraserve.adapters.config.patterns import first_matches
 from loraserve.adapters.config.peft_config import LoraSettings, read_settings
 from loraserve.adapters.config.peft_fields import FieldRule
-from loraserve.adapters.format.tensor_names import PREFIX, BaseNames, Linear, Place
+from loraserve.adapters.format.tensor_names import PREFIX, BaseLinear, BaseTensorNames, Place
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.strict_json import shown
@@ -71,7 +71,7 @@ class Compilation:
         self.kind = kind
         self.config = config
         self.base = base
-        self.names = BaseNames(base)
+        self.names = BaseTensorNames(base)
         self.limits = limits
         self._problems = Problems()
         self._bytes = 0
@@ -87,7 +87,7 @@ class Compilation:
             self.auxiliary.check(self.settings)
         self._ranks, self._alphas = self._match_patterns()
 
-    def linear(self, place: Place) -> Linear:
+    def linear(self, place: Place) -> BaseLinear:
         return self.names.linears[place[1]]
 
     def malformed(self, message: str, place: Place | None = None) -> None:

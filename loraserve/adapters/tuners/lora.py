@@ -13,7 +13,7 @@ import numpy as np
 
 from loraserve.adapters.config.patterns import first_matches
 from loraserve.adapters.config.peft_config import LoraSettings, read_settings
-from loraserve.adapters.format.tensor_names import BaseNames, Contents, Linear, LinearTensors, group_tensors
+from loraserve.adapters.format.tensor_names import BaseLinear, BaseTensorNames, Contents, LinearTensors, group_tensors
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
@@ -37,7 +37,7 @@ def compile_lora(
     settings, config_problems = read_settings(config, limits)
     for problem in config_problems:
         problems.add(AdapterUnsupported if problem.is_unsupported else AdapterFormatError, problem.message)
-    names = BaseNames(base)
+    names = BaseTensorNames(base)
     contents = group_tensors(tensors, names, problems)
     rows: dict[str, TokenRows] = {}
     if settings is not None:
@@ -71,7 +71,7 @@ class _Modules:
         self,
         settings: LoraSettings | None,
         contents: Contents,
-        names: BaseNames,
+        names: BaseTensorNames,
         limits: Limits,
         problems: Problems,
     ) -> None:
@@ -115,7 +115,7 @@ class _Modules:
             if stored.has_lora or stored.weight is not None or stored.bias is not None:
                 yield from _split(place[0], linear, stored, rank, scaling)
 
-    def _has_both(self, linear: Linear, stored: LinearTensors, reported_layer: int | None) -> bool:
+    def _has_both(self, linear: BaseLinear, stored: LinearTensors, reported_layer: int | None) -> bool:
         missing = "lora_A" if stored.lora_a is None else "lora_B" if stored.lora_b is None else None
         if missing is not None:
             self.problems.add(
@@ -123,7 +123,7 @@ class _Modules:
             )
         return missing is None
 
-    def _fits(self, linear: Linear, a: TensorView, b: TensorView, reported_layer: int | None) -> bool:
+    def _fits(self, linear: BaseLinear, a: TensorView, b: TensorView, reported_layer: int | None) -> bool:
         name, base = linear.name, self.names.base
         flat = [side for side, tensor in (("lora_A", a), ("lora_B", b)) if len(tensor.shape) != 2]
         for side in flat:
@@ -159,7 +159,7 @@ class _Modules:
             )
         return (a.shape[1], b.shape[0], a.shape[0]) == (linear.in_features, linear.out_features, b.shape[1])
 
-    def _has_rank(self, linear: Linear, found: int, meant: int, reported_layer: int | None) -> bool:
+    def _has_rank(self, linear: BaseLinear, found: int, meant: int, reported_layer: int | None) -> bool:
         if found != meant:
             self.problems.add(
                 AdapterFormatError,
@@ -169,7 +169,7 @@ class _Modules:
         return found == meant
 
     def _scaling(
-        self, linear: Linear, settings: LoraSettings, alpha: float, rank: int, reported_layer: int | None
+        self, linear: BaseLinear, settings: LoraSettings, alpha: float, rank: int, reported_layer: int | None
     ) -> float:
         scaling = settings.scaling(alpha, rank)
         if abs(scaling) > self.limits.max_scaling:
@@ -181,12 +181,12 @@ class _Modules:
         return scaling
 
     def _check_magnitude(
-        self, linear: Linear, magnitude: TensorView | None, settings: LoraSettings, reported_layer: int | None
+        self, linear: BaseLinear, magnitude: TensorView | None, settings: LoraSettings, reported_layer: int | None
     ) -> None:
         self._check_vector(linear, "lora_magnitude_vector", magnitude, "use_dora", settings.use_dora, reported_layer)
 
     def _check_lora_bias(
-        self, linear: Linear, bias: TensorView | None, settings: LoraSettings, reported_layer: int | None
+        self, linear: BaseLinear, bias: TensorView | None, settings: LoraSettings, reported_layer: int | None
     ) -> None:
         if linear.name == "embed_tokens":
             if settings.lora_bias:
@@ -197,7 +197,7 @@ class _Modules:
 
     def _check_vector(
         self,
-        linear: Linear,
+        linear: BaseLinear,
         part: str,
         tensor: TensorView | None,
         flag: str,
@@ -237,7 +237,7 @@ class _Modules:
             )
 
 
-def _split(layer: int, linear: Linear, stored: LinearTensors, rank: int, scaling: float) -> Iterator[ModuleIR]:
+def _split(layer: int, linear: BaseLinear, stored: LinearTensors, rank: int, scaling: float) -> Iterator[ModuleIR]:
     """Yield the linear's parts, each with its rows of the linear's output.
 
     All of them share lora_A.

@@ -21,7 +21,7 @@ from loraserve.cli.output import Format, Output
 
 if TYPE_CHECKING:
     from loraserve.doctor.checks import Check
-    from loraserve.doctor.installation import Probe
+    from loraserve.doctor.installation import TorchFacts
     from loraserve.doctor.server import Expected
     from loraserve.settings import Settings
     from loraserve.types import RoundingCost
@@ -97,7 +97,7 @@ def _checks(flags: dict[str, str | None], url: str | None, costs: list[RoundingC
     yield from run("python", installation.check_python)
     yield from run("packages", installation.check_packages)
     settings, problem = _settings(flags)
-    probed: Probe | None = None
+    probed: TorchFacts | None = None
     try:
         probed = installation.probe()
     except OSError as error:
@@ -124,7 +124,7 @@ def _checks(flags: dict[str, str | None], url: str | None, costs: list[RoundingC
         yield from run("bases", lambda: storage.check_bases(database_url, served[0] if served else None))
 
 
-def _kernels(settings: Settings, probed: Probe | None) -> Iterator[Check]:
+def _kernels(settings: Settings, probed: TorchFacts | None) -> Iterator[Check]:
     """Check the kernels that compute what the settings name, if a CPU serves."""
     from loraserve.doctor import kernels
 
@@ -179,7 +179,7 @@ def _of_settings(settings: Settings) -> Iterator[Check]:
         )
 
 
-def _model(settings: Settings, probed: Probe | None, expected: list[Expected]) -> Iterator[Check]:
+def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expected]) -> Iterator[Check]:
     """Check the base, by its headers, and how memory would be divided.
 
     What is expected of a server is appended.

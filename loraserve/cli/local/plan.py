@@ -12,7 +12,7 @@ from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output, size
 
 if TYPE_CHECKING:
-    from loraserve.planning.plan import Plan
+    from loraserve.planning.plan import CapacityPlan
 
 LOAD = "Load to plan for"
 SETTINGS = (
@@ -116,7 +116,7 @@ def _make(
     running: int | None,
     tokens: int | None,
     disk_rate: str | None,
-) -> Plan:
+) -> CapacityPlan:
     from loraserve.errors import ConfigError
     from loraserve.planning import adapters as a
     from loraserve.planning.base import plan_base
@@ -190,7 +190,7 @@ def _rank(text: str) -> int:
     return int(text)
 
 
-def _show(output: Output, made: Plan) -> None:
+def _show(output: Output, made: CapacityPlan) -> None:
     facts = made.as_dict()
     if output.format is Format.JSON:
         output.json(facts)
@@ -213,7 +213,7 @@ def _show(output: Output, made: Plan) -> None:
         output.note(f"{notice.level}: {notice.message}" + (f" {notice.hint}" if notice.hint else ""))
 
 
-def _in_words(made: Plan, facts: dict[str, Any]) -> dict[str, str]:
+def _in_words(made: CapacityPlan, facts: dict[str, Any]) -> dict[str, str]:
     base, arena, kv, of_adapters = made.base, made.arena, facts["kv"], facts["adapters"]
     parts = ", ".join(f"{part.name} {part.format} {size(part.num_bytes)}" for part in base.parts)
     words = {
@@ -238,7 +238,7 @@ def _in_words(made: Plan, facts: dict[str, Any]) -> dict[str, str]:
     return words
 
 
-def _fits(made: Plan) -> list[dict[str, object]]:
+def _fits(made: CapacityPlan) -> list[dict[str, object]]:
     return [
         {
             "running": f"{fit.num_sequences} × {fit.num_tokens:,} tokens",
@@ -249,7 +249,7 @@ def _fits(made: Plan) -> list[dict[str, object]]:
     ]
 
 
-def _each(made: Plan) -> list[dict[str, object]]:
+def _each(made: CapacityPlan) -> list[dict[str, object]]:
     return [
         {
             "adapter": adapter.name,

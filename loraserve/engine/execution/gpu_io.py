@@ -58,7 +58,7 @@ class HostResults:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuStep:
+class GpuStepHandle:
     """A launched step. The runner reuses its host memory for the step after the next."""
 
     batch: Batch

@@ -17,7 +17,7 @@ from torch import Tensor
 from loraserve.config import MAX_LORA_WORK_ITEMS, EngineConfig
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
-from loraserve.engine.execution.gpu_io import GpuStep, HostResults, Top, lost, send_logprobs, to_host
+from loraserve.engine.execution.gpu_io import GpuStepHandle, HostResults, Top, lost, send_logprobs, to_host
 from loraserve.engine.execution.gpu_memory import attention_plan
 from loraserve.engine.execution.sampler import Sampler, has_penalties
 from loraserve.engine.execution.step_rows import StepRows
@@ -103,7 +103,7 @@ class GpuRunner:
                 # pinned buffers alternate: none may be filled before its copy is made
                 torch.cuda.synchronize(self._device)
 
-    def launch(self, batch: Batch) -> GpuStep:
+    def launch(self, batch: Batch) -> GpuStepHandle:
         """Launch a step on the device without waiting for it."""
         row_slots = np.zeros(len(batch.token_ids), dtype=np.int32)
         for adapter, start, end in batch.adapters:
@@ -123,7 +123,7 @@ class GpuRunner:
             # also if this raised: earlier launches may still read adapters
             self._adapters.step_launched()
 
-    def _launch(self, batch: Batch, row_slots: npt.NDArray[np.int32]) -> GpuStep:
+    def _launch(self, batch: Batch, row_slots: npt.NDArray[np.int32]) -> GpuStepHandle:
         num_rows = len(row_slots)
         sampled = [i for i, entry in enumerate(batch.entries) if entry.is_sampled]
         bucket = self._graphs.bucket(num_rows) if num_rows == len(sampled) else None
@@ -198,7 +198,7 @@ class GpuRunner:
             logits_lora=logits_lora,
         )
 
-    def _sample(self, batch: Batch, sampled: list[int], logits: Tensor, rows: Tensor) -> GpuStep:
+    def _sample(self, batch: Batch, sampled: list[int], logits: Tensor, rows: Tensor) -> GpuStepHandle:
         """Sample tokens on the device; send the logits of entries that are sampled on the host.
 
         Args:
@@ -227,7 +227,7 @@ class GpuRunner:
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return GpuStep(batch, sampled, host, top, on_host, self._sampler, event)
+        return GpuStepHandle(batch, sampled, host, top, on_host, self._sampler, event)
 
 
 def needs_host(request: Request) -> bool:

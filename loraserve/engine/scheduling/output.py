@@ -14,7 +14,7 @@ from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TokenOutput
 
 
-class OutputProcessor:
+class ResultProcessor:
     """Give requests what was computed and sampled, and publish their full blocks."""
 
     def __init__(self, kv: BlockPool, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from loraserve.engine.request import Request, Status
+from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduling.fair_queue import FairQueue, TenantFlow
 from loraserve.engine.scheduling.queue import WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
@@ -142,7 +142,7 @@ class Preemption:
         self._running.remove(request)
         self._fair_queue.tenant(request).num_running -= 1
         self._quota.free_blocks(request, is_use=False)
-        request.status = Status.WAITING
+        request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
         step.preempted.append(request)

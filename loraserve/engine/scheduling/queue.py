@@ -10,7 +10,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TypeGuard
 
-from loraserve.engine.request import Request, Status
+from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.blocked import ParkedFlowIndex, ParkedFlows
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST, AdapterFlow, FairQueue, TenantFlow, flow_key
@@ -177,7 +177,7 @@ class SchedulingPass:
     def __iter__(self) -> Iterator[Request]:
         urgent = [request for request in self._prefilling if request.is_urgent]
         for request in chain(urgent, list(self._queue.urgent) if self.is_admitting else ()):
-            if not self._is_stopped and (self.is_admitting or request.status is Status.RUNNING):
+            if not self._is_stopped and (self.is_admitting or request.status is RequestStatus.RUNNING):
                 yield request
         cursors: list[TenantCursor] = []
         try:
@@ -286,7 +286,7 @@ class TenantCursor:
             request = self.prefilling[self._num_prefilling_visited]
             self._num_prefilling_visited += 1
             # the step may have preempted it
-            if request.status is Status.RUNNING:
+            if request.status is RequestStatus.RUNNING:
                 return request
         if not is_admitting:
             return None
@@ -400,7 +400,7 @@ class AdapterCursor:
     def skip(self) -> None:
         """Skip the other requests that already know that the adapter isn't resident."""
         flow, visited = self.flow, self.visited
-        if visited is not None and visited.status is Status.FINISHED:
+        if visited is not None and visited.status is RequestStatus.FINISHED:
             # the adapter's load failed: the others fail in this step too, not after as many loads
             return
         if flow.num_blocked == len(flow.waiting):
@@ -423,4 +423,6 @@ class AdapterCursor:
 
 
 def _waits_for_adapter(request: Request | None) -> TypeGuard[Request]:
-    return request is not None and request.status is Status.WAITING and request.adapter_wait_started_s is not None
+    return (
+        request is not None and request.status is RequestStatus.WAITING and request.adapter_wait_started_s is not None
+    )

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from loraserve.engine.request import Request, Status
+from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.fair_queue import FairQueue, TenantFlow
 from loraserve.memory.kv.block_pool import BlockPool
@@ -73,9 +73,9 @@ class ResourceQuota:
         started with a part of them, it would be preempted for others of its tenant again and again.
         """
         tenant = self._fair_queue.tenant(request)
-        if tenant.kv_share >= 1.0 or tenant.num_running <= (request.status is Status.RUNNING):
+        if tenant.kv_share >= 1.0 or tenant.num_running <= (request.status is RequestStatus.RUNNING):
             return False
-        if request.status is not Status.RUNNING:
+        if request.status is not RequestStatus.RUNNING:
             count = request.num_pending_tokens
         needed = max(0, self._num_needed_blocks(request, count))
         return needed > 0 and tenant.num_blocks + needed > tenant.kv_share * self._kv.num_blocks
@@ -133,7 +133,7 @@ class ResourceQuota:
                 ),
                 (request.num_computed_tokens <= request.num_tokens, "more computed tokens than tokens"),
                 (request.num_computed_tokens <= capacity, f"{request.num_computed_tokens} tokens in {capacity} slots"),
-                (request.status is Status.RUNNING or not request.blocks, "blocks without running"),
+                (request.status is RequestStatus.RUNNING or not request.blocks, "blocks without running"),
                 (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
             )
             problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]

@@ -26,10 +26,10 @@ from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 
 from loraserve.engine.activation import find_activation
-from loraserve.engine.request import Request, Status
+from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST, FairQueue
-from loraserve.engine.scheduling.output import OutputProcessor, adapter_overdue_error, numerics_error
+from loraserve.engine.scheduling.output import ResultProcessor, adapter_overdue_error, numerics_error
 from loraserve.engine.scheduling.preemption import Preemption
 from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
@@ -100,7 +100,7 @@ class Scheduler:
         self._deadlines = RequestDeadlines()
         self._prefetch = AdapterPrefetch(adapters, self._queue)
         self._probe_budget = ProbeBudget(token_budget)
-        self._outputs = OutputProcessor(kv, frozenset(eos_token_ids), clock)
+        self._outputs = ResultProcessor(kv, frozenset(eos_token_ids), clock)
         self._failed: list[TokenOutput] = []
         # since the last step: adapters with a changed state, and whether a tenant's request was
         # added
@@ -258,7 +258,7 @@ class Scheduler:
         step.num_slots = self._max_num_seqs + sum(request.num_pending_tokens == 0 for request in self._running)
         for request in list(self._running):
             num_pending = request.num_pending_tokens
-            if request.status is not Status.RUNNING:
+            if request.status is not RequestStatus.RUNNING:
                 # preempted for an earlier one in this very loop
                 continue
             if num_pending > 1:
@@ -295,14 +295,14 @@ class Scheduler:
             if count == 0 and request.is_internal and step.budget:
                 # A probe without budget must still pin an adapter that just arrived, or it is
                 # evicted before the next step. Don't start a load: it would compete with prefill.
-                if request.status is not Status.RUNNING and request.adapter_wait_started_s is not None:
+                if request.status is not RequestStatus.RUNNING and request.adapter_wait_started_s is not None:
                     self._pin_or_request_adapter(request, step)
                 continue
             if count == 0:
                 visits.skip_tenant()
                 if step.budget == 0:
                     visits.stop()
-            elif request.status is not Status.RUNNING:
+            elif request.status is not RequestStatus.RUNNING:
                 self._admit(request, step, visits)
             elif self._preemption.reserve_or_preempt(request, count, step):
                 step.add(request, count)
@@ -368,7 +368,7 @@ class Scheduler:
     def _start(self, request: Request, count: int, step: Step) -> None:
         """Move a waiting request that has what it needs to the running ones, and into the step."""
         self._queue.remove(request)
-        request.status = Status.RUNNING
+        request.status = RequestStatus.RUNNING
         # scores from before a preemption
         request.prompt_logprobs.clear()
         # cached tokens cost nothing, even those that others computed while the request was
@@ -484,7 +484,7 @@ class Scheduler:
     def _advance(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
         request = entry.request
         request.num_in_flight_tokens -= entry.num_sampled_tokens
-        if request.status is Status.FINISHED:
+        if request.status is RequestStatus.FINISHED:
             # ended while the step was in flight: nothing of this is sent, counted or published
             return None
         if not result.is_finite:
@@ -513,12 +513,12 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         """End a request: every ending passes here, and gives back blocks, pin and slot once."""
         del self._requests[request.request_id]
-        if request.status is Status.RUNNING:
+        if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._fair_queue.tenant(request).num_running -= 1
         else:
             self._queue.remove(request)
-        request.status = Status.FINISHED
+        request.status = RequestStatus.FINISHED
         self._quota.free_blocks(request)
         self._waits.end(request)
         self._fair_queue.close(request)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from loraserve.engine.request import Pin, Request, Status
+from loraserve.engine.request import AdapterPin, Request, RequestStatus
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST
 from loraserve.engine.scheduling.queue import WaitingQueue
 from loraserve.errors import LoraserveError
@@ -32,7 +32,7 @@ class AdapterSource(Protocol):
     def mean_load_s(self) -> float: ...
     def request(self, ref: AdapterRef) -> Residency: ...
     def error(self, digest: Digest) -> LoraserveError | None: ...
-    def pin(self, digest: Digest, *, is_use: bool = True) -> Pin: ...
+    def pin(self, digest: Digest, *, is_use: bool = True) -> AdapterPin: ...
     def metadata(self, digest: Digest) -> AdapterMetadata: ...
     def prefetch(self, refs: Sequence[AdapterRef]) -> None: ...
 
@@ -92,7 +92,7 @@ class AdapterWaits:
             request.adapter_wait_s += self._clock() - request.adapter_wait_started_s
             request.adapter_wait_started_s = None
             del self._blocked[request.request_id]
-            if request.is_fair_queued and request.status is Status.WAITING:
+            if request.is_fair_queued and request.status is RequestStatus.WAITING:
                 self._queue.fair_queue.unblock(request)
             self._num_blocked[request.adapter.digest] -= 1
             if not self._num_blocked[request.adapter.digest]:
@@ -129,7 +129,7 @@ class AdapterPrefetch:
         is_old = (
             self._num_steps >= REFRESH_STEPS
             or len(following) < PREFETCH_DEPTH
-            or following[-1].status is not Status.WAITING
+            or following[-1].status is not RequestStatus.WAITING
         )
         if is_old and self._version != self._queue.version:
             self._version, self._num_steps = self._queue.version, 0
@@ -141,7 +141,7 @@ class AdapterPrefetch:
             for request in following
             if request.adapter is not None
             and request.pin is None
-            and request.status is Status.WAITING
+            and request.status is RequestStatus.WAITING
             # theirs are asked for in steps that have room for them
             and not request.is_internal
         ]
@@ -166,7 +166,7 @@ class RequestDeadlines:
             num_live: live requests, which bound how many are remembered.
         """
         if len(self._entries) > 2 * num_live + 64:
-            self._entries = [entry for entry in self._entries if entry[2].status is not Status.FINISHED]
+            self._entries = [entry for entry in self._entries if entry[2].status is not RequestStatus.FINISHED]
             heapq.heapify(self._entries)
         heapq.heappush(self._entries, (deadline_s, request.sequence_number, request))
 
@@ -174,5 +174,5 @@ class RequestDeadlines:
         """Return the live requests that are out of time, once each."""
         while self._entries and self._entries[0][0] <= now_s:
             _, _, request = heapq.heappop(self._entries)
-            if request.status is not Status.FINISHED:
+            if request.status is not RequestStatus.FINISHED:
                 yield request

@@ -30,7 +30,8 @@ class Certifier:
     """Make certificates for one base and the arithmetic it is computed with."""
 
     def __init__(self, base: BaseSpec, device: torch.device, clock: Callable[[], float]) -> None:
-        """
+        """Keep the base's facts for its certificates.
+
         Args:
             device: where the reference model computes.
             clock: monotonic seconds.
@@ -70,7 +71,8 @@ class Certifier:
         """Return a failed certificate if the adapter's logits aren't finite.
 
         Raises:
-            LoraserveError: the probe ended with another error, which may not be the adapter's fault.
+            LoraserveError: the probe ended with another error, which may not be the adapter's
+                fault.
         """
         output = probe.output
         code, message = (output.error_code, output.error_message) if output is not None else (None, None)

@@ -29,7 +29,7 @@ class Prober:
         self._numbers = itertools.count()
 
     def begin(self, v: Verification, sequences: Sequences) -> None:
-        """Queue the first probes: all of the first round, or one in a mixed batch while requests run."""
+        """Queue the first round's probes, or while requests run one in a mixed batch."""
         # its files were just read and are whole: an earlier failed load says nothing any more
         self._engine.pager.forget_failure(v.ref.digest)
         if self._engine.is_serving:

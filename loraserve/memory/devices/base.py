@@ -128,7 +128,7 @@ class AdapterDevice(Protocol):
         """Return what these modules and norms take once they are packed, without reading a weight.
 
         Raises:
-            ShapeMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels
+            TensorMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels
             lack a rank, rows or a norm of it.
         """
         ...
@@ -139,7 +139,7 @@ class AdapterDevice(Protocol):
         """Pack the adapter in host memory, ready to be placed. A loader's thread does this.
 
         Raises:
-            ShapeMismatch (the kernels'): as `footprint`.
+            TensorMismatch (the kernels'): as `footprint`.
             AdapterUnservable: a weight is out of the range of the dtype that the device holds it
                 in.
         """

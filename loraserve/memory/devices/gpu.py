@@ -22,7 +22,7 @@ from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LoraModule, ReplacedNorm, size_of
 from loraserve_kernels.common.sizes import num_pages_of, num_tiles_of
 from loraserve_kernels.cpu import threads
-from loraserve_kernels.errors import PoolFull, ShapeMismatch
+from loraserve_kernels.errors import PoolFull, TensorMismatch
 from loraserve_kernels.gpu.paged.layout import (
     MULTIPLIERS,
     AdapterPages,
@@ -259,12 +259,12 @@ def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
     """Return if there is no norm.
 
     Raises:
-        ShapeMismatch: there is one.
+        TensorMismatch: there is one.
     """
     if norms:
         n = norms[0]
         where = n.norm if n.norm == "norm" else f"layer {n.layer} {n.norm}"
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"{where}: the adapter has a weight of its own for this norm; "
             "a GPU's kernels have the base's alone: serve the adapter on a CPU, or train it without"
         )

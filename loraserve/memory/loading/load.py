@@ -35,7 +35,7 @@ from loraserve.memory.loading.precision import EXACT, Precision, loss, refuse_lo
 from loraserve.types import AdapterRef, BaseSpec
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.layout import LoraModule
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 
 def load_adapter(
@@ -84,7 +84,7 @@ def load_adapter(
             refuse_out_of_range(modules, uploaded.stored, dtype)
         modules, lost = _as_served(uploaded, modules, dtype, base_weights, precision)
         host = device.pack(modules, uploaded.stored, uploaded.norms)
-    except ShapeMismatch as error:
+    except TensorMismatch as error:
         raise AdapterUnservable(
             f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
         ) from error

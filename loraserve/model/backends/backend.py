@@ -73,7 +73,7 @@ class DecoderLayer:
         return self.mlp.gate_up if site == "gate_up" else self.mlp.down
 
 
-class Step(Protocol):
+class BackendStep(Protocol):
     """State that all layers of a step share."""
 
     def embed(self, embedding: Tensor) -> Tensor:
@@ -138,6 +138,6 @@ class Backend(Protocol):
         """
         ...
 
-    def begin(self, inputs: Any, kv: KVTensors) -> Step:
+    def begin(self, inputs: Any, kv: KVTensors) -> BackendStep:
         """Make what a step's layers share."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.model.backends.backend import DecoderLayer, Norm
-from loraserve.model.config.model_config import Activation, ModelConfig
+from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import Linear, check_format, make_linear
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm, geglu, swiglu
@@ -63,7 +63,7 @@ class CpuBackend:
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
         self._config, self._rotaries = config, rotaries
-        self._gate = swiglu if config.activation is Activation.SILU else geglu
+        self._gate = swiglu if config.activation is ActivationFunction.SILU else geglu
 
     def begin(self, inputs: ModelInputs, kv: KVTensors) -> CpuStep:
         return CpuStep(self._config, self._rotaries, inputs, kv)

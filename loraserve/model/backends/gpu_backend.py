@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loraserve.errors import ConfigError
 from loraserve.model.backends.backend import DecoderLayer
-from loraserve.model.config.model_config import Activation, ModelConfig
+from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.rotary import RotaryEmbedding
@@ -65,7 +65,7 @@ class GpuBackend:
 
     def gated(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        (gpu_rows.swiglu if self._config.activation is Activation.SILU else gpu_rows.geglu)(gate_up, out)
+        (gpu_rows.swiglu if self._config.activation is ActivationFunction.SILU else gpu_rows.geglu)(gate_up, out)
         return out
 
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:

@@ -13,7 +13,7 @@ from math import prod
 
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
 from loraserve.model.checkpoint.headers import StoredTensor
-from loraserve.model.checkpoint.stored_weights import Expected, StoredWeight, find_stored_weight
+from loraserve.model.checkpoint.stored_weights import ExpectedTensor, StoredWeight, find_stored_weight
 from loraserve.model.config.architectures import Architecture, ExpertPaths
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ExpertsConfig, ModelConfig
@@ -88,7 +88,7 @@ class Blueprint:
     head_quantize: str
     norms: tuple[str, ...]
     sites: tuple[SitePlan, ...]
-    expected: Mapping[str, Expected]
+    expected: Mapping[str, ExpectedTensor]
     tensors: Mapping[str, StoredTensor]
 
     @property
@@ -180,8 +180,8 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
     architecture = config.architecture
     norms, sites, unread = [architecture.norm], list[SitePlan](), set[str]()
     expected = {
-        architecture.embedding: Expected(((config.vocab_size, config.hidden_size),)),
-        architecture.norm: Expected(((config.hidden_size,),)),
+        architecture.embedding: ExpectedTensor(((config.vocab_size, config.hidden_size),)),
+        architecture.norm: ExpectedTensor(((config.hidden_size,),)),
     }
     # a checkpoint may hold a head although its config ties it to the embedding: transformers then
     # takes the head's own
@@ -194,7 +194,7 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
     for layer in range(config.num_layers):
         for name, size in _norm_sizes(config).items():
             norms.append(f"{architecture.layers}.{layer}.{name}")
-            expected[norms[-1]] = Expected(((size,),))
+            expected[norms[-1]] = ExpectedTensor(((size,),))
         for site in _sites_of_layer(config, layer, quantize):
             sites.append(site)
             _expect_site(site, stored, expected, unread)
@@ -310,7 +310,7 @@ def _sites_of_layer(config: ModelConfig, layer: int, quantize: str) -> Iterator[
 
 
 def _expect_site(
-    site: SitePlan, stored: Mapping[str, StoredWeight], expected: dict[str, Expected], unread: set[str]
+    site: SitePlan, stored: Mapping[str, StoredWeight], expected: dict[str, ExpectedTensor], unread: set[str]
 ) -> None:
     if site.quantize != "none":
         # refuses a width before anything is read
@@ -318,12 +318,12 @@ def _expect_site(
     for module in site.modules:
         weight = stored.get(module.path)
         if weight is None:
-            expected[f"{module.path}.weight"] = Expected(((module.out_features, site.in_features),))
+            expected[f"{module.path}.weight"] = ExpectedTensor(((module.out_features, site.in_features),))
         else:
             unread.update(f"{module.path}.{suffix}" for suffix in weight.unread)
             expected.update({f"{module.path}.{suffix}": part for suffix, part in weight.tensors.items()})
         if module.has_bias:
-            expected[f"{module.path}.bias"] = Expected(((module.out_features,),))
+            expected[f"{module.path}.bias"] = ExpectedTensor(((module.out_features,),))
 
 
 def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:

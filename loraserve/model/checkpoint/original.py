@@ -17,7 +17,7 @@ from loraserve.errors import InvariantViolation
 from loraserve.model.checkpoint.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan, draw
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.prequantized import assemble
-from loraserve.model.config.model_config import Activation, read_config
+from loraserve.model.config.model_config import ActivationFunction, read_config
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.norms import geglu, swiglu
@@ -104,7 +104,7 @@ class OriginalBase:
             [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)],
             num_chosen=experts.num_chosen,
             is_normed=experts.is_normed,
-            gated=swiglu if self.config.activation is Activation.SILU else geglu,
+            gated=swiglu if self.config.activation is ActivationFunction.SILU else geglu,
         )
 
     def norm_weight(self, name: str) -> Tensor:

@@ -18,7 +18,7 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """Requirements on a stored tensor.
 
     Attributes:
@@ -45,7 +45,7 @@ class StoredWeight:
     scheme: Scheme
     out_features: int
     in_features: int
-    tensors: Mapping[str, Expected]
+    tensors: Mapping[str, ExpectedTensor]
     unread: tuple[str, ...] = ()
 
     def group_size(self, num_scales: int) -> int:
@@ -74,22 +74,22 @@ def find_stored_weight(
     if scheme.layout is Layout.BITSANDBYTES:
         return _find_bitsandbytes(path, scheme, shape, stored)
     num_groups = _num_groups(path, scheme, in_features)
-    scale = Expected(((out_features, num_groups),) if num_groups > 1 else ((out_features, 1), (1,), (), (1, 1)))
+    scale = ExpectedTensor(((out_features, num_groups),) if num_groups > 1 else ((out_features, 1), (1,), (), (1, 1)))
     unread = ("input_scale",) if scheme.has_input_scale else ()
     if scheme.layout is Layout.NAIVE:
-        codes = Expected((shape,), ("I8",) if scheme.format == "int8" else ("F8_E4M3",))
+        codes = ExpectedTensor((shape,), ("I8",) if scheme.format == "int8" else ("F8_E4M3",))
         tensors = {"weight": codes, "weight_scale": scale}
         if not scheme.is_symmetric:
-            tensors["weight_zero_point"] = Expected(((out_features, num_groups),), ("I8",))
+            tensors["weight_zero_point"] = ExpectedTensor(((out_features, num_groups),), ("I8",))
         return StoredWeight(path, scheme, out_features, in_features, tensors, unread)
     per_word = 8 if scheme.format == "int4" else 4
     tensors = {
-        "weight_packed": Expected(((out_features, -(-in_features // per_word)),), ("I32",)),
+        "weight_packed": ExpectedTensor(((out_features, -(-in_features // per_word)),), ("I32",)),
         "weight_scale": scale,
-        "weight_shape": Expected(((2,),), ("I64", "I32")),
+        "weight_shape": ExpectedTensor(((2,),), ("I64", "I32")),
     }
     if not scheme.is_symmetric:
-        tensors["weight_zero_point"] = Expected(((-(-out_features // per_word), num_groups),), ("I32",))
+        tensors["weight_zero_point"] = ExpectedTensor(((-(-out_features // per_word), num_groups),), ("I32",))
     return StoredWeight(path, scheme, out_features, in_features, tensors, unread)
 
 
@@ -133,12 +133,12 @@ def _find_bitsandbytes(
     weight = stored.get(f"{path}.weight")
     item_size = ITEM_SIZES[weight.dtype] if weight is not None and weight.dtype in dtypes else 1
     tensors = {
-        "weight": Expected(((out_features * in_features // 2 // item_size, 1),), dtypes),
-        "weight.absmax": Expected(None, ("U8",) if is_nested else ("F32",)),
-        "weight.quant_map": Expected(((16,),), ("F32",)),
-        NF4_STATE: Expected(None, ("U8",)),
+        "weight": ExpectedTensor(((out_features * in_features // 2 // item_size, 1),), dtypes),
+        "weight.absmax": ExpectedTensor(None, ("U8",) if is_nested else ("F32",)),
+        "weight.quant_map": ExpectedTensor(((16,),), ("F32",)),
+        NF4_STATE: ExpectedTensor(None, ("U8",)),
     }
     if is_nested:
-        tensors["weight.nested_absmax"] = Expected(None, ("F32",))
-        tensors["weight.nested_quant_map"] = Expected(((256,),), ("F32",))
+        tensors["weight.nested_absmax"] = ExpectedTensor(None, ("F32",))
+        tensors["weight.nested_quant_map"] = ExpectedTensor(((256,),), ("F32",))
     return StoredWeight(path, scheme, out_features, in_features, tensors)

@@ -23,7 +23,7 @@ from loraserve.model.config.ropes import RopeConfig, RopeType, check_rotated, re
 _MAX_CONFIG_BYTES = 16 << 20
 
 
-class Activation(Enum):
+class ActivationFunction(Enum):
     """Activation of the MLP's gate."""
 
     SILU = "silu"
@@ -94,7 +94,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     attention_cap: float | None = None
     logits_cap: float | None = None
-    activation: Activation = Activation.SILU
+    activation: ActivationFunction = ActivationFunction.SILU
     quantization: QuantizationConfig | None = None
     experts: ExpertsConfig | None = None
 
@@ -156,7 +156,7 @@ class ModelConfig:
             identity["scales"] = {name: value for name, (value, _) in scales.items()}
         if self.attention_cap is not None or self.logits_cap is not None:
             identity["caps"] = [self.attention_cap, self.logits_cap]
-        if self.activation is not Activation.SILU:
+        if self.activation is not ActivationFunction.SILU:
             identity["activation"] = self.activation.value
         if any(rope != 0 for rope in self.layer_ropes):
             identity["layer_ropes"] = list(self.layer_ropes)
@@ -256,12 +256,12 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     )
 
 
-def _activation(fields: Fields) -> Activation:
+def _activation(fields: Fields) -> ActivationFunction:
     field = fields.architecture.activation
-    name, known = fields.get(field), [activation.value for activation in Activation]
+    name, known = fields.get(field), [activation.value for activation in ActivationFunction]
     if name not in known:
         raise ModelError(f"config.json: {field} is {shown(name)}; only {' and '.join(known)} are implemented.")
-    return Activation(name)
+    return ActivationFunction(name)
 
 
 def _experts(fields: Fields) -> ExpertsConfig | None:

@@ -13,7 +13,7 @@ from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
-from loraserve.registry.operations import OperationRecord, Operations, Progress, Result
+from loraserve.registry.operations import OperationProgress, OperationRecord, Operations, Result
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.sources import Source, check_allowed, parse_source
 from loraserve.registry.uploads.transfers import Uploads
@@ -73,13 +73,20 @@ class Pulls:
         found = parse_source(source)
         check_allowed(found, self._allow)
 
-        async def work(progress: Progress) -> Result:
+        async def work(progress: OperationProgress) -> Result:
             return await self._pull(tenant, name, found, progress, actor=actor, is_promoting=is_promoting)
 
         return await self._operations.begin(tenant, KIND, f"{name} from {source}", work, actor=actor, once=once)
 
     async def _pull(
-        self, tenant: TenantId, name: str, source: Source, progress: Progress, *, actor: str, is_promoting: bool
+        self,
+        tenant: TenantId,
+        name: str,
+        source: Source,
+        progress: OperationProgress,
+        *,
+        actor: str,
+        is_promoting: bool,
     ) -> Result:
         staged = await self._uploads.stage(tenant)
         try:
@@ -147,7 +154,7 @@ class _MinimumRate:
             )
 
 
-def _fetch(source: Source, weights: StagedBlob, progress: Progress, rate: _MinimumRate) -> bytes:
+def _fetch(source: Source, weights: StagedBlob, progress: OperationProgress, rate: _MinimumRate) -> bytes:
     """Write the weights to `weights` and return the config.
 
     The sizes of both are checked while they are read.
@@ -158,7 +165,9 @@ def _fetch(source: Source, weights: StagedBlob, progress: Progress, rate: _Minim
     return config
 
 
-def _bounded(source: Source, file: str, max_bytes: int, progress: Progress, rate: _MinimumRate) -> Iterator[bytes]:
+def _bounded(
+    source: Source, file: str, max_bytes: int, progress: OperationProgress, rate: _MinimumRate
+) -> Iterator[bytes]:
     size, pieces = rate.opened(source, file)
     # the source may send more than the size that it states
     num_bytes = 0

@@ -22,7 +22,7 @@ from loraserve.types import Digest
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredChunk:
     """A run of an upload's bytes, stored as a blob of its own until the upload is complete."""
 
     start: int
@@ -30,10 +30,10 @@ class Chunk:
     digest: Digest
 
 
-async def chunks_of(session: AsyncSession, upload_id: str) -> list[Chunk]:
+async def chunks_of(session: AsyncSession, upload_id: str) -> list[StoredChunk]:
     """Return the upload's chunks in order."""
     query = select(UploadChunk).where(UploadChunk.upload_id == upload_id).order_by(UploadChunk.start)
-    return [Chunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
+    return [StoredChunk(row.start, row.size, Digest(row.digest)) for row in (await session.scalars(query)).all()]
 
 
 async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> None:
@@ -44,7 +44,9 @@ async def remove_upload(session: AsyncSession, row: Upload, now: datetime) -> No
     await add_gc_candidates(session, [*map(Digest, digests), *([Digest(row.sha256)] if row.is_complete else [])], now)
 
 
-def assemble(store: BlobStore, chunks: Sequence[Chunk], sha256: Digest, pause: Pause) -> tuple[bool, Chunk | None]:
+def assemble(
+    store: BlobStore, chunks: Sequence[StoredChunk], sha256: Digest, pause: Pause
+) -> tuple[bool, StoredChunk | None]:
     """Commit the blob `sha256` if the chunks make it.
 
     Returns:

@@ -36,7 +36,7 @@ from loraserve.limits import KIB, LIMITS, MIB
 from loraserve.registry.blob_references import add_gc_candidates, retain, retain_stored
 from loraserve.registry.quota import check_upload_quota
 from loraserve.registry.repository import AdapterRepository
-from loraserve.registry.uploads.chunks import Chunk, StoredWeights, assemble, chunks_of, remove_upload
+from loraserve.registry.uploads.chunks import StoredChunk, StoredWeights, assemble, chunks_of, remove_upload
 from loraserve.registry.uploads.concurrency_limiter import ConcurrencyLimiter, Sender
 from loraserve.types import Digest, TenantId
 
@@ -282,7 +282,7 @@ class ResumableUploads:
         async with self._database.read() as session:
             chunks = await chunks_of(session, upload.id)
         await retain(self._database, [upload.sha256])
-        broken: Chunk | None = None
+        broken: StoredChunk | None = None
         # a single chunk is the blob, which is in the store already
         is_right = len(chunks) == 1 and chunks[0].digest == upload.sha256
         if is_right and not await asyncio.to_thread(self._store.exists, upload.sha256):

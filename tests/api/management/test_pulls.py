@@ -22,7 +22,7 @@ from loraserve.db.session import utc_now
 from loraserve.errors import Overloaded, StorageError, StorageFull
 from loraserve.limits import LIMITS
 from loraserve.registry import operations
-from loraserve.registry.operations import Operations, Progress
+from loraserve.registry.operations import OperationProgress, Operations
 from loraserve.registry.publishing import pulls, sources
 from loraserve.registry.publishing.pulls import Pulls
 
@@ -305,7 +305,7 @@ def refuse_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> asyncio.Ev
     """The next write of an operation's progress fails; the event is set then."""
     as_json, refused = operations._as_json, asyncio.Event()
 
-    def refuse(progress: Progress) -> dict[str, int | None]:
+    def refuse(progress: OperationProgress) -> dict[str, int | None]:
         if not refused.is_set():
             refused.set()
             raise error

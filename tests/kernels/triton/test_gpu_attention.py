@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.attention import paged as gpu_attention
 from loraserve_kernels.gpu.attention.plan import CHUNK_BLOCK_M, MIN_SPLIT
 
@@ -184,11 +184,11 @@ def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
         (q.transpose(0, 1).contiguous().transpose(0, 1), k, v, plan, out),
         (q, k.transpose(1, 2).contiguous().transpose(1, 2), v, plan, out),
     ):
-        with pytest.raises(ShapeMismatch):
+        with pytest.raises(TensorMismatch):
             gpu_attention.paged_attention(*args, scale=SCALE)
-    with pytest.raises(ShapeMismatch, match=r"all must be bfloat16, or all float16"):
+    with pytest.raises(TensorMismatch, match=r"all must be bfloat16, or all float16"):
         gpu_attention.paged_attention(q.bfloat16(), k, v, plan, out, scale=SCALE)
-    with pytest.raises(ShapeMismatch, match="a sliding window of 0"):
+    with pytest.raises(TensorMismatch, match="a sliding window of 0"):
         gpu_attention.paged_attention(q, k, v, plan, out, scale=SCALE, sliding_window=0)
     assert torch.equal(before.view(torch.int16), step.wide_out.view(torch.int16))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
 from loraserve_kernels.gpu.gemm.gemm import split_k, weight_only_linear
 
@@ -166,11 +166,11 @@ def test_no_rows_give_no_rows() -> None:
 def test_tensors_that_dont_agree_are_refused() -> None:
     weight, x = make_weight(("int8", None, False), 33, 64, torch.float16), make_x(4, 64, torch.float16)
     for bad in (x[:, 1:], x.float(), x[:, :1].expand(4, 64), x[0]):
-        with pytest.raises(ShapeMismatch, match="this linear takes"):
+        with pytest.raises(TensorMismatch, match="this linear takes"):
             weight_only_linear(bad, weight)
-    with pytest.raises(ShapeMismatch, match="the bias is"):
+    with pytest.raises(TensorMismatch, match="the bias is"):
         weight_only_linear(x, weight, torch.zeros(32, dtype=torch.float16))
-    with pytest.raises(ShapeMismatch, match="contiguous matrix of"):
+    with pytest.raises(TensorMismatch, match="contiguous matrix of"):
         weight_only_linear(x, torch.zeros(33, 64, dtype=torch.bfloat16))
-    with pytest.raises(ShapeMismatch, match="or float32"):
+    with pytest.raises(TensorMismatch, match="or float32"):
         weight_only_linear(x, weight, out_dtype=torch.bfloat16)

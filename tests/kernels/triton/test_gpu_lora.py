@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 from paged_pools import EVEN, MIXED_RANKS, ODD, Fleet, random_modules
 
 from loraserve_kernels.cpu.lora.layout import SITES
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.lora import apply as gpu_lora
 
 from .stepping import make_step
@@ -165,21 +165,21 @@ def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     step = make_step(fleet, [fleet.slots[0]] * 3, "o")
     x, y, plan = step.x, step.y, step.plan
     for bad_x, bad_y in ((x[:2], y[:2]), (x[:, 1:], y), (x, y[:, 1:]), (x[:, :1].expand(3, 72), y)):
-        with pytest.raises(ShapeMismatch):
+        with pytest.raises(TensorMismatch):
             gpu_lora.apply_lora(bad_x, bad_y, plan, "o", 0)
     for bad_x, bad_y in ((x.bfloat16(), y.bfloat16()), (x.float(), y), (x, y.bfloat16()), (x, y.double())):
-        with pytest.raises(ShapeMismatch, match=r"torch\.float16"):
+        with pytest.raises(TensorMismatch, match=r"torch\.float16"):
             gpu_lora.apply_lora(bad_x, bad_y, plan, "o", 0)
-    with pytest.raises(ShapeMismatch, match="layers 0 to 1"):
+    with pytest.raises(TensorMismatch, match="layers 0 to 1"):
         gpu_lora.apply_lora(x, y, plan, "o", 2)
-    with pytest.raises(ShapeMismatch, match="site mlp"):
+    with pytest.raises(TensorMismatch, match="site mlp"):
         gpu_lora.apply_lora(x, y, plan, "mlp", 0)
-    with pytest.raises(ShapeMismatch, match="call apply_embedding_lora"):
+    with pytest.raises(TensorMismatch, match="call apply_embedding_lora"):
         gpu_lora.apply_lora(x, y, plan, "embed", 0)
-    with pytest.raises(ShapeMismatch, match=r"bias is torch\.float16 \(199,\)"):
+    with pytest.raises(TensorMismatch, match=r"bias is torch\.float16 \(199,\)"):
         gpu_lora.apply_lora(x, y, plan, "o", 0, y[0, :199])
     ids = torch.zeros(3, dtype=torch.int64)
     for bad_ids in (ids[:2], ids.float(), ids[:, None]):
-        with pytest.raises(ShapeMismatch, match="token_ids"):
+        with pytest.raises(TensorMismatch, match="token_ids"):
             gpu_lora.apply_embedding_lora(bad_ids, y, plan)
     assert torch.equal(y, step.before)

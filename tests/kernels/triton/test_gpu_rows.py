@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 from .row_steps import (
@@ -189,23 +189,23 @@ def attention_with(**changes: Any) -> Any:
     ],
 )
 def test_tensors_that_dont_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ShapeMismatch, match=message):
+    with pytest.raises(TensorMismatch, match=message):
         attention_with(**changes).run()
 
 
 def test_rows_that_dont_fit_together_are_refused() -> None:
     rows, half = torch.zeros(3, 64), torch.zeros(3, 64, dtype=torch.float16)
-    with pytest.raises(ShapeMismatch, match=r"table is \(9, 32\)"):
+    with pytest.raises(TensorMismatch, match=r"table is \(9, 32\)"):
         gpu_rows.embed(torch.zeros(3, dtype=torch.int64), torch.zeros(9, 32), rows)
-    with pytest.raises(ShapeMismatch, match="contiguous in the last dim"):
+    with pytest.raises(TensorMismatch, match="contiguous in the last dim"):
         gpu_rows.add_rms_norm(torch.zeros(64, 3).T, half, torch.ones(64), EPS, half)
-    with pytest.raises(ShapeMismatch, match=r"weight is \(63,\)"):
+    with pytest.raises(TensorMismatch, match=r"weight is \(63,\)"):
         gpu_rows.add_rms_norm(rows, half, torch.ones(63), EPS, half)
-    with pytest.raises(ShapeMismatch, match=r"weight is \(63,\)"):
+    with pytest.raises(TensorMismatch, match=r"weight is \(63,\)"):
         gpu_rows.add_rms_norm(rows, half, None, EPS, half, delta_weight=torch.ones(63))
-    with pytest.raises(ShapeMismatch, match=r"the weight \(63,\)"):
+    with pytest.raises(TensorMismatch, match=r"the weight \(63,\)"):
         gpu_rows.norm_in_place(half, torch.ones(63), EPS)
-    with pytest.raises(ShapeMismatch, match=r"\[3, 128\] was expected"):
+    with pytest.raises(TensorMismatch, match=r"\[3, 128\] was expected"):
         gpu_rows.swiglu(half, half)
-    with pytest.raises(ShapeMismatch, match=r"out is torch\.bfloat16"):
+    with pytest.raises(TensorMismatch, match=r"out is torch\.bfloat16"):
         gpu_rows.swiglu(half, half[:, :32].bfloat16())

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from loraserve.engine.execution.sampler import uniform
 from loraserve.types import SamplingParams
-from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
+from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
 from loraserve_kernels.gpu.sampling import sampling_rows
 from loraserve_kernels.gpu.sampling.probabilities import BY_ID, BY_LOGIT, BY_SEARCH, GREEDY, random_bits, share_of
@@ -197,14 +197,14 @@ def test_tensors_that_dont_fit_the_rows_are_refused() -> None:
     rows.fill(make_params(["greedy"] * 2), [0, 1])
     logits, tokens, finite = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)
     for bad in (logits[:1], torch.zeros(3, 9), torch.zeros(2, gpu_sampling.MAX_VOCAB_SIZE + 1, device="meta")):
-        with pytest.raises(ShapeMismatch, match="2 rows were filled in"):
+        with pytest.raises(TensorMismatch, match="2 rows were filled in"):
             sample(bad, rows, tokens, finite)
     for bad in (logits.half(), logits[0], torch.zeros(9, 2).T, torch.zeros(2, 0)):
-        with pytest.raises(ShapeMismatch, match=r"expected torch\.float32 \[num_rows, vocab_size\]"):
+        with pytest.raises(TensorMismatch, match=r"expected torch\.float32 \[num_rows, vocab_size\]"):
             sample(bad, rows, tokens, finite)
-    with pytest.raises(ShapeMismatch, match=r"tokens_out is torch\.int32"):
+    with pytest.raises(TensorMismatch, match=r"tokens_out is torch\.int32"):
         sample(logits, rows, tokens.int(), finite)
-    with pytest.raises(ShapeMismatch, match=r"finite_out is torch\.bool \(1,\)"):
+    with pytest.raises(TensorMismatch, match=r"finite_out is torch\.bool \(1,\)"):
         sample(logits, rows, tokens, finite[:1])
 
 
@@ -217,5 +217,5 @@ def test_log_probabilities_are_those_of_the_raw_distribution() -> None:
     assert torch.equal(ids, best.indices)
     assert torch.allclose(values.double(), best.values, atol=2e-6)
     for bad in (0, 1001):
-        with pytest.raises(ShapeMismatch, match=f"k is {bad}"):
+        with pytest.raises(TensorMismatch, match=f"k is {bad}"):
             top_logprobs(logits, tokens, bad)

@@ -20,7 +20,7 @@ from rich.console import Console
 from loraserve import Client
 from loraserve.demo import demo_server
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
-from loraserve.demo.checks import Access, Check, check_answers, check_chat, check_models, check_stranger, check_time
+from loraserve.demo.checks import Access, TourCheck, check_answers, check_chat, check_models, check_stranger, check_time
 from loraserve.demo.demo_server import DemoServer, check_port, choose_port
 from loraserve.demo.frames import ADAPTERS, STYLES
 from loraserve.demo.pack import adapter_dirs, pack_dir
@@ -58,7 +58,7 @@ def test_a_server_shows_no_admin_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_right", "num_tried", "is_right"), [(3, 3, True), (2, 3, False), (0, 0, False)])
 def test_a_check_is_right_if_all_that_was_tried_was(num_right: int, num_tried: int, is_right: bool) -> None:
-    assert Check("answers", num_right, num_tried).is_right is is_right
+    assert TourCheck("answers", num_right, num_tried).is_right is is_right
 
 
 def test_right_answers_that_come_too_late_are_not_right() -> None:

@@ -13,12 +13,20 @@ import pytest
 
 from loraserve.doctor import installation
 from loraserve.doctor.checks import Check, masked, ok, run
-from loraserve.doctor.installation import Probe, check_gpu, check_packages, check_python, check_torch, probe, satisfies
+from loraserve.doctor.installation import (
+    TorchFacts,
+    check_gpu,
+    check_packages,
+    check_python,
+    check_torch,
+    probe,
+    satisfies,
+)
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB
 
-NO_GPU = Probe("2.13.0+cpu", None, None, None, None, None, "", 2, ("fbgemm",))
-H100 = Probe("2.13.0", "13.0", "H100", 80 * GIB, (9, 0), "3.6.0", "", 2, ())
+NO_GPU = TorchFacts("2.13.0+cpu", None, None, None, None, None, "", 2, ("fbgemm",))
+H100 = TorchFacts("2.13.0", "13.0", "H100", 80 * GIB, (9, 0), "3.6.0", "", 2, ())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +95,7 @@ def test_a_torch_that_hangs_or_breaks_is_told_of(monkeypatch: pytest.MonkeyPatch
         probe()
 
 
-def told(probed: Probe, device: str, driver_bytes: int | None = None) -> dict[str, str]:
+def told(probed: TorchFacts, device: str, driver_bytes: int | None = None) -> dict[str, str]:
     return {check.name: check.status for check in check_gpu(probed, device, driver_bytes)}
 
 
@@ -104,15 +112,15 @@ def test_a_gpu_that_torch_does_not_see_is_told_of() -> None:
 
 def test_a_gpu_needs_triton_and_bfloat16() -> None:
     assert told(H100, "auto") == {"gpu": "ok", "triton": "ok"}
-    without = Probe("2.13.0", "13.0", "T4", 16 * GIB, (7, 5), None, "No module named 'triton'", 2, ())
+    without = TorchFacts("2.13.0", "13.0", "T4", 16 * GIB, (7, 5), None, "No module named 'triton'", 2, ())
     assert told(without, "auto") == {"gpu": "warn", "triton": "warn"}
     assert told(without, "cuda") == {"gpu": "warn", "triton": "fail"}
-    old = Probe("2.13.0", "13.0", "H100", 80 * GIB, (9, 0), "3.5.1", "", 2, ())
+    old = TorchFacts("2.13.0", "13.0", "H100", 80 * GIB, (9, 0), "3.5.1", "", 2, ())
     assert told(old, "auto")["triton"] == "fail"
 
 
 def test_float16_on_a_cpu_needs_fbgemm() -> None:
-    without = Probe("2.13.0", None, None, None, None, None, "", 2, ())
+    without = TorchFacts("2.13.0", None, None, None, None, None, "", 2, ())
     assert [check.status for check in check_torch(without, "float16")] == ["fail"]
     assert [check.status for check in check_torch(without, "auto")] == ["ok"]
     assert [check.status for check in check_torch(NO_GPU, "float16")] == ["ok"]

@@ -8,7 +8,7 @@ import threading
 
 from loraserve.doctor.server import check_budget, check_counters, check_probes, is_there
 from loraserve.memory.plan import MemoryPlan
-from loraserve.planning.memory import Arena
+from loraserve.planning.memory import ArenaPlan
 from loraserve.sdk.types.samples import parse_metrics
 
 TEXT = """\
@@ -23,8 +23,8 @@ odd line
 """
 
 
-def arena(num_pages: int = 100, source: str = "--memory-budget") -> Arena:
-    return Arena(num_pages * 4096, source, MemoryPlan(num_pages, 4096, 4096, num_kv_pages=10), 4096, 16, 10)
+def arena(num_pages: int = 100, source: str = "--memory-budget") -> ArenaPlan:
+    return ArenaPlan(num_pages * 4096, source, MemoryPlan(num_pages, 4096, 4096, num_kv_pages=10), 4096, 16, 10)
 
 
 def test_samples_are_read_with_their_labels() -> None:

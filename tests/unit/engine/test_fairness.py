@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loraserve.engine.probe import Probe
-from loraserve.engine.request import Request, Status
+from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.scheduling.preemption import MAX_FAIR_PREEMPTIONS
 from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS, MAX_DEFICIT_STEPS, OVER_SHARE_DIVISOR
@@ -103,9 +103,9 @@ def test_a_priority_below_zero_is_before_every_tenant() -> None:
     served(harness, 2)
     behind, first = make_request(tenant="b"), make_request(tenant="a", priority=-1)
     harness.add(behind, first)
-    while first.status is Status.WAITING:
+    while first.status is RequestStatus.WAITING:
         harness.step()
-    assert behind.status is Status.WAITING
+    assert behind.status is RequestStatus.WAITING
 
 
 def test_idle_time_earns_a_tenant_a_few_steps_of_credit_at_most() -> None:
@@ -146,7 +146,7 @@ def test_what_is_computed_again_is_charged_once() -> None:
     keeping = make_request(1, tenant="other", max_tokens=40)
     harness.add(*requests, keeping)
     flow = None
-    while any(request.status is not Status.FINISHED for request in requests):
+    while any(request.status is not RequestStatus.FINISHED for request in requests):
         harness.step()
         flow = flow or harness.flow(requests[0])
     assert harness.scheduler.num_preemptions > 0
@@ -227,7 +227,7 @@ def test_a_tenant_below_its_slot_quota_takes_a_slot_of_one_above() -> None:
     quiet = make_request(4, tenant="quiet", max_tokens=1)
     harness.add(quiet)
     entries, outputs = harness.step()
-    assert quiet.status is Status.FINISHED
+    assert quiet.status is RequestStatus.FINISHED
     assert len(entries) == 4
     assert [request.num_preemptions for request in noisy[:4]] == [0, 0, 0, 1]
     check(harness)
@@ -247,7 +247,7 @@ def test_a_tenant_takes_no_slot_of_one_with_a_lower_counter() -> None:
     again = make_request(4, tenant="light", weight=0.5, max_tokens=1)
     harness.add(again)
     light, heavy = (harness.scheduler._fair_queue._tenants[TenantId(name)] for name in ("light", "heavy"))
-    while again.status is Status.WAITING:
+    while again.status is RequestStatus.WAITING:
         before = light.virtual_counter, heavy.virtual_counter
         assert light.num_running == 0
         assert heavy.num_running == 3
@@ -286,13 +286,13 @@ def test_the_deficit_of_a_tenant_with_its_slot_quota_is_capped_at_a_few_steps() 
     harness.add(*long)
     harness.step()
     harness.add(*[make_request(1, tenant="many", max_tokens=2000) for _ in range(3)])
-    while any(request.status is not Status.FINISHED for request in long):
+    while any(request.status is not RequestStatus.FINISHED for request in long):
         harness.step()
     again = make_request(4, tenant="long", max_tokens=1)
     harness.add(again)
     many = harness.scheduler._fair_queue._tenants[TenantId("many")]
     num_steps = 0
-    while again.status is Status.WAITING:
+    while again.status is RequestStatus.WAITING:
         harness.step()
         num_steps += 1
         check(harness)
@@ -328,7 +328,7 @@ def test_a_tenant_below_its_block_quota_takes_blocks_of_one_above() -> None:
     quiet = make_request(8, tenant="quiet", max_tokens=1)
     harness.add(quiet)
     harness.step()
-    assert quiet.status is Status.FINISHED
+    assert quiet.status is RequestStatus.FINISHED
     check(harness)
 
 
@@ -460,7 +460,7 @@ def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
     }
     for _ in range(150):
         for tenant, count in zip(tenants, num_backlogs, strict=True):
-            waiting[tenant] = [one for one in waiting[tenant] if one.status is Status.WAITING]
+            waiting[tenant] = [one for one in waiting[tenant] if one.status is RequestStatus.WAITING]
             while len(waiting[tenant]) < count + 4:
                 waiting[tenant].append(random_request(rng, tenant, by_weight[tenant]))
                 harness.add(waiting[tenant][-1])
@@ -512,7 +512,7 @@ def test_a_request_waits_behind_a_bounded_amount_of_what_came_later(
             tenant = rng.choice(list(weights))
             request = random_request(rng, tenant, weights[tenant])
             unfinished = [
-                one for one in requests if one.tenant == TenantId(tenant) and one.status is not Status.FINISHED
+                one for one in requests if one.tenant == TenantId(tenant) and one.status is not RequestStatus.FINISHED
             ]
             ahead[id(request)] = sum(map(cost, unfinished)) + cost(request)
             requests.append(request)
@@ -530,7 +530,7 @@ def test_a_request_waits_behind_a_bounded_amount_of_what_came_later(
         in_places = 2 * max_num_seqs * MAX_COST
         assert behind[id(request)] <= parts * (ahead[id(request)] + in_places)
         later = [one for one in requests if is_alike(one, request) and one.sequence_number > request.sequence_number]
-        if request.status is Status.WAITING and request.first_scheduled_s is None:
+        if request.status is RequestStatus.WAITING and request.first_scheduled_s is None:
             assert all(one.first_scheduled_s is None for one in later)
 
 
@@ -570,7 +570,7 @@ def test_random_traffic_of_tenants_always_ends_with_nothing_held() -> None:
         harness.run()
         check(harness)
         num_preemptions += harness.scheduler.num_preemptions
-        assert all(request.status is Status.FINISHED for request in requests)
+        assert all(request.status is RequestStatus.FINISHED for request in requests)
         assert harness.kv.num_held == 0
         assert not any(harness.adapters.pins.values())
     assert num_preemptions > 0
@@ -628,9 +628,9 @@ def test_a_long_prompt_of_a_tenant_with_a_kv_share_is_not_preempted_for_its_shor
         if number == 20:
             harness.add(long)
         harness.step()
-        if long.status is Status.FINISHED:
+        if long.status is RequestStatus.FINISHED:
             break
-    assert long.status is Status.FINISHED
+    assert long.status is RequestStatus.FINISHED
     assert long.num_preemptions <= 1
     check(harness)
 

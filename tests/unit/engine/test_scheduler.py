@@ -3,7 +3,7 @@ import random
 import pytest
 
 from loraserve.engine.probe import Probe
-from loraserve.engine.request import Status
+from loraserve.engine.request import RequestStatus
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason
@@ -70,7 +70,7 @@ def test_the_adapter_that_was_asked_for_first_is_asked_for_while_no_slot_is_free
     cold, colder, hot = (make_request(adapter=name, max_tokens=4) for name in ("cold", "colder", "hot"))
     harness.add(cold, colder, hot)
     harness.step()
-    assert hot.status is Status.RUNNING
+    assert hot.status is RequestStatus.RUNNING
     harness.adapters.asked.clear()
     harness.step()
     assert harness.adapters.asked == ["cold"]
@@ -170,7 +170,7 @@ def test_a_lookup_in_the_prefix_cache_counts_when_the_request_starts(harness):
     harness.add(blocked)
     harness.step()
     harness.step()
-    assert (blocked.status, harness.kv.prefix_cache.num_tokens_queried) == (Status.WAITING, 12)
+    assert (blocked.status, harness.kv.prefix_cache.num_tokens_queried) == (RequestStatus.WAITING, 12)
     harness.run()
     assert harness.kv.prefix_cache.num_tokens_queried == 12 + 8
 
@@ -292,7 +292,7 @@ def test_only_requests_with_a_pin_go_on_while_admission_is_paused():
     harness.add(older, younger)
     while younger.num_preemptions == 0:
         harness.step()
-    assert younger.status is Status.WAITING
+    assert younger.status is RequestStatus.WAITING
     late = [make_request(4, adapter="a"), make_request(4), make_request(4, adapter="b")]
     harness.step()
     harness.adapters.is_admission_paused = True
@@ -300,13 +300,13 @@ def test_only_requests_with_a_pin_go_on_while_admission_is_paused():
     for _ in range(20):
         harness.step()
     # it holds a pin on what others wait for
-    assert younger.status is Status.FINISHED
-    assert [request.status for request in late] == [Status.WAITING] * 3
+    assert younger.status is RequestStatus.FINISHED
+    assert [request.status for request in late] == [RequestStatus.WAITING] * 3
     assert [request.pin for request in late] == [None] * 3
     harness.adapters.set("b", Residency.RESIDENT)
     harness.adapters.is_admission_paused = False
     harness.run()
-    assert [request.status for request in late] == [Status.FINISHED] * 3
+    assert [request.status for request in late] == [RequestStatus.FINISHED] * 3
 
 
 def test_the_adapter_that_paused_admission_is_asked_for_again():
@@ -332,7 +332,7 @@ def test_a_request_starts_once_its_adapter_arrives_though_admission_is_paused_fo
     harness.adapters.is_admission_paused = True
     harness.add(late)
     harness.step()
-    assert (waited.status, late.status) == (Status.RUNNING, Status.WAITING)
+    assert (waited.status, late.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
 
 
 def test_random_traffic_always_ends_with_nothing_held():
@@ -357,6 +357,6 @@ def test_random_traffic_always_ends_with_nothing_held():
             if rng.random() < 0.2:
                 harness.scheduler.abort(rng.choice(requests).request_id)
         harness.run()
-        assert all(request.status is Status.FINISHED for request in requests)
+        assert all(request.status is RequestStatus.FINISHED for request in requests)
         assert harness.kv.num_held == 0
         assert not any(harness.adapters.pins.values())

@@ -14,7 +14,7 @@ import pytest
 
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
-from loraserve.adapters.format.tensor_names import BaseNames, module_name
+from loraserve.adapters.format.tensor_names import BaseTensorNames, module_name
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec
 
@@ -75,7 +75,7 @@ def test_a_config_reaches_what_peft_reaches(reach: str, base: tuple[Any, BaseSpe
         # PEFT makes names of a regex where there are experts, and takes them in every layer
         config["target_modules"] = json.loads((tmp_path / CONFIG_FILE).read_text())["target_modules"]
     ir = compile_adapter(config, tensors, spec)
-    names = BaseNames(spec)
+    names = BaseTensorNames(spec)
     ours = {module_name(spec, m.layer, m.module) for m in ir.modules} | {names.of((n.layer, n.norm)) for n in ir.norms}
     parts = ("lora_A.weight", "lora_B.weight", "base_layer.weight", "weight", "bias")
     theirs = {name.removeprefix("base_model.model.") for name in tensors}

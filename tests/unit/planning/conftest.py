@@ -10,7 +10,7 @@ from loraserve.config import EngineConfig
 from loraserve.memory.plan import MemoryPlan
 from loraserve.model.config.model_config import parse_config
 from loraserve.planning.base import BasePlan
-from loraserve.planning.memory import Arena
+from loraserve.planning.memory import ArenaPlan
 from loraserve.types import BaseSpec, Digest
 
 CONFIG = {
@@ -63,11 +63,13 @@ class Builders:
         return EngineConfig(**{"model_dir": "", "model_id": "base", "store_url": "", **fields})
 
     @staticmethod
-    def arena(num_pages: int = 1000, *, page_bytes: int = 4096, sequence_blocks: int = 8, **fields: Any) -> Arena:
+    def arena(num_pages: int = 1000, *, page_bytes: int = 4096, sequence_blocks: int = 8, **fields: Any) -> ArenaPlan:
         """By default a KV block is a page."""
         division = MemoryPlan(num_pages, page_bytes, page_bytes, num_kv_pages=sequence_blocks)
         values = {"max_tiles": 1000, "block_size": 16, **fields}
-        return Arena(num_pages * page_bytes, "a test", division, page_bytes, sequence_blocks=sequence_blocks, **values)
+        return ArenaPlan(
+            num_pages * page_bytes, "a test", division, page_bytes, sequence_blocks=sequence_blocks, **values
+        )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from loraserve.engine.worker import startup as assembly
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.memory.plan import MemoryPlan
-from loraserve.planning.memory import Arena, plan_arena, plan_step
+from loraserve.planning.memory import ArenaPlan, plan_arena, plan_step
 from loraserve_kernels.gpu.paged.pool import PagedPool
 
 
@@ -65,7 +65,7 @@ def test_blocks_that_share_a_page_are_rented_together(make: Any) -> None:
 
 def test_pages_of_the_caches_own_are_taken_first(make: Any) -> None:
     division = MemoryPlan(100, 4096, 4096, num_dedicated_pages=10, num_kv_pages=0)
-    arena = Arena(110 * 4096, "a test", division, 4096, 16, 8)
+    arena = ArenaPlan(110 * 4096, "a test", division, 4096, 16, 8)
     assert (arena.kv_pages(8), arena.kv_pages(12)) == (0, 2)
     assert arena.adapter_pages_beside(1, 128) == 100
     assert arena.kv_tokens_beside(100) == 160

@@ -13,7 +13,7 @@ from loraserve.limits import MIB
 from loraserve.planning import machine
 from loraserve.planning.adapters import AdapterPlan
 from loraserve.planning.memory import StepPlan
-from loraserve.planning.plan import LINK_BYTES_PER_S, Plan, make_plan
+from loraserve.planning.plan import LINK_BYTES_PER_S, CapacityPlan, make_plan
 from loraserve.planning.speed import disk_rate
 
 STEP = StepPlan(1000, 2000)
@@ -24,13 +24,15 @@ def adapter(count: int, num_pages: int, *, file_bytes: int = 1000, **fields: Any
     return AdapterPlan("some", count, file_bytes, num_pages=num_pages, **values)
 
 
-def plan_of(make: Any, *adapters: AdapterPlan, num_pages: int = 100, device: str = "cpu", **options: Any) -> Plan:
+def plan_of(
+    make: Any, *adapters: AdapterPlan, num_pages: int = 100, device: str = "cpu", **options: Any
+) -> CapacityPlan:
     config = make.config(max_num_seqs=4, host_cache_bytes=options.pop("host_cache_bytes", 100 * 4096))
     arena = make.arena(num_pages, sequence_blocks=8)
     return make_plan(make.base(device), STEP, arena, config, adapters, **options)
 
 
-def codes(plan: Plan) -> list[str]:
+def codes(plan: CapacityPlan) -> list[str]:
     return [notice.code for notice in plan.notices]
 
 

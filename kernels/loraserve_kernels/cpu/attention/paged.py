@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
-from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
+from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 
 _MIN_PARALLEL_BYTES = 128 << 10
 _NO_WINDOW = 1 << 40
@@ -103,7 +103,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         slot_mapping: [num_tokens] int64, ``block * block_size + offset``.
 
     Raises:
-        ShapeMismatch: rows, heads and widths don't fit each other.
+        TensorMismatch: rows, heads and widths don't fit each other.
         InvalidPlan: a slot that the cache doesn't have; what else was to be written may have been.
     """
     num_tokens = slot_mapping.shape[0]
@@ -112,7 +112,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         or k.shape != (num_tokens, k_cache.shape[1], k_cache.shape[3])
         or k_cache.shape != v_cache.shape
     ):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"k is {tuple(k.shape)}, v {tuple(v.shape)}, the cache {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, "
             f"for {num_tokens} slots"
         )
@@ -159,7 +159,7 @@ def paged_attention(
             soft_cap)``; None: they aren't.
 
     Raises:
-        ShapeMismatch: q, out, the cache and the plan don't fit each other.
+        TensorMismatch: q, out, the cache and the plan don't fit each other.
     """
     num_tokens, num_heads, head_dim = q.shape
     if (
@@ -170,7 +170,7 @@ def paged_attention(
         or num_heads % k_cache.shape[1]
         or plan.num_blocks > k_cache.shape[0]
     ):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and "
             f"{tuple(v_cache.shape)}; "
             f"this plan takes {plan.query_starts[-1]} rows and {plan.num_blocks} blocks of {plan.block_size} or more"

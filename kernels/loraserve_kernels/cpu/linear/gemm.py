@@ -38,7 +38,7 @@ from loraserve_kernels.common.arithmetic import W8A7_ROW, W8A8_ROW
 from loraserve_kernels.cpu import instructions, threads
 from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 _MIN_PARALLEL_BYTES = 128 << 10
 _LARGEST_FLOAT16 = 65504.0
@@ -102,16 +102,16 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
         kernel: one of those that `Int8Weight` names.
 
     Raises:
-        ShapeMismatch: codes and scales of other shapes or dtypes.
+        TensorMismatch: codes and scales of other shapes or dtypes.
     """
     if codes.dim() != 2 or codes.dtype != torch.int8 or scales.dtype != torch.float32:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"codes are {tuple(codes.shape)} {codes.dtype}, scales {scales.dtype}; "
             "they must be a matrix in int8, and float32"
         )
     out_features, in_features = codes.shape
     if scales.shape != (out_features,):
-        raise ShapeMismatch(f"scales are {tuple(scales.shape)}; they must be ({out_features},)")
+        raise TensorMismatch(f"scales are {tuple(scales.shape)}; they must be ({out_features},)")
     packed: Any
     if kernel == "numba-dot":
         packed = decoded.pack_dot(codes, scales)
@@ -145,7 +145,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
         bias: [out_features] float32.
 
     Raises:
-        ShapeMismatch: x isn't float32 of the weight's in_features.
+        TensorMismatch: x isn't float32 of the weight's in_features.
     """
     _check(x, weight.in_features)
     y: Tensor
@@ -181,7 +181,7 @@ def pack_float(weight: Tensor) -> FloatWeight:
     """
     weight = weight.detach()
     if weight.dtype != torch.float32:
-        raise ShapeMismatch(f"the weight is {weight.dtype}; it must be float32")
+        raise TensorMismatch(f"the weight is {weight.dtype}; it must be float32")
     out_features, in_features = weight.shape
     if not torch._C._has_mkldnn:
         return FloatWeight(weight.clone(), False, in_features, out_features)
@@ -229,7 +229,7 @@ def float_linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> 
         bias: [out_features] float32.
 
     Raises:
-        ShapeMismatch: x isn't float32 of the weight's in_features.
+        TensorMismatch: x isn't float32 of the weight's in_features.
     """
     _check(x, weight.in_features)
     if not weight.is_blocked:
@@ -351,7 +351,7 @@ def has_native_bfloat16() -> bool:
 
 def _check(x: Tensor, in_features: int) -> None:
     if x.dim() != 2 or x.shape[1] != in_features or x.dtype != torch.float32:
-        raise ShapeMismatch(f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {in_features}) float32")
+        raise TensorMismatch(f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {in_features}) float32")
 
 
 def _pack_fbgemm(codes: Tensor, scales: Tensor) -> Any:

@@ -19,7 +19,7 @@ from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.linear.decoded import DecodedWeight
 from loraserve_kernels.cpu.linear.gemm import float_linear, pack_float
 from loraserve_kernels.cpu.linear.widen import widen
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 
 _BLOCK_WEIGHTS = 1 << 20
 """Number of weights that are wide at a time: 4 MiB, twice (oneDNN has an order of its own), and
@@ -109,10 +109,10 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         bias: [out_features] float32.
 
     Raises:
-        ShapeMismatch: x isn't float32 of the weight's in_features.
+        TensorMismatch: x isn't float32 of the weight's in_features.
     """
     if x.dim() != 2 or x.shape[1] != weight.in_features or x.dtype != torch.float32:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
         )
     if weight.decoded is not None:

@@ -41,7 +41,7 @@ from loraserve_kernels.common.modules import (
 from loraserve_kernels.common.packed import PackedAdapter
 from loraserve_kernels.common.sizes import ALIGN_ELEMENTS, PackedLayout, lay_out
 from loraserve_kernels.cpu import threads
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.reference import quantize_rows
 
 __all__ = [
@@ -82,7 +82,7 @@ def packed_num_bytes(
     """Bytes that `pack_adapter` will allocate for these modules and norms. Reads shapes alone.
 
     Raises:
-        ShapeMismatch: as `pack_adapter`, but for the ids of rows.
+        TensorMismatch: as `pack_adapter`, but for the ids of rows.
     """
     layout = _lay_out(modules, num_layers, module_shapes, dtype)
     check_norms(norms, num_layers, module_shapes)
@@ -111,7 +111,7 @@ def pack_adapter(
         norms: in any order.
 
     Raises:
-        ShapeMismatch: a module or a norm that doesn't fit the base, or one given twice.
+        TensorMismatch: a module or a norm that doesn't fit the base, or one given twice.
     """
     layout = _lay_out(modules, num_layers, module_shapes, dtype)
     check_norms(norms, num_layers, module_shapes)
@@ -196,7 +196,7 @@ def _lay_out(
     dtype: torch.dtype,
 ) -> PackedLayout:
     if dtype not in DTYPES:
-        raise ShapeMismatch(f"adapters are stored in float32, bfloat16, float16 or int8, not {dtype}")
+        raise TensorMismatch(f"adapters are stored in float32, bfloat16, float16 or int8, not {dtype}")
     sizes = []
     for m in modules:
         check_place(m.layer, m.module, num_layers, module_shapes)

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
 from loraserve_kernels.gpu.attention.plan import (
     CHUNK_BLOCK_M,
@@ -101,7 +101,7 @@ def paged_attention(
             soft_cap)``; None: they aren't.
 
     Raises:
-        ShapeMismatch: q, out, the cache and the plan disagree on shapes, dtypes, strides or
+        TensorMismatch: q, out, the cache and the plan disagree on shapes, dtypes, strides or
             devices.
 
     Source: FlashAttention-2's online softmax (arXiv:2307.08691) over the paged cache of
@@ -179,13 +179,13 @@ def _check(
         or k_cache.shape[1:] != block
         or v_cache.shape != k_cache.shape
     ):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"q is {tuple(q.shape)}, out {tuple(out.shape)}, the cache {tuple(k_cache.shape)} and "
             f"{tuple(v_cache.shape)}; this plan takes at least "
             f"{plan.num_tokens} rows of {row} and blocks of {block}"
         )
     if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != q.dtype for t in (k_cache, v_cache, out)):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"q is {q.dtype}, out {out.dtype}, the cache {k_cache.dtype} and {v_cache.dtype}; "
             "all must be bfloat16, or all float16"
         )
@@ -193,15 +193,15 @@ def _check(
     if any(t.stride()[1:] != whole_row for t in (q, out)) or any(
         t.stride()[1:] != whole_block for t in (k_cache, v_cache)
     ):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"strides of q are {q.stride()}, of out {out.stride()}, of the cache {k_cache.stride()} and "
             f"{v_cache.stride()}; rows and blocks must be "
             "contiguous, with any stride between them"
         )
     if any(t.device != plan.buffer.device for t in (q, k_cache, v_cache, out)):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"q is on {q.device}, out on {out.device}, the cache on {k_cache.device} and {v_cache.device}, "
             f"the plan on {plan.buffer.device}"
         )
     if sliding_window is not None and sliding_window < 1:
-        raise ShapeMismatch(f"a sliding window of {sliding_window}; a row sees itself at least, so 1 or more")
+        raise TensorMismatch(f"a sliding window of {sliding_window}; a row sees itself at least, so 1 or more")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve_kernels.common.quantized import QuantizedWeight, zero_words
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.device import INTERPRETED
 from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
 from loraserve_kernels.gpu.gemm.prefill_gemm import prefill_gemm_kernel
@@ -110,7 +110,7 @@ def weight_only_linear(
         out_dtype: x's (None), or float32.
 
     Raises:
-        ShapeMismatch: x, the weight and the bias disagree on shapes, dtypes or devices.
+        TensorMismatch: x, the weight and the bias disagree on shapes, dtypes or devices.
     """
     out_features, in_features = _check(x, weight, bias, out_dtype)
     out = torch.empty((x.shape[0], out_features), dtype=out_dtype or x.dtype, device=x.device)
@@ -277,22 +277,22 @@ def _check(
     if isinstance(weight, QuantizedWeight):
         shape = (weight.out_features, weight.in_features)
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; "
             f"it must be a contiguous matrix of {x.dtype}, as x"
         )
     else:
         shape = (weight.shape[0], weight.shape[1])
     if x.dim() != 2 or x.shape[1] != shape[1] or x.dtype not in _DTYPES or (shape[1] > 1 and x.stride(1) != 1):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"x is {tuple(x.shape)} {x.dtype} of strides {x.stride()}; this linear takes "
             f"(num_tokens, {shape[1]}) in bfloat16 or float16, "
             "contiguous in the last dim"
         )
     if bias is not None and (bias.shape != shape[:1] or bias.dtype != x.dtype or not bias.is_contiguous()):
-        raise ShapeMismatch(f"the bias is {tuple(bias.shape)} {bias.dtype}; it must be ({shape[0]},) {x.dtype}")
+        raise TensorMismatch(f"the bias is {tuple(bias.shape)} {bias.dtype}; it must be ({shape[0]},) {x.dtype}")
     if x.device != weight.device or (bias is not None and bias.device != x.device):
-        raise ShapeMismatch(f"x is on {x.device}, the weight on {weight.device}; they and the bias must be together")
+        raise TensorMismatch(f"x is on {x.device}, the weight on {weight.device}; they and the bias must be together")
     if out_dtype not in (None, x.dtype, torch.float32):
-        raise ShapeMismatch(f"out_dtype {out_dtype}; x's, {x.dtype}, or float32 can be had")
+        raise TensorMismatch(f"out_dtype {out_dtype}; x's, {x.dtype}, or float32 can be had")
     return shape

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.modules import MODULE_INDEX, SITES
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.device import INTERPRETED, PROGRAMS_PER_MULTIPROCESSOR, num_programs
 from loraserve_kernels.gpu.lora.expand import expand_kernel
 from loraserve_kernels.gpu.lora.plan import BLOCK_K, HEADER, REPLACED_AT, SITE_INDEX, GpuLoraPlan
@@ -83,11 +83,11 @@ def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, b
             biases. Only δ and replaced rows need it.
 
     Raises:
-        ShapeMismatch: x, y, the bias and the plan disagree on rows, widths, dtypes or devices.
+        TensorMismatch: x, y, the bias and the plan disagree on rows, widths, dtypes or devices.
     """
     plan.check_layer(site, layer)
     if site == "embed":
-        raise ShapeMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
+        raise TensorMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
     _check_output(y, x, plan, site, bias)
     _check_input(x, plan, site)
     if site in REPLACED_SITES:
@@ -102,7 +102,7 @@ def shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
     An expand uses them. x is as `apply_lora` takes it.
 
     Raises:
-        ShapeMismatch: x and the plan disagree on rows, widths or dtypes.
+        TensorMismatch: x and the plan disagree on rows, widths or dtypes.
     """
     _check_input(x, plan, site)
     _shrink(x, plan, site, layer)
@@ -112,7 +112,7 @@ def _check_input(x: Tensor, plan: GpuLoraPlan, site: str) -> None:
     pool, in_features = plan.pool, _in_features(plan, site)
     num_rows = plan.num_sampled if site == "lm_head" else plan.num_tokens
     if x.shape[0] < num_rows or x.shape[1:] != (in_features,) or x.dtype != pool.dtype or x.stride(1) != 1:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"x is {x.dtype} {tuple(x.shape)}; site {site} of this plan takes at least {num_rows} rows of "
             f"{in_features}, "
             f"{pool.dtype} and contiguous in the last dim"
@@ -167,15 +167,15 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: GpuLoraPlan) -> Non
         plan: the step's.
 
     Raises:
-        ShapeMismatch: the token ids, y and the plan disagree on rows, widths, dtypes or devices.
+        TensorMismatch: the token ids, y and the plan disagree on rows, widths, dtypes or devices.
     """
     pool = plan.pool
     if token_ids.dim() != 1 or token_ids.shape[0] < plan.num_tokens or token_ids.stride(0) != 1:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"token_ids is {tuple(token_ids.shape)}; this plan takes at least {plan.num_tokens} of them, contiguous"
         )
     if token_ids.dtype not in (torch.int64, torch.int32):
-        raise ShapeMismatch(f"token_ids is {token_ids.dtype}, not int64 or int32")
+        raise TensorMismatch(f"token_ids is {token_ids.dtype}, not int64 or int32")
     _check_output(y, token_ids, plan, "embed", None)
     _replace_embeddings(token_ids, y, plan)
     look_up_kernel[(num_programs(y.device),)](
@@ -203,16 +203,16 @@ def site_widths(plan: GpuLoraPlan, site: str) -> list[int]:
 def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tensor | None) -> None:
     pool, width = plan.pool, sum(site_widths(plan, site))
     if y.shape != (x.shape[0], width) or y.dtype not in (pool.dtype, torch.float32) or y.stride(1) != 1:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"y is {y.dtype} {tuple(y.shape)} beside {x.shape[0]} rows; "
             f"site {site} of this plan takes as many rows of {width}, "
             f"{pool.dtype} or float32 and contiguous in the last dim"
         )
     if bias is not None and (bias.shape != (width,) or not bias.is_floating_point() or bias.stride(0) != 1):
-        raise ShapeMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes {width} numbers, contiguous")
+        raise TensorMismatch(f"bias is {bias.dtype} {tuple(bias.shape)}; site {site} takes {width} numbers, contiguous")
     devices = {t.device for t in (x, y, pool.data, *(() if bias is None else (bias,)))}
     if len(devices) > 1:
-        raise ShapeMismatch(f"x is on {x.device}, y on {y.device}, the adapters on {pool.data.device}")
+        raise TensorMismatch(f"x is on {x.device}, y on {y.device}, the adapters on {pool.data.device}")
 
 
 def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None) -> None:

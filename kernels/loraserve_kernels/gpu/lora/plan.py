@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from loraserve_kernels.common.modules import MODULE_INDEX, SITES
-from loraserve_kernels.errors import InvalidPlan, ShapeMismatch
+from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 from loraserve_kernels.gpu.paged.layout import (
     FIRST_ITEM,
     FIRST_SLICE,
@@ -229,10 +229,10 @@ class GpuLoraPlan:
         """Check that the base has this layer and site.
 
         Raises:
-            ShapeMismatch: it hasn't.
+            TensorMismatch: it hasn't.
         """
         if site not in SITES or not 0 <= layer < self.pool.num_layers:
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"site {site}, layer {layer}; sites are {', '.join(SITES)}, layers 0 to {self.pool.num_layers - 1}"
             )
 

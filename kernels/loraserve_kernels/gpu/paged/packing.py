@@ -30,7 +30,7 @@ from loraserve_kernels.common.sizes import (
     row_num_bytes,
     tiles_by_module,
 )
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.paged.layout import (
     A_UNITS,
     B_UNITS,
@@ -89,12 +89,12 @@ def make_pages(
         pin_memory: allocate what a pool copies so that the copy needn't be waited for. Needs a GPU.
 
     Raises:
-        ShapeMismatch: a module that doesn't fit the base, one given twice, a rank over `MAX_RANK`,
+        TensorMismatch: a module that doesn't fit the base, one given twice, a rank over `MAX_RANK`,
             replaced rows of a layer's linear, a dtype that pools don't hold, or a page too small
             for a row of the base.
     """
     if dtype not in STORED_DTYPES:
-        raise ShapeMismatch(f"pools hold bfloat16, float16 or int8, not {dtype}")
+        raise TensorMismatch(f"pools hold bfloat16, float16 or int8, not {dtype}")
     sizes = checked(map(size_of, modules), num_layers, module_shapes)
     by_place = {(m.layer, m.module): m for m in modules}
     placing = Placing(page_num_bytes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.modules import SITES
-from loraserve_kernels.errors import PoolFull, ShapeMismatch
+from loraserve_kernels.errors import PoolFull, TensorMismatch
 from loraserve_kernels.gpu.paged.layout import (
     COMPUTE_DTYPES,
     FIRST_SLICE,
@@ -109,16 +109,16 @@ class PagedPool:
                 None: memory of its own.
 
         Raises:
-            ShapeMismatch: kernels can't address so many pages, or such ones, or multiply in this
+            TensorMismatch: kernels can't address so many pages, or such ones, or multiply in this
                 dtype; or `data` is of another size.
         """
         if dtype not in COMPUTE_DTYPES:
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"kernels multiply in bfloat16 or float16, not {dtype} (int8 adapters lie in a pool of either)"
             )
         num_bytes = num_pages * page_num_bytes
         if page_num_bytes % UNIT_BYTES or num_bytes // UNIT_BYTES > 2**31 - 1:
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"{num_pages} pages of {page_num_bytes} bytes; a page is a multiple of {UNIT_BYTES}, "
                 f"a pool under {2**31 * UNIT_BYTES} bytes"
             )
@@ -128,7 +128,7 @@ class PagedPool:
         self.module_shapes = shapes_of(module_shapes)
         self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device) if data is None else data
         if self.data.shape != (num_bytes,) or self.data.dtype != torch.uint8 or not self.data.is_contiguous():
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"the memory of {num_pages} pages of {page_num_bytes} bytes is {tuple(self.data.shape)} "
                 f"{self.data.dtype}"
             )
@@ -175,14 +175,14 @@ class PagedPool:
                 changed nor loaded again until an event that is recorded after this call has passed.
 
         Raises:
-            ShapeMismatch: its pages were made for another pool.
+            TensorMismatch: its pages were made for another pool.
             PoolFull: too few free pages, tiles or slots; nothing has changed.
         """
         num_pages, page_num_bytes = adapter.pages.shape
         dtypes = (self.dtype, torch.int8)
         found = (page_num_bytes, adapter.unit_pages.shape[1], adapter.module_shapes)
         if found != (self.page_num_bytes, self.num_layers, self.module_shapes) or adapter.dtype not in dtypes:
-            raise ShapeMismatch("the adapter's pages were made for another page size, dtype or base than the pool's")
+            raise TensorMismatch("the adapter's pages were made for another page size, dtype or base than the pool's")
         tiles = _free_run(self._tile_is_used, adapter.num_tiles)
         if tiles is None or num_pages > self.pages.num_free or not self._free_slots:
             raise PoolFull(

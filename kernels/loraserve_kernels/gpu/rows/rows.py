@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.rows.kernels import (
     add_rms_norm_kernel,
     embed_kernel,
@@ -63,11 +63,11 @@ def embed(token_ids: Tensor, table: Tensor, out: Tensor) -> None:
         out: [num_tokens, hidden_size] float32, contiguous in the last dim.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree.
+        TensorMismatch: shapes, dtypes, strides or devices disagree.
     """
     num_tokens, hidden_size = _shape_of("out", out)
     if table.ndim != 2 or token_ids.shape != (num_tokens,) or table.shape[1] != hidden_size:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"token_ids are {tuple(token_ids.shape)}, the table is {tuple(table.shape)}, out is {tuple(out.shape)}; "
             "expected [num_tokens], [vocab_size, hidden_size] and [num_tokens, hidden_size]"
         )
@@ -114,14 +114,14 @@ def add_rms_norm(
             None: it isn't.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree, or hidden_size is above
+        TensorMismatch: shapes, dtypes, strides or devices disagree, or hidden_size is above
             `MAX_HIDDEN_SIZE`.
     """
     num_tokens, hidden_size = _shape_of("hidden", hidden)
     shapes = {tuple(t.shape) for t in (hidden, delta, out) if t is not None}
     weights = [w for w in (weight, delta_weight) if w is not None]
     if len(shapes) > 1 or any(w.shape != (hidden_size,) for w in weights) or hidden_size > MAX_HIDDEN_SIZE:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"hidden, delta and out are {sorted(shapes)}, the weight is "
             f"{' and '.join(str(tuple(w.shape)) for w in weights)}; "
             f"expected [num_tokens, hidden_size] thrice and [hidden_size], at most {MAX_HIDDEN_SIZE}"
@@ -165,12 +165,12 @@ def norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
         weight: [size] float32.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the size is above
+        TensorMismatch: shapes, dtypes, strides or devices disagree, or the size is above
             `MAX_HIDDEN_SIZE`.
     """
     num_tokens, size = _shape_of("x", x)
     if weight.shape != (size,) or size > MAX_HIDDEN_SIZE:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"x is {tuple(x.shape)}, the weight {tuple(weight.shape)}; expected rows as long as it, "
             f"at most {MAX_HIDDEN_SIZE}"
         )
@@ -218,11 +218,11 @@ def rotate_and_store(
         eps: of the norms.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree.
+        TensorMismatch: shapes, dtypes, strides or devices disagree.
     """
     num_tokens, width = _shape_of("qkv", qkv)
     if k_cache.ndim != 4 or v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"k_cache is {tuple(k_cache.shape)} with strides {k_cache.stride()}, "
             f"v_cache {tuple(v_cache.shape)} with {v_cache.stride()}; "
             "expected [num_blocks, num_kv_heads, block_size, head_dim] with the same strides"
@@ -230,7 +230,7 @@ def rotate_and_store(
     num_blocks, cached_heads, block_size, head_dim = k_cache.shape
     all_heads = num_heads + 2 * num_kv_heads
     if width != all_heads * head_dim or cached_heads != num_kv_heads or head_dim % 2 or num_heads < 1:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"qkv is {width} wide and the cache has {cached_heads} heads of {head_dim}; {num_heads} query heads "
             f"and {num_kv_heads} key and value heads of an even dim were expected"
         )
@@ -241,13 +241,13 @@ def rotate_and_store(
             cos_sin is not None and (cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or cos_sin.stride(0) != head_dim)
         )
     ):
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"positions are {tuple(positions.shape)}, slot_mapping {tuple(slot_mapping.shape)}, cos_sin "
             f"{'None' if cos_sin is None else tuple(cos_sin.shape)}; expected [{num_tokens}] twice and a contiguous "
             f"[max_len, {head_dim}]"
         )
     if (q_norm is None) != (k_norm is None):
-        raise ShapeMismatch("one of q_norm and k_norm is None; give both or neither")
+        raise TensorMismatch("one of q_norm and k_norm is None; give both or neither")
     _expect("qkv", qkv, COMPUTE_DTYPES)
     _expect("positions", positions, (torch.int32, torch.int64))
     _expect("slot_mapping", slot_mapping, (torch.int64,))
@@ -259,7 +259,7 @@ def rotate_and_store(
         if norm is not None:
             _expect(name, norm, (torch.float32,))
             if norm.shape != (head_dim,):
-                raise ShapeMismatch(f"{name} is {tuple(norm.shape)}; expected [{head_dim}], a head's dim")
+                raise TensorMismatch(f"{name} is {tuple(norm.shape)}; expected [{head_dim}], a head's dim")
     _expect_one_device(qkv, positions, slot_mapping, cos_sin, k_cache, v_cache, q_norm, k_norm)
     if num_tokens == 0:
         return
@@ -299,7 +299,7 @@ def swiglu(gate_up: Tensor, out: Tensor) -> None:
         out: [num_tokens, size], the same dtype, contiguous in the last dim.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree.
+        TensorMismatch: shapes, dtypes, strides or devices disagree.
     """
     _activate(gate_up, out, is_gelu=False)
 
@@ -315,7 +315,7 @@ def geglu(gate_up: Tensor, out: Tensor) -> None:
 def _activate(gate_up: Tensor, out: Tensor, *, is_gelu: bool) -> None:
     num_tokens, size = _shape_of("out", out)
     if gate_up.shape != (num_tokens, 2 * size):
-        raise ShapeMismatch(f"gate_up is {tuple(gate_up.shape)}; for this out, {[num_tokens, 2 * size]} was expected")
+        raise TensorMismatch(f"gate_up is {tuple(gate_up.shape)}; for this out, {[num_tokens, 2 * size]} was expected")
     _expect("gate_up", gate_up, COMPUTE_DTYPES)
     _expect("out", out, (gate_up.dtype,))
     _expect_one_device(out, gate_up)
@@ -336,18 +336,18 @@ def _activate(gate_up: Tensor, out: Tensor, *, is_gelu: bool) -> None:
 
 def _shape_of(name: str, tensor: Tensor) -> tuple[int, int]:
     if tensor.ndim != 2:
-        raise ShapeMismatch(f"{name} is {tuple(tensor.shape)}; expected rows of tokens, two dims")
+        raise TensorMismatch(f"{name} is {tuple(tensor.shape)}; expected rows of tokens, two dims")
     return tensor.shape[0], tensor.shape[1]
 
 
 def _expect(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
-        raise ShapeMismatch(f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+        raise TensorMismatch(f"{name} is {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ShapeMismatch(f"{name} has strides {tensor.stride()}; expected it contiguous in the last dim")
+        raise TensorMismatch(f"{name} has strides {tensor.stride()}; expected it contiguous in the last dim")
 
 
 def _expect_one_device(*tensors: Tensor | None) -> None:
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
-        raise ShapeMismatch(f"tensors are on {sorted(map(str, devices))}; expected them on one device")
+        raise TensorMismatch(f"tensors are on {sorted(map(str, devices))}; expected them on one device")

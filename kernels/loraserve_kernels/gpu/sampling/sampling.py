@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.sampling.draw import draw_kernel, search_kernel
 from loraserve_kernels.gpu.sampling.kernels import pick_kernel, scan_kernel, weigh_kernel
 from loraserve_kernels.gpu.sampling.sampling_rows import CHUNK, MAX_CANDIDATES, SamplingRows
@@ -47,26 +47,26 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
         finite_out: [num_rows] bool, contiguous.
 
     Raises:
-        ShapeMismatch: shapes, dtypes, strides or devices disagree, or the vocabulary is larger than
-            `MAX_VOCAB_SIZE`.
+        TensorMismatch: shapes, dtypes, strides or devices disagree, or the vocabulary is larger
+            than `MAX_VOCAB_SIZE`.
 
     Source: candidates by the largest of each group as in Dr. Top-k (Gaihre et al., SC 2021), a
     search in place of a sort as in FlashInfer's sampling.
     """
     num_rows, vocab_size = _check(logits)
     if not rows.num_rows <= num_rows <= rows.max_num_seqs or vocab_size > MAX_VOCAB_SIZE:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"logits are {tuple(logits.shape)}; {rows.num_rows} rows were filled in, {rows.max_num_seqs} rows "
             f"of {MAX_VOCAB_SIZE} tokens are the most"
         )
     for name, out, dtype in (("tokens_out", tokens_out, torch.int64), ("finite_out", finite_out, torch.bool)):
         if out.shape != (num_rows,) or out.dtype != dtype or out.stride(0) != 1 or out.device != logits.device:
-            raise ShapeMismatch(
+            raise TensorMismatch(
                 f"{name} is {out.dtype} {tuple(out.shape)} on {out.device}; "
                 f"expected {dtype} ({num_rows},) on {logits.device}"
             )
     if logits.device != rows.device:
-        raise ShapeMismatch(f"logits are on {logits.device}, their parameters on {rows.device}")
+        raise TensorMismatch(f"logits are on {logits.device}, their parameters on {rows.device}")
     if num_rows == 0:
         return
     scratch, has_draws = rows.scratch(vocab_size), not rows.is_greedy
@@ -194,11 +194,11 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor
         k: at least 1, at most the vocabulary's size.
 
     Raises:
-        ShapeMismatch: shapes or dtypes disagree, or k is out of range.
+        TensorMismatch: shapes or dtypes disagree, or k is out of range.
     """
     num_rows, vocab_size = _check(logits)
     if tokens.shape != (num_rows,) or tokens.dtype != torch.int64 or not 1 <= k <= vocab_size:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"tokens are {tokens.dtype} {tuple(tokens.shape)} and k is {k}; "
             f"expected torch.int64 ({num_rows},) and 1 to {vocab_size}"
         )
@@ -209,7 +209,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor
 
 def _check(logits: Tensor) -> tuple[int, int]:
     if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1 or logits.shape[1] == 0:
-        raise ShapeMismatch(
+        raise TensorMismatch(
             f"logits are {logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}; "
             "expected torch.float32 [num_rows, vocab_size], contiguous in the last dim"
         )

@@ -34,7 +34,7 @@ MAX_GROUPS = 4096
 _MASK64 = (1 << 64) - 1
 
 
-class SamplingParams(Protocol):
+class RowSamplingParams(Protocol):
     """Parameters by which a row's token is chosen."""
 
     @property
@@ -88,7 +88,7 @@ class SamplingRows:
         self._turn = 0
         self._scratch: SamplingScratch | None = None
 
-    def fill(self, params: Sequence[SamplingParams], positions: Sequence[int]) -> None:
+    def fill(self, params: Sequence[RowSamplingParams], positions: Sequence[int]) -> None:
         """Describe the next step and send it to the device in one copy, which doesn't wait.
 
         It must be done by the next fill but one.

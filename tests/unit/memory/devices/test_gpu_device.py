@@ -22,7 +22,7 @@ from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
 from loraserve_kernels.common.sizes import ModuleSize, num_pages_of, num_tiles_of
-from loraserve_kernels.errors import ShapeMismatch
+from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.paged.layout import RECORD
 from loraserve_kernels.gpu.paged.pool import PagedPool
 
@@ -204,7 +204,7 @@ def test_what_an_adapter_has_beside_ranks_is_counted_placed_and_freed(make: Any,
 def test_norms_of_an_adapters_own_are_refused_by_name(make: Any) -> None:
     device, norms = make_device(make), [ReplacedNorm(1, "mlp_norm", torch.ones(32))]
     for refuse in (device.footprint, device.pack):
-        with pytest.raises(ShapeMismatch, match="layer 1 mlp_norm: the adapter has a weight of its own"):
+        with pytest.raises(TensorMismatch, match="layer 1 mlp_norm: the adapter has a weight of its own"):
             refuse(make.modules(1), torch.float32, norms)
 
 
