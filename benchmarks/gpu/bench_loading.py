@@ -21,7 +21,7 @@ from benchmarks.gpu.shapes import llama, module_shapes
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import HostAdapter, PlacedAdapter
 from loraserve.memory.devices.gpu import GpuDevice
-from loraserve.memory.plan import plan_gpu_arena
+from loraserve.memory.memory_plan import plan_gpu_arena
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.cpu.lora.layout import LAYER_MODULES
 

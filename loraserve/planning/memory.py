@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from loraserve.config import CPU_BUDGET_BYTES, GPU_PLANS_BYTES, EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.plan import MemoryPlan, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
+from loraserve.memory.memory_plan import MemoryPlan, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
 from loraserve.planning.base import BasePlan
 
 GPU_CONTEXT_BYTES = 512 * MIB

@@ -20,7 +20,6 @@ from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined, AdapterUnavailable, Conflict
 from loraserve.limits import LIMITS
-from loraserve.registry.audit import AuditEntry, list_audit
 from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.catalog.aliases import Aliases
 from loraserve.registry.catalog.grants import Grants
@@ -339,12 +338,12 @@ class Registry:
 
     async def list_audit(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
-    ) -> Page[AuditEntry]:
+    ) -> Page[audit.AuditEntry]:
         """Return a page of the audit entries of `tenant`, newest first.
 
         With None, they are all tenants'.
         """
-        return await list_audit(self._database, tenant, limit=limit, cursor=cursor)
+        return await audit.list_entries(self._database, tenant, limit=limit, cursor=cursor)
 
     # --- what the engine does at someone's request ---
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from loraserve.cli.main import app
 from loraserve.doctor import checks
-from loraserve.planning import plan
+from loraserve.planning import capacity_plan
 
 DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 
@@ -39,7 +39,7 @@ def test_every_check_is_in_its_table() -> None:
 
 
 def test_every_notice_is_in_its_table() -> None:
-    source = Path(plan.__file__).read_text()
+    source = Path(capacity_plan.__file__).read_text()
     codes = set(re.findall(r'Level\.[A-Z]+,\s*"([a-z_]+)"', source)) | {"adapter_too_large", "adapter_unservable"}
     assert len(codes) == 9
     assert [code for code in sorted(codes) if f"`{code}`" not in DOCS.read_text()] == []

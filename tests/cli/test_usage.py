@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from adapters_store import LocalStore
-from loraserve.cli.next_steps import next_step
-from loraserve.cli.output import Format, Output
+from loraserve.cli.output import Format, Output, next_step
 from loraserve.errors import AdapterBaseMismatch, LoraserveError, SchemaOutdated, VersionNotFound
 from loraserve.settings import Settings
 

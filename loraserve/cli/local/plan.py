@@ -12,7 +12,7 @@ from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output, size
 
 if TYPE_CHECKING:
-    from loraserve.planning.plan import CapacityPlan
+    from loraserve.planning.capacity_plan import CapacityPlan
 
 LOAD = "Load to plan for"
 SETTINGS = (
@@ -120,10 +120,10 @@ def _make(
     from loraserve.errors import ConfigError
     from loraserve.planning import adapters as a
     from loraserve.planning.base import plan_base
+    from loraserve.planning.capacity_plan import make_plan
     from loraserve.planning.machine import available_memory, gpu_memory, nearest_folder
+    from loraserve.planning.machine import disk_rate as measured_rate
     from loraserve.planning.memory import plan_arena, plan_step
-    from loraserve.planning.plan import make_plan
-    from loraserve.planning.speed import disk_rate as measured_rate
     from loraserve.settings import Settings
 
     if directories and ranks is not None:

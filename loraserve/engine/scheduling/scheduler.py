@@ -29,10 +29,10 @@ from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST, FairQueue
-from loraserve.engine.scheduling.output import ResultProcessor, adapter_overdue_error, numerics_error
 from loraserve.engine.scheduling.preemption import Preemption
 from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
+from loraserve.engine.scheduling.results import ResultProcessor, adapter_overdue_error, numerics_error
 from loraserve.engine.scheduling.step import ProbeBudget, Step
 from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, AdapterWaits, RequestDeadlines
 from loraserve.engine_client.timeouts import TIMEOUT, timeout_error

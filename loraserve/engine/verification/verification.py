@@ -56,7 +56,7 @@ class Verification:
 
     @property
     def failed_probe(self) -> Probe | None:
-        """First probe that ended with an error; None if there is none or it only filled the batch."""
+        """First probe that failed; None if there is none or it only filled the batch."""
         failed = next((p for p in self.probes if p.output and p.output.finish_reason is FinishReason.ERROR), None)
         return None if failed in self.beside else failed
 

@@ -30,7 +30,7 @@ from loraserve.memory.devices.cpu import CpuDevice, HostMemory, cpu_adapter_dtyp
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
 from loraserve.memory.loading.lowering import FILE_DTYPES
 from loraserve.memory.loading.precision import Precision
-from loraserve.memory.plan import MemoryPlan, plan_cpu_memory, plan_gpu_arena
+from loraserve.memory.memory_plan import MemoryPlan, plan_cpu_memory, plan_gpu_arena
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager

@@ -17,7 +17,7 @@ from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.memory.arena import Arena, ArenaClient, Owner
 from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
 from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
-from loraserve.memory.plan import MemoryPlan, max_adapter_tiles
+from loraserve.memory.memory_plan import MemoryPlan, max_adapter_tiles
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LoraModule, ReplacedNorm, size_of
 from loraserve_kernels.common.sizes import num_pages_of, num_tiles_of

@@ -7,7 +7,7 @@ import json
 import threading
 
 from loraserve.doctor.server import check_budget, check_counters, check_probes, is_there
-from loraserve.memory.plan import MemoryPlan
+from loraserve.memory.memory_plan import MemoryPlan
 from loraserve.planning.memory import ArenaPlan
 from loraserve.sdk.types.samples import parse_metrics
 

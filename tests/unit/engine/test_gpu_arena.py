@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from loraserve.engine.worker.startup import build_engine
 from loraserve.memory.arena import Owner
 from loraserve.memory.devices.gpu import GpuDevice
-from loraserve.memory.plan import plan_gpu_arena
+from loraserve.memory.memory_plan import plan_gpu_arena
 from loraserve.types import TokenOutput
 
 from .conftest import World

@@ -20,7 +20,7 @@ from loraserve.memory.devices.cpu import CpuDevice, HostMemory
 from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
 from loraserve.memory.kv.prefix_cache import BlockId, prefix_root
-from loraserve.memory.plan import plan_cpu_memory, plan_gpu_memory
+from loraserve.memory.memory_plan import plan_cpu_memory, plan_gpu_memory
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import Digest, TenantId
 

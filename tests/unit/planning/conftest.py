@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loraserve.config import EngineConfig
-from loraserve.memory.plan import MemoryPlan
+from loraserve.memory.memory_plan import MemoryPlan
 from loraserve.model.config.model_config import parse_config
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import ArenaPlan

@@ -13,7 +13,7 @@ from loraserve.config import AUTO_DTYPES, CPU_BUDGET_BYTES
 from loraserve.engine.worker import startup as assembly
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.plan import MemoryPlan
+from loraserve.memory.memory_plan import MemoryPlan
 from loraserve.planning.memory import ArenaPlan, plan_arena, plan_step
 from loraserve_kernels.gpu.paged.pool import PagedPool
 

@@ -12,9 +12,9 @@ from loraserve.errors import StorageError
 from loraserve.limits import MIB
 from loraserve.planning import machine
 from loraserve.planning.adapters import AdapterPlan
+from loraserve.planning.capacity_plan import LINK_BYTES_PER_S, CapacityPlan, make_plan
+from loraserve.planning.machine import disk_rate
 from loraserve.planning.memory import StepPlan
-from loraserve.planning.plan import LINK_BYTES_PER_S, CapacityPlan, make_plan
-from loraserve.planning.speed import disk_rate
 
 STEP = StepPlan(1000, 2000)
 

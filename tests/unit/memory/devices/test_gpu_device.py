@@ -17,7 +17,7 @@ from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import Footprint
 from loraserve.memory.devices.copies import DirectCopies
 from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype
-from loraserve.memory.plan import max_adapter_tiles, plan_gpu_arena
+from loraserve.memory.memory_plan import max_adapter_tiles, plan_gpu_arena
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.modules import LAYER_MODULES, LoraModule, ReplacedNorm, ReplacedRows
