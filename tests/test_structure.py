@@ -38,6 +38,21 @@ STAND_ALONE = {
 Each is a command, a router or data of its own.
 """
 
+SQL = {
+    "loraserve.db": "audit database_file idempotency leases migrate models session upsert",
+    "loraserve.doctor": "storage",
+    "loraserve.registry": "blob_references changes operations quota repository residency routing",
+    "loraserve.registry.catalog": "aliases grants pins shadow_hours",
+    "loraserve.registry.health": "certificate_backfill certificates",
+    "loraserve.registry.publishing": "push",
+    "loraserve.registry.storage_gc": "collector deletion_locks store_claim",
+    "loraserve.registry.uploads": "chunks resumable",
+    "loraserve.tenancy.billing": "usage_hours usage_report",
+    "loraserve.tenancy.identity": "auth keys tenants",
+    "loraserve.tenancy.limits": "servers",
+}
+"""Modules by package that may import sqlalchemy: all queries, and what runs in a session, are in these."""
+
 MIRRORS = ("loraserve.sdk.", "loraserve.api.openapi.")
 """Packages that repeat the API's names on purpose:
 what programs see of the server's own classes.
@@ -127,6 +142,13 @@ def test_a_file_name_is_in_at_most_three_packages() -> None:
             places[path.stem].append(name)
     often = {stem: found for stem, found in places.items() if len(found) > MAX_SAME_NAME}
     assert not often, f"say what each is of: {often}"
+
+
+def test_sql_is_in_known_modules() -> None:
+    known = {f"{package}.{name}" for package, names in SQL.items() for name in names.split()}
+    found = {name for name in modules() if any(imported.split(".")[0] == "sqlalchemy" for imported in imports(name))}
+    assert not found - known, f"ask a module that has SQL, or add to SQL with a reason: {found - known}"
+    assert not known - found, f"remove from SQL: {known - found}"
 
 
 def test_lines_are_at_most_120_columns() -> None:
