@@ -1,5 +1,5 @@
-"""Attention on the device: decode rows, chunks, both in one call, sliding windows; alone and in
-company; by torch's varlen where it can answer.
+"""Attention on the device: decode rows, chunks, both in one call, sliding windows; alone and
+cobatched; by torch's varlen where it can answer.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _check(name: str, machine: Machine, step: Attending, window: int | None) -> 
         starts = np.cumsum([0, *step.query_lens]).tolist()
         together = torch.cat([out[starts[i] : starts[i + 1]] for i in chosen])
         alone = torch.cat([step.alone(i, machine, window) for i in chosen])
-        rows.append(same_bits(f"{label}: a sequence alone and in company", together, alone, note=note))
+        rows.append(same_bits(f"{label}: a sequence alone and cobatched", together, alone, note=note))
     return rows
 
 

@@ -55,7 +55,7 @@ def cases(machine: Machine) -> Iterator[Case]:
             f"o, {name} into float32",
             lambda f=mixed, d=decode: [_check(machine, f(), "o", d, 16, "into float32", y_dtype=torch.float32)],
         )
-        yield Case(f"bits, {name}", lambda f=mixed, d=decode: _check_company(machine, f(), d))
+        yield Case(f"bits, {name}", lambda f=mixed, d=decode: _check_cobatched(machine, f(), d))
         yield Case(f"graph, {name}", lambda f=mixed, d=decode: _check_replay(machine, f(), d))
 
 
@@ -129,7 +129,7 @@ def _check(
     return row
 
 
-def _check_company(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
+def _check_cobatched(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
     """A row's bits are the same alone, in the step, and in one of other rows."""
     slots, rows = row_slots(fleet, num_rows), []
     for site in ("qkv", "down") if not machine.is_tiny else ("qkv",):
@@ -141,7 +141,7 @@ def _check_company(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]:
             run(x[i : i + 1], alone[i : i + 1], make_plan(fleet, [slots[i]], 16), site, bias)
         picked = torch.tensor(list(chosen), device=machine.device)
         name = dtype_name(fleet.pool.dtype)
-        rows.append(same_bits(f"LoRA {site}: a row alone and in company", together[picked], alone[picked], note=name))
+        rows.append(same_bits(f"LoRA {site}: a row alone and cobatched", together[picked], alone[picked], note=name))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Whole models of random weights on the device: logits of mixed batches, bits in any company,
+"""Whole models of random weights on the device: logits of mixed batches, bits in any batch,
 graphs beside eager launches, base rows beside a base without adapters.
 """
 
@@ -114,7 +114,7 @@ def cases(machine: Machine) -> Iterator[Case]:
         name = f"{config['architectures'][0]}, {format}, {dtype_name(dtype)}"
         checks = {
             "float64": check_logits,
-            "company": check_company,
+            "cobatched": check_cobatched,
             "graphs": check_graphs,
             "base rows": check_base_rows,
             "PEFT": check_peft,
@@ -157,7 +157,7 @@ def prefill(world: World) -> Tensor:
     return world.steps.prefill(world.everyone, world.prompts, world.slots)
 
 
-def check_company(world: World) -> list[Row]:
+def check_cobatched(world: World) -> list[Row]:
     """A decode row's bits are the same alone and in the step; also, where nothing is left to a
     library, a prompt's rows.
     """
@@ -165,7 +165,7 @@ def check_company(world: World) -> list[Row]:
     together = world.decode(world.everyone)
     some = world.everyone[:2] if world.machine.is_tiny else world.everyone
     alone = torch.cat([world.decode([i]) for i in some])
-    rows = [same_bits("decode rows alone and in company", together[some], alone, note=world.note)]
+    rows = [same_bits("decode rows alone and cobatched", together[some], alone, note=world.note)]
     most = 64
     if sum(map(len, world.prompts)) <= most or "none" not in world.name:
         chosen = [i for i in world.everyone if len(world.prompts[i]) > most] or world.everyone
@@ -175,7 +175,7 @@ def check_company(world: World) -> list[Row]:
         whole = prefill(world)
         parts = torch.cat([whole[starts[i] : starts[i] + len(world.prompts[i])] for i in chosen])
         single = torch.cat([world.steps.prefill([i], [world.prompts[i]], [world.slots[i]]) for i in chosen])
-        rows.append(same_bits("a prompt's rows alone and in company", parts, single, note=world.note))
+        rows.append(same_bits("a prompt's rows alone and cobatched", parts, single, note=world.note))
     return rows
 
 

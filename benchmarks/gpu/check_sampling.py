@@ -38,7 +38,7 @@ def cases(machine: Machine) -> Iterator[Case]:
     rows, vocab = (len(KINDS), 700) if machine.is_tiny else (256, 128_256)
     for std in (2.0,) if machine.is_tiny else (0.5, 2.0, 8.0):
         yield Case(f"logits of deviation {std}", lambda s=std: _check(machine, rows, vocab, s))
-    yield Case("company", lambda: _check_company(machine, rows, vocab))
+    yield Case("cobatched", lambda: _check_cobatched(machine, rows, vocab))
     yield Case("not finite", lambda: _check_not_finite(machine, vocab))
     yield Case("logprobs", lambda: _check_logprobs(machine, vocab))
 
@@ -91,12 +91,12 @@ def distance(row: Tensor, params: SamplingParams, u: float) -> float:
     return float(np.abs(ends - u).min()) if len(ends) else 1.0
 
 
-def _check_company(machine: Machine, count: int, vocab: int) -> list[Row]:
+def _check_cobatched(machine: Machine, count: int, vocab: int) -> list[Row]:
     logits, params = machine.randn(count, vocab, std=2.0), make_params(count)
     together, _ = run(machine, logits, params, list(range(count)))
     chosen = range(0, count, max(1, count // 8))
     alone = [int(run(machine, logits[i : i + 1], [params[i]], [i])[0]) for i in chosen]
-    return [holds("sampling: a row alone and in company", [int(together[i]) for i in chosen] == alone)]
+    return [holds("sampling: a row alone and cobatched", [int(together[i]) for i in chosen] == alone)]
 
 
 def _check_not_finite(machine: Machine, vocab: int) -> list[Row]:

@@ -224,7 +224,7 @@ def test_an_answer_that_said_the_invocation_before_a_crash_goes_on_as_it_was(act
     assert max(abs(ours[t] - float(wanted[t])) for t in range(VOCAB)) < 1e-4
 
 
-def test_an_int8_bases_text_is_the_same_alone_and_in_company(activated, make_engine):
+def test_an_int8_bases_text_is_the_same_alone_and_cobatched(activated, make_engine):
     engine = make_engine(quantize="int8", enable_prefix_cache=False)
     work = [(prompt, name) for prompt in PROMPTS for name in ("activated", "other", None)]
     alone = []

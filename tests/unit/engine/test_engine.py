@@ -238,7 +238,7 @@ def test_a_row_that_is_not_finite_fails_alone(world, make_engine, monkeypatch):
     assert tokens == world.expected(None, prompt, 12)
 
 
-def test_an_int8_bases_greedy_text_is_the_same_alone_and_in_company(world, make_engine):
+def test_an_int8_bases_greedy_text_is_the_same_alone_and_cobatched(world, make_engine):
     engine = make_engine(quantize="int8")
     work = [(prompt, NAMES[i % len(NAMES)]) for i, prompt in enumerate(prompts(10, seed=16))]
     alone = []

@@ -69,7 +69,7 @@ def test_mixed_batch_gives_each_token_the_probability_that_peft_gives_it(world, 
             assert score.top[0][1] == pytest.approx(float(row.max()), abs=0.05)
 
 
-def test_text_is_the_same_alone_and_in_company(world, make_gpu_engine):
+def test_text_is_the_same_alone_and_cobatched(world, make_gpu_engine):
     work = [(prompt, NAMES[i % len(NAMES)]) for i, prompt in enumerate(prompts(5, seed=3, high=20))]
     sampled = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
     engine = make_gpu_engine()

@@ -81,7 +81,7 @@ def test_plain_steps_leave_nothing_in_flight():
 
 def test_a_row_is_fed_the_token_that_the_step_before_samples_for_it(overlapped):
     simulation = overlapped()
-    # "a" sorts behind the base's rows once they have company
+    # "a" sorts behind the base's rows once they share a batch
     simulation.add("a", [1, 2, 3], "r8", ignore_eos=True)
     for _ in range(8):
         simulation.step()

@@ -387,13 +387,13 @@ def test_probes_meet_the_base_and_other_adapters(
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        # its own are no company
+        # the verified adapter's own don't count
         ("r8", {"own", "base", "other"}),
         ("mixed", {"own", "base"}),
         (None, {"own", "other"}),
     ],
 )
-def test_requests_are_company_for_those_of_their_kind(
+def test_no_probe_is_added_for_a_kind_that_is_cobatched_already(
     other: str | None,
     expected: set[str],
     world: World,

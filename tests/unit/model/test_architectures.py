@@ -1,4 +1,4 @@
-"""What each architecture adds to the plain decoder holds for adapters and for rows in company
+"""What each architecture adds to the plain decoder holds for adapters and for cobatched rows
 too.
 """
 
@@ -75,7 +75,7 @@ def test_adapter_on_a_fused_linear_is_each_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_sequence_has_the_same_bits_alone_and_in_company(saved: tuple[Any, Path], quantize: str) -> None:
+def test_sequence_has_the_same_bits_alone_and_cobatched(saved: tuple[Any, Path], quantize: str) -> None:
     decoder: Decoder = load(saved[1], quantize=quantize)
     token_ids, adapter = random_tokens(30), random_adapter(decoder, 8)
     alone = PagedRun(decoder)

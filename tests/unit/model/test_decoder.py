@@ -50,7 +50,7 @@ def with_adapter(adapter: PackedAdapter) -> Any:
     return model
 
 
-def test_sequence_has_the_same_bits_alone_and_in_any_company(decoder: Decoder) -> None:
+def test_sequence_has_the_same_bits_alone_and_cobatched(decoder: Decoder) -> None:
     """Same chunks, other neighbours: prefills, decode rows and adapters of all kinds."""
     token_ids = random_tokens(30)
     adapter = random_adapter(decoder, 8)
@@ -153,10 +153,10 @@ def test_adapter_that_is_not_finite_harms_no_other_row(decoder: Decoder) -> None
     bad, good = random_adapter(decoder, 4), random_adapter(decoder, 4, seed=1)
     bad.data[100] = float("nan")
     results = []
-    for company in (False, True):
+    for is_cobatched in (False, True):
         run = PagedRun(decoder)
         a, b, c = (run.add(random_tokens(12, seed=seed)) for seed in range(3))
-        if company:
+        if is_cobatched:
             _, base, adapted = run.step([(a, 12), (b, 12), (c, 12)], lora=[(bad, 0, 12), (good, 24, 36)])
         else:
             base, adapted = run.step([(b, 12), (c, 12)], lora=[(good, 12, 24)])

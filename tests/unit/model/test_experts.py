@@ -57,7 +57,7 @@ def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[An
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_a_rows_bits_do_not_depend_on_its_company(saved: tuple[Any, Path], quantize: str) -> None:
+def test_a_rows_bits_do_not_depend_on_the_batch(saved: tuple[Any, Path], quantize: str) -> None:
     run = PagedRun(load(saved[1], quantize=quantize))
     tokens = [random_tokens(count, seed=count) for count in (9, 23, 14)]
     alone = [run.step([(run.add(token_ids), len(token_ids))])[0] for token_ids in tokens]
