@@ -17,7 +17,7 @@ from loraserve.limits import LIMITS
 
 from .conftest import World, make_ref
 from .test_client import collect, make, prompt, running, until
-from .test_verification import edited, of_another_base
+from .verification.test_verification import edited, of_another_base
 
 
 async def test_certificates_and_refusals_come_beside_streams(world: World) -> None:

@@ -6,7 +6,7 @@ import torch
 from loraserve.engine.execution.sampler import _apply_penalties, draw, uniform
 from loraserve.types import SamplingParams
 
-from .conftest import make_request
+from ..conftest import make_request
 
 
 def shares(logits: list[float], params: SamplingParams, count: int = 4000) -> dict[int, float]:

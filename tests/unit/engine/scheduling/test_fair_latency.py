@@ -11,7 +11,7 @@ from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.memory.residency.pager import Residency
 
-from .conftest import Harness, make_request
+from ..conftest import Harness, make_request
 
 # of the benchmark's base S in int8 on two cores
 STEP_S, PROMPT_TOKEN_S, SEQUENCE_S = 0.012, 0.000_48, 0.000_65

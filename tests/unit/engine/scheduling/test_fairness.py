@@ -20,7 +20,7 @@ from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS, MAX_DEFICIT_
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TenantId
 
-from .conftest import Harness, make_ref, make_request
+from ..conftest import Harness, make_ref, make_request
 
 
 def cost(request: Request) -> float:

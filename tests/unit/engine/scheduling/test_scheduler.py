@@ -8,7 +8,7 @@ from loraserve.engine.scheduling.step import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason
 
-from .conftest import EOS, Harness, make_ref, make_request
+from ..conftest import EOS, Harness, make_ref, make_request
 
 
 def part(scheduled, request):

@@ -18,7 +18,7 @@ from loraserve.memory.residency.load_queue import STALE_AFTER_S
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TokenOutput
 
-from .conftest import Harness, make_ref, make_request
+from ..conftest import Harness, make_ref, make_request
 
 DEADLINE_S = LIMITS.adapter_load_deadline_s
 

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from .conftest import World
-from .test_gpu_engine import GPU
+from ..conftest import World
+from ..test_gpu_engine import GPU
 from .test_verification import make_engine, replies
 
 __all__ = ["make_engine"]

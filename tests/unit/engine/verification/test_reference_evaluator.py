@@ -26,7 +26,7 @@ from loraserve.errors import AdapterCorrupt
 from loraserve.model.reference_model import Evaluation, ReferenceBase, Stopped, Subject
 from loraserve.types import Digest
 
-from .conftest import World
+from ..conftest import World
 
 NAMES = ("r1", "r8", "rs", "mixed")
 

@@ -38,8 +38,8 @@ from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import LoraModule
 
-from .conftest import ADAPTERS, World, store_adapter
-from .test_engine import add, run
+from ..conftest import ADAPTERS, World, store_adapter
+from ..test_engine import add, run
 
 Tensors = dict[str, torch.Tensor]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

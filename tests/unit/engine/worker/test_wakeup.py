@@ -16,7 +16,7 @@ from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client import messages as m
 from loraserve.types import EngineStats, FinishReason, RequestId, SamplingParams, TenantId
 
-from .conftest import World
+from ..conftest import World
 
 PATIENCE_MS = 60_000
 

@@ -24,8 +24,8 @@ from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve_kernels.common.quantized import quantize
 from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
-from .conftest import BLOCK_SIZE, PagedRun, build_model, load, random_tokens, save_model
-from .stored_quantized import WIDE, group, save_compressed, save_nf4
+from ..conftest import BLOCK_SIZE, PagedRun, build_model, load, random_tokens, save_model
+from ..stored_quantized import WIDE, group, save_compressed, save_nf4
 
 pytestmark = pytest.mark.interpreted
 

@@ -16,8 +16,8 @@ from loraserve.model.layers.linears import quantize_weight
 from loraserve.progress import Progress
 from loraserve_kernels.cpu.linear.chooser import Chooser
 
-from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
-from .stored_quantized import group, save_compressed
+from ..conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
+from ..stored_quantized import group, save_compressed
 
 NAME = "model.layers.1.self_attn.k_proj.weight"
 

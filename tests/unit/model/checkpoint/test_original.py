@@ -13,8 +13,8 @@ import torch
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.reference_model import Subject, evaluate
 
-from .conftest import CONFIGS, build_model, random_tokens, reference_logits, save_model
-from .stored_quantized import WIDE, group, save_compressed, save_nf4
+from ..conftest import CONFIGS, build_model, random_tokens, reference_logits, save_model
+from ..stored_quantized import WIDE, group, save_compressed, save_nf4
 
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

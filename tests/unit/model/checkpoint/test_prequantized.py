@@ -26,8 +26,8 @@ from loraserve.model.config.model_config import read_config
 from loraserve.planning.base import plan_base
 from loraserve_kernels.common.quantized import QuantizedWeight
 
-from .conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
-from .stored_quantized import WIDE, group, save_compressed, save_nf4
+from ..conftest import PagedRun, build_model, edit_json, load, random_tokens, reference_logits, save_model
+from ..stored_quantized import WIDE, group, save_compressed, save_nf4
 
 DATA = Path(__file__).parent / "data"
 NAME = "model.layers.1.mlp.up_proj"

@@ -12,7 +12,7 @@ from loraserve.errors import ModelError, UnknownArchitecture
 from loraserve.model.config.model_config import ModelConfig, parse_config, read_config
 from loraserve.model.config.ropes import RopeType
 
-from .conftest import CONFIGS, SMALL, edit_json
+from ..conftest import CONFIGS, SMALL, edit_json
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from loraserve.model.config.model_config import parse_config
 from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import make_linear
 
-from .conftest import (
+from ..conftest import (
     PagedRun,
     build_model,
     edit_json,
@@ -26,7 +26,7 @@ from .conftest import (
     reference_logits,
     save_model,
 )
-from .test_equality import CASES
+from ..test_equality import CASES
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 WIDE = {"hidden_size": 64, "intermediate_size": 64}

@@ -11,8 +11,8 @@ from loraserve.model.config.model_config import parse_config
 from loraserve.model.layers.norms import RMSNorm, cap_softly, geglu, swiglu
 from loraserve.model.layers.rotary import RotaryEmbedding, rotate
 
-from .conftest import SMALL
-from .test_equality import LINEAR, LLAMA3, YARN
+from ..conftest import SMALL
+from ..test_equality import LINEAR, LLAMA3, YARN
 
 
 @pytest.mark.parametrize("shape", [(1, 48), (33, 48), (5, 3, 16), (2, 5000)])
