@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+UNIT = ROOT / "tests" / "unit"
 SOURCES = {"loraserve": ROOT / "loraserve", "adapters_store": ROOT / "adapters_store"}
 SOURCES["loraserve_kernels"] = ROOT / "kernels" / "loraserve_kernels"
 MAX_MODULES = 14
@@ -142,6 +143,13 @@ def test_a_file_name_is_in_at_most_three_packages() -> None:
             places[path.stem].append(name)
     often = {stem: found for stem, found in places.items() if len(found) > MAX_SAME_NAME}
     assert not often, f"say what each is of: {often}"
+
+
+def test_folders_of_unit_tests_are_packages() -> None:
+    packages = {name.removeprefix("loraserve.") for name in modules() if is_package(name)}
+    folders = {file.parent.relative_to(UNIT) for file in UNIT.rglob("test_*.py") if file.parent != UNIT}
+    unknown = {str(folder) for folder in folders if ".".join(folder.parts) not in packages}
+    assert not unknown, f"tests mirror the tree; no package is called so: {unknown}"
 
 
 def test_sql_is_in_known_modules() -> None:
