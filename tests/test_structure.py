@@ -52,7 +52,7 @@ SQL = {
     "loraserve.tenancy.identity": "auth keys tenants",
     "loraserve.tenancy.limits": "servers",
 }
-"""Modules by package that may import sqlalchemy: all queries, and what runs in a session, are in these."""
+"""Modules by package that may import sqlalchemy: all queries and sessions are in these."""
 
 MIRRORS = ("loraserve.sdk.", "loraserve.api.openapi.")
 """Packages that repeat the API's names on purpose:
