@@ -39,7 +39,7 @@ def open_store(url: str, *, spool: Path | None = None) -> BlobStore:
         return ObjectStore(open_bucket(bucket, prefix), url, spool=spool)
     if parts.scheme != "file":
         raise ConfigError(
-            f'The store "{parts.scheme or "?"}" isn\'t implemented.',
+            f'The store URL has the scheme "{parts.scheme or "?"}"; expected file or s3.',
             hint="Use file:///absolute/path or s3://bucket/prefix.",
         )
     path = unquote(parts.path)
@@ -50,7 +50,7 @@ def open_store(url: str, *, spool: Path | None = None) -> BlobStore:
         or not path.startswith("/")
         or "\0" in path
     ):
-        raise ConfigError(f"The store's URL {url!r} isn't file:///absolute/path.")
+        raise ConfigError(f"The store URL is {url!r}; expected file:///absolute/path.")
     return LocalStore(Path(path))
 
 
@@ -66,7 +66,7 @@ def bucket_of(url: str) -> tuple[str, str]:
     is_plain = not (parts.query or parts.fragment) and ".." not in prefix.split("/")
     if parts.scheme != "s3" or not is_plain or not _BUCKET.fullmatch(parts.netloc):
         raise ConfigError(
-            "The URL isn't s3://bucket/prefix, with nothing else in it.",
+            "The store URL has more in it than a bucket and a prefix; expected s3://bucket/prefix.",
             hint="Credentials, region and endpoint come from the AWS_* variables.",
         )
     if prefix and not _PREFIX.fullmatch(prefix):
@@ -79,5 +79,5 @@ def _split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError as error:
         raise ConfigError(
-            "The store's URL can't be read.", hint="Use file:///absolute/path or s3://bucket/prefix."
+            "The store URL can't be parsed.", hint="Use file:///absolute/path or s3://bucket/prefix."
         ) from error

@@ -26,7 +26,7 @@ def check_digest(digest: str) -> Digest:
         BlobNotFound: the digest is invalid, so that no blob has it.
     """
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise BlobNotFound("That isn't a SHA-256 in lower-case hex; no blob has it.")
+        raise BlobNotFound("The digest isn't a SHA-256 in lower-case hex: no blob has this name.")
     return Digest(digest)
 
 

@@ -50,7 +50,9 @@ class LocalStore:
             self._root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             status = os.fstat(self._root_fd)
             if status.st_uid != os.geteuid():
-                raise ConfigError(f"The store {root} belongs to another user (uid {status.st_uid}).")
+                raise ConfigError(
+                    f"The store {root} belongs to user {status.st_uid}; this process runs as user {os.geteuid()}."
+                )
             if stat.S_IMODE(status.st_mode) & 0o077:
                 os.fchmod(self._root_fd, 0o700)
             self._staging_fd = _make_folder(_STAGING, self._root_fd)
@@ -216,10 +218,10 @@ class LocalStore:
             found = None
         if found is None or (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
             # said to tenants too: the path goes to the log alone
-            logger.error("the store's folder %s was moved away or replaced under this server", self.root)
+            logger.error("the store's folder %s was moved or replaced while the server ran", self.root)
             raise StorageError(
-                "The store's folder was moved away or replaced under this server; nothing is stored.",
-                hint="Its operator must put it back, or start the server again.",
+                "The store's folder was moved or replaced while the server ran; nothing was stored.",
+                hint="The server's operator must put the folder back, or restart the server.",
             )
 
     def _open(self, digest: Digest) -> int:

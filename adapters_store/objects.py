@@ -90,8 +90,8 @@ def open_bucket(bucket: str, prefix: str) -> S3Store:
             retry_config=_RETRIES,
         )
     except (BaseError, ValueError) as error:
-        logger.warning("the bucket %s can't be used: %s", bucket, error)
-        raise ConfigError(f'The bucket "{bucket}" can\'t be used as it is configured.', hint=_HINT) from error
+        logger.warning("the bucket %s can't be opened: %s", bucket, error)
+        raise ConfigError(f'The bucket "{bucket}" can\'t be opened with this configuration.', hint=_HINT) from error
 
 
 class ObjectStore:
@@ -334,7 +334,7 @@ def _key(digest: Digest) -> str:
 def _check_length(data: bytes, expected: int) -> bytes:
     if len(data) != expected:
         # said of the answer, not of the object: that would condemn it
-        raise StorageError(f"The object store answered {len(data)} bytes where {expected} were asked for.")
+        raise StorageError(f"The object store returned {len(data)} bytes; {expected} were requested.")
     return data
 
 
@@ -373,8 +373,10 @@ def bucket_errors(digest: str) -> Iterator[None]:
         if "StorageFull" in text or "507 Insufficient Storage" in text:
             raise StorageFull("The object store is full.") from error
         if isinstance(error, PreconditionError):
-            raise _Replaced("The object was replaced while it was read.", hint="Try again.") from error
-        raise StorageError("The object store can't be reached, or refuses the request.", hint="Try again.") from error
+            raise _Replaced("The object was replaced while it was being read.", hint="Try again.") from error
+        raise StorageError(
+            "The object store can't be reached, or it refused the request.", hint="Try again."
+        ) from error
 
 
 def open_object(bucket: str, prefix: str, name: str) -> tuple[int, Iterator[bytes]]:

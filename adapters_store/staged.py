@@ -115,7 +115,7 @@ class StagedFile(ABC):
 
     def _live_fd(self) -> int:
         if self._fd is None:
-            raise StorageError("The staged blob was committed, discarded or has failed; stage a new one.")
+            raise StorageError("The staged blob was already committed, discarded or has failed; stage a new one.")
         return self._fd
 
 
@@ -133,4 +133,4 @@ def read_back(fd: int, num_bytes: int, digest: Digest) -> memoryview:
 
 
 def reads_back_differently() -> StorageError:
-    return StorageError("The upload reads back differently from what was written.", hint="Check the disk.")
+    return StorageError("The upload's bytes on disk differ from the bytes that were written.", hint="Check the disk.")

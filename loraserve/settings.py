@@ -255,7 +255,7 @@ class Settings(BaseSettings):
         """
         if self.device == "cuda" and self.adapter_dtype == "fp32":
             raise ConfigError(
-                "--adapter-dtype fp32 is for CPUs; a GPU holds adapters in 16 bits at most.",
+                "--adapter-dtype fp32 is for CPUs; a GPU holds adapters in at most 16 bits.",
                 hint="Leave --adapter-dtype out.",
             )
         return EngineConfig(
@@ -320,7 +320,7 @@ def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, 
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
         flag = f"--{name.replace('_', '-')}"
         if problem["type"] == "missing":
-            reasons.append(f"{flag} is needed (or {ENV_PREFIX}{name.upper()}, or `{name}` in {DEFAULT_CONFIG_FILE})")
+            reasons.append(f"{flag} is required (or {ENV_PREFIX}{name.upper()}, or `{name}` in {DEFAULT_CONFIG_FILE})")
             continue
         if problem["type"] == "extra_forbidden":
             reasons.append(f"{flag} is unknown")

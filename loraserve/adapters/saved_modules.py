@@ -45,11 +45,11 @@ def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (
-            f"Enlarged vocabularies aren't served: an upload holds no tokenizer, so that the {num_rows - vocab_size:,} added tokens have no "
-            "text here. Train on tokens that the base has in reserve instead, with trainable_token_indices."
+            f"Enlarged vocabularies aren't served: an upload holds no tokenizer, so the {num_rows - vocab_size:,} added tokens have no "
+            "text here. Train the base's unused tokens instead, with trainable_token_indices."
         )
     return message + (
-        "Shrunk vocabularies aren't served: the tokens that were cut off would still be this base's. Train without resize_token_embeddings."
+        "Shrunk vocabularies aren't served: this base still has the removed tokens. Train without resize_token_embeddings."
     )
 
 
@@ -78,7 +78,7 @@ class _Check:
             return
         if self.stored.has_lora:
             self._malformed(
-                f"The file holds LoRA for {name} {{layers}} and a weight in its base's place; PEFT trains one of the two."
+                f"The file holds both LoRA and a trained weight for {name} {{layers}}; PEFT trains only one of the two."
             )
         elif self.linear.is_outside:
             # PEFT saves and loads these without a word
@@ -114,14 +114,14 @@ class _Check:
         if getattr(stored, other) is not None:
             right, wrong = SAVED_AS.get(expected, expected), SAVED_AS.get(other, other)
             self._malformed(
-                f"The file holds {name}.{wrong} {{layers}}; of a module {'with' if has_lora else 'without'} LoRA, PEFT reads {name}.{right} and "
-                "nothing else: an older PEFT's name for it. Rename the tensor, if it is what was trained."
+                f"The file holds {name}.{wrong} {{layers}}; for a module {'with' if has_lora else 'without'} LoRA, PEFT reads only {name}.{right}. "
+                f"Rename {name}.{wrong} if it is the trained bias: older versions of PEFT used that name."
             )
         elif found is None and is_due:
             if is_meant:
                 cause = "the module is in modules_to_save."
             else:
-                cause = f"the config's bias is {setting}. Older PEFTs lose them as they save; say bias=none if the base's are as good."
+                cause = f"the config's bias is {setting}. Older versions of PEFT don't save it; set bias=none to use the base's."
             self._malformed(f"The file holds no bias of {name} {{layers}}, and {cause}")
         elif found is not None and not is_due:
             self._malformed(f"The file holds a bias of {name} {{layers}}, and the config's bias is {setting}.")
@@ -133,7 +133,7 @@ class _Check:
             if copy is not None and not is_same(copy, getattr(self.stored, part)):
                 name = self.linear.name
                 self._malformed(
-                    f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; PEFT writes them alike."
+                    f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; PEFT writes two equal copies."
                 )
 
     def saved_base(self) -> None:
@@ -146,7 +146,7 @@ class _Check:
         if len(table.shape) != 2 or table.shape[1] != hidden:
             self.problems.add(
                 AdapterBaseMismatch,
-                f"{what} is {shape_words(table)}; this base takes {vocab}×{hidden}.",
+                f"{what} is {shape_words(table)}; expected {vocab}×{hidden} for this base.",
                 self.reported_layer,
             )
         elif table.shape[0] != vocab:
@@ -155,7 +155,7 @@ class _Check:
     def _check_shape(self, part: str, tensor: TensorView, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape:
             wanted = "×".join(map(str, shape))
-            message = f"{self.linear.name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {wanted}."
+            message = f"{self.linear.name}.{part} is {shape_words(tensor)} {{layers}}; expected {wanted} for this base."
             self.problems.add(AdapterBaseMismatch, message, self.reported_layer)
 
     def _malformed(self, message: str) -> None:
@@ -199,14 +199,14 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseT
         there = "lm_head" if embedding is None else "embed_tokens"
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, {why}, and the file holds a weight of {there} alone, which would be both's. "
+            f"This base's head is tied to its embedding, {why}, and the file holds a weight of {there} only, which PEFT would use for both. "
             "Save it with PEFT's save_pretrained, which writes both.",
         )
     elif not is_same(head, embedding):
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, {why}, and the file's lm_head.weight isn't its embed_tokens.weight: PEFT would keep one of "
-            "the two. Name both in modules_to_save with ensure_weight_tying=False, or save it from the tied model.",
+            f"This base's head is tied to its embedding, {why}, and the file's lm_head.weight differs from its embed_tokens.weight: PEFT would keep "
+            "only one. Name both in modules_to_save with ensure_weight_tying=False, or save the adapter from the tied model.",
         )
 
 
@@ -220,7 +220,7 @@ def _check_tied_copies(contents: Contents, names: BaseTensorNames, problems: Pro
     if names.base.is_head_tied and len(there) == 2 and not is_same(*there):
         problems.add(
             AdapterUnsupported,
-            "This base's head is tied to its embedding, and the file's copies of the two aren't the same: PEFT would keep one of them. Save it with "
+            "This base's head is tied to its embedding, and the file's copies of the two differ: PEFT would keep only one. Save the adapter with "
             "save_embedding_layers=False if it was trained on this base.",
         )
 
@@ -248,6 +248,6 @@ def _check_norm(
     if weight.shape != (names.base.hidden_size,):
         problems.add(
             AdapterBaseMismatch,
-            f"{path}.weight is {shape_words(weight)} {{layers}}; this base takes {names.base.hidden_size} numbers.",
+            f"{path}.weight is {shape_words(weight)} {{layers}}; expected {names.base.hidden_size} numbers for this base.",
             reported_layer,
         )

@@ -54,7 +54,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _Refused(f"the key {shown(key)} is there twice")
+                raise _Refused(f"the key {shown(key)} appears twice")
             seen.add(key)
     return result
 

@@ -51,7 +51,7 @@ def trained_tokens(
         if stored.token_rows is not None and name not in OUTSIDE_LAYERS:
             problems.add(
                 AdapterUnsupported,
-                f"The file holds trained rows of {name}; of the embedding and the head alone are they tokens.",
+                f"The file holds trained rows of {name}; only rows of the embedding and the head are tokens.",
             )
     if is_tied:
         _follow(contents, names, result, settings, problems)
@@ -69,7 +69,7 @@ def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems)
         if others:
             problems.add(
                 AdapterUnsupported,
-                f"{_FIELD} names {shown(key)}; rows of the embedding and of the head alone are served.",
+                f"{_FIELD} names {shown(key)}; only rows of the embedding and of the head are served.",
             )
         elif not modules:
             problems.add(AdapterBaseMismatch, f"{_FIELD} names {shown(key)}, which this base doesn't have.")
@@ -84,12 +84,10 @@ def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems)
             problems.add(
                 AdapterBaseMismatch,
                 f"{_FIELD} names token {beyond[0]:,} of {module}; this base has {vocab:,} tokens (0 to {vocab - 1:,}). Enlarged vocabularies aren't "
-                "served: an upload holds no tokenizer, so that added tokens have no text here. Train on tokens that the base has in reserve.",
+                "served: an upload holds no tokenizer, so added tokens have no text here. Train the base's unused tokens instead.",
             )
         if len(set(ids)) != len(ids):
-            problems.add(
-                AdapterUnsupported, f"{_FIELD} names a token of {module} twice; which row counts isn't defined."
-            )
+            problems.add(AdapterUnsupported, f"{_FIELD} names a token of {module} twice; name each token once.")
     return meant
 
 
@@ -104,7 +102,7 @@ def _is_tied(
     if settings.ensure_weight_tying:
         problems.add(
             AdapterUnsupported,
-            f"ensure_weight_tying is true, and {_FIELD} names other tokens of lm_head than of embed_tokens; PEFT refuses this, too.",
+            f"ensure_weight_tying is true, and {_FIELD} names different tokens for lm_head and for embed_tokens; PEFT refuses this, too.",
         )
     return False
 
@@ -155,7 +153,7 @@ def _follow(
     if head.magnitude is not None:
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, and the file has DoRA on lm_head; this isn't served.",
+            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, and the file has DoRA on lm_head; this combination isn't served.",
         )
     if head.token_rows is not None and not is_same(head.token_rows, embedding.token_rows):
         problems.add(

@@ -65,7 +65,7 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
                 problems.append(_too_large(_name(m, name), largest[name], limits))
         bound = abs(m.scaling) * m.rank * largest.get("lora_a", 0.0) * largest.get("lora_b", 0.0)
         if math.isfinite(bound) and bound > limits.max_delta:
-            problems.append(f"The update of {_name(m)} may reach {bound:.3g}; at most {limits.max_delta:g} is taken.")
+            problems.append(f"The update of {_name(m)} may reach {bound:.3g}; at most {limits.max_delta:g} is allowed.")
         shift = abs(m.scaling) * largest.get("lora_bias", 0.0)
         if math.isfinite(shift) and shift > limits.max_delta:
             problems.append(_too_large(_name(m, "lora_bias"), shift, limits))
@@ -80,7 +80,9 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
         more = len(problems) - _MAX_PROBLEMS
         shown = problems[:_MAX_PROBLEMS] + ([f"… and {more} more."] if more > 0 else [])
         raise AdapterNotFinite(
-            f"The adapter's weights can't be served: {problems[0]}", problems=shown, hint="Did its training diverge?"
+            f"The adapter's weights can't be served: {problems[0]}",
+            problems=shown,
+            hint="Check whether its training diverged.",
         )
 
 
@@ -115,7 +117,7 @@ def _where(name: str, tensor: TensorView) -> str:
 
 
 def _too_large(name: str, largest: float, limits: Limits) -> str:
-    return f"{name} reaches {largest:.3g}; at most {limits.max_delta:g} is taken."
+    return f"{name} reaches {largest:.3g}; at most {limits.max_delta:g} is allowed."
 
 
 def _name(m: ModuleIR, tensor: str = "") -> str:

@@ -154,7 +154,7 @@ def from_http_exception(error: HTTPException) -> LoraserveError:
     if error.status_code == 404:
         return NotFound("There is no such route.")
     if error.status_code == 405:
-        return errors.MethodNotAllowed("This route doesn't take this method.")
+        return errors.MethodNotAllowed("This route doesn't accept this method.")
     if error.status_code == 413:
         return errors.PayloadTooLarge("The request's body is too large.")
     if 400 <= error.status_code < 500:
@@ -221,5 +221,5 @@ def _allowed(request: Request) -> str:
 
 def unforeseen(error: BaseException) -> LoraserveError:
     """Log an error that is our fault, and return the error to show the client in its place."""
-    logger.error("an unforeseen error", exc_info=error)
-    return LoraserveError("The server failed to answer; its log says why under this request's id.")
+    logger.error("a request failed with an unexpected error", exc_info=error)
+    return LoraserveError("The server failed to answer this request; its log has the reason, under the request's id.")

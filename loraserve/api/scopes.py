@@ -54,7 +54,7 @@ def require(scope: str) -> CallerDependency:
         Overloaded: no more requests are answered.
     """
     if scope not in SCOPES:
-        raise ConfigError(f"There is no scope {scope!r}.")
+        raise ConfigError(f"The scope {scope!r} doesn't exist; expected one of {', '.join(sorted(SCOPES))}.")
 
     async def authenticate(request: Request) -> Caller:
         authenticator = services_of(request).authenticator
@@ -69,7 +69,8 @@ def require(scope: str) -> CallerDependency:
                 caller = await authenticator.act_for(caller, tenant)
         if None not in (in_path, in_header) and in_path != in_header:
             raise InvalidRequest(
-                "The path and the header X-Tenant name different tenants.", hint="Name the one to act for, once."
+                "The path and the header X-Tenant name different tenants.",
+                hint="Name the tenant to act for in one of them only.",
             )
         request.state.caller = caller
         # a flood of the tenant that its key is of mustn't end the operator's scrapes
@@ -88,10 +89,10 @@ def _who_has(scope: str, caller: Caller) -> str:
     A tenant's key can neither make nor list keys.
     """
     if scope == ADMIN:
-        return "It takes an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
+        return "Use an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
     # without --scope a key has all of a tenant's, which what is done next may need too
     choice = " --scope metrics:read" if scope == METRICS_READ else ""
-    return f"An admin makes one that has it: loraserve key create --tenant {caller.tenant_name}{choice}"
+    return f"An admin creates a key that has it with: loraserve key create --tenant {caller.tenant_name}{choice}"
 
 
 def bearer_key(request: Request) -> str:
@@ -125,7 +126,7 @@ def audit(app: FastAPI) -> None:
     """
     bare = sorted({f"{sorted(methods)} {path}" for path, methods, scopes in declared_scopes(app) if not scopes})
     if bare:
-        raise ConfigError(f"Routes without a scope: {', '.join(bare)}.")
+        raise ConfigError(f"Routes declare no scope: {', '.join(bare)}.")
 
 
 def declared_scopes(app: FastAPI) -> Iterator[tuple[str, frozenset[str], frozenset[str]]]:

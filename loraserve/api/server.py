@@ -111,7 +111,7 @@ async def _serve(settings: Settings) -> int:
 
 
 def _ignore_hangup() -> None:
-    logger.warning("SIGHUP is ignored: settings are read at a start alone; SIGTERM drains the server")
+    logger.warning("SIGHUP is ignored: settings are read only at startup; SIGTERM drains the server")
 
 
 def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
@@ -129,7 +129,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
     try:
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--data-dir {settings.data_dir} can't be made: {error.strerror or error}.") from error
+        raise ConfigError(f"--data-dir {settings.data_dir} can't be created: {error.strerror or error}.") from error
     store = open_store(settings.resolved_store_url, spool=settings.data_dir / "spool")
     if await migrate.upgrade_if_empty(settings.resolved_database_url):
         logger.info("registry created")

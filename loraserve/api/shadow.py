@@ -215,7 +215,7 @@ class ShadowRunner:
                         # until the engine has said anew how many wait
                         asyncio.get_running_loop().call_later(2 * _LOOK_S, self._is_under_way)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                        raise EngineUnavailable("The engine gave this copy up.")
+                        raise EngineUnavailable("The engine aborted this copy.")
                     copy.token_ids.extend(chunk.token_ids)
                     if chunk.finish_reason is not None:
                         break
@@ -238,7 +238,7 @@ class ShadowRunner:
             # one entry per tenant with copies, not per tenant ever seen
             del self._num_by_tenant[tenant]
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a shadow's copy failed", exc_info=error)
+            logger.error("a request's copy on a shadow version failed", exc_info=error)
             copy.outcome = FAILED
         self._metrics.shadow_requests.labels(copy.outcome).inc()
 

@@ -21,7 +21,7 @@ def split_version(text: str) -> tuple[str, int | None]:
     if not at:
         return name, None
     if not version.isdecimal():
-        raise typer.BadParameter(f"{text!r}: after the @ should be a version's number, such as {name}@3.")
+        raise typer.BadParameter(f"{text!r} should have a version's number after the @, such as {name}@3.")
     return name, int(version)
 
 

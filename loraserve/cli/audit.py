@@ -38,4 +38,4 @@ def audit(
     start = instant(since)
     with connected(format, url, tenant) as (output, client):
         entries = takewhile(lambda entry: start is None or entry.at >= start, client.audit())
-        output.rows(islice(entries, limit), COLUMNS, name="id", empty="Nothing was done.")
+        output.rows(islice(entries, limit), COLUMNS, name="id", empty="No audit entries.")

@@ -55,10 +55,10 @@ def bench(
     """
     if shared_tokens > prompt_tokens:
         raise typer.BadParameter(
-            f"--shared-tokens is {shared_tokens}, more than the {prompt_tokens} of --prompt-tokens."
+            f"--shared-tokens is {shared_tokens}; it should be at most --prompt-tokens, {prompt_tokens}."
         )
     if models and all_adapters:
-        raise typer.BadParameter("Name models, or give --all: one of the two.")
+        raise typer.BadParameter("Give either models or --all, not both.")
     with connected(format, url, tenant) as (output, client):
         from loraserve.cli.load import Figures, TrafficPlan
 
@@ -90,7 +90,7 @@ def _models(client: Client, named: list[str] | None, base: str, *, all_adapters:
         return tuple(named or (base,))
     found = tuple(adapter.name for adapter in client.adapters.list() if "live" in adapter.aliases)
     if not found:
-        raise errors.AdapterNotFound("The tenant has no adapters.", hint="See: loraserve adapter push DIR --name NAME")
+        raise errors.AdapterNotFound("The tenant has no adapters.", hint="Run: loraserve adapter push DIR --name NAME")
     return found
 
 

@@ -112,4 +112,4 @@ def cancel(
         operation = client.operations.cancel(operation_id)
         show_operation(output, operation)
         if operation.is_running:
-            output.note(f"It ends soon. See: loraserve operation wait {operation_id}")
+            output.note(f"The operation ends soon. See: loraserve operation wait {operation_id}")

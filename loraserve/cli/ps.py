@@ -103,7 +103,7 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
         output.json(value, is_line=is_line)
         return
     if look.stats is None or look.memory is None:
-        output.note("What the engine does is shown to admin keys alone.")
+        output.note("The engine's numbers are shown only to admin keys.")
     if output.format is Format.HUMAN:
         known = {"base": base_in_words(look.base)}
         if look.stats is not None and look.memory is not None:

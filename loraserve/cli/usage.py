@@ -45,7 +45,9 @@ def _groups(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in GROUPS]
     if unknown:
-        raise typer.BadParameter(f"--group-by is {text!r}; it should be some of {', '.join(GROUPS)}.")
+        raise typer.BadParameter(
+            f"--group-by is {text!r}; it should be one or more of {', '.join(GROUPS)}, separated by commas."
+        )
     return names
 
 
@@ -75,4 +77,4 @@ def usage(
             return
         rows = client.usage.sums(tenant=tenant, adapter=adapter, start=since, end=until, group_by=groups)
         columns = (*(_GROUP_COLUMNS[group] for group in groups), *AMOUNT_COLUMNS)
-        output.rows(rows, columns, name="label", empty="Nothing was used.")
+        output.rows(rows, columns, name="label", empty="No usage.")

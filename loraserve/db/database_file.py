@@ -42,8 +42,8 @@ class DatabaseFile:
         if is_there and (self._log is None or _identity(self._log_path) == self._log):
             return
         raise DatabaseUnavailable(
-            "The registry's database was moved away, replaced or deleted under this server; nothing is written.",
-            hint="Its operator must put it back, or start the server again.",
+            "The registry's database was moved, replaced or deleted while the server ran; nothing was written.",
+            hint="The server's operator must put the file back, or restart the server.",
         )
 
     def url(self, parsed: URL) -> URL:

@@ -88,7 +88,8 @@ class Once(Generic[T]):
             return
         if row.fingerprint != self.fingerprint:
             raise IdempotencyKeyReused(
-                "This Idempotency-Key came before with another request.", hint="Use a new key for a new request."
+                "This Idempotency-Key was already used for a different request.",
+                hint="Use a new key for a new request.",
             )
         raise Replay(StoredResponse(row.status, row.headers, row.body))
 

@@ -224,7 +224,7 @@ class LookupCache(Generic[K, V]):
         if asking.done() and not asking.cancelled():
             return asking.result()
         if self._silence_s() < self._timeout_s:
-            raise Overloaded("The registry's database answers too slowly now.", hint="Try again in a moment.")
+            raise Overloaded("The registry's database is too slow now.", hint="Try again in a moment.")
         raise DatabaseUnavailable(
             f"The registry's database gave no answer within {self._timeout_s:g} s.", hint="Try again in a moment."
         )

@@ -146,8 +146,8 @@ def _read_revision(connection: Connection) -> str | None:
     heads = MigrationContext.configure(connection).get_current_heads()
     if len(heads) > 1:
         raise SchemaOutdated(
-            f"The registry's tables say that they are at several revisions ({', '.join(heads)}).",
-            hint="Somebody changed alembic_version by hand: restore a backup.",
+            f"The registry's table alembic_version has several revisions ({', '.join(heads)}); expected one.",
+            hint="It was changed by hand: restore a backup.",
         )
     revision = heads[0] if heads else None
     if revision is None:
@@ -168,7 +168,7 @@ def _upgrade(connection: Connection) -> str:
         broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
         if broken:
             raise ConfigError(
-                f"The migration would leave {len(broken)} rows without their parent; nothing was changed."
+                f"The migration would leave {len(broken)} rows that refer to deleted rows; nothing was changed."
             )
     return target
 
@@ -178,14 +178,14 @@ def _check(connection: Connection) -> None:
     _refuse_newer(found, target)
     if found != target:
         raise SchemaOutdated(
-            f"The registry's tables are at revision {found or 'none'}; this program works with {target}.",
+            f"The registry's tables are at revision {found or 'none'}; this program needs {target}.",
             hint="Run: loraserve db upgrade",
         )
     missing = sorted(set(Base.metadata.tables) - set(inspect(connection).get_table_names()))
     if missing:
         raise SchemaOutdated(
             f"The registry's database is at revision {found} and has no table {', '.join(missing[:3])}.",
-            hint="Somebody changed it by hand: restore a backup.",
+            hint="It was changed by hand: restore a backup.",
         )
     if connection.dialect.name == "sqlite":
         problem = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()

@@ -61,7 +61,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         if value is None:
             return None
         if value.tzinfo is None:
-            raise ValueError(f"a naive datetime ({value.isoformat()}) can't be stored: its instant isn't known")
+            raise ValueError(f"a naive datetime ({value.isoformat()}) can't be stored: it has no time zone")
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:

@@ -67,7 +67,7 @@ def decode_cursor(cursor: str | None) -> str | None:
         position = ""
     if not position or len(cursor) > MAX_CURSOR_BYTES or not position.isprintable():
         raise InvalidRequest(
-            "cursor isn't one that this server gave.",
+            "cursor is invalid: it isn't a next_cursor of this server.",
             param="cursor",
             hint="Pass next_cursor of the page before, or none.",
         )
@@ -81,6 +81,8 @@ def decode_number_cursor(cursor: str | None) -> int | None:
         return None
     if not (position.isascii() and position.isdigit() and len(position) <= 18):
         raise InvalidRequest(
-            "cursor isn't one of this list.", param="cursor", hint="Pass next_cursor of the page before."
+            "cursor is invalid: it isn't a next_cursor of this list.",
+            param="cursor",
+            hint="Pass next_cursor of the page before.",
         )
     return int(position)

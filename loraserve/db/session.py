@@ -58,7 +58,7 @@ def parse_database_url(url: str) -> URL:
         # make_url knows no driver-less "postgres" and isn't asked to import one.
         parsed = make_url(url)
     except (ArgumentError, ValueError) as error:
-        raise ConfigError("The database URL can't be read.", hint=expected) from error
+        raise ConfigError("The database URL can't be parsed.", hint=expected) from error
     backend = parsed.drivername.partition("+")[0]
     if backend == "sqlite":
         if not parsed.database or ":memory:" in parsed.database or parsed.query:
@@ -163,7 +163,9 @@ def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[No
         yield
     except Exception as error:
         if isinstance(error, PoolTimeout) and not is_silent():
-            raise Overloaded("The server asks its database for more than it answers now.") from error
+            raise Overloaded(
+                "The server's queue for database connections is full.", hint="Try again in a moment."
+            ) from error
         translated = _translate(error)
         if translated is None:
             raise
@@ -173,8 +175,8 @@ def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[No
 def damaged(found: str) -> DatabaseDamaged:
     """Return the error for a database whose bytes aren't what was written."""
     return DatabaseDamaged(
-        f"The registry's database is damaged, cut off, or no database at all: {found}.",
-        hint="Restore a backup, or look at LORASERVE_DATABASE_URL.",
+        f"The registry's database is damaged, truncated, or no database at all: {found}.",
+        hint="Restore a backup, or check LORASERVE_DATABASE_URL.",
     )
 
 
@@ -212,7 +214,7 @@ def _translate(error: Exception) -> LoraserveError | None:
     if state in _POSTGRES_DAMAGED:
         return damaged(str(cause))
     if state[:2] in _POSTGRES_CONFIG:
-        return ConfigError(f"The database refuses the connection: {cause}.", hint="Look at LORASERVE_DATABASE_URL.")
+        return ConfigError(f"The database refuses the connection: {cause}.", hint="Check LORASERVE_DATABASE_URL.")
     if state[:2] in _POSTGRES_AWAY or (isinstance(error, DBAPIError) and error.connection_invalidated):
         return unavailable
     return None
@@ -297,7 +299,7 @@ class Database:
             logger.error("%s", error)
             if isinstance(error, DatabaseDamaged):
                 raise DatabaseDamaged(
-                    "The registry's database is damaged.", hint="Its operator must restore a backup."
+                    "The registry's database is damaged.", hint="The server's operator must restore a backup."
                 ) from error
             raise DatabaseUnavailable("The registry's database can't be reached now.") from error
 

@@ -122,8 +122,8 @@ def _refusal_problem(what: str, act: Callable[[], object], error: type[Loraserve
     except error:
         return None
     except LoraserveError as other:
-        return f"a stranger who tried to {what} got {type(other).__name__}, expected {error.__name__}"
-    return f"a stranger could {what}"
+        return f"a foreign key that tried to {what} got {type(other).__name__}, expected {error.__name__}"
+    return f"a foreign key could {what}"
 
 
 async def _ask_everything(access: Access, frames: Sequence[Frame]) -> dict[Style, list[str]]:

@@ -119,7 +119,7 @@ class DemoServer:
                 if now - moved > _START_S:
                     self.stop()
                     raise EngineUnavailable(
-                        f"The server isn't ready, and made no progress for {_START_S:g} s. {detail}\nIts log ends:\n"
+                        f"The server isn't ready and has made no progress for {_START_S:g} s. {detail}\nIts log ends:\n"
                         f"{self.log_tail()}"
                     )
                 try:

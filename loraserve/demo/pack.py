@@ -49,7 +49,7 @@ def pack_files(pack: Path | None = None) -> tuple[Path, ...]:
     missing = [str(path.relative_to(root)) for path in files if not path.is_file()]
     if missing:
         raise ConfigError(
-            f"The demo pack in {root} is incomplete: {', '.join(missing)} not there.",
+            f"The demo pack in {root} is incomplete; missing: {', '.join(missing)}.",
             hint="Install loraserve again, or make a pack with `loraserve demo train`.",
         )
     return tuple(files)

@@ -125,9 +125,9 @@ def _check_everything(server: DemoServer, access: Access, stranger_key: str, con
     checks.append(check_time(took_s, _MAX_ANSWERS_S))
     checks += [check_chat(access, frames[1]), check_models(access), check_stranger(access, stranger_key)]
 
-    console.print("Stopping the server, and starting it again on what it kept …")
+    console.print("Stopping the server, and starting it again on its stored data …")
     code = server.stop()
-    checks.append(TourCheck("stopped in good order", int(code == 0), 1, None if code == 0 else f"exit code {code}"))
+    checks.append(TourCheck("the server stopped cleanly", int(code == 0), 1, None if code == 0 else f"exit code {code}"))
     server.start()
     checks += check_answers(access, frames[:2], when=" after the restart")
     checks.append(check_models(access))
@@ -146,7 +146,7 @@ def _report(checks: Sequence[TourCheck], duration_s: float, console: Console) ->
     wrong = [check for check in checks if not check.is_right]
     for check in wrong:
         console.print(f"{check.what}: {check.problem}", markup=False, highlight=False, soft_wrap=True)
-    verdict = "All of it is right" if not wrong else f"{len(wrong)} of {len(checks)} checks failed"
+    verdict = "All checks passed" if not wrong else f"{len(wrong)} of {len(checks)} checks failed"
     console.print(f"{verdict}, after {duration_s:.1f} s.")
     return 1 if wrong else 0
 

@@ -154,9 +154,9 @@ def check_gpu(probed: TorchFacts, device: str, driver_bytes: int | None) -> Iter
         driver_bytes: of the GPU that the driver's own program finds; None: it finds none.
     """
     if device == "cpu":
-        yield ok("gpu", "not asked for")
+        yield ok("gpu", "not needed (--device cpu)")
     elif probed.gpu_bytes is None and driver_bytes is not None:
-        build = f"torch {probed.torch} finds none" + ("" if probed.cuda else " (a build for CPUs)")
+        build = f"torch {probed.torch} doesn't find it" + ("" if probed.cuda else " (a build for CPUs)")
         yield (fail if device == "cuda" else warn)(
             "gpu",
             f"the driver has a GPU of {driver_bytes / GIB:.0f} GiB, {build}",
@@ -167,7 +167,7 @@ def check_gpu(probed: TorchFacts, device: str, driver_bytes: int | None) -> Iter
         if device == "cuda":
             yield fail("gpu", "none", "a CUDA device (--device cuda)", "Use --device cpu.")
         else:
-            yield ok("gpu", "none: the CPU serves")
+            yield ok("gpu", "none: the CPU is used")
     else:
         yield from _check_found_gpu(probed, device)
 

@@ -44,7 +44,7 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
             command, capture_output=True, text=True, timeout=TIMEOUT_S, env=variables, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"the kernels weren't tried within {TIMEOUT_S:.0f} s") from error
+        raise OSError(f"timing the kernels took longer than {TIMEOUT_S:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     try:
         found: dict[str, Any] | None = json.loads(lines[-1]) if done.returncode == 0 and lines else None
@@ -52,7 +52,7 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
         found = None
     if found is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise OSError(f"the kernels can't be tried: {last[:300]}")
+        raise OSError(f"the kernels can't be timed: {last[:300]}")
     return found
 
 
@@ -75,7 +75,9 @@ def check(found: dict[str, Any]) -> Iterator[Check]:
         how = f"{one['format']}: {one['arithmetic']} ({one['kernel']}, {one['instructions']})"
         words = f"{how}, time as a multiple of float32's by rows: {ratios}"
         if one["is_slower"]:
-            advice = "It saves memory alone: use another --quantize, or none. loraserve doctor --kernels shows all."
+            advice = (
+                "This format only saves memory: use another --quantize, or none. loraserve doctor --kernels shows all."
+            )
             yield warn("kernels", words, "no slower than float32", advice)
         else:
             yield ok("kernels", words)

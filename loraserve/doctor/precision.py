@@ -47,7 +47,7 @@ def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[
             "precision",
             f"{available_bytes / GIB:.1f} GiB of memory available",
             f"{needed / GIB:.1f} GiB: the base is loaded to be measured",
-            "Stop the server that has it, or measure on a larger machine.",
+            "Stop the server that has loaded it, or measure on a larger machine.",
         )
 
 
@@ -72,7 +72,7 @@ def measure(config: EngineConfig) -> RoundingCost:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"the measurement didn't end within {TIMEOUT_S:.0f} s") from error
+        raise OSError(f"the measurement took longer than {TIMEOUT_S:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     try:
         if done.returncode == 0 and lines:

@@ -23,7 +23,7 @@ TIMEOUT_S = 10.0
 MAX_COMPARED = 5
 """Resident adapters that are compared with what they were planned to take."""
 TOLERANCE = 0.02
-_RESTART = "Restart it with the settings that you mean, or give doctor those that it was started with."
+_RESTART = "Restart the server with the settings that you expect, or run doctor with the settings of the server."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +67,28 @@ def check_probes(url: str) -> Iterator[Check]:
             codes[name], said[name] = answer.status_code, _detail_of(answer.content)
         except httpx2.TransportError as error:
             yield fail(
-                "server", f"{url}/{name}: {type(error).__name__}", "an answer", "Look at its log, and restart it."
+                "server",
+                f"{url}/{name}: {type(error).__name__}",
+                "an answer",
+                "Check the server's log, then restart it.",
             )
             return
     if codes["livez"] != 200:
         yield fail(
             "server",
             f"/livez says {codes['livez']}{said['livez']}",
-            "200: its engine steps",
-            "Look at its log, and restart it.",
+            "200: the engine makes progress",
+            "Check the server's log, then restart it.",
         )
     elif codes["readyz"] != 200:
         yield warn(
-            "server", f"/readyz says {codes['readyz']}{said['readyz']}", "200", "Wait: it loads its base, or drains."
+            "server",
+            f"/readyz says {codes['readyz']}{said['readyz']}",
+            "200",
+            "Wait: the server is loading its base, or draining.",
         )
     else:
-        yield ok("server", f"{url} lives and is ready")
+        yield ok("server", f"{url} is live and ready")
 
 
 def check_server(url: str, api_key: str, expected: Expected | None) -> Iterator[Check]:
@@ -169,24 +175,29 @@ def _check_limits(client: Client) -> Iterator[Check]:
     if different:
         words = ", ".join(f"{name} {found.get(name)}" for name in different[:4])
         wanted = ", ".join(f"{name} {here[name]}" for name in different[:4])
-        yield warn("limits", words, wanted, "The server is of another version than this program: restart it.")
+        yield warn("limits", words, wanted, "The server runs another version than this program: restart it.")
     else:
-        yield ok("limits", f"{len(here)} bounds, those of this version")
+        yield ok("limits", f"{len(here)} limits, equal to this version's")
 
 
 def check_counters(samples: Mapping[str, float]) -> Iterator[Check]:
     violations = samples.get("loraserve_invariant_violations_total", 0)
     failures = samples.get("loraserve_adapter_load_failures_total", 0)
     if violations:
-        yield fail("invariants", f"{violations:.0f} violations", "none", "Keep its log, restart it, and report it.")
+        yield fail(
+            "invariants",
+            f"{violations:.0f} violations",
+            "none",
+            "Keep the server's log, restart the server, and report the log.",
+        )
     else:
-        yield ok("invariants", "none was violated")
+        yield ok("invariants", "no violations")
     if failures:
         yield warn(
             "loads",
             f"{failures:.0f} loads failed",
             "none",
-            "Look at its log: damaged bytes, or a disk that can't be read.",
+            "Check the server's log: the bytes are damaged, or the disk can't be read.",
         )
 
 
@@ -206,7 +217,12 @@ def check_budget(samples: Mapping[str, float], arena: ArenaPlan) -> Iterator[Che
     )
     for name, unit, found, planned in pairs:
         if not found:
-            yield warn(name, "not told yet", f"{planned:,} {unit}", "Ask again once its engine has stepped.")
+            yield warn(
+                name,
+                "not reported yet",
+                f"{planned:,} {unit}",
+                "Run doctor again after the engine has computed a step.",
+            )
         elif abs(found - planned) > tolerance * planned:
             yield warn(name, f"{found:,.0f} {unit}", f"{planned:,} {unit}", _RESTART)
         else:
@@ -216,7 +232,7 @@ def check_budget(samples: Mapping[str, float], arena: ArenaPlan) -> Iterator[Che
 def _check_adapters(client: Client, api_key: str, expected: Expected, arena: ArenaPlan) -> Iterator[Check]:
     rows = [row for row in client.residency(resident=True) if row.device_bytes]
     if not rows:
-        yield ok("adapters", "none is on the device")
+        yield ok("adapters", "none on the device")
         return
     different, num_compared = [], 0
     for row in rows[:MAX_COMPARED]:
@@ -231,8 +247,8 @@ def _check_adapters(client: Client, api_key: str, expected: Expected, arena: Are
         yield warn(
             "adapters",
             "; ".join(different),
-            "what was planned",
-            "Is --adapter-dtype or --adapter-rank-error another here?",
+            "the planned bytes",
+            "Run doctor with the server's --adapter-dtype and --adapter-rank-error.",
         )
     else:
         yield ok("adapters", f"{len(rows)} on the device; {num_compared} compared, as planned")

@@ -40,8 +40,13 @@ def check_data_dir(data_dir: Path) -> Iterator[Check]:
         finally:
             os.close(folder_fd)
     except OSError as error:
-        expected = "to be written and synced (fsync) by this user"
-        yield fail("data_dir", f"{folder}: {error.strerror}", expected, "Give another --data-dir, or mend its owner.")
+        expected = "a folder that this user can write and sync (fsync)"
+        yield fail(
+            "data_dir",
+            f"{folder}: {error.strerror}",
+            expected,
+            "Give another --data-dir, or change the folder's owner.",
+        )
         return
     finally:
         for left in (path, moved):
@@ -54,9 +59,9 @@ def check_disk(data_dir: Path) -> Iterator[Check]:
     free = shutil.disk_usage(nearest_folder(data_dir)).free
     found, wanted = f"{free / GIB:.1f} GiB free", LIMITS.max_upload_bytes
     if free < MIN_FREE_BYTES:
-        yield fail("disk", found, f"at least {MIN_FREE_BYTES / MIB:.0f} MiB", "Make room, or move --data-dir.")
+        yield fail("disk", found, f"at least {MIN_FREE_BYTES / MIB:.0f} MiB", "Free some space, or move --data-dir.")
     elif free < wanted:
-        yield warn("disk", found, f"{wanted / GIB:.1f} GiB, the largest upload", "Make room, or move --data-dir.")
+        yield warn("disk", found, f"{wanted / GIB:.1f} GiB, the largest upload", "Free some space, or move --data-dir.")
     else:
         yield ok("disk", found)
 
@@ -65,7 +70,7 @@ def check_database(url: str) -> Iterator[Check]:
     """Check that the database answers and has this program's tables. Creates nothing."""
     path = _path_of(url)
     if path is not None and not path.exists():
-        yield ok("database", f"{path} isn't there yet: the first start makes it")
+        yield ok("database", f"{path} doesn't exist yet: the first start creates it")
         return
     from loraserve.db import migrate
 
@@ -84,18 +89,18 @@ def check_database(url: str) -> Iterator[Check]:
             "database",
             f"no answer within {DATABASE_TIMEOUT_S:.0f} s",
             "an answer",
-            "Is it up, and reachable from here?",
+            "Check that the database runs and can be reached from here.",
         )
         return
     if revision is None:
-        yield ok("database", "empty: the first start makes its tables")
+        yield ok("database", "empty: the first start creates its tables")
     elif differences:
         found = "; ".join(differences[:3]) + (f" and {len(differences) - 3} more" if len(differences) > 3 else "")
         yield fail(
-            "database", found, "the tables that this program makes", "Somebody changed them by hand: restore a backup."
+            "database", found, "the tables that this program creates", "They were changed by hand: restore a backup."
         )
     else:
-        yield ok("database", f"at revision {revision}, as this program")
+        yield ok("database", f"at revision {revision}, the one that this program needs")
 
 
 def check_store(store_url: str, database_url: str) -> Iterator[Check]:
@@ -107,7 +112,7 @@ def check_store(store_url: str, database_url: str) -> Iterator[Check]:
     for url in (store_url, database_url):
         path = _path_of(url)
         if path is not None and not path.exists():
-            yield ok("store", f"{path} isn't there yet: the first start makes it")
+            yield ok("store", f"{path} doesn't exist yet: the first start creates it")
             return
 
     async def look() -> StoreMismatch | None:
@@ -121,7 +126,7 @@ def check_store(store_url: str, database_url: str) -> Iterator[Check]:
 
     problem = asyncio.run(look())
     if problem is None:
-        yield ok("store", "it is this registry's, or free to be claimed")
+        yield ok("store", "it belongs to this registry, or is unclaimed")
     else:
         yield fail("store", problem.message, "this registry's own store", problem.hint or "")
 
@@ -187,10 +192,10 @@ def check_bases(url: str, served: str | None) -> Iterator[Check]:
     found = f"versions: {words}" if words else "no versions yet"
     others = {digest for digest in counts if digest != served}
     if served is None and len(counts) > 1:
-        yield warn("bases", found, "one base, or a server for each", "Each version is served on its own base alone.")
+        yield warn("bases", found, "one base, or a server for each", "Each version is served on its own base only.")
     elif served is not None and others:
         num = sum(counts[digest] for digest in others)
-        advice = "Serve their base, or check them for this one: loraserve adapter verify NAME@VERSION --rebase"
+        advice = "Serve their base, or verify them on this one: loraserve adapter verify NAME@VERSION --rebase"
         yield warn("bases", f"{found}: {num:,} aren't served", f"the server's base, sha256:{served[:12]}", advice)
     else:
         yield ok("bases", found)
@@ -204,7 +209,7 @@ def check_files() -> Iterator[Check]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = LIMITS.max_live_requests + FILES_BESIDE_REQUESTS
     found = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} open files"
-    advice = f"ulimit -Hn {wanted}, or LimitNOFILE= of its unit."
+    advice = f"Raise it with ulimit -Hn {wanted}, or LimitNOFILE= in the server's unit."
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         yield ok("files", found)
     elif hard < MIN_FILES:

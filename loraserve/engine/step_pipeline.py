@@ -133,7 +133,7 @@ class StepPipeline:
 
     def _recompute(self, scheduled: Sequence[ScheduledRequest], error: Exception) -> list[TokenOutput]:
         """Compute what is left of a step that raised, with no other step in flight."""
-        logger.warning("a step of %d requests raised %s: computing it anew", len(scheduled), type(error).__name__)
+        logger.warning("a step of %d requests raised %s: computing it again", len(scheduled), type(error).__name__)
         self._scheduler.forget([entry for entry in scheduled if not entry.is_current])
         return self._bisect([entry for entry in scheduled if entry.is_current])
 
@@ -153,9 +153,11 @@ class StepPipeline:
         except Exception as error:
             if len(scheduled) == 1:
                 logger.exception("request %s failed in a step", scheduled[0].request.request_id)
-                reason = EngineError(f"The step of this request failed: {type(error).__name__}.")
+                reason = EngineError(f"The step that computed this request failed: {type(error).__name__}.")
                 return [self._scheduler.fail(scheduled[0].request, reason)]
-            logger.warning("a step of %d requests raised %s: halving it", len(scheduled), type(error).__name__)
+            logger.warning(
+                "a step of %d requests raised %s: computing each half of it", len(scheduled), type(error).__name__
+            )
             middle = len(scheduled) // 2
             return self._bisect(scheduled[:middle]) + self._bisect(scheduled[middle:])
         return self._scheduler.update(step.batch.entries, results)

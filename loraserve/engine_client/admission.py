@@ -59,12 +59,14 @@ class QueueBounds:
         tenant = self._tenants.get(request.tenant) or _Tenant()
         if request.max_queued and self.num_alive >= self._num_slots and tenant.num_waiting >= request.max_queued:
             raise RateLimited(
-                f"{tenant.num_waiting} of the tenant's requests wait for their first token; at most"
-                f" {request.max_queued} may.",
+                f"{tenant.num_waiting} of the tenant's requests are in the queue, before their first token; at most"
+                f" {request.max_queued} are allowed.",
                 retry_after_s=min(max(tenant.interval_s, _INTERVALS_S[0]), _INTERVALS_S[1]),
             )
         if self.num_alive >= self.max_live and not self._has_part_left(request.tenant, tenant):
-            raise Overloaded(f"{self.num_alive} requests are alive; no more are taken until some end.")
+            raise Overloaded(
+                f"The server has {self.num_alive} live requests, the maximum.", hint="Try again when some have ended."
+            )
         self._tenants[request.tenant] = tenant
         tenant.num_alive += 1
         tenant.num_waiting += 1

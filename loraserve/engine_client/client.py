@@ -172,7 +172,9 @@ class EngineClient:
             try:
                 output = await live.next(self._max_queue_wait_s)
             except TimeoutError:
-                raise Overloaded(f"No token could be made within {self._max_queue_wait_s:.0f} s.") from None
+                raise Overloaded(
+                    f"The request got no token within {self._max_queue_wait_s:.0f} s, the server's limit."
+                ) from None
             while True:
                 chunk = processor.push(output)
                 yield chunk
@@ -295,7 +297,7 @@ class EngineClient:
             abort: returns the message that takes the call back when this is cancelled.
         """
         if not self._supervisor.is_ready:
-            raise EngineUnavailable("The engine isn't up; try again shortly.")
+            raise EngineUnavailable("The engine isn't running yet.", hint="Try again shortly.")
         call_id = self._calls.next_id()
         with self._calls.open(call_id) as reply:
             try:

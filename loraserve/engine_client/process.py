@@ -47,7 +47,7 @@ _LOG_INTERVAL_S = 5.0
 """Interval at which a long load logs its progress, beside each time it begins something else."""
 
 _HINT = (
-    "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is only slow, raise"
+    "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is just slow, raise"
     " --engine-hang-timeout."
 )
 
@@ -186,9 +186,7 @@ class EngineProcess:
             if self._ready.done():
                 return self._ready.result()
             if exited.done():
-                raise EngineDied(
-                    f"it {self.describe_end(exited.result())}; it last said that it was {self.vitals.doing}"
-                )
+                raise EngineDied(f"it {self.describe_end(exited.result())}; its last report: {self.vitals.doing}")
             raise EngineDied(f"it {self._hung.result()}")
         finally:
             exited.cancel()
@@ -215,7 +213,7 @@ class EngineProcess:
         except ValueError:
             name = f"signal {-code}"
         # the kernel's OOM killer leaves no other trace here
-        why = " (by the system for want of memory, if by nobody else: see its log)" if -code == signal.SIGKILL else ""
+        why = " (probably by the system, for lack of memory: see the system's log)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{why}"
 
     def send(self, message: m.EngineInput) -> None:
@@ -256,7 +254,7 @@ class EngineProcess:
             try:
                 await asyncio.wait_for(self._process.wait(), KILL_PATIENCE_S)
             except TimeoutError:
-                logger.error("the engine's process %d was killed and doesn't end; it is left behind", self._process.pid)
+                logger.error("the engine's process %d was killed and hasn't ended; it is abandoned", self._process.pid)
 
     @property
     def _stacks_path(self) -> Path:
@@ -280,7 +278,7 @@ class EngineProcess:
                     self._note_hang(await self._examine(timeout_s))
                     return
         except Exception:
-            logger.exception("the engine's watcher broke")
+            logger.exception("watching the engine's process failed")
             self._note_hang("can't be watched any more")
 
     def _note_hang(self, reason: str) -> None:
@@ -296,14 +294,14 @@ class EngineProcess:
             by = "SIGSTOP" if state == "T" else "a debugger"
             return (
                 f"was stopped by {by} for {timeout_s:g} s while it was {doing};"
-                " a stopped process can't say where it stands"
+                " a stopped process can't report its stack"
             )
-        where = "its Python stack can't be had: it " + (
+        where = "its Python stack is unavailable: it " + (
             "waits for a disk or a device (state D)"
             if state == "D"
             else "answers no signal"
             if self.vitals.has_spoken
-            else "never said anything"
+            else "never reported anything"
         )
         if self.vitals.has_spoken:
             stacks = await dump_stacks(pid, self._stacks_path)
@@ -321,7 +319,7 @@ class EngineProcess:
                 self._take(message)
         except Exception:
             # this engine can't be heard any more: the next one starts from what is known
-            logger.exception("a message of the engine process makes no sense; it is killed")
+            logger.exception("the engine process sent an invalid message and is killed")
             self.kill()
 
     def _take(self, message: m.EngineOutput) -> None:
@@ -336,7 +334,7 @@ class EngineProcess:
                 error: LoraserveError = error_from_code(code, text)
                 error.hint = hint
                 if self._ready.done():
-                    logger.error("the engine process can't go on: %s", error)
+                    logger.error("the engine process can't continue: %s", error)
                 else:
                     self._ready.set_exception(error)
             case _:

@@ -119,7 +119,7 @@ class EngineSupervisor:
         None if they can.
         """
         if self.failure is not None:
-            return "The engine can't be started; the log says why."
+            return "The engine can't be started; the log has the reason."
         if self._loading is not None:
             return f"The engine is {self._loading.vitals.doing}."
         if not self.is_up:
@@ -158,13 +158,15 @@ class EngineSupervisor:
                 await self._launch()
                 break
             except EngineDied as error:
-                logger.error("the engine was never ready (%d of %d): %s", attempt, _MAX_DEATHS_BEFORE_READY, error)
+                logger.error(
+                    "the engine died before it was ready (%d of %d): %s", attempt, _MAX_DEATHS_BEFORE_READY, error
+                )
                 if attempt == _MAX_DEATHS_BEFORE_READY:
                     raise EngineUnavailable(
-                        f"The engine died {attempt} times in a row before it was ready. The last time {error}.",
-                        hint="The log has more. Where it hangs in a kernel, try another --quantize or --dtype;"
-                        " where it was killed, see whether the base fits into memory (loraserve plan)."
-                        " If the machine is only slow, raise --engine-hang-timeout.",
+                        f"The engine died {attempt} times in a row before it was ready. The last time, {error}.",
+                        hint="The log has more. If it hung in a kernel, try another --quantize or --dtype;"
+                        " if it was killed, check whether the base fits into memory (loraserve plan)."
+                        " If the machine is just slow, raise --engine-hang-timeout.",
                     ) from error
         self.is_up = True
         self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
@@ -213,7 +215,7 @@ class EngineSupervisor:
         if self._base is not None and self._base.digest != ready.base.digest:
             process.kill()
             await process.close()
-            raise EngineUnavailable("The base model's files changed while the server ran; restart the server.")
+            raise EngineUnavailable("The base model's files changed while the server ran.", hint="Restart the server.")
         self._base = ready.base
         self.device = ready.device
         # chosen by measuring times: streams must go on in the same arithmetic in the engines that
@@ -228,8 +230,10 @@ class EngineSupervisor:
         try:
             await self._keep_running()
         except Exception as error:
-            logger.exception("the engine's supervisor broke")
-            self.failure = EngineUnavailable(f"The engine's supervisor broke: {type(error).__name__}.")
+            logger.exception("the engine's supervisor failed")
+            self.failure = EngineUnavailable(
+                f"The engine's supervisor failed: {type(error).__name__}.", hint="Restart the server."
+            )
         self._end_all(EngineUnavailable("The engine died and could not be started again."))
 
     def _end_all(self, error: LoraserveError) -> None:
@@ -255,7 +259,7 @@ class EngineSupervisor:
                 ended.cancel()
             self.is_up = False
             num_deaths = 1 if time.monotonic() - started > _STABLE_S else num_deaths + 1
-            logger.error("the engine %s; %d requests are alive", reason, len(self.live))
+            logger.error("the engine %s; %d requests are live", reason, len(self.live))
             # a process that was stopped from outside says nothing against its requests
             self._count_crash(is_suspicious=self._process is None or not self._process.was_stopped)
             if not await self._relaunch(num_deaths):
@@ -291,7 +295,7 @@ class EngineSupervisor:
         self.failure = EngineUnavailable(
             f"The engine's process {process.pid} was killed {KILL_PATIENCE_S:g} s ago and hasn't ended:"
             " it probably waits for a disk or a device.",
-            hint="Look at the system's log; restart the machine if the process never ends.",
+            hint="Check the system's log; restart the machine if the process never ends.",
         )
         logger.error("%s", self.failure)
         self._end_all(self.failure)
@@ -324,7 +328,7 @@ class EngineSupervisor:
         Args:
             is_suspicious: whether one of those in flight may be why.
         """
-        self._calls.fail_all(EngineDied("The engine died; try again."))
+        self._calls.fail_all(EngineDied("The engine died.", hint="Try again."))
         for live in list(self.live.values()):
             if not live.is_sent or live.is_finished:
                 continue

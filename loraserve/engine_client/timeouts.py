@@ -11,6 +11,6 @@ TIMEOUT = "timeout"
 def timeout_error(timeout_s: float) -> DeadlineExceeded:
     """Return the error of a request that timed out before its first token."""
     return DeadlineExceeded(
-        f"No token could be made within the {timeout_s:g} s that the request gives itself.",
-        hint="Try again later, or with a longer timeout.",
+        f"The request got no token within its timeout of {timeout_s:g} s.",
+        hint="Try again later, or set a longer timeout.",
     )

@@ -121,7 +121,7 @@ class ArenaClient:
         """
         victim = self.arena.victim(besides=self)
         if victim is None:
-            raise InvariantViolation(f"{self.owner} wants other clients to free pages, and they have nothing idle.")
+            raise InvariantViolation(f"{self.owner} needs other clients' pages, and they have nothing idle.")
         self.arena.evict(victim[1], self, num_pages)
 
     def make_room(self, num_pages: int) -> bool:
@@ -180,7 +180,7 @@ class Arena:
             victim = self.victim()
             if victim is None:
                 raise InvariantViolation(
-                    f"{num_pages} pages are wanted and {self.num_free} are free; "
+                    f"{num_pages} pages are needed and {self.num_free} are free; "
                     "caches count idle pages but have no victim."
                 )
             self.evict(victim[1], client, num_pages - self.num_free)
@@ -217,13 +217,13 @@ class Arena:
         if self.num_free + num_allocated != self.num_pages or self.num_free < 0:
             problems.append(f"arena: free {self.num_free} + allocated {num_allocated} != {self.num_pages} pages")
         if any(client.num_allocated < 0 for client in clients):
-            problems.append("arena: a client holds fewer than no pages")
+            problems.append("arena: a client holds a negative number of pages")
         if self.is_indexed:
             numbers = [*self._free, *(page for client in clients for page in client.pages)]
             if sorted(numbers) != list(range(self.num_pages)):
                 problems.append("arena: a page is free and allocated, or allocated twice, or lost")
             if len(self._free) != self.num_free or any(len(one.pages) != one.num_allocated for one in clients):
-                problems.append("arena: pages are counted otherwise than they are allocated")
+                problems.append("arena: the counts of pages differ from the allocated pages")
         problems += [
             f"arena: {client.owner} counts more idle pages than it holds"
             for client in clients
@@ -239,7 +239,7 @@ class Arena:
     def _count(self, client: ArenaClient, count: int) -> None:
         if count > self.num_free or client.num_allocated + count < 0:
             raise InvariantViolation(
-                f"{client.owner} holds {client.num_allocated} pages and wants {count:+} of {self.num_free} free ones."
+                f"{client.owner} holds {client.num_allocated} pages and needs {count:+} of {self.num_free} free ones."
             )
         self.num_free -= count
         client.num_allocated += count

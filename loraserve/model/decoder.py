@@ -94,7 +94,9 @@ class Decoder:
         end = start
         for module in modules:
             if self._linear(layer, module) != (linear, end):
-                raise InvariantViolation(f"{module} doesn't follow in the linear of {modules[0]}.")
+                raise InvariantViolation(
+                    f"{module} doesn't follow the modules before it in the linear of {modules[0]}."
+                )
             end += self.spec.modules[module][0]
         yield from linear.rows(start, end)
 

@@ -88,9 +88,7 @@ def find_adapters(paths: Iterable[Path]) -> list[Path]:
             continue
         inside = sorted(child.parent for child in path.glob(f"*/{CONFIG_FILE}")) if path.is_dir() else []
         if not inside:
-            raise ConfigError(
-                f"{path} holds no {CONFIG_FILE}, nor do directories in it.", hint="Give a PEFT directory."
-            )
+            raise ConfigError(f"{path} and the directories in it hold no {CONFIG_FILE}.", hint="Give a PEFT directory.")
         found += inside
     return found
 
@@ -138,12 +136,10 @@ def plan_ranks(
     modules = [m for m in LAYER_MODULES if m in base.spec.modules] if list(targets) == ["all"] else list(targets)
     unknown = [module for module in modules if module not in base.spec.modules]
     if unknown or not modules:
-        raise ConfigError(
-            f"--targets {','.join(targets)}: this base has {', '.join(base.spec.modules)}.", hint="Or give all."
-        )
+        raise ConfigError(f"--targets {','.join(targets)}: expected some of {', '.join(base.spec.modules)}, or all.")
     for rank in ranks:
         if not 1 <= rank <= MAX_RANK:
-            raise ConfigError(f"--ranks {rank}: adapters of rank 1 to {MAX_RANK} are served.")
+            raise ConfigError(f"--ranks {rank}: expected a rank from 1 to {MAX_RANK}.")
     plans = []
     for index, rank in enumerate(ranks):
         part = count // len(ranks) + (index < count % len(ranks))
@@ -168,9 +164,7 @@ def plan_shape(
             num_pages, num_tiles = -(-packed // arena.page_bytes), 0
         else:
             if shape.num_norm_weights:
-                return _refused(
-                    name, count, file_bytes, "It has norms of its own; a GPU's kernels have the base's alone."
-                )
+                return _refused(name, count, file_bytes, "It has trained norms, which aren't served on a GPU.")
             num_pages = num_pages_of(shape.sizes, page_num_bytes=arena.page_bytes, **where)  # type: ignore[arg-type]
             num_tiles = num_tiles_of(shape.sizes, num_layers=base.spec.num_layers)
             packed = num_pages * arena.page_bytes
@@ -179,7 +173,7 @@ def plan_shape(
     refusal = None
     if num_pages > arena.max_adapter_pages:
         refusal = (
-            f"It takes {num_pages * arena.page_bytes:,} bytes; beside the KV of one sequence of full length the budget has "
+            f"It takes {num_pages * arena.page_bytes:,} bytes; beside the KV of one sequence of full length, the budget has room for "
             f"{arena.max_adapter_pages * arena.page_bytes:,}."
         )
     elif num_tiles > arena.max_tiles:

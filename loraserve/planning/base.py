@@ -103,7 +103,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     if not model_dir.is_dir():
         raise ModelError(
             f"{model_dir} isn't a directory.",
-            hint="A plan reads a base that is here; a hub's id must be fetched first.",
+            hint="Give the directory of a base; a base on the hub must be downloaded first.",
         )
     model = read_config(model_dir)
     if device == "cuda":

@@ -240,7 +240,7 @@ def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | No
             Level.WARNING,
             "kv_below_max_num_seqs",
             f"The KV of {most} sequences of full length ({base.max_model_len:,} tokens) fits; up to {config.max_num_seqs} may run at once. "
-            "Longer ones together are preempted and computed again.",
+            "If more of them run at once, some are preempted and computed again.",
             "Raise --memory-budget, or lower --max-num-seqs or --max-model-len.",
         )
     if base.device == "cpu" and available_bytes is not None:
@@ -256,7 +256,7 @@ def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | No
         yield Notice(
             Level.NOTE,
             "gpu_is_estimated",
-            "What steps take of a GPU is estimated here; the engine measures it at its start, and that decides.",
+            "The memory that steps take on a GPU is an estimate here; the engine measures it when it starts.",
         )
 
 
@@ -274,7 +274,7 @@ def _of_adapters(plan: CapacityPlan) -> Iterator[Notice]:
         yield Notice(
             Level.NOTE,
             "adapter_is_bounded",
-            "Some adapters hold whole weights, of which the rows are kept that aren't the base's: they take what is said here at most.",
+            "Some adapters hold whole weights, of which only the rows that differ from the base's are kept: their sizes here are upper bounds.",
         )
 
 
@@ -291,13 +291,13 @@ def _of_thrashing(plan: CapacityPlan) -> Iterator[Notice]:
         cost = ""
         if plan.loads is not None:
             cost = (
-                f" If all are used alike, {missed:.0%} of the uses wait for one: {plan.loads.host_s * 1e3:.1f} ms from host memory, "
-                f"{plan.loads.disk_s * 1e3:.1f} ms from disk, whence {plan.loads.max_loads_per_s:,.0f} a second come at most."
+                f" If all are used equally often, {missed:.0%} of the uses wait for a load: {plan.loads.host_s * 1e3:.1f} ms from host memory, "
+                f"{plan.loads.disk_s * 1e3:.1f} ms from disk, at most {plan.loads.max_loads_per_s:,.0f} loads per second."
             )
         yield Notice(
             Level.WARNING,
             "adapters_take_turns",
-            f"{in_best:,} of {count:,} adapters fit on the device at once.{cost} Popular ones stay.",
+            f"{in_best:,} of {count:,} adapters fit on the device at once.{cost} Popular ones stay resident.",
             "Raise --memory-budget or use --adapter-dtype int8.",
         )
         # on a CPU an adapter is in one of the two, on a GPU what is on the device may be in both
@@ -306,13 +306,13 @@ def _of_thrashing(plan: CapacityPlan) -> Iterator[Notice]:
             yield Notice(
                 Level.WARNING,
                 "adapters_exceed_host",
-                f"{min(count, in_memory):,} of {count:,} adapters fit into memory at once; the others come from disk.",
+                f"{min(count, in_memory):,} of {count:,} adapters fit into host memory at once; the others are loaded from disk.",
                 "Raise --host-cache.",
             )
     elif full.num_adapters is not None and full.num_adapters < count:
         yield Notice(
             Level.WARNING,
             "adapters_yield_to_kv",
-            f"All {count:,} adapters fit beside {best.num_sequences} sequence, {full.num_adapters:,} beside {full.num_sequences} of full length.",
+            f"All {count:,} adapters fit beside {best.num_sequences} sequence; beside {full.num_sequences} of full length, {full.num_adapters:,} do.",
             "Raise --memory-budget, or lower --max-num-seqs or --max-model-len.",
         )

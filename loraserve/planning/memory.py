@@ -155,14 +155,14 @@ def _budget(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: 
         return CPU_BUDGET_BYTES, "the default of a CPU"
     if device_bytes is None:
         raise ConfigError(
-            "How much memory the GPU has isn't known here.",
+            "The GPU's memory is unknown: nvidia-smi found no GPU here.",
             hint="Give --device-memory, such as 24GiB, or --memory-budget.",
         )
     left = int(device_bytes * config.memory_utilization) - base.num_bytes - step.reserved_bytes
     if left <= 0:
         raise ConfigError(
-            f"The base leaves no memory: of {device_bytes / GIB:.1f} GiB, {config.memory_utilization:.0%} of which may be taken, it has "
-            f"{base.num_bytes / GIB:.1f} and steps about {step.reserved_bytes / GIB:.1f}.",
+            f"The base leaves no memory for adapters and KV: of {device_bytes / GIB:.1f} GiB, {config.memory_utilization:.0%} may be used; "
+            f"the base takes {base.num_bytes / GIB:.1f} and steps about {step.reserved_bytes / GIB:.1f}.",
             hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
         )
-    return left, "what the base and steps leave of --device-memory (an estimate)"
+    return left, "the rest of --device-memory beside the base and steps (an estimate)"

@@ -119,8 +119,8 @@ async def retain(database: Database, digests: Collection[Digest]) -> None:
         if time.monotonic() >= end:
             # The message doesn't reveal that other tenants had these bytes.
             raise Overloaded(
-                "These bytes can't be stored or restored for now: the store is being tidied up.",
-                hint="Send the same request again later; it takes minutes at most.",
+                "These bytes can't be stored or restored now: the store's garbage is being collected.",
+                hint="Send the same request again later; collection takes minutes at most.",
                 retry_after_s=10,
             )
         await asyncio.sleep(_LOOK_S)
@@ -166,4 +166,6 @@ async def retain_stored(database: Database, store: BlobStore, digests: Collectio
     await retain(database, digests)
     for digest in digests:
         if not await asyncio.to_thread(store.exists, digest):
-            raise Overloaded("The stored bytes were removed meanwhile.", hint="Send the same request again.")
+            raise Overloaded(
+                "The stored bytes were removed while the request ran.", hint="Send the same request again."
+            )

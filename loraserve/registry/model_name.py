@@ -116,7 +116,7 @@ def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
     terms = text.split("+")
     if len(terms) > LIMITS.max_composition_terms:
         raise InvalidRequest(
-            f"model adds up {len(terms)} adapters; {LIMITS.max_composition_terms} is the most.", param="model"
+            f"model adds up {len(terms)} adapters; at most {LIMITS.max_composition_terms} are allowed.", param="model"
         )
     return tuple(_parse_term(term, number) for number, term in enumerate(terms, 1))
 
@@ -124,14 +124,16 @@ def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
 def _parse_term(text: str, number: int) -> Term:
     weight, star, adapter = text.rpartition("*")
     if not all(is_name(part) for part in _split(adapter) if part is not None):
-        raise InvalidRequest(f"Term {number} of model isn't {_TERM}.", param="model", hint="Such as: a+0.5*b@3.")
+        raise InvalidRequest(
+            f"Term {number} of model isn't {_TERM}.", param="model", hint="Use a form such as a+0.5*b@3."
+        )
     if not star:
         return Term(_parse_adapter(adapter))
     if len(weight) > MAX_WEIGHT_LENGTH or not _WEIGHT.fullmatch(weight):
         raise InvalidRequest(
             f"The weight in term {number} of model isn't a decimal number of at most {MAX_WEIGHT_LENGTH} characters.",
             param="model",
-            hint="Such as: a+0.5*b, or a+-0.5*b to subtract.",
+            hint="Use a form such as a+0.5*b, or a+-0.5*b to subtract.",
         )
     return Term(_parse_adapter(adapter), check_weight(Decimal(weight), "model"))
 
@@ -165,7 +167,7 @@ def check_weight(weight: Decimal, param: str) -> Decimal:
     return weight
 
 
-_HINT = "GET /v1/models lists those that this key may use."
+_HINT = "GET /v1/models lists the models that this key may use."
 
 
 def model_not_found(model: ParsedModel) -> ModelNotFound:
@@ -201,7 +203,7 @@ def check_alias_name(alias: str) -> str:
     if not is_name(alias):
         raise InvalidRequest(f"An alias should match {NAME_PATTERN}.", param="alias")
     if alias.isdigit():
-        raise InvalidRequest("An alias of digits alone would read as a version.", param="alias")
+        raise InvalidRequest("An alias shouldn't consist of digits only: it would read as a version.", param="alias")
     if alias in RESERVED_ALIASES:
         raise InvalidRequest(f'"{alias}" is reserved; give the alias another name.', param="alias")
     return alias

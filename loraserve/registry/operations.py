@@ -33,8 +33,14 @@ logger = logging.getLogger(__name__)
 RUNNING, DONE, FAILED, CANCELLED = "running", "done", "failed", "cancelled"
 ENDED = (DONE, FAILED, CANCELLED)
 Result = Mapping[str, Any]
-_LOST = {"code": "operation_lost", "message": "Its server is gone. Start it again."}
-_STOPPED = {"code": "operation_stopped", "message": "Its server was stopped. Start it again."}
+_LOST = {
+    "code": "operation_lost",
+    "message": "The server that ran this operation has ended. Start the operation again.",
+}
+_STOPPED = {
+    "code": "operation_stopped",
+    "message": "The server that ran this operation was stopped. Start the operation again.",
+}
 _BEAT_S = LIMITS.operation_heartbeat_s
 _LAST_TRIES_S = 60.0
 """Time for which writing the end of an operation is retried while the database is unreachable."""
@@ -117,7 +123,7 @@ class Operations:
             async with self._database.read() as session:
                 await once.check(session)
         if (found := len(self._running) + self._num_beginning) >= LIMITS.max_concurrent_operations:
-            raise Overloaded(f"{found} operations are under way, the most at a time.", retry_after_s=10)
+            raise Overloaded(f"{found} operations are running, the maximum.", retry_after_s=10)
         self._num_beginning += 1
         try:
             record = await self._insert(tenant, kind, target, actor=actor, once=once)
@@ -231,7 +237,7 @@ class Operations:
             f"heartbeat of {operation_id}",
             partial(self._beat, operation_id, progress),
             _BEAT_S,
-            failure=f"operation {operation_id} can't be renewed now",
+            failure=f"the heartbeat of operation {operation_id} can't be written now",
             logger=logger,
             first_delay_s=None,
         )
@@ -249,7 +255,7 @@ class Operations:
                 raise
             except Exception:
                 logger.exception("operation %s failed", operation_id)
-                message = "The server failed to do it; its log says why."
+                message = "The operation failed; the server's log has the reason."
                 ended = {"state": FAILED, "error": {"code": LoraserveError.code, "message": message}}
         finally:
             await heartbeat.close()

@@ -48,7 +48,8 @@ async def check_quota(
     )
     if is_new_adapter and (others := await _num_adapters(session, repository.tenant) - is_counted) >= max_adapters:
         raise QuotaExceeded(
-            f"The tenant has {others} adapters; it may have {max_adapters}.", hint="Delete one, or ask for more."
+            f"The tenant has {others} adapters; at most {max_adapters} are allowed.",
+            hint="Delete one, or ask an admin for a higher limit.",
         )
     max_bytes = limits.get("max_stored_bytes")
     if max_bytes is None:
@@ -57,16 +58,16 @@ async def check_quota(
     uploading = await uploading_bytes(session, repository.tenant, now, besides=blob)
     if stored + uploading + size_bytes > max_bytes:
         raise QuotaExceeded(
-            f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_bytes}; this takes {size_bytes} more.",
-            hint="Delete versions or uploads, or ask for more.",
+            f"The tenant stores {stored} bytes and uploads {uploading}; with this one's {size_bytes}, it would exceed its limit of {max_bytes}.",
+            hint="Delete versions or uploads, or ask an admin for a higher limit.",
         )
     if (
         restorable_since is not None
         and (kept := await _restorable_bytes(session, repository.tenant, restorable_since)) > max_bytes
     ):
         raise QuotaExceeded(
-            f"{kept} bytes of what the tenant deleted are kept for a restore, more than the {max_bytes} that it may store.",
-            hint="Wait until they are gone, restore some, or ask for more.",
+            f"{kept} bytes of deleted versions are kept for a restore, more than the tenant's limit of {max_bytes}.",
+            hint="Wait until they are deleted, restore some, or ask an admin for a higher limit.",
         )
 
 
@@ -82,7 +83,7 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
     num_open = await session.scalar(select(func.count()).select_from(Upload).where(*mine)) or 0
     if num_open >= LIMITS.max_open_uploads_per_tenant:
         raise QuotaExceeded(
-            f"{num_open} uploads of this tenant are open, the most it may have.",
+            f"{num_open} uploads of this tenant are open, the maximum.",
             hint="Delete one, or wait until one expires.",
         )
     max_bytes = limits.get("max_stored_bytes")
@@ -92,8 +93,8 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
     stored = await _stored_bytes(session, tenant)
     if stored + uploading + size > max_bytes:
         raise QuotaExceeded(
-            f"The tenant stores {stored} bytes, uploads {uploading} and may store {max_bytes}; this upload has {size}.",
-            hint="Delete versions or uploads, or ask for more.",
+            f"The tenant stores {stored} bytes and uploads {uploading}; with this upload's {size}, it would exceed its limit of {max_bytes}.",
+            hint="Delete versions or uploads, or ask an admin for a higher limit.",
         )
 
 

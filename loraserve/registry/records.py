@@ -134,10 +134,12 @@ class AliasTarget:
             raise InvalidRequest(
                 f"split has {len(parts)} parts; it should have 2 to {LIMITS.max_split_versions}.",
                 param="split",
-                hint="For one version alone, send version.",
+                hint="For one version, send version instead.",
             )
         if len({part.version for part in parts}) != len(parts):
-            raise InvalidRequest("split names a version twice.", param="split", hint="Add up its weights.")
+            raise InvalidRequest(
+                "split names a version twice.", param="split", hint="Name it once, with the sum of its weights."
+            )
         for index, part in enumerate(parts):
             if not MIN_SPLIT_WEIGHT <= part.weight <= MAX_SPLIT_WEIGHT:
                 raise InvalidRequest(

@@ -277,7 +277,7 @@ class AdapterRepository:
         shadowed = [
             alias.name for alias in aliases if (shadow := shadow_of(alias)) is not None and shadow.version == number
         ]
-        users = [f"the aliases {', '.join(naming)} name it"] if naming else []
+        users = [f"the aliases {', '.join(naming)} point to it"] if naming else []
         users += [f"it is the shadow of the aliases {', '.join(shadowed)}"] if shadowed else []
         return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
 

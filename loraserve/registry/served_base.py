@@ -66,7 +66,7 @@ def other_base_error(
     return AdapterOfAnotherBase(
         f"{name}@{number} was made for another base, {made_for}; this server serves {_shown(served.id, served.digest)}.",
         param=f"{name}@{number}",
-        hint=f"Serve that base, or let the version be checked for this one. Try: loraserve adapter verify {name}@{number} --rebase",
+        hint=f"Serve that base, or verify the version on this one. Try: loraserve adapter verify {name}@{number} --rebase",
     )
 
 

@@ -101,7 +101,7 @@ def error_from_body(body: Mapping[str, Any], *, status_code: int | None) -> erro
     fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else body
     message = _text(fields.get("message")) or _text(fields.get("detail")) or _text(fields.get("title"))
     if message is None:
-        message = inner if isinstance(inner, str) else f"The server answered {status_code} and didn't say why."
+        message = inner if isinstance(inner, str) else f"The server answered {status_code} without a reason."
     code = _text(fields.get("code"))
     error = errors.error_from_code(code, message) if code is not None else errors.LoraserveError(message)
     if status_code == 409 and isinstance(error, errors.AdapterBaseMismatch):
@@ -127,9 +127,10 @@ def _foreign_error(response: httpx2.Response) -> errors.LoraserveError:
     kind = response.headers.get("content-type", "no content type")
     message = f"{response.request.method} {response.request.url} was answered with {status} ({kind})"
     if response.status_code in (502, 503, 504):
-        return errors.Overloaded(f"{message}: a proxy stands before the server, or the server is starting.")
+        return errors.Overloaded(f"{message}: a proxy is in front of the server, or the server is starting.")
     return errors.UnexpectedAnswer(
-        f"{message}; a loraserve server says why in JSON.", hint="Is this the URL of a loraserve server?"
+        f"{message}; expected an error in JSON, as a loraserve server sends it.",
+        hint="Check that this is the URL of a loraserve server.",
     )
 
 

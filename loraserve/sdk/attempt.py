@@ -84,12 +84,10 @@ def error_from_failure(failure: httpx2.TransportError, url: str) -> errors.Clien
             hint="Start one (loraserve serve), or point LORASERVE_URL at one that runs.",
         )
     if isinstance(failure, httpx2.TimeoutException):
-        return errors.ClientTimeout(
-            f"{url} didn't answer in time ({reason}).", hint="Look at its load with: loraserve ps"
-        )
+        return errors.ClientTimeout(f"{url} didn't answer in time ({reason}).", hint="See: loraserve ps")
     return errors.ConnectionFailed(
         f"The connection to {url} broke before the answer was complete ({reason}).",
-        hint="See the server's log for the reason.",
+        hint="Check the server's log for the reason.",
     )
 
 

@@ -104,7 +104,7 @@ def parse(kind: type[R], body: bytes | str) -> R:
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         raise errors.UnexpectedAnswer(
             f"The server's answer isn't a {kind.__name__}: {where}: {first['msg']}.",
-            hint="Is this a loraserve server, and of the same version as this client?",
+            hint="Check that this is a loraserve server of the same version as this client.",
         ) from error
 
 

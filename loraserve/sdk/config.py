@@ -43,7 +43,7 @@ class ClientConfig:
         key = api_key or os.environ.get(cls.KEY_VARIABLE)
         if not key:
             raise errors.ConfigError(
-                "There is no API key.",
+                "No API key was given.",
                 hint=f"Pass api_key=… or set {cls.KEY_VARIABLE} (the server prints its first one).",
             )
         tenant = tenant or os.environ.get("LORASERVE_TENANT") or None
@@ -51,7 +51,9 @@ class ClientConfig:
             # What isn't plain ASCII can't be a header; the value itself isn't shown, it may be a
             # secret.
             if not value.isascii() or not value.isprintable() or value != value.strip():
-                raise errors.ConfigError(f"{what} has characters that can't be sent in a header.")
+                raise errors.ConfigError(
+                    f"{what} has characters that can't be sent in a header; expected printable ASCII without spaces around it."
+                )
         if not timeout_s > 0:
             raise errors.ConfigError(f"timeout is {timeout_s}; it should be more than 0 seconds.")
         if max_retries < 0:
@@ -82,9 +84,9 @@ def _checked_url(url: str) -> str:
     except ValueError:
         is_url = False
     if not is_url or parts.query or parts.fragment:
-        raise errors.ConfigError(f"{url!r} isn't a server's URL.", hint=f"Expected something like {DEFAULT_URL}.")
+        raise errors.ConfigError(f"{url!r} isn't a server's URL.", hint=f"Expected a form such as {DEFAULT_URL}.")
     if parts.username or parts.password:
         raise errors.ConfigError(
-            "The URL holds a user name or a password.", hint="Keys go into api_key or LORASERVE_API_KEY."
+            "The URL holds a user name or a password.", hint="Put the key into api_key or LORASERVE_API_KEY instead."
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

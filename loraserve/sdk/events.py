@@ -54,7 +54,7 @@ def incomplete(answer: Answer) -> errors.LoraserveError:
     """Return the error for a stream that ended without its last event."""
     error = errors.ConnectionFailed(
         "The stream ended without its last event: the answer is incomplete.",
-        hint="The server, or a proxy before it, went away. Ask again.",
+        hint="The server, or a proxy in front of it, ended the connection. Send the request again.",
     )
     error.request_id = answer.request_id
     return error

@@ -63,7 +63,7 @@ class FilePiece:
         chunk = file.read(min(CHUNK_BYTES, self.end - at))
         if not chunk:
             raise errors.AdapterFormatError(
-                f"{self.path} became shorter while it was being sent: {at} of {self.file_bytes} bytes were there.",
+                f"{self.path} became shorter while it was being sent: it had {self.file_bytes} bytes and has {at} now.",
                 hint="Push again when nothing writes to the directory.",
             )
         return chunk

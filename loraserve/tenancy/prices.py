@@ -110,7 +110,7 @@ def _read_adapters(value: object, default: Price) -> dict[str, Price]:
         if not isinstance(name, str) or not _ADAPTER.fullmatch(name):
             # an invalid name isn't repeated in the message
             raise InvalidRequest(
-                "prices.adapters has a name that no adapter can have; NAME or OWNER/NAME was expected.",
+                "prices.adapters has an invalid adapter name; expected NAME or OWNER/NAME.",
                 param="prices.adapters",
             )
         param = f"prices.adapters.{name}"
@@ -130,7 +130,7 @@ def _read_adapters(value: object, default: Price) -> dict[str, Price]:
 def _check_fields(value: Mapping[str, Any], known: set[str], param: str) -> None:
     if not value.keys() <= known:
         raise InvalidRequest(
-            f"{param} has a field that isn't known here.",
+            f"{param} has an unknown field.",
             param=param,
             hint=f"Known fields: {', '.join(sorted(known))}.",
         )

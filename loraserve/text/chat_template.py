@@ -175,7 +175,7 @@ class ChatTemplate:
             return self._run(template, context)
         except _TooExpensive:
             raise InvalidRequest(
-                "These messages make the model's chat template run over its bounds "
+                "These messages make the model's chat template exceed its limits "
                 f"({self._timeout_s:g} s, {self._max_output_chars} characters).",
                 param="messages",
             ) from None

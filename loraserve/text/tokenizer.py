@@ -38,7 +38,9 @@ class Tokenizer:
         self.model_dir = Path(model_dir)
         path = self.model_dir / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"The model's directory has no tokenizer.json (looked in {self.model_dir}).")
+            raise ConfigError(
+                f"The model's directory {self.model_dir} has no tokenizer.json; expected a Hugging Face directory."
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             definition: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -135,7 +135,7 @@ def test_doctor_measures_no_rounding_without_a_base(examine: Callable[..., Done]
     done = examine("--precision")
     assert done.code == 1
     assert "precision" in done.output
-    assert "one that can be loaded" in done.output
+    assert "a base that can be loaded" in done.output
 
 
 def test_kernels_are_tried_without_a_server(examine: Callable[..., Done]) -> None:
@@ -157,7 +157,7 @@ def test_kernels_that_cant_be_tried_are_said(examine: Callable[..., Done], monke
     monkeypatch.setattr(kernels, "_MODULE", "loraserve_kernels.nowhere")
     done = examine("--kernels")
     assert done.code == 2
-    assert "The kernels can't be tried" in done.output
+    assert "The kernels can't be timed" in done.output
     done = examine("--quantize", "int8", "--format", "json")
     assert done.statuses["kernels"] == "fail"
 

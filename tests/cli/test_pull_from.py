@@ -53,7 +53,7 @@ def test_pull_with_a_tenants_key_says_whose_key_it_takes(here: Run, client: Clie
     key = client.keys.create("pulling", name="test").key
     done = here("adapter", "pull", "fetched", "--from", "hf://acme/sql", LORASERVE_API_KEY=key)
     assert done.code == 1
-    assert "It takes an admin key: the server's LORASERVE_ADMIN_KEY" in done.stderr
+    assert "Use an admin key: the server's LORASERVE_ADMIN_KEY" in done.stderr
     assert "key create" not in done.stderr
     # the tests' server takes the admin's key, as the message says
     pulled = ("adapter", "pull", "fetched-for", "--tenant", "pulling", "--from", "hf://acme/sql", "--format", "json")

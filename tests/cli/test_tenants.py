@@ -99,7 +99,7 @@ def test_audit_has_the_newest_first_and_no_more_than_asked(here: Run, client: Cl
         "TARGET",
         "DETAIL",
     ]
-    assert here("audit", "--since", "2999-01-01").stderr == "Nothing was done.\n"
+    assert here("audit", "--since", "2999-01-01").stderr == "No audit entries.\n"
 
 
 def test_deletion_is_json_where_json_was_asked_for(here: Run, client: Client) -> None:

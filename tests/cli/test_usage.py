@@ -97,7 +97,7 @@ def test_push_of_no_adapter_says_what_is_there(run_cli: Run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "--model is needed"),
+        ([], "--model is required"),
         (["--model", "x", "--quantize", "int3"], "--quantize"),
         (["--model", "x", "--memory-budget", "much"], "--memory-budget: should be a size"),
         (["--model", "x", "--port", "123456"], "--port"),
@@ -152,7 +152,7 @@ def test_adopt_store_says_what_it_would_change_and_does_it_on_an_explicit_word(r
     assert store.read_marker() is None
     adopted = run_cli("db", "adopt-store", *where, "--yes")
     assert adopted.code == 0
-    assert "The 1 blobs that this registry doesn't know will be deleted" in adopted.stderr
+    assert "The 1 blobs that this registry doesn't reference will be deleted" in adopted.stderr
     again = run_cli("db", "adopt-store", *where, "--format", "json")
     assert (again.code, again.json["is_adopted"], again.json["marker_of"]) == (0, True, looked.json["registry"])
     store.close()

@@ -91,7 +91,7 @@ def test_a_damaged_database_ends_the_start_with_one_sentence(server: ServerProce
         path.write_bytes(data)
         refused = server.run("serve")
         assert refused.returncode == 1, refused.stderr
-        assert f"{path} is damaged, cut off, or no database at all" in refused.stderr
+        assert f"{path} is damaged, truncated, or no database at all" in refused.stderr
         assert "Traceback" not in refused.stderr
     path.write_bytes(whole)
     server.start()

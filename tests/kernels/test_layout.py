@@ -110,7 +110,7 @@ def test_a_module_that_the_base_lacks_is_refused() -> None:
 
 def test_the_head_is_in_no_layer_but_0() -> None:
     module = LoraModule(1, "lm_head", torch.zeros(4, 40), torch.zeros(2105, 4), 1.0)
-    with pytest.raises(TensorMismatch, match="lm_head, which is in no layer"):
+    with pytest.raises(TensorMismatch, match="lm_head, which is outside the layers"):
         packed_num_bytes([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 

@@ -303,13 +303,15 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
         make([LoraModule(7, "q_proj", good[0].lora_a, good[0].lora_b, 1.0)])
     with pytest.raises(TensorMismatch, match="this base has q_proj"):
         make(random_modules({"lm_head": 1}, ODD, torch.float16), shapes={m: ODD[m] for m in LAYER_MODULES})
-    with pytest.raises(TensorMismatch, match="lm_head, which is in no layer"):
+    with pytest.raises(TensorMismatch, match="lm_head, which is outside the layers"):
         make([LoraModule(1, "lm_head", good[0].lora_a, good[0].lora_b, 1.0)])
     with pytest.raises(TensorMismatch, match=r"delta \(71,\)"):
         make([LoraModule(0, "q_proj", good[0].lora_a, good[0].lora_b, 1.0, torch.zeros(71))])
     with pytest.raises(TensorMismatch, match="twice"):
         make([good[0], good[0]])
-    with pytest.raises(TensorMismatch, match=r"layer 0 k_proj has 2 rows .* replace rows of lm_head and embed_tokens"):
+    with pytest.raises(
+        TensorMismatch, match=r"layer 0 k_proj replaces 2 rows .* replace rows of lm_head and embed_tokens"
+    ):
         make(random_modules({"k_proj": 1}, ODD, torch.float16, [0], num_rows={"k_proj": 2}))
     sizes = [ModuleSize(1, "o_proj", 0, num_rows=9)]
     with pytest.raises(TensorMismatch, match="layer 1 o_proj has 9 rows"):
@@ -321,7 +323,7 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
         make(random_modules({"k_proj": 513}, ODD, torch.float16))
     with pytest.raises(TensorMismatch, match=r"this base takes \(r, 200\)"):
         make([LoraModule(0, "q_proj", good[0].lora_a[:, 1:], good[0].lora_b, 1.0)])
-    with pytest.raises(TensorMismatch, match="make pages larger"):
+    with pytest.raises(TensorMismatch, match="use larger pages"):
         make(good, page_num_bytes=384)
     with pytest.raises(TensorMismatch, match="multiple of 32"):
         make(good, page_num_bytes=4100)

@@ -173,7 +173,7 @@ def test_zeros_are_read_in_words() -> None:
 
 def test_formats_and_groups_that_dont_exist_are_refused() -> None:
     weight = torch.randn(4, 192)
-    with pytest.raises(InvalidWeight, match="the kernels have int8, int4, nf4, fp8"):
+    with pytest.raises(InvalidWeight, match="expected one of int8, int4, nf4, fp8"):
         quantize(weight, "int3")
     with pytest.raises(InvalidWeight, match="groups of 16; the kernels have 32, 64, 128"):
         quantize(weight, "int4", 16)

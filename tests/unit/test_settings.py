@@ -57,7 +57,7 @@ def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
 
 
 def test_a_missing_model_says_how_to_give_one() -> None:
-    with pytest.raises(ConfigError, match="--model is needed"):
+    with pytest.raises(ConfigError, match="--model is required"):
         Settings.load()
 
 

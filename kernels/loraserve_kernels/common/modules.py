@@ -111,7 +111,7 @@ def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
                 f"layer {m.layer} {m.module}: {name} {tuple(row.shape)}; this base takes ({out_features},)"
             )
     if m.module == "embed_tokens" and m.bias_delta is not None:
-        raise TensorMismatch("the embedding has a shift; an embedding has no bias: give rows")
+        raise TensorMismatch("the embedding has a bias_delta; an embedding has no bias: pass row_overrides instead")
     if m.row_overrides is not None:
         _check_row_shapes(m, m.row_overrides, shape)
 

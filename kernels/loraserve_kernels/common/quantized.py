@@ -99,10 +99,10 @@ class QuantizedWeight:
             _check("zeros", self.zeros, grid, torch.uint8)
         if not self.codes.is_contiguous():
             raise TensorMismatch(
-                f"codes of strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
+                f"codes have strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
             )
         if any(part is not None and part.device != self.codes.device for part in (self.scales, self.zeros)):
-            raise TensorMismatch(f"codes on {self.codes.device}, scales or zeros elsewhere; they must be together")
+            raise TensorMismatch(f"codes are on {self.codes.device}, scales or zeros are not; expected one device")
 
     @property
     def is_packed(self) -> bool:
@@ -170,7 +170,7 @@ class QuantizedWeight:
     def _spread_zeros(self, dtype: torch.dtype) -> Tensor:
         """Return each weight's zero."""
         if self.zeros is None:
-            raise InvalidWeight("this weight has no zeros")
+            raise InvalidWeight("this weight is symmetric: it has no zeros")
         return self.zeros.to(dtype).repeat_interleave(self.group_size, dim=1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -309,7 +309,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 
 def _check_format(format: str, group_size: int, in_features: int, has_zeros: bool) -> None:
     if format not in FORMATS:
-        raise InvalidWeight(f"weights in {format}; the kernels have {', '.join(FORMATS)}")
+        raise InvalidWeight(f"the weight's format is {format}; expected one of {', '.join(FORMATS)}")
     if has_zeros and format not in _MIDDLE:
         raise InvalidWeight(f"{format} with zeros; only int8 and int4 have them")
     sizes: tuple[int, ...] = {"int4": GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))

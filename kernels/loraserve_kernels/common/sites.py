@@ -48,4 +48,4 @@ def check_place(layer: int, module: str, num_layers: int, module_shapes: ModuleS
     if module not in MODULE_INDEX or module not in module_shapes:
         raise TensorMismatch(f"layer {layer} has LoRA on {module}; this base has {', '.join(module_shapes)}")
     if layer and module not in LAYER_MODULES:
-        raise TensorMismatch(f"layer {layer} has LoRA on {module}, which is in no layer: give layer 0")
+        raise TensorMismatch(f"layer {layer} has LoRA on {module}, which is outside the layers: pass layer 0")

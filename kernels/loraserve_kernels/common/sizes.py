@@ -154,7 +154,7 @@ class Placing:
 
     def __init__(self, page_num_bytes: int) -> None:
         if page_num_bytes % UNIT_BYTES or page_num_bytes < UNIT_BYTES:
-            raise TensorMismatch(f"a page of {page_num_bytes} bytes; it must be a multiple of {UNIT_BYTES}")
+            raise TensorMismatch(f"a page has {page_num_bytes} bytes; expected a multiple of {UNIT_BYTES}")
         self._page_num_bytes = page_num_bytes
         self._used: list[int] = []
         self._first_open = 0
@@ -171,7 +171,7 @@ class Placing:
         """
         size = self._page_num_bytes
         if num_bytes > size:
-            raise TensorMismatch(f"a row of a module takes {num_bytes} bytes; a page has {size}: make pages larger")
+            raise TensorMismatch(f"a row of a module takes {num_bytes} bytes; a page has {size}: use larger pages")
         runs, page = [], self._first_open
         while num_rows:
             if page == len(self._used):
@@ -274,13 +274,13 @@ def checked(sizes: Iterable[ModuleSize], num_layers: int, module_shapes: ModuleS
         place = (layer, MODULE_INDEX[module])
         if not 0 <= size.rank <= MAX_RANK or place in found:
             raise TensorMismatch(
-                f"layer {layer} {module}: rank {size.rank} (up to {MAX_RANK}), or the module is given twice"
+                f"layer {layer} {module} has rank {size.rank} or appears twice; expected a rank up to {MAX_RANK}, once"
             )
         if size.num_rows and module not in REPLACED_SITES.values():
             raise TensorMismatch(
-                f"layer {layer} {module} has {size.num_rows} rows in the place of the base's; "
-                "this device's kernels replace rows of "
-                f"{' and '.join(REPLACED_SITES.values())} alone: serve the adapter on a CPU"
+                f"layer {layer} {module} replaces {size.num_rows} rows of the base's weight; "
+                "on this device, kernels replace rows of "
+                f"{' and '.join(REPLACED_SITES.values())} only: serve the adapter on a CPU"
             )
         found[place] = size
     return [found[place] for place in sorted(found)]

@@ -44,7 +44,8 @@ class Budget:
         self._left -= 1
         if self._left < 0:
             raise AdapterUnsupported(
-                f"The config's regexes take more than {self._most:,} steps on the names of this base's modules; list the modules by name instead."
+                f"Matching the config's regexes to the names of this base's modules takes more than {self._most:,} steps; "
+                "list the modules by name instead."
             )
 
 
@@ -182,20 +183,20 @@ class _Reader:
             case "FAILURE":
                 return _Choice(())
             case "GROUPREF" | "GROUPREF_EXISTS":
-                raise _NotTakenError("it refers back to a group, which nothing finds in bounded time")
+                raise _NotTakenError("it has a back-reference, which can't be matched in bounded time")
             case "POSSESSIVE_REPEAT" | "ATOMIC_GROUP":
                 raise _NotTakenError(
-                    "it has a possessive repetition or an atomic group, which this server doesn't take"
+                    "it has a possessive repetition or an atomic group, which this server doesn't support"
                 )
             case _:
-                raise _NotTakenError(f"it has {op}, which this server doesn't know")
+                raise _NotTakenError(f"it has {op}, which this server doesn't support")
 
     def _read_look(self, direction: int, part: Any, is_wanted: bool, flags: int, depth: int) -> _Node:
         width = None
         if direction < 0:
             shortest, longest = part.getwidth()
             if shortest != longest:
-                raise _NotTakenError("it is no regex to PEFT (look-behind requires fixed-width pattern)")
+                raise _NotTakenError("PEFT can't compile it (look-behind requires fixed-width pattern)")
             width = int(shortest)
         return _Look(self.read(part, flags, depth + 1), is_wanted, width)
 
@@ -319,7 +320,7 @@ def _has(kind: str, item: Any, char: str, cases: set[int], flags: int) -> bool:
         case "NEGATE":
             return False
         case _:
-            raise _NotTakenError(f"it has {kind}, which this server doesn't know")
+            raise _NotTakenError(f"it has {kind}, which this server doesn't support")
 
 
 def _cases(char: str, flags: int) -> set[int]:
@@ -345,7 +346,7 @@ def _is_of(category: str, char: str, flags: int) -> bool:
         case "WORD":
             is_in = is_plain and (char.isalnum() or char == "_")
         case other:
-            raise _NotTakenError(f"it has {other}, which this server doesn't know")
+            raise _NotTakenError(f"it has {other}, which this server doesn't support")
     return is_in != ("NOT_" in category)
 
 
@@ -370,4 +371,4 @@ def _position_test(where: str, flags: int) -> Callable[[str, int], bool]:
             # in a name without characters, Python has neither
             return lambda name, i: bool(name) and (is_word(name, i - 1) != is_word(name, i)) == is_boundary
         case _:
-            raise _NotTakenError(f"it has {where}, which this server doesn't know")
+            raise _NotTakenError(f"it has {where}, which this server doesn't support")

@@ -71,9 +71,9 @@ def check_kind(config: Mapping[str, Any]) -> None:
         AdapterFormatError: there is no ``peft_type``, so that it isn't a config that PEFT loads.
         AdapterUnsupported: it is another kind.
     """
-    served = f"Served are {', '.join(SERVED[:-1])} and {SERVED[-1]}."
+    served = f"Served kinds: {', '.join(SERVED[:-1])} and {SERVED[-1]}."
     if "peft_type" not in config:
-        raise AdapterFormatError(f"adapter_config.json has no peft_type, without which PEFT loads no adapter. {served}")
+        raise AdapterFormatError(f"adapter_config.json has no peft_type, which PEFT needs to load an adapter. {served}")
     kind = config["peft_type"]
     if isinstance(kind, str) and kind in SERVED:
         return

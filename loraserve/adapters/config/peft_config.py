@@ -138,13 +138,13 @@ class _Reader:
         name = init.lower() if isinstance(init, str) else ""
         if name.startswith(_BASE_CHANGING_INITS):
             self._unsupported(
-                f"init_lora_weights = {shown(init)} is refused: it changed the base's weights in training, so that the saved "
-                "tensors belong to another base. Convert it to plain LoRA: "
+                f"init_lora_weights = {shown(init)} is refused: it changed the base's weights in training, so the saved "
+                "tensors belong to another base. Convert the adapter to plain LoRA: "
                 "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
             )
         elif name not in _PLAIN_INITS:
             self._unsupported(
-                f"init_lora_weights = {shown(init)}: this server doesn't know it, and it may change the answers."
+                f"init_lora_weights = {shown(init)}: this value is unknown, and it may change the answers."
             )
 
     def _check_combinations(self) -> None:
@@ -157,7 +157,7 @@ class _Reader:
                 self._unsupported("lora_bias is refused together with use_dora: PEFT has no such adapters.")
             if self.config.get("init_lora_weights", True) not in (True, False):
                 self._unsupported(
-                    "lora_bias is refused with an init_lora_weights but true and false: PEFT has no such adapters."
+                    "lora_bias is refused with an init_lora_weights other than true or false: PEFT has no such adapters."
                 )
         beside_mica = [name for name in ("use_dora", "alora_invocation_tokens") if self.config.get(name)]
         if beside_mica and self.config.get("init_lora_weights") == "mica":
@@ -171,15 +171,15 @@ class _Reader:
         if self.config.get("task_type") != "CAUSAL_LM":
             self._unsupported(
                 f"alora_invocation_tokens is refused with task_type = {shown(self.config.get('task_type'))}: PEFT looks for the tokens only with "
-                "CAUSAL_LM, and would never activate this adapter."
+                "CAUSAL_LM, so it would never activate this adapter."
             )
         auxiliary = [name for name in ("modules_to_save", "trainable_token_indices") if self.config.get(name)]
         if self.config.get("bias", "none") not in (None, "none"):
             auxiliary.append("bias")
         for name in auxiliary:
             self._unsupported(
-                f"alora_invocation_tokens is refused together with {name}: in PEFT that acts on every token, those before the invocation "
-                "too, whose keys and values would no longer be the base's."
+                f"alora_invocation_tokens is refused together with {name}: PEFT applies {name} to every token, so the keys and values of "
+                "tokens before the invocation would differ from the base's."
             )
 
     def _flag(self, name: str) -> bool:
@@ -208,7 +208,7 @@ class _Reader:
             self._bad(f"{name} is {shown(value)}; expected an object of module name → number.")
             return []
         if len(value) > self.limits.max_adapter_patterns:
-            self._bad(f"{name} has {len(value):,} keys; at most {self.limits.max_adapter_patterns:,} are taken.")
+            self._bad(f"{name} has {len(value):,} keys; at most {self.limits.max_adapter_patterns:,} are allowed.")
             return []
         result: list[tuple[Pattern | Regex, str, object]] = []
         num_regexes = 0
@@ -255,7 +255,7 @@ class _Reader:
             self._bad(f"{name} is {shown(value)}; expected a list of module names.")
             return ()
         if len(value) > self.limits.max_adapter_patterns:
-            self._bad(f"{name} has {len(value):,} names; at most {self.limits.max_adapter_patterns:,} are taken.")
+            self._bad(f"{name} has {len(value):,} names; at most {self.limits.max_adapter_patterns:,} are allowed.")
             return ()
         return tuple(value)
 
@@ -303,7 +303,7 @@ class _Reader:
         odd = [name for name in names if not _is_plain(name)]
         if odd:
             self._unsupported(
-                f"modules_to_save names {shown(odd[0])}, which PEFT takes for the end of a name in one place and for a regex in another. "
+                f"modules_to_save names {shown(odd[0])}, which PEFT reads as a suffix in one place and as a regex in another. "
                 "Expected plain names such as lm_head."
             )
         return names

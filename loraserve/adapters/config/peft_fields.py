@@ -146,14 +146,14 @@ def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | N
         # two adjacent fields of a newer PEFT, switched off, are the common case: they say nothing
         if _is_off(value) or value in ("", []):
             return None
-        return f"{shown(name)} = {shown(value)}: this server doesn't know the field, and it may change the answers."
+        return f"{shown(name)} = {shown(value)}: this field is unknown, and it may change the answers."
     if rule.handling is Handling.IGNORED:
         return None if rule.parts is None else _object_problem(name, value, rule.parts)
     if rule.handling is Handling.IMPLEMENTED or _is_off(value) or (not rule.is_object and value in ("", [])):
         return None
     if any(value == neutral and type(value) is type(neutral) for neutral in rule.neutral):
         return None
-    default = ": PEFT makes an object of defaults of it" if rule.is_object and value == {} else ""
+    default = ": PEFT fills it with its defaults" if rule.is_object and value == {} else ""
     return f"{name} = {shown(value)} is refused{default}: {rule.why}."
 
 
@@ -165,8 +165,8 @@ def _object_problem(name: str, value: object, parts: frozenset[str]) -> str | No
     if _is_off(value):
         return None
     if not isinstance(value, dict):
-        return f"{name} = {shown(value)} is refused: PEFT takes an object or null."
+        return f"{name} = {shown(value)} is refused: PEFT expects an object or null."
     unknown = next((key for key in value if key not in parts), None)
     if unknown is None:
         return None
-    return f"{name} has {shown(unknown)}: this server doesn't know the field, and it may change the answers."
+    return f"{name} has {shown(unknown)}: this field is unknown, and it may change the answers."

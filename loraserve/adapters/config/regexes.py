@@ -75,7 +75,7 @@ def compile_regex(
         has_groups: what groups have caught is asked for: of what RE2 takes alone.
     """
     if len(text) > limits.max_adapter_regex_length:
-        return f"it has {len(text):,} characters; at most {limits.max_adapter_regex_length:,} are taken"
+        return f"it has {len(text):,} characters; at most {limits.max_adapter_regex_length:,} are allowed"
     if not text.isascii() or not text.isprintable():
         return "it isn't plain ASCII"
     unsettled = _UNSETTLED.search(text)
@@ -88,7 +88,7 @@ def compile_regex(
         # never matched, only read: an expression that PEFT can't take is none
         parsed = parse_as_python(framed)
     except (re.error, RecursionError, OverflowError) as error:
-        return f"it is no regex to PEFT ({error})"
+        return f"PEFT can't compile it ({error})"
     other = _NOT_RE2.search(text)
     compiled = (
         f'"{other[0]}" means one thing to PEFT and another to RE2; list the modules by name instead'
@@ -116,4 +116,4 @@ def _compile_by_re2(framed: str, limits: Limits) -> Any:
         return re2.compile(framed, options=options)
     except re2.error as error:
         reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
-        return f"RE2, which runs regexes here in bounded time, doesn't take it ({reason}); list the modules by name instead"
+        return f"RE2, which this server matches regexes with, doesn't accept it ({reason}); list the modules by name instead"

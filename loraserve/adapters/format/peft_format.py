@@ -127,7 +127,7 @@ def read_config(data: Buffer, limits: Limits = LIMITS) -> dict[str, Any]:
     """
     if len(data) > limits.max_adapter_config_bytes:
         raise AdapterFormatError(
-            f"{CONFIG_FILE} has {len(data):,} bytes; at most {limits.max_adapter_config_bytes:,} are taken."
+            f"{CONFIG_FILE} has {len(data):,} bytes; at most {limits.max_adapter_config_bytes:,} are allowed."
         )
     return parse_object(bytes(data), what=CONFIG_FILE, max_depth=limits.max_json_depth)
 
@@ -175,12 +175,12 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
         _refuse_other_format(bytes(weights[:32]))
     if length > limits.max_adapter_header_bytes:
         raise AdapterFormatError(
-            f"{WEIGHTS_FILE} says that its header has {length:,} bytes; at most {limits.max_adapter_header_bytes:,} are taken.",
-            hint="Is it a safetensors file? PEFT's save_pretrained writes one.",
+            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; at most {limits.max_adapter_header_bytes:,} are allowed.",
+            hint="Check that it is a safetensors file, as PEFT's save_pretrained writes it.",
         )
     if 8 + length > total:
         raise AdapterFormatError(
-            f"{WEIGHTS_FILE} says that its header has {length:,} bytes; the file has {total:,} in all. Was it cut short?"
+            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; the whole file has {total:,}. It may be truncated."
         )
     # depth 3 is what a header has: the object, an entry, its lists
     entries = parse_object(bytes(weights[8 : 8 + length]), what=f"{WEIGHTS_FILE}'s header", max_depth=4)
@@ -191,7 +191,7 @@ def _refuse_other_format(first: bytes) -> None:
     for magic, name in _OTHER_FORMATS:
         if first.startswith(magic):
             raise AdapterFormatError(
-                f"{WEIGHTS_FILE} is {name}; only safetensors is taken, and nothing else is ever opened.",
+                f"{WEIGHTS_FILE} is {name}; only safetensors files are accepted, and no other format is ever opened.",
                 hint="Save again with PEFT's save_pretrained(..., safe_serialization=True).",
             )
 
@@ -206,7 +206,7 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
         problems.append("The file holds no tensors.")
     if num_tensors > limits.max_adapter_tensors:
         raise AdapterFormatError(
-            f"{WEIGHTS_FILE} holds {num_tensors:,} tensors; at most {limits.max_adapter_tensors:,} are taken."
+            f"{WEIGHTS_FILE} holds {num_tensors:,} tensors; at most {limits.max_adapter_tensors:,} are allowed."
         )
     tensors: list[TensorInfo] = []
     for name, entry in entries.items():
@@ -230,7 +230,7 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
 
 def _name_problem(name: str, limits: Limits) -> str | None:
     if len(name) > limits.max_tensor_name_bytes:
-        return f"A tensor's name has {len(name):,} characters; at most {limits.max_tensor_name_bytes} are taken."
+        return f"A tensor's name has {len(name):,} characters; at most {limits.max_tensor_name_bytes} are allowed."
     if not (name and name.isascii() and name.isprintable() and " " not in name):
         return f"The tensor name {shown(name)} isn't plain ASCII without spaces."
     return None
@@ -242,13 +242,13 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
         return f"{name}: expected exactly dtype, shape and data_offsets."
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        return f"{name} has dtype {shown(dtype, 24)}; F64, F32, F16 and BF16 are taken."
+        return f"{name} has dtype {shown(dtype, 24)}; expected F64, F32, F16 or BF16."
     if not _is_sizes(shape):
         return f"{name} has shape {shown(shape, 48)}; expected whole numbers."
     if len(shape) > 2:
-        return f"{name} has {len(shape)} dims; at most 2 are taken."
+        return f"{name} has {len(shape)} dims; expected at most 2."
     if 0 in shape and not name.endswith(_MAY_BE_EMPTY):
-        return f"{name} is empty (shape {shown(shape, 48)}). Were ZeRO-3 or FSDP shards not gathered before saving?"
+        return f"{name} is empty (shape {shown(shape, 48)}). Gather ZeRO-3 or FSDP shards before saving."
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{name} has data_offsets {shown(offsets, 48)}; expected [begin, end]."
     num_bytes = _ITEM_SIZES[dtype]
@@ -272,7 +272,9 @@ def _tiling_problems(tensors: list[TensorInfo], body_bytes: int) -> list[str]:
             problems.append(f"{info.name} begins at {info.begin:,} and {kind}, which ends at {position:,}.")
         position = max(position, info.end)
     if position > body_bytes:
-        problems.append(f"The tensors end at {position:,}; the body has {body_bytes:,} bytes. Was the file cut short?")
+        problems.append(
+            f"The tensors end at {position:,}; the body has {body_bytes:,} bytes. The file may be truncated."
+        )
     elif position < body_bytes:
-        problems.append(f"{body_bytes - position:,} bytes after the last tensor belong to none.")
+        problems.append(f"{body_bytes - position:,} bytes after the last tensor belong to no tensor.")
     return problems

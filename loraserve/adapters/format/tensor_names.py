@@ -263,7 +263,7 @@ def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str 
     if part in ("embedding_a", "embedding_b"):
         if is_embedding:
             return "lora_" + part[-1]
-        message = f"{text}: {linear.name} has lora_A and lora_B in PEFT's files."
+        message = f"{text} is for an embedding; PEFT saves lora_A and lora_B of {linear.name}."
         if not linear.is_outside:
             message = f"{text} is for an embedding; linears have lora_A and lora_B."
         problems.add(AdapterFormatError, message)
@@ -271,13 +271,13 @@ def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str 
     if is_embedding and part in ("lora_a", "lora_b", "lora_bias"):
         problems.add(
             AdapterFormatError,
-            f"{text}: {linear.name} has lora_embedding_A and lora_embedding_B in PEFT's files, and no lora_bias.",
+            f"{text} isn't expected: PEFT saves lora_embedding_A and lora_embedding_B of {linear.name}, and no lora_bias.",
         )
         return None
     if part == "saved_base" and not linear.is_outside:
         problems.add(
             AdapterUnsupported,
-            f"{text} is the base's own weight beside what was trained; PEFT saves that of the head and the embedding alone.",
+            f"{text} is a weight of the base beside the trained one; PEFT saves it for the head and the embedding only.",
         )
         return None
     return part
@@ -289,11 +289,14 @@ def _explain_name(name: str) -> tuple[type[AdapterRejected], str]:
     if re.search(r"\.lora_[AB]\.[^.]+\.weight$", name):
         return AdapterFormatError, (
             f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which "
-            "takes it out."
+            "removes it."
         )
     if not name.startswith(PREFIX):
         return AdapterFormatError, f"{text} doesn't begin with \"{PREFIX}\", as PEFT's save_pretrained writes it."
-    return AdapterFormatError, f'{text} isn\'t "{PREFIX}<module>.lora_A.weight" or "….lora_B.weight".'
+    return (
+        AdapterFormatError,
+        f'{text} isn\'t the name of a tensor; expected "{PREFIX}<module>.lora_A.weight" or "….lora_B.weight".',
+    )
 
 
 def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tuple[type[AdapterRejected], str]:
@@ -303,18 +306,18 @@ def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tu
     if re.search(r"\.experts?(\.|$)", path):
         return (
             AdapterUnsupported,
-            f"{text} is of a mixture's experts; adapters act on its attention alone here.",
+            f"{text} is for a mixture's experts; on this base, adapters may change the attention only.",
         )
     if part == "weight":
         norms = ", ".join(names.base.norm_paths.values())
         return AdapterUnsupported, (
-            f"{text} is a fully trained weight of {shown(path, 120)}, which this server doesn't replace. It does those of "
+            f"{text} is a fully trained weight of {shown(path, 120)}, which this server doesn't replace. It replaces those of "
             f"{names.listed(False)}, {names.listed(True)}{', ' + norms if norms else ''}."
         )
     if layer is None:
         outside = names.listed(True)
         return AdapterBaseMismatch, (
-            f"{text} is for {shown(path, 120)}; adapters of this base act on {outside + ', ' if outside else ''}"
+            f"{text} is for {shown(path, 120)}; adapters of this base may change {outside + ', ' if outside else ''}"
             f"{names.base.layers_path}.<layer>.<module>."
         )
     return AdapterBaseMismatch, (

@@ -47,9 +47,7 @@ FIELDS: dict[str, FieldRule] = {
     "alpha_pattern": _NOT_READ,
     "use_rslora": _NOT_READ,
     "lora_bias": _NOT_READ,
-    "init_lora_weights": ignored(
-        "AdaLoRA asks only whether it is set, and draws the same weights for all of its names"
-    ),
+    "init_lora_weights": ignored("AdaLoRA only checks whether it is set; every value starts from the same weights"),
     "loftq_config": refused("PEFT's AdaLoRA takes none", {}),
     "use_dora": refused("PEFT has no AdaLoRA with magnitudes"),
     "alora_invocation_tokens": refused("PEFT has no activated AdaLoRA"),
@@ -82,7 +80,7 @@ def compile_adalora(
             malformed.append(f"{path} has rank {rank}; the config says {meant} (init_r, rank_pattern).")
     malformed += [f"rank_pattern names {path}, which has no tensors." for path in kept if path not in ranks]
     if ranks and not any(ranks.values()):
-        malformed.append("Training has left no rank in any module: the adapter changes nothing.")
+        malformed.append("Every module has rank 0 after training: the adapter changes nothing.")
     lora_config = {name: value for name, value in config.items() if name in LORA and FIELDS[name] == LORA[name]}
     lora_config |= {
         "peft_type": "LORA",
@@ -130,7 +128,7 @@ def _numbers(config: Mapping[str, Any], limits: Limits, malformed: list[str]) ->
         init_r = 1
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or abs(alpha) > limits.max_scaling * init_r:
         malformed.append(
-            f"lora_alpha is {shown(alpha)}; expected a number that makes a scaling of {limits.max_scaling:g} at most."
+            f"lora_alpha is {shown(alpha)}; expected a number that gives a scaling of at most {limits.max_scaling:g}."
         )
         alpha = 1.0
     return init_r, float(alpha)
@@ -150,7 +148,9 @@ def _kept_ranks(config: Mapping[str, Any], malformed: list[str]) -> dict[str, in
     for name, flags in pattern.items():
         path, _, last = name.rpartition(".")
         if last != "lora_E" or not isinstance(flags, list) or not all(isinstance(flag, bool) for flag in flags):
-            malformed.append(f"rank_pattern[{shown(name)}] isn't a list of true and false for a module's lora_E.")
+            malformed.append(
+                f"rank_pattern[{shown(name)}] is invalid; expected a list of true and false for a module's lora_E."
+            )
             continue
         kept[path] = sum(flags)
     return kept
@@ -189,13 +189,13 @@ def _unfold(
         rank = e.shape[0] if e.shape else 0
         if e.shape != (rank, 1) or len(a.shape) != 2 or a.shape[0] != rank or len(b.shape) != 2 or b.shape[1] != rank:
             found = ", ".join(f"lora_{side} {'×'.join(map(str, sides[side].shape))}" for side in "ABE")
-            malformed.append(f"{name} has {found}: the rank must be one, and lora_E have one column.")
+            malformed.append(f"{name} has {found}; expected the same rank in all three, and one column in lora_E.")
             continue
         ranks[name] = rank
         num_bytes += 4 * (rank * a.shape[1] if rank else a.shape[1] + b.shape[0])
         if num_bytes > limits.max_factors_bytes:
             malformed.append(
-                f"The adapter would take more than {limits.max_factors_bytes:,} bytes as LoRA, in float32, with {name}."
+                f"The adapter, up to {name}, takes more than {limits.max_factors_bytes:,} bytes as LoRA in float32, the limit."
             )
             break
         with np.errstate(over="ignore", invalid="ignore"):

@@ -129,7 +129,7 @@ class Compilation:
         if abs(scaling) > self.limits.max_scaling:
             self.malformed(
                 f"{place[1]} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {self.rank(place)}); at most "
-                f"{self.limits.max_scaling:g} is taken.",
+                f"{self.limits.max_scaling:g} is allowed.",
                 place,
             )
         return scaling
@@ -153,7 +153,7 @@ class Compilation:
         found = self.places[place][part].shape
         if found != shape:
             self.mismatch(
-                f"{place[1]}.{part} is {_sizes(found)} {{layers}}; on this base it is {_sizes(shape)} ({because}).",
+                f"{place[1]}.{part} is {_sizes(found)} {{layers}}; expected {_sizes(shape)} on this base ({because}).",
                 place,
             )
         return found == shape
@@ -179,7 +179,7 @@ class Compilation:
         """
         if rank > self.limits.max_rank:
             self.unsupported(
-                f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); at most {self.limits.max_rank} is taken.",
+                f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); at most {self.limits.max_rank} is allowed.",
                 place,
             )
             return False
@@ -207,8 +207,8 @@ class Compilation:
         """
         if self._bytes > self.limits.max_factors_bytes:
             self.unsupported(
-                f"The adapter would take {self._bytes:,} bytes as LoRA, in float32; at most {self.limits.max_factors_bytes:,} are "
-                "taken. Train it with a smaller r, or on fewer modules."
+                f"The adapter would take {self._bytes:,} bytes as LoRA in float32; at most {self.limits.max_factors_bytes:,} are "
+                "allowed. Train it with a smaller r, or on fewer modules."
             )
         if not self.places and not self._problems.by_message:
             self.malformed(f"The file holds no tensors of {self.kind}.")
@@ -283,7 +283,7 @@ class Compilation:
             )
         elif layer is None:
             self.mismatch(
-                f"{shown(name, 200)} is for {shown(path, 120)}; adapters of kind {self.kind} act on "
+                f"{shown(name, 200)} is for {shown(path, 120)}; adapters of kind {self.kind} may change "
                 f"{self.base.layers_path}.<layer>.<module> and lm_head."
             )
         else:
@@ -297,7 +297,7 @@ class Compilation:
         text = shown(name, 200)
         if any(f".{part}." in name for part in parts):
             self.malformed(
-                f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which takes it out."
+                f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which removes it."
             )
         elif name.rpartition(".")[2] in parts:
             self.malformed(f"{text} doesn't begin with \"{PREFIX}\", as PEFT's save_pretrained writes it.")

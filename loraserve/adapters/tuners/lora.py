@@ -175,7 +175,7 @@ class _Modules:
         if abs(scaling) > self.limits.max_scaling:
             self.problems.add(
                 AdapterFormatError,
-                f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {self.limits.max_scaling:g} is taken.",
+                f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {self.limits.max_scaling:g} is allowed.",
                 reported_layer,
             )
         return scaling
@@ -216,7 +216,7 @@ class _Modules:
         elif tensor.shape != (linear.out_features,):
             self.problems.add(
                 AdapterBaseMismatch,
-                f"{name}.{part} is {shape_words(tensor)} {{layers}}; this base takes {linear.out_features} numbers.",
+                f"{name}.{part} is {shape_words(tensor)} {{layers}}; expected {linear.out_features} numbers for this base.",
                 reported_layer,
             )
 
@@ -233,7 +233,7 @@ class _Modules:
         if settings.invocation_token_ids and embedding.has_lora:
             self.problems.add(
                 AdapterUnsupported,
-                "alora_invocation_tokens is refused with LoRA on embed_tokens: PEFT's aLoRA acts on linears alone.",
+                "alora_invocation_tokens is refused with LoRA on embed_tokens: PEFT's aLoRA acts on linears only.",
             )
 
 
@@ -282,7 +282,7 @@ def _check_tied_lora(contents: Contents, problems: Problems) -> None:
         problems.add(
             AdapterUnsupported,
             "ensure_weight_tying is true, and lm_head's lora_A and lora_B aren't the embedding's, transposed: PEFT would keep "
-            "one of the two. Save it from the tied model, or with ensure_weight_tying=False.",
+            "only one pair. Save the adapter from the tied model, or with ensure_weight_tying=False.",
         )
 
 

@@ -70,7 +70,7 @@ def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
             else f"the file has no {' and '.join(missing)}"
         )
         work.unsupported(
-            f"{said}: PEFT then draws vera_A and vera_B anew from projection_prng_key, and what its generator gives depends on the "
+            f"{said}: PEFT would then draw vera_A and vera_B from projection_prng_key again, and its generator's numbers depend on the "
             "machine. Save the adapter with save_projection=True."
         )
         return None
@@ -84,7 +84,7 @@ def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
         found = " and ".join("×".join(map(str, shape)) for shape in (a.shape, b.shape))
         meant = " and ".join("×".join(map(str, shape)) for shape in expected)
         work.mismatch(
-            f"vera_A and vera_B are {found}; for r = {work.settings.r} and this base's modules they are {meant}."
+            f"vera_A and vera_B are {found}; for r = {work.settings.r} and this base's modules, expected {meant}."
         )
         return None
     return as_float32(a), as_float32(b)

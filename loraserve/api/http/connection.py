@@ -225,7 +225,9 @@ class BoundedProtocol(asyncio.Protocol):
             self._refuse_message(_trailers_too_large())
         elif self._num_framing_bytes > LIMITS.max_trailer_bytes + _PIECE_BYTES + _FRAMING_RATIO * self._num_body_bytes:
             self._refuse_message(
-                InvalidRequest("The body's chunks are mostly framing: extensions, or zeros before their sizes.")
+                InvalidRequest(
+                    "The body's chunks are mostly framing (extensions, or zeros before their sizes); send plain chunks."
+                )
             )
 
     def _refuse_message(self, error: LoraserveError) -> None:
@@ -259,7 +261,9 @@ class BoundedProtocol(asyncio.Protocol):
         if self._num_trailers > LIMITS.max_headers:
             self._refuse_message(_trailers_too_large())
         if name.lower() in _FORBIDDEN_IN_TRAILERS:
-            self._refuse_message(InvalidRequest(f"{name[:64].decode('latin-1')} can't be a trailer."))
+            self._refuse_message(
+                InvalidRequest(f"{name[:64].decode('latin-1')} isn't allowed as a trailer; send it as a header.")
+            )
 
     def end_head(self) -> None:
         """Note that the head was parsed."""
@@ -385,13 +389,13 @@ class BoundedProtocol(asyncio.Protocol):
 
 def _head_too_large() -> HeadersTooLarge:
     return HeadersTooLarge(
-        f"The request's headers are over their bound of {LIMITS.max_headers} headers and {LIMITS.max_header_bytes} bytes."
+        f"The request's headers exceed the limit of {LIMITS.max_headers} headers and {LIMITS.max_header_bytes} bytes."
     )
 
 
 def _trailers_too_large() -> HeadersTooLarge:
     return HeadersTooLarge(
-        f"What follows the body's bytes is over its bound of {LIMITS.max_headers} trailers and {LIMITS.max_trailer_bytes} bytes."
+        f"The request's trailers exceed the limit of {LIMITS.max_headers} trailers and {LIMITS.max_trailer_bytes} bytes."
     )
 
 

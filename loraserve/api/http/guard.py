@@ -193,7 +193,7 @@ class _Exchange:
         num_bytes += len(self._scope.get("query_string") or b"")
         if len(headers) > self._limits.max_headers or num_bytes > self._limits.max_header_bytes:
             raise HeadersTooLarge(
-                f"The request's headers are over their bound of {self._limits.max_headers} headers and {self._limits.max_header_bytes} bytes."
+                f"The request's headers exceed the limit of {self._limits.max_headers} headers and {self._limits.max_header_bytes} bytes."
             )
         seen = set()
         for name, value in headers:
@@ -207,7 +207,7 @@ class _Exchange:
                 raise self._too_large()
 
     def _too_large(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"The request's body is over the bound of {self._max_body_bytes} bytes for this route.")
+        return PayloadTooLarge(f"The request's body exceeds this route's limit of {self._max_body_bytes} bytes.")
 
     async def receive(self) -> Message:
         self._is_unasked = False
@@ -221,7 +221,8 @@ class _Exchange:
         except TimeoutError:
             raise self._refuse(
                 RequestTimeout(
-                    f"The request's body stopped coming: it is {self.behind_s:.0f} s behind {limits.min_body_bytes_per_s} bytes a second."
+                    f"The request's body arrives too slowly: it is {self.behind_s:.0f} s behind the least rate of "
+                    f"{limits.min_body_bytes_per_s} bytes per second."
                 )
             ) from None
         finally:

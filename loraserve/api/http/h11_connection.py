@@ -41,10 +41,12 @@ class H11Connection(BoundedProtocol, H11Protocol):
     def _check_request(self, request: h11.Request) -> None:
         names = {name.lower() for name, _ in request.headers}
         if request.method == b"CONNECT":
-            self._refuse_message(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
+            self._refuse_message(MethodNotAllowed("CONNECT isn't supported: this server isn't a proxy."))
         if {b"transfer-encoding", b"content-length"} <= names:
             # two proxies that take different ones see different requests
-            self._refuse_message(InvalidRequest("Content-Length and Transfer-Encoding exclude each other."))
+            self._refuse_message(
+                InvalidRequest("The request has both Content-Length and Transfer-Encoding; send only one.")
+            )
 
     def handle_events(self) -> None:
         super().handle_events()

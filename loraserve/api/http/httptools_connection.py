@@ -61,7 +61,7 @@ class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                self._refuse_message(MethodNotAllowed("This server is no proxy: it takes no CONNECT."))
+                self._refuse_message(MethodNotAllowed("CONNECT isn't supported: this server isn't a proxy."))
             self._unchanged_head = self._head_without_upgrade()
             return
         self.end_head()

@@ -90,7 +90,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(_: str) -> NoReturn:
-    raise InvalidRequest("The body is not valid JSON: NaN and Infinity are not numbers of JSON.")
+    raise InvalidRequest("The body is not valid JSON: NaN and Infinity are not JSON numbers.")
 
 
 def _finite_float(text: str) -> float:

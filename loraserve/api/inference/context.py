@@ -61,7 +61,7 @@ async def resolve_model(
         terms = terms_of([(adapter.name, adapter.weight) for adapter in adapters])
     else:
         raise InvalidRequest(
-            "adapters and a model that isn't the base are two answers to one question.",
+            "The request has adapters, and a model that isn't the base; only one of the two fields may choose adapters.",
             param="adapters",
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
@@ -77,7 +77,8 @@ def check_priority(body: InferenceBody, caller: Caller) -> None:
     """
     if body.priority < 0 and not caller.is_admin:
         raise PermissionDenied(
-            "priority below 0 (before everyone else) needs an admin key.", hint="Send 0 or more, or an admin key."
+            "A priority below 0 (ahead of all other requests) needs an admin key.",
+            hint="Send 0 or more, or an admin key.",
         )
 
 
@@ -89,7 +90,7 @@ def check_num_choices(num_prompts: int, n: int) -> None:
     """
     if num_prompts * n > LIMITS.max_prompts:
         raise InvalidRequest(
-            f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; one request may have {LIMITS.max_prompts}.",
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; at most {LIMITS.max_prompts} are allowed in one request.",
             param="n",
         )
 
@@ -142,7 +143,7 @@ class InferenceContext:
         num_choices = len(self.prompts) * self.body.n
         if max_queued and num_choices > max_queued:
             raise QuotaExceeded(
-                f"The request makes {num_choices} choices; the tenant may have {max_queued} waiting on one server.",
+                f"The request makes {num_choices} choices; the tenant may have {max_queued} in the queue of one server.",
                 hint="Ask for fewer with n, or send fewer prompts at once.",
             )
         for number, prompt in enumerate(self.prompts):

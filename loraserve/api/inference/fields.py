@@ -154,7 +154,7 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
             )
         if name in _CHANGES_THE_ANSWER:
             raise UnsupportedParameter(
-                f"{name} is not supported, and leaving it out silently would change the answer.",
+                f"{name} is not supported, and ignoring it would change the answer.",
                 param=name,
                 hint="Send the request without it.",
             )

@@ -135,7 +135,7 @@ class Generation:
         self._tasks = [asyncio.create_task(self._pump(index)) for index in range(len(self._requests))]
         self._first = await self._next()
         if self._first is None:
-            raise EngineUnavailable("The engine ended a request without an answer.")
+            raise EngineUnavailable("The engine ended this request without an answer.", hint="Try again.")
         return self._first[1]
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
@@ -210,7 +210,7 @@ class Generation:
                         metrics.ttft_s.observe(first_at - started)
                         copy = self._start_copy(request)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                        raise EngineUnavailable("The engine gave this request up.")
+                        raise EngineUnavailable("The engine aborted this request.", hint="Try again.")
                     answer = _without_token(chunk) if self._is_scoring else chunk
                     num_tokens += len(answer.token_ids)
                     self.num_tokens += len(answer.token_ids)

@@ -77,11 +77,11 @@ class PromptReader:
 
         prompt = await self._run(render_and_encode)
         if not prompt.token_ids:
-            raise InvalidRequest("messages make an empty prompt.", param="messages")
+            raise InvalidRequest("messages render to an empty prompt.", param="messages")
         # As in `_from_text`: a token that the logits lack would fail in the engine.
         if max(prompt.token_ids) >= self.services.engine.base.vocab_size:
             raise InvalidRequest(
-                "messages have a token that the tokenizer knows and this model lacks.", param="messages"
+                "messages contain a token that the tokenizer has and this model doesn't.", param="messages"
             )
         return prompt
 

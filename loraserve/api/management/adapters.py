@@ -250,7 +250,7 @@ def check_query(request: Request, *known: str) -> None:
     if unknown := sorted(set(request.query_params) - set(known)):
         plain = unknown[0] if len(unknown) == 1 and unknown[0].isidentifier() else None
         raise InvalidRequest(
-            "The query has a parameter that isn't known here.", param=plain, hint=f"Known: {', '.join(known)}."
+            "The query has an unknown parameter.", param=plain, hint=f"Known parameters: {', '.join(known)}."
         )
 
 

@@ -137,9 +137,11 @@ def _target(body: AliasChange) -> AliasTarget:
     if body.split is not None and body.version is None:
         return AliasTarget.over([SplitPart(part.version, part.weight) for part in body.split])
     if body.version is None:
-        raise InvalidRequest("version is missing.", param="version", hint="Or send split, for several versions.")
+        raise InvalidRequest(
+            "version is missing.", param="version", hint="Send version, or split for several versions."
+        )
     if body.split is not None:
-        raise InvalidRequest("version and split are two answers to one question; send one of them.", param="split")
+        raise InvalidRequest("The body has both version and split; send only one.", param="split")
     return AliasTarget(body.version)
 
 

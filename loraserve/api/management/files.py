@@ -34,7 +34,7 @@ async def download_file(
     slots = services.registry.uploads.downloads
     version = await services.registry.get_version(caller.tenant, name, number)
     if file not in _MEDIA_TYPES:
-        raise NotFound("A version has no such file.", hint=f"It has {CONFIG} and {WEIGHTS}.")
+        raise NotFound("A version has no file of this name.", hint=f"Its files are {CONFIG} and {WEIGHTS}.")
     blob = version.config_blob if file == CONFIG else version.weights_blob
     etag = f'"{blob}"'
     if names_etag(header_list(request, "if-none-match") or "", etag):
@@ -43,7 +43,7 @@ async def download_file(
     def damaged() -> AdapterCorrupt:
         services.registry.corruption.report(version.digest, blob)
         return AdapterCorrupt(
-            "The stored bytes of this adapter version are damaged or gone.",
+            "The stored bytes of this adapter version are damaged or missing.",
             digest=version.digest,
             blob=blob,
             hint="Push the same files again.",

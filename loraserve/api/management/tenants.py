@@ -216,9 +216,9 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
     replayed = await answer_once(request, caller, await request.body(), work, without_secret)
     if not made:
         raise Conflict(
-            f"The key {replayed.headers['x-key-id']} was made by the first request with this Idempotency-Key; its secret was"
-            " shown then and isn't kept.",
-            hint="If it was lost, revoke that key and make another with a new Idempotency-Key.",
+            f"The key {replayed.headers['x-key-id']} was created by the first request with this Idempotency-Key; its secret was"
+            " shown then and isn't stored.",
+            hint="If the secret was lost, revoke that key and create another with a new Idempotency-Key.",
         )
     key = KeyResource.of(made[0].record)
     headers = {

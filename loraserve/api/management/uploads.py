@@ -122,14 +122,16 @@ def _read_range(request: Request) -> tuple[int, int, int]:
     expected = "Expected Content-Range: bytes FIRST-LAST/SIZE, with LAST below SIZE."
     match = _RANGE.fullmatch(request.headers.get("content-range", ""))
     if match is None:
-        raise InvalidRequest("The piece's range is missing or can't be read.", param="Content-Range", hint=expected)
+        raise InvalidRequest(
+            "The piece's Content-Range is missing or can't be parsed.", param="Content-Range", hint=expected
+        )
     start, end, size = int(match[1]), int(match[2]) + 1, int(match[3])
     # An empty piece is allowed only where nothing is missing: the client asks whether all has come.
     if end > size or end < start or (start == end and start != size):
-        raise InvalidRequest("The piece's range makes no sense.", param="Content-Range", hint=expected)
+        raise InvalidRequest("The piece's Content-Range is impossible.", param="Content-Range", hint=expected)
     length = request.headers.get("content-length")
     if length is not None and length != str(end - start):
-        raise InvalidRequest("The body hasn't the length of its range.", param="Content-Range")
+        raise InvalidRequest("The body's length differs from the length of its Content-Range.", param="Content-Range")
     return start, end, size
 
 
@@ -200,7 +202,7 @@ async def _read_bounded(body: AsyncIterator[bytes]) -> bytes:
     async for piece in body:
         data += piece
         if len(data) > LIMITS.max_body_bytes:
-            raise PayloadTooLarge(f"The JSON body is over its bound of {LIMITS.max_body_bytes} bytes.")
+            raise PayloadTooLarge(f"The JSON body exceeds the limit of {LIMITS.max_body_bytes} bytes.")
     return bytes(data)
 
 
@@ -213,5 +215,5 @@ def _read_publish(body: bytes) -> tuple[bytes, Digest]:
             raise InvalidRequest(f"{name} should be {words}.", param=name)
     config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     if len(config) > LIMITS.max_adapter_config_bytes:
-        raise PayloadTooLarge(f"config is over its bound of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
+        raise PayloadTooLarge(f"config exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
     return config, Digest(value["blob"])

@@ -142,9 +142,9 @@ def _read_instant(text: str | None, param: str) -> datetime | None:
         instant = None
     if instant is None or instant.tzinfo is None or not 1970 < instant.year < 9999:
         raise InvalidRequest(
-            f"{param} should be a date, or an instant with its offset, after 1970.",
+            f"{param} should be a date, or an instant with a UTC offset, after 1970.",
             param=param,
-            hint="Such as 2026-11-21 or 2026-11-21T17:00:00Z.",
+            hint="Use a form such as 2026-11-21 or 2026-11-21T17:00:00Z.",
         )
     return instant.astimezone(UTC)
 

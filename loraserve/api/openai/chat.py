@@ -99,7 +99,7 @@ def _asked_tokens(body: ChatBody) -> int | None:
     if asked == 0:
         raise InvalidRequest(f"{param} should be 1 or more.", param=param)
     if asked is not None and body.min_tokens > asked:
-        raise InvalidRequest(f"min_tokens is above {param}.", param="min_tokens")
+        raise InvalidRequest(f"min_tokens exceeds {param}.", param="min_tokens")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
     return asked

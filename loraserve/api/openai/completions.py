@@ -92,11 +92,11 @@ async def create_completion(
 
 def _check_combination(body: CompletionBody) -> None:
     if body.best_of is not None and body.best_of != body.n:
-        raise UnsupportedParameter("best_of other than n is not supported.", param="best_of", hint="Ask for n choices.")
+        raise UnsupportedParameter("best_of other than n is not supported.", param="best_of", hint="Set n alone.")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens should be 1 or more; 0 only scores a prompt, with echo.", param="max_tokens")
     if body.max_tokens is not None and body.min_tokens > max(1, body.max_tokens):
-        raise InvalidRequest("min_tokens is above max_tokens.", param="min_tokens")
+        raise InvalidRequest("min_tokens exceeds max_tokens.", param="min_tokens")
 
 
 def _max_tokens(body: CompletionBody, num_prompt_tokens: int, services: Services) -> int:

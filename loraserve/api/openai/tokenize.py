@@ -40,7 +40,7 @@ async def tokenize(
     if body.model is not None:
         await resolve_model(services, caller, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        raise InvalidRequest("Send either prompt or messages, and only one of them.", param="prompt")
     reader = PromptReader(services, caller.tenant, num_bytes)
     tokens: Sequence[int]
     if body.prompt is not None:

@@ -56,7 +56,7 @@ _MESSAGES: Node = {
 _STOP: Node = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _LOGIT_BIAS: Node = {
     "anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}],
-    "description": "Token id → what is added to its logit.",
+    "description": "Token id → the number that is added to its logit.",
 }
 # Fields that the models leave to code with better messages.
 _FIELDS: Mapping[str, Node] = {"prompt": _PROMPT, "messages": _MESSAGES, "stop": _STOP, "logit_bias": _LOGIT_BIAS}
@@ -140,13 +140,21 @@ def _parameters(operation: Node, key: str, path: str, *, is_open: bool) -> list[
     if not path.startswith(_TENANT_PREFIX):
         parameters.append(_parameter("X-Tenant", "For an admin key: the tenant to act for."))
     if MANAGEMENT_PREFIX in path and method == "POST":
-        parameters.append(_parameter("Idempotency-Key", "The same request again, with this key, gets the same answer."))
+        parameters.append(
+            _parameter(
+                "Idempotency-Key", "Makes the request idempotent: sent again with this key, it gets the same answer."
+            )
+        )
     if MANAGEMENT_PREFIX in path and method == "GET":
-        parameters.append(_parameter("If-None-Match", "ETags of states that are known: 304 if it is still one."))
+        parameters.append(
+            _parameter("If-None-Match", "ETags that the client has: 304 if the current state is among them.")
+        )
     if key in operations.CONDITIONAL:
-        parameters.append(_parameter("If-Match", "The ETag of the state to change: 412 if it is another one."))
+        parameters.append(
+            _parameter("If-Match", "The ETag of the state to change: 412 if the current state is another one.")
+        )
     if key == "PUT /api/v1/adapters/{name}/aliases/{alias}":
-        parameters.append(_parameter("If-None-Match", "`*`: only if there is no such alias yet; 412 if there is."))
+        parameters.append(_parameter("If-None-Match", "`*`: only if the alias doesn't exist yet; 412 if it does."))
     if key == "PATCH /api/v1/uploads/{upload_id}":
         piece = _parameter("Content-Range", "bytes FIRST-LAST/SIZE", is_required=True)
         piece["schema"]["pattern"] = "^bytes [0-9]{1,15}-[0-9]{1,15}/[0-9]{1,15}$"
@@ -179,7 +187,7 @@ def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Nod
     if is_open:
         return responses | {"503": answer | {"description": "Not now."}}
     if is_management and key.startswith("GET "):
-        responses["304"] = {"description": "It is as If-None-Match says."}
+        responses["304"] = {"description": "Not modified: If-None-Match names the current state."}
     for status in _errors(key, is_management):
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,

@@ -99,11 +99,11 @@ def push(
                 )
         except (errors.ConnectionFailed, errors.ClientTimeout, KeyboardInterrupt):
             if num_sent:
-                output.note("What arrived stays there: the same command goes on from it.")
+                output.note("The server keeps the bytes that it received: run the same command again to resume.")
             raise
         show_version(output, version)
         if dry_run:
-            output.note("Dry run: it would be accepted; nothing was kept.")
+            output.note("Dry run: the adapter would be accepted; nothing was stored.")
         else:
             check_served(output, version)
             if version.verdict == "skipped":
@@ -142,10 +142,10 @@ def pull(
     name, version = split_version(target)
     if (directory is None) == (source is None):
         raise typer.BadParameter(
-            "Give a DIR to bring the files to, or --from SOURCE for the server to fetch: one of the two."
+            "Give either a DIR to download the files to, or --from SOURCE for the server to fetch."
         )
     if source is not None and version is not None:
-        raise typer.BadParameter("With --from there is no @VERSION: the server gives the next number.")
+        raise typer.BadParameter("--from takes no @VERSION: the server assigns the next number.")
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         if directory is not None:
             with output.progress(f"pulling {target}") as tell:
@@ -158,7 +158,7 @@ def pull(
                 operation = wait_for(output, client, operation)
             show_operation(output, operation)
             if not wait:
-                output.note(f"It goes on by itself. See: loraserve operation wait {operation.id}")
+                output.note(f"The operation continues on the server. See: loraserve operation wait {operation.id}")
 
 
 @app.command("list")
@@ -171,7 +171,7 @@ def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOpti
         num = sum(adapter.num_versions_of_another_base for adapter in adapters)
         if num:
             output.note(
-                f"{num} {'version was' if num == 1 else 'versions were'} made for another base than this server's, and not served here. "
+                f"{num} {'version was' if num == 1 else 'versions were'} made for another base than this server's, and can't be served here. "
                 "See: loraserve adapter versions NAME"
             )
 
@@ -230,9 +230,9 @@ def set_(
     name, version = split_version(target)
     said, added = _notes(notes), _tags(tag)
     if said is None and added is None and not untag and fallback is None:
-        raise typer.BadParameter("There is nothing to change: give --notes, --tag, --untag or --fallback.")
+        raise typer.BadParameter("Nothing to change: give --notes, --tag, --untag or --fallback.")
     if fallback is not None and version is not None:
-        raise typer.BadParameter("A fallback is the adapter's: leave out the @VERSION.")
+        raise typer.BadParameter("--fallback applies to the whole adapter: leave out the @VERSION.")
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         tags = None
         if added is not None or untag:

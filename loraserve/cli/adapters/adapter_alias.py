@@ -72,11 +72,13 @@ def alias(
 ) -> None:
     """Point an alias at a version, or at several by weight; without either, show it."""
     if version is not None and split is not None:
-        raise typer.BadParameter("Give a VERSION or a --split, not both.")
+        raise typer.BadParameter("Give either a VERSION or --split, not both.")
     weights = None if split is None else version_numbers(split, "WEIGHT")
     copies = None if shadow in (None, NONE) else version_numbers(shadow or "", "SHARE")
     if copies is not None and (len(copies) != 1 or max(copies.values()) > 1):
-        raise typer.BadParameter(f"--shadow is {shadow!r}; it should be one VERSION=SHARE, a share up to 1.")
+        raise typer.BadParameter(
+            f"--shadow is {shadow!r}; it should be one VERSION=SHARE, with a share above 0 and at most 1."
+        )
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
         if version is None and weights is None and shadow is None:
             output.one(client.adapters.alias(name, alias), ALIAS_DETAILS, name="version")
@@ -98,7 +100,7 @@ def alias(
         if copies and moved.shadow is None:
             output.note(f"No shadow was set: version {next(iter(copies))} answers every request itself.")
         elif copies:
-            output.note(f"See how it does: loraserve adapter shadow {name} {alias}")
+            output.note(f"Compare their answers: loraserve adapter shadow {name} {alias}")
             output.note(f"End the shadow: loraserve adapter alias {name} {alias} --shadow {NONE}")
         if now is None:
             # it was never moved, so that there is nothing to go back to
@@ -126,7 +128,7 @@ def unalias(
     """Delete an alias; the versions that it points to stay."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
         client.adapters.delete_alias(name, alias, if_match=if_match)
-        output.done({"deleted": f"{name}@{alias}"}, f"{name}@{alias} is no name any more.")
+        output.done({"deleted": f"{name}@{alias}"}, f"Deleted the alias {name}@{alias}.")
 
 
 def rollback(
@@ -151,5 +153,5 @@ def shadow(
 ) -> None:
     """Compare an alias's shadow version with the one that answered, hour by hour."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
-        empty = f"No request had a shadow yet. Give it one: loraserve adapter alias {name} {alias} --shadow VERSION=0.1"
+        empty = f"No request was copied to a shadow version yet. Set one: loraserve adapter alias {name} {alias} --shadow VERSION=0.1"
         output.rows(client.adapters.shadow(name, alias), SHADOW_COLUMNS, name="hour", empty=empty)

@@ -85,7 +85,7 @@ def _share(value: float | None) -> str:
 def _subject(certificate: Certificate) -> str:
     """Return the base that a certificate holds for, and how it was computed."""
     if not certificate.base_digest:
-        return "a base that the certificate's release didn't name"
+        return "unknown (the certificate is older than this field)"
     how = f"{certificate.arithmetic} ({certificate.instructions}) on {certificate.device}"
     return f"base {certificate.base_digest[:12]}, quantization {certificate.quantization}, {how}"
 

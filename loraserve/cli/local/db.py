@@ -66,7 +66,7 @@ def current(data_dir: DataDirOption = None, database_url: UrlOption = None, form
         revision, head = asyncio.run(migrate.current(_database_url(data_dir, database_url))), migrate.head()
         _say(output, revision, head)
         if revision != head:
-            output.note(f"This program works with {head}. Run: loraserve db upgrade")
+            output.note(f"This program needs revision {head}. Run: loraserve db upgrade")
 
 
 @app.command()
@@ -82,7 +82,7 @@ def check(data_dir: DataDirOption = None, database_url: UrlOption = None, format
         if differences:
             raise SchemaOutdated(
                 f"The tables differ from what this program expects: {'; '.join(differences)}.",
-                hint="Somebody changed them by hand: restore a backup.",
+                hint="They were changed by hand: restore a backup.",
             )
         _say(output, migrate.head(), migrate.head())
         output.note("The tables are current.")
@@ -150,10 +150,10 @@ def _show_adoption(output: Output, found: Adoption, url: str, *, is_done: bool) 
     else:
         output.pairs(record)
     if not found.is_needed:
-        output.note("The store is this registry's already; nothing was changed.")
+        output.note("The store already belongs to this registry; nothing was changed.")
         return
     will = "will be" if is_done else "would be"
     output.note(
-        f"The {contents.num_unknown:,} blobs that this registry doesn't know {will} deleted by its collector, from"
+        f"The {contents.num_unknown:,} blobs that this registry doesn't reference {will} deleted as garbage, from"
         f" {LIMITS.gc_grace_s / 3600:g} h after a server's start. Servers of another registry on this store {will} refused."
     )

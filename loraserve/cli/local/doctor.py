@@ -77,7 +77,7 @@ def doctor(
             return
         costs: list[RoundingCost] = []
         if precision:
-            output.note("Measuring what rounding costs: the base is loaded, and evaluated twice in float32 …")
+            output.note("Measuring the rounding error: the base is loaded, and evaluated twice in float32 …")
         checks = masked(_checks(flags, url, costs if precision else None), _secrets(flags))
         _show(output, checks, costs)
     if any(check.status is Status.FAIL for check in checks):
@@ -238,7 +238,7 @@ def _precision(expected: Expected | None, costs: list[RoundingCost]) -> Iterator
     from loraserve.planning.machine import available_memory
 
     if expected is None:
-        yield fail("precision", "no base", "one that can be loaded", "loraserve doctor --precision --model DIR")
+        yield fail("precision", "no base", "a base that can be loaded", "loraserve doctor --precision --model DIR")
         return
     refusals = list(precision.room(expected.base.num_bytes, expected.base.device, available_memory()))
     yield from refusals
@@ -263,10 +263,13 @@ def _server(
     if not server.is_there(at):
         if asked:
             yield fail(
-                "server", f"nothing answers at {at}", "a server", "loraserve serve --model DIR (or: loraserve demo)"
+                "server",
+                f"nothing answers at {at}",
+                "a running server",
+                "loraserve serve --model DIR (or: loraserve demo)",
             )
         else:
-            yield ok("server", f"none answers at {at}, and none was asked for")
+            yield ok("server", f"nothing answers at {at}, and no server was named")
         return
     yield from run("server", lambda: server.check_probes(at))
     key = os.environ.get(ClientConfig.KEY_VARIABLE)
@@ -274,7 +277,10 @@ def _server(
         key = settings.admin_key.get_secret_value()
     if not key:
         yield warn(
-            "key", "none", "LORASERVE_API_KEY", "export LORASERVE_API_KEY=…: base and budget are shown to keys alone."
+            "key",
+            "none",
+            "LORASERVE_API_KEY",
+            "export LORASERVE_API_KEY=…: without a key, base and budget can't be compared.",
         )
         return
     yield from run("server", lambda: server.check_server(at, key, expected))

@@ -127,7 +127,7 @@ def _make(
     from loraserve.settings import Settings
 
     if directories and ranks is not None:
-        raise ConfigError("--adapters and --ranks are two ways to say the same; give one of them.")
+        raise ConfigError("--adapters and --ranks both describe the adapters; give only one of them.")
     kinds = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     if stored not in kinds:
         raise ConfigError(f"--stored {stored}: expected one of {', '.join(kinds)}.")
@@ -141,7 +141,7 @@ def _make(
         device = "cpu" if device_bytes is None else "cuda"
     base = plan_base(config, device)
     if tokens is not None and tokens > base.max_model_len:
-        raise ConfigError(f"--tokens {tokens}: this model's sequences have {base.max_model_len} at most.")
+        raise ConfigError(f"--tokens {tokens}: expected at most {base.max_model_len}, this model's longest sequence.")
     step = plan_step(base, config)
     arena = plan_arena(base, config, step, device_bytes)
     if ranks is not None:
@@ -178,7 +178,7 @@ def _size(flag: str, text: str) -> int:
     except ValueError as error:
         raise ConfigError(f"{flag} {text}: {error}.") from error
     if found <= 0:
-        raise ConfigError(f"{flag} {text}: should be above 0.")
+        raise ConfigError(f"{flag} {text}: expected a number above 0.")
     return found
 
 
@@ -186,7 +186,7 @@ def _rank(text: str) -> int:
     from loraserve.errors import ConfigError
 
     if not text.strip().isdecimal():
-        raise ConfigError(f"--ranks {text!r}: should be whole numbers, such as 8,16.")
+        raise ConfigError(f"--ranks {text!r}: expected whole numbers, such as 8,16.")
     return int(text)
 
 

@@ -29,7 +29,7 @@ def add(
     with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
         output.one(client.grants.add(name, to), COLUMNS, name="tenant")
         output.note(
-            f"A tenant of that name asks it as OWNER/{name}, with the owner's name. Take it back: loraserve grant remove {name} {to}"
+            f"A tenant of that name can use it as OWNER/{name}, with the owner's name. Revoke it: loraserve grant remove {name} {to}"
         )
 
 
@@ -37,7 +37,7 @@ def add(
 def list_(name: NameArgument, url: UrlOption = None, tenant: ActForOption = None, format: FormatOption = None) -> None:
     """List the other tenants that may use an adapter."""
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
-        empty = f"Nobody but its owner. Let somebody: loraserve grant add {name} TENANT"
+        empty = f"No grants: only its owner can use it. Add one: loraserve grant add {name} TENANT"
         output.rows(client.grants.list(name), COLUMNS, name="tenant", empty=empty)
 
 
@@ -52,4 +52,4 @@ def remove(
     """End a tenant's use of an adapter, within seconds. Running requests finish."""
     with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
         client.grants.remove(name, to)
-        output.done({"removed": to, "adapter": name}, f"{to} may use {name} no more.")
+        output.done({"removed": to, "adapter": name}, f"{to} can no longer use {name}.")

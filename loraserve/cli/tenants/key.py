@@ -57,7 +57,7 @@ def create(
     with connected(format, url, named={"TENANT": tenant}) as (output, client):
         made = client.keys.create(tenant, name=name, scopes=scope or None, expires_at=expires_at)
         output.one(made, NEW_COLUMNS, name="key")
-        output.note("The key is shown this once. Use it: export LORASERVE_API_KEY=…")
+        output.note("The key is shown only now. Use it: export LORASERVE_API_KEY=…")
 
 
 @app.command("list")

@@ -170,7 +170,7 @@ def set_(
     given = locals()
     limits, table = _limits({flag: given[flag] for flag in LIMITS}), _read_prices(prices)
     if limits is None and weight is None and table is None:
-        raise typer.BadParameter("There is nothing to change: give a limit, --weight or --prices.")
+        raise typer.BadParameter("Nothing to change: give a limit, --weight or --prices.")
     with connected(format, url, named={"TENANT": name}) as (output, client):
         output.one(client.tenants.update(name, limits=limits, weight=weight, prices=table), DETAILS, name="name")
 

@@ -147,7 +147,7 @@ def _deferred_tokens(
         if num_unknown > 1 or index is None:
             raise InvariantViolation(
                 f"Request {entry.request.request_id} is scheduled up to token {entry.end};"
-                f" {num_unknown} of them aren't known, "
+                f" {num_unknown} of its tokens are unknown, "
                 "and the step in flight doesn't sample them."
             )
         rows.append(query_starts[i + 1] - 1)

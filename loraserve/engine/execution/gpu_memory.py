@@ -48,7 +48,7 @@ def free_bytes(decoder: Decoder, config: EngineConfig) -> int:
     budget = int(total * config.memory_utilization) - (total - free) - 2 * step_bytes - GPU_PLANS_BYTES
     if budget <= 0:
         raise ConfigError(
-            f"The base leaves no memory: of the device's {total / GIB:.1f} GiB {free / GIB:.1f}"
+            f"The base leaves no memory for adapters and KV: of the device's {total / GIB:.1f} GiB, {free / GIB:.1f}"
             f" are free, and a step takes {step_bytes / GIB:.1f}.",
             hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
         )

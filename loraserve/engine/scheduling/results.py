@@ -91,12 +91,12 @@ def adapter_overdue_error(request: Request, state: Residency, deadline_s: float)
     why = (
         "everything on the device is in use"
         if state is Residency.WAITING_FOR_SPACE
-        else "it is still being read, or waits for its turn"
+        else "it is still loading, or in the queue"
     )
     name = adapter.name if adapter.parts else f"{adapter.name}@{adapter.version}"
     return AdapterNotReady(
         f'The adapter "{name}" was not on the device within {deadline_s:g} s: {why}.',
-        hint="Try again shortly: it may be there by then.",
+        hint="Try again shortly: its load continues.",
     )
 
 
@@ -106,5 +106,5 @@ def numerics_error(request: Request) -> LoraserveError:
         return EngineError("The base model's logits for this request were not finite.")
     return AdapterNumerics(
         f'The logits of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',
-        hint="Check the adapter's weights; other requests were not touched.",
+        hint="Check the adapter's weights. Other requests were not affected.",
     )

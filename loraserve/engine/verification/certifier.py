@@ -58,12 +58,12 @@ class Certifier:
             )
         if (base.dtype, base.quantization) == ("float32", "none") and not certificate.base_difference <= EXACT_BASE:
             found = (
-                f"logits are off by up to {certificate.base_difference:.3g};"
-                f" float32 is expected to stay below {EXACT_BASE:g}"
+                f"by up to {certificate.base_difference:.3g};"
+                f" at most {EXACT_BASE:g} was expected in float32"
             )
-            logger.error("the base alone answers otherwise than its plain evaluation: %s", found)
+            logger.error("the base's logits differ from the reference's: %s", found)
             raise EngineError(
-                f"The base alone answers otherwise than its plain evaluation: {found}.", hint="Restart the server."
+                f"The base's logits differ from the reference's: {found}.", hint="Restart the server."
             )
         return self._signed(certificate)
 
@@ -99,5 +99,5 @@ def _logits(probes: Sequence[Probe]) -> list[Tensor]:
     """Return the logits of probes that all ended well."""
     logits = [probe.logits() for probe in probes]
     if any(rows is None for rows in logits):
-        raise InvariantViolation("A probe ended, and not all of its rows were computed.")
+        raise InvariantViolation("A probe ended before all of its rows were computed.")
     return [rows for rows in logits if rows is not None]

@@ -128,14 +128,13 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     tokens = _joined(_TokenSums, [_TokenSums.of(*some) for some in _chunks(answers.base, reference)])
     if not bool(tokens.is_finite.all()):
         return unanswered(
-            "Its plain evaluation in float32 isn't finite.", precision_loss=precision_loss, seconds=seconds
+            "Its reference logits, in float32, aren't finite.", precision_loss=precision_loss, seconds=seconds
         )
     vocab_size = reference.base[0].shape[1]
     noise = _Noise.of(tokens, vocab_size)
     if not noise.rms <= _MAX_BASE_NOISE * float(tokens.deviation.mean()):
         raise EngineError(
-            f"The base's own answers are {noise.largest:.3g} from its plain evaluation:"
-            " nothing can be said of an adapter."
+            f"The base's logits differ from the reference's by {noise.largest:.3g}, too much to verify an adapter."
         )
     epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * precision_loss
     floor = _FLOORS[dtype] * float(tokens.largest.max())
@@ -281,13 +280,13 @@ class _Bounds:
         """Return the first bound that a round breaks, as text; empty if none."""
         largest = float(one.largest.max())
         if not largest <= self.largest:
-            return f"A logit is {largest:.4g} from its plain evaluation; {self.largest:.4g} is allowed."
+            return f"A logit differs from the reference's by {largest:.4g}; {self.largest:.4g} is allowed."
         effect_rms, error_rms = self._rms(self._effect), self._rms(one.error)
         allowed = self._floor + 4 * self._noise.rms + self._epsilon * effect_rms
         if not error_rms <= allowed:
             return (
-                f"What it changes of the base's logits is off by {error_rms:.4g} (rms),"
-                f" of {effect_rms:.4g}; {allowed:.4g} is allowed."
+                f"Its change of the base's logits, {effect_rms:.4g} (rms), is off by {error_rms:.4g};"
+                f" {allowed:.4g} is allowed."
             )
         own, errors = ((squares / self._vocab_size).sqrt() for squares in (self._effect, one.error))
         own = own.clamp(min=effect_rms)
@@ -295,8 +294,8 @@ class _Bounds:
         if not float(excess.max()) <= 0:
             token = int(excess.argmax())
             return (
-                f"What it changes of the base's logits at probe token {token} is off by"
-                f" {float(errors[token]):.4g} (rms), of {float(own[token]):.4g}."
+                f"Its change of the base's logits at probe token {token}, {float(own[token]):.4g} (rms),"
+                f" is off by {float(errors[token]):.4g}."
             )
         return self._wrong_size(one)
 
@@ -310,7 +309,7 @@ class _Bounds:
         if abs(multiple - 1) <= self._epsilon + 8 * error + self._floor / self._rms(self._effect):
             return ""
         return (
-            f"What it changes of the base's logits is {multiple:.4g} of what it should be"
+            f"Its change of the base's logits is {multiple:.4g} times the reference's"
             f" (with a standard error of {error:.2g})."
         )
 

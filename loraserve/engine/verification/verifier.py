@@ -124,7 +124,7 @@ class Verifier(StepListener):
         `poll` returns its reply, which is an error if too many are queued.
         """
         if len(self._waiting) + len(self._active) >= LIMITS.max_verifications:
-            error = Overloaded(f"{LIMITS.max_verifications} verifications are running or waiting; no more are taken.")
+            error = Overloaded(f"{LIMITS.max_verifications} verifications are running or in the queue, the maximum.")
             self._replies.append(_refused(call_id, error))
             return
         self._waiting.append(Verification(call_id, Reference(ref), self._clock()))

@@ -194,7 +194,7 @@ class Worker:
 
     def _report_corruptions(self) -> None:
         for corruption in self._engine.pager.take_corruptions():
-            logger.error("blob %s of adapter %s is damaged or gone", corruption.blob, corruption.digest)
+            logger.error("blob %s of adapter %s is damaged or missing", corruption.blob, corruption.digest)
             self._send(m.AdapterDamaged(digest=corruption.digest, blob=corruption.blob))
 
     def _answer_warmed(self) -> None:
@@ -220,7 +220,7 @@ class Worker:
         self._last_heartbeat_s = now
         self._send(m.Heartbeat(stats=self._engine.stats()))
         if os.getppid() != self._server_pid:
-            logger.warning("the server is gone: stopping")
+            logger.warning("the server process has ended: stopping")
             self._is_stopping = True
 
     def _send(self, message: m.EngineOutput) -> None:
@@ -280,8 +280,8 @@ def main() -> int:
         if parts is not None:
             raise
         # the next try would end as this one did
-        logger.exception("the engine could not be made while it was %s", progress)
-        reason = f"The engine could not be made: {type(error).__name__} while it was {progress}: {error}"
+        logger.exception("the engine could not be started; it failed while it was %s", progress)
+        reason = f"The engine could not be started: {type(error).__name__} while it was {progress}: {error}"
         outputs.send(
             m.encode_output(m.Fatal(code=EngineError.code, message=reason, hint="Its traceback is in the log."))
         )

@@ -145,8 +145,8 @@ def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
             break
     if NUM_POSITIONS - num_left < _MIN_POSITIONS:
         raise ConfigError(
-            f"The base's tokenizer makes {len(token_ids)} tokens of the text that rounding is"
-            f" measured on; {_MIN_POSITIONS + 1} are needed."
+            f"The base's tokenizer makes {len(token_ids)} tokens of the text that the rounding error is"
+            f" measured on; at least {_MIN_POSITIONS + 1} are needed."
         )
     return windows
 
@@ -173,7 +173,7 @@ def _served_logits(engine: Engine, inputs: Sequence[Sequence[int]]) -> Tensor:
                 raise EngineError(output.error_message or "The base doesn't answer.")
     logits = [probe.logits() for probe in probes]
     if any(rows is None for rows in logits):
-        raise InvariantViolation("A probe ended, and not all of its rows were computed.")
+        raise InvariantViolation("A probe ended before all of its rows were computed.")
     return torch.cat([rows for rows in logits if rows is not None])
 
 

@@ -138,7 +138,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if device == "cuda" and not has_gpu and not is_interpreted():
         raise ConfigError("--device cuda: torch finds no CUDA device here.", hint="Use --device cpu.")
     if device == "cuda" and not _has_triton():
-        raise ConfigError("--device cuda needs Triton, which isn't installed.", hint="pip install 'loraserve[gpu]'")
+        raise ConfigError(
+            "--device cuda needs Triton, which isn't installed.", hint="Install it: pip install 'loraserve[gpu]'"
+        )
     dtype = config.dtype
     if dtype == "auto":
         dtype = AUTO_DTYPES[device]

@@ -201,6 +201,6 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
                 raise AdapterUnservable(
                     f"Layer {m.layer} {m.module}.{name} has a weight of size {float(largest):.4g}; "
                     f"adapters are held in "
-                    f"{DTYPE_NAMES[dtype]}, which ends at {torch.finfo(dtype).max:.4g}.",
-                    hint="Serve with an adapter dtype of a larger range, such as bf16.",
+                    f"{DTYPE_NAMES[dtype]}, whose largest number is {torch.finfo(dtype).max:.4g}.",
+                    hint="Serve with an --adapter-dtype of a larger range, such as bf16.",
                 )

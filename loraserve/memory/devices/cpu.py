@@ -33,7 +33,7 @@ class HostMemory:
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError(
-                f"The system gives no {num_bytes / GIB:.1f} GiB of memory: {error.strerror}.",
+                f"{num_bytes / GIB:.1f} GiB of memory can't be allocated: {error.strerror}.",
                 hint="Lower --memory-budget.",
             ) from error
         self.data: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -133,7 +133,7 @@ class CpuDevice:
     def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
         num_bytes = sum(p.footprint.num_bytes for p in placed)
         if num_bytes != self.arena_client.num_allocated * self.arena_client.arena.page_num_bytes:
-            return [f"adapters of {num_bytes} bytes rent {self.arena_client.num_allocated} pages"]
+            return [f"adapters of {num_bytes} bytes have {self.arena_client.num_allocated} pages allocated"]
         return []
 
     def _whole_pages(self, num_bytes: int) -> Footprint:

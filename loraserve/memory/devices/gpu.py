@@ -207,7 +207,7 @@ class GpuDevice:
         try:
             slot, has_landed = self._copies.start(lambda: self.pool.load(host.pages, non_blocking=non_blocking))
         except PoolFull as error:
-            raise InvariantViolation(f"An adapter was placed where there is no room: {error}") from error
+            raise InvariantViolation(f"An adapter was placed without room for it: {error}") from error
         self._known_run = 0
         self._landings[slot] = (has_landed, host)
         return PlacedAdapter(slot, self.footprint_of(packed))
@@ -230,18 +230,18 @@ class GpuDevice:
         problems: list[str] = []
         num_pages = sum(p.footprint.num_bytes for p in placed) // self.pool.page_num_bytes
         if num_pages != self.arena_client.num_allocated:
-            problems.append(f"adapter pages: {num_pages} are in use, {self.arena_client.num_allocated} rented")
+            problems.append(f"adapter pages: {num_pages} are in use, {self.arena_client.num_allocated} allocated")
         owners = np.zeros(self.limits.num_tiles, dtype=np.int32)
         for p in placed:
             for _, first, count in tiles_of_sites(self.pool.sites[self._slot(p)], self._base.num_layers):
                 owners[first : first + count] += 1
         if (owners > 1).any():
-            problems.append("adapter tiles: one is of two adapters")
+            problems.append("adapter tiles: one belongs to two adapters")
         if owners.sum() != sum(p.footprint.num_tiles for p in placed):
-            problems.append("adapter tiles: an adapter has others than it takes")
+            problems.append("adapter tiles: the tiles in use differ from those that adapters need")
         slots = [self._slot(p) for p in placed]
         if len(set(slots)) != len(slots) or not self._landings.keys() <= set(slots) or 0 in slots:
-            problems.append("adapter slots: one is the base's, or of two adapters, or of one that has left")
+            problems.append("adapter slots: one belongs to the base, to two adapters, or to an evicted adapter")
         return problems
 
     def _host_pages(self, packed: HostAdapter) -> HostPages:
@@ -265,8 +265,8 @@ def _refuse_norms(norms: Sequence[ReplacedNorm]) -> None:
         n = norms[0]
         where = n.norm if n.norm == "norm" else f"layer {n.layer} {n.norm}"
         raise TensorMismatch(
-            f"{where}: the adapter has a weight of its own for this norm; "
-            "a GPU's kernels have the base's alone: serve the adapter on a CPU, or train it without"
+            f"{where}: the adapter has a trained weight for this norm, which isn't served on a GPU; "
+            "serve the adapter on a CPU, or train it without"
         )
 
 

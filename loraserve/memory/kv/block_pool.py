@@ -173,7 +173,7 @@ class BlockPool:
         else:
             victim = self._victim_group()
             if victim is None:
-                raise InvariantViolation("No KV block is idle, and one was to be evicted.")
+                raise InvariantViolation("No KV block is idle, and one must be evicted.")
             groups = [victim[1]]
             for block in self._blocks(groups[0]):
                 self._free.pop(block, None)
@@ -251,13 +251,13 @@ class BlockPool:
         if len(held) != self.num_held:
             problems.append(f"{len(held)} blocks are held, and counted as {self.num_held}")
         if len({*free, *self._idle, *held}) != len(free) + len(self._idle) + len(held):
-            problems.append("a block is two of free, idle and held, or free twice")
+            problems.append("a block is in two of the states free, idle and held, or free twice")
         if any(block in self.prefix_cache for block in free):
             problems.append("a free block is in the prefix index")
         problems += self.prefix_cache.check()
         for what, blocks, counts in (("held", held, self._held_in), ("idle", [*self._idle], self._idle_in)):
             if Counter(block // self._per_group for block in blocks) != +Counter(dict(enumerate(counts))):
-                problems.append(f"a group has other {what} blocks than it counts")
+                problems.append(f"a group's count of {what} blocks is wrong")
         return problems + self._check_groups(held)
 
     def _check_groups(self, held: Sequence[BlockId | int]) -> list[str]:
@@ -308,7 +308,7 @@ class BlockPool:
             return self._split(layout.allocate(self._unallocated))
         victim = self._victim_block()
         if victim is None:
-            raise InvariantViolation("A KV block was available, and none can be had.")
+            raise InvariantViolation("A KV block was counted as available, and none can be allocated.")
         self._evict(victim[1], Owner.KV)
         return victim[1]
 

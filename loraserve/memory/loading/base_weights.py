@@ -70,7 +70,7 @@ def dora_delta(m: LoraModule, magnitude: Tensor, weights: BaseWeights) -> Tensor
         raise AdapterUnservable(
             f"{module_label(m)}: the norm of row {row} of the updated weight is {float(norms[row]):g}, "
             f"and DoRA divides by it.",
-            hint="Was the adapter trained on this base?",
+            hint="Check that the adapter was trained on this base.",
         )
     return delta
 

@@ -44,7 +44,7 @@ class Composer:
         if what is not None:
             raise InvalidRequest(
                 f"{name} can't be part of a sum of adapters: it has {what}, "
-                f"which doesn't add up with another's update.",
+                f"which can't be added to another adapter's update.",
                 param="model",
                 hint="Compose adapters of LoRA without DoRA, LoHa, LoKr, VeRA or AdaLoRA.",
             )
@@ -55,13 +55,13 @@ class Composer:
                     f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {module_label(m)}; "
                     f"at most {LIMITS.max_rank} are served.",
                     param="model",
-                    hint="Compose fewer adapters, or such of lower ranks.",
+                    hint="Compose fewer adapters, or adapters of lower ranks.",
                 )
             largest = part.weight * float(torch.as_tensor(m.scaling).abs().max()) if m.lora_a.shape[0] else 0.0
             if not math.isfinite(part.weight) or abs(largest) > LIMITS.max_scaling:
                 raise InvalidRequest(
                     f"{name}: a weight of {part.weight:g} makes its scaling {largest:g} on {module_label(m)}; "
-                    f"at most {LIMITS.max_scaling:g} is taken.",
+                    f"at most {LIMITS.max_scaling:g} is allowed.",
                     param="model",
                 )
         self._terms.append((lowered, part.weight))
@@ -86,7 +86,7 @@ def _what_does_not_add_up(lowered: LoweredAdapter) -> str | None:
     if lowered.invocation_token_ids:
         return "an invocation (aLoRA)"
     if lowered.norms:
-        return f"a norm of its own ({lowered.norms[0].norm})"
+        return f"a trained norm ({lowered.norms[0].norm})"
     for m in lowered.modules:
         if (m.layer, m.module) in lowered.magnitudes:
             return f"magnitudes (DoRA) on {module_label(m)}"

@@ -77,7 +77,7 @@ def load_adapter(
         footprint = device.footprint(modules, uploaded.stored, uploaded.norms)
         if not footprint.fits(device.limits):
             raise AdapterTooLarge(
-                f"This adapter version takes {footprint.excess(device.limits)}.",
+                f"This adapter version needs {footprint.excess(device.limits)}.",
                 hint="Start the server with a larger memory budget, or a smaller --max-model-len.",
             )
         with threads.alone():
@@ -86,7 +86,8 @@ def load_adapter(
         host = device.pack(modules, uploaded.stored, uploaded.norms)
     except TensorMismatch as error:
         raise AdapterUnservable(
-            f"This adapter version can't be served on this device: {error}", hint="Push it again with other settings."
+            f"This adapter version can't be served on this device: {error}",
+            hint="Train it with other settings and push it again.",
         ) from error
     return LoadedAdapter(host, AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype]))
 
@@ -106,7 +107,7 @@ def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryvie
         return config, store.read(blob)
     except (BlobCorrupt, BlobNotFound) as error:
         raise AdapterCorrupt(
-            "The stored bytes of this adapter version are damaged or gone.",
+            "The stored bytes of this adapter version are damaged or missing.",
             digest=ref.digest,
             blob=blob,
             hint="Push the adapter again.",
@@ -125,7 +126,7 @@ def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseW
     except AdapterRejected as error:
         raise AdapterUnservable(
             f"This adapter version can't be served on this base: {error.problems[0]}",
-            hint="Push it again for this base.",
+            hint="Train it on this base and push it again.",
         ) from error
     return lower(ir, base, base_weights)
 

@@ -120,7 +120,7 @@ def require_base_weights(weights: BaseWeights | None) -> BaseWeights:
         InvariantViolation: there are none.
     """
     if weights is None:
-        raise InvariantViolation("An adapter whose load takes the base's weights was loaded without them.")
+        raise InvariantViolation("An adapter that needs the base's weights was loaded without them.")
     return weights
 
 

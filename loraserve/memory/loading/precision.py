@@ -127,8 +127,8 @@ def refuse_lossy(m: LoraModule, lost: float, dtype: torch.dtype, precision: Prec
         return
     cut = "" if precision.rank_error is None else f", its ranks cut to within {precision.rank_error:g}"
     raise AdapterUnservable(
-        f"{module_label(m)} is off by {lost:.3g} of its own size as this server holds it, "
-        f"in {DTYPE_NAMES[dtype]}{cut}; at most {precision.max_loss:g} is allowed.",
+        f"{module_label(m)} has a precision loss of {lost:.3g} in {DTYPE_NAMES[dtype]}{cut}; "
+        f"at most {precision.max_loss:g} is allowed.",
         hint="Serve with a wider --adapter-dtype, a smaller --adapter-rank-error or a larger --max-adapter-loss.",
     )
 

@@ -168,7 +168,7 @@ class DeviceCache:
         """
         victim = self._victim()
         if victim is None:
-            raise InvariantViolation("No adapter is idle, and one was to be evicted.")
+            raise InvariantViolation("No adapter is idle, and one must be evicted.")
         self._evict(victim[1], cause)
 
     def state(self, digest: Digest) -> AdapterState | None:
@@ -375,18 +375,18 @@ class DeviceCache:
         if num_pins != self.num_pins:
             problems.append(f"adapter pool: {num_pins} pins are counted as {self.num_pins}")
         if not self.used.fits(self.device.limits):
-            problems.append(f"adapter pool: {self.used} is over the limits of {self.device.limits}")
+            problems.append(f"adapter pool: {self.used} exceeds the limits of {self.device.limits}")
         if any(r.num_pins < 0 for r in residents):
-            problems.append("adapter pool: an adapter has fewer than no pins")
+            problems.append("adapter pool: an adapter has a negative number of pins")
         for state, kept in (
             (AdapterState.ARRIVING, self._arriving),
             (AdapterState.PROTECTED, self._protected),
             (AdapterState.DRAINING, self._draining),
         ):
             if kept != {digest: r for digest, r in self._residents.items() if r.state is state}:
-                problems.append(f"adapter pool: other adapters are {state.name} than their states say")
+                problems.append(f"adapter pool: the adapters listed as {state.name} differ from those in that state")
         if any(r.num_pins for r in self._arriving.values()):
-            problems.append("adapter pool: an adapter is pinned that hasn't landed")
+            problems.append("adapter pool: an adapter is pinned before its copy has ended")
         if self.used.num_bytes != self._client.num_allocated * self._client.arena.page_num_bytes:
             problems.append(
                 f"adapter pool: {self.used.num_bytes} bytes are in use, of {self._client.num_allocated} pages"

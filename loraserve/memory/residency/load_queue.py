@@ -144,10 +144,10 @@ class LoadQueue:
         """Return every broken invariant, in words; empty when all hold."""
         problems: list[str] = []
         if any(not pending.tenants for pending in self._pending.values()):
-            problems.append("load queue: an adapter waits for no tenant")
+            problems.append("load queue: an adapter is queued for no tenant")
         tenants = {tenant for pending in self._pending.values() for tenant in pending.tenants}
         if any(len(order) != len(tenants) for order in (self._load_order, self._placement_order)):
-            problems.append("load queue: tenants have turns without waiting")
+            problems.append("load queue: tenants are listed that wait for no adapter")
         return problems
 
     def _order(self, is_placeable: Callable[[Digest], bool]) -> list[Digest]:

@@ -306,10 +306,10 @@ class Pager:
             problems.append("pager: an adapter is on the device and in the host cache")
         num_waiting_in_host = sum(pending.ref.digest in in_host for pending in self._queue)
         if num_waiting_in_host != self._host.num_held:
-            problems.append(f"pager: {self._host.num_held} adapters are held for {num_waiting_in_host} that wait")
+            problems.append(f"pager: {self._host.num_held} host copies are held for {num_waiting_in_host} queued loads")
         states = (self._pool.state(pending.ref.digest) for pending in self._queue)
         if any(state not in (None, AdapterState.DRAINING) for state in states):
-            problems.append("pager: an adapter waits that is on the device")
+            problems.append("pager: an adapter on the device is queued for a load")
         return problems
 
     def close(self) -> None:

@@ -213,7 +213,7 @@ def check_gpu(config: ModelConfig) -> None:
     if config.experts is not None:
         missing = "experts"
     elif any(rope.rotated != 1 for rope in config.ropes):
-        missing = "heads that turn in part (partial_rotary_factor)"
+        missing = "partial rotary positions (partial_rotary_factor)"
     if missing is not None:
         raise ConfigError(
             f"{config.architecture.name} has {missing}, which aren't served on GPUs yet.", hint="Use --device cpu."
@@ -243,8 +243,8 @@ def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str)
             )
         if not _has_int8_channels(blueprint):
             raise ConfigError(
-                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights by "
-                "output channel, which alone can be multiplied so.",
+                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights with "
+                "one scale per output channel, which int8 activations need.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
     return activation_dtype == "int8" or (activation_dtype == "auto" and not blueprint.stored)
@@ -271,7 +271,7 @@ def context_len(config: ModelConfig, max_model_len: int | None) -> int:
         return config.max_model_len
     if not 0 < max_model_len <= config.max_stretched_len:
         raise ConfigError(
-            f"max_model_len is {max_model_len}; this model's positions go to {config.max_stretched_len}.",
+            f"max_model_len is {max_model_len}; expected at most {config.max_stretched_len}, this model's longest context.",
             hint="Lower --max-model-len, or leave it out.",
         )
     return max_model_len
@@ -389,8 +389,8 @@ def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str)
     if quantize != "none" and formats != [quantize]:
         method = "" if config.quantization is None else f" by {config.quantization.method}"
         raise ConfigError(
-            f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}; "
-            "codes aren't rounded again.",
+            f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}, "
+            "and can't be quantized again.",
             hint="Leave --quantize out, or give the float checkpoint.",
         )
 
@@ -403,7 +403,7 @@ def _check(blueprint: Blueprint, unread: set[str]) -> None:
         shapes = blueprint.expected[missing[0]].shapes
         shape = f" of shape {list(shapes[0])}" if shapes else ""
         raise MissingTensor(
-            f"The checkpoint lacks {_listed(missing)}; {name_of_model} with this config.json has {missing[0]}{shape}.",
+            f"The checkpoint lacks {_listed(missing)}; {name_of_model} with this config.json needs {missing[0]}{shape}.",
             hint="Fetch the checkpoint again, or check config.json.",
         )
     unexpected = [
@@ -414,7 +414,7 @@ def _check(blueprint: Blueprint, unread: set[str]) -> None:
     if unexpected:
         raise UnexpectedTensor(
             f"The checkpoint holds {_listed(unexpected)}, which {name_of_model} with this config.json doesn't have: "
-            "leaving tensors out would change the answers.",
+            "ignoring tensors would change the answers.",
             hint="Check num_hidden_layers, the bias flags, the architecture and quantization_config in config.json.",
         )
     for name, expected in blueprint.expected.items():

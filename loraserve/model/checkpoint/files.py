@@ -114,7 +114,9 @@ def _read_tensor(
     while position < num_bytes:
         count = file.readinto(view[position : position + _PIECE_BYTES])  # type: ignore[attr-defined]
         if not count:
-            raise ModelError(f"{stored.file} ended within {stored.name}.", hint="Fetch it again: it may be cut off.")
+            raise ModelError(
+                f"{stored.file} ends within the tensor {stored.name}.", hint="Fetch it again: it may be truncated."
+            )
         position += count
         tick()
     return stored, memory.view(DTYPES[stored.dtype]).view(stored.shape), view

@@ -92,11 +92,13 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, StoredTensor]:
             raise ModelError(f"{index.name} names the shard {file[:200]!r}, which isn't in {model_dir}.")
         for stored in _read_header(model_dir / file):
             if stored.name in tensors:
-                raise ModelError(f"The tensor {stored.name} is in {tensors[stored.name].file.name} and in {file}.")
+                raise ModelError(
+                    f"The tensor {stored.name} is in both {tensors[stored.name].file.name} and {file}; expected it once."
+                )
             tensors[stored.name] = stored
     for name, file in places.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise MissingTensor(f"{index.name} says that the tensor {name} is in {file}; it isn't there.")
+            raise MissingTensor(f"{index.name} says that the tensor {name} is in {file}, which doesn't have it.")
     return tensors
 
 
@@ -117,7 +119,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} isn't a safetensors file: its header makes no sense.") from error
+        raise ModelError(f"{path} isn't a safetensors file: its header can't be parsed.") from error
     tensors.sort(key=lambda stored: (stored.begin, stored.end))
     position = 8 + length
     for stored in tensors:
@@ -126,7 +128,8 @@ def _read_header(path: Path) -> list[StoredTensor]:
         position = stored.end
     if position != size:
         raise ModelError(
-            f"{path} has {size:,} bytes; its header describes {position:,}.", hint="Fetch it again: it may be cut off."
+            f"{path} has {size:,} bytes; its header describes {position:,}.",
+            hint="Fetch it again: it may be truncated.",
         )
     return tensors
 

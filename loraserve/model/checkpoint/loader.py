@@ -360,14 +360,16 @@ def _log_choices() -> None:
     """Log which kernels compute the linears, and which formats are slower than float32 would be."""
     for is_slower, line in lines(chooser().choices()):
         if is_slower:
-            logger.warning("%s. Slower than float32: it saves memory alone; --quantize none is faster here.", line)
+            logger.warning(
+                "%s. This is slower than float32 and only saves memory; --quantize none is faster here.", line
+            )
         else:
             logger.info("%s", line)
 
 
 def _finished(site: Site) -> Linear:
     if site.linear is None:
-        raise InvariantViolation("not every tensor of a site was put")
+        raise InvariantViolation("a linear lacks some of its tensors")
     return site.linear
 
 

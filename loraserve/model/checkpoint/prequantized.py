@@ -133,10 +133,12 @@ class _Assembly:
         if block_size % NF4_GROUP_SIZE or num_weights % block_size:
             raise ModelError(
                 f"{self.stored.path}.{NF4_STATE} has blocks of {block_size} weights; "
-                f"only multiples of {NF4_GROUP_SIZE} that fill the weight are implemented."
+                f"only multiples of {NF4_GROUP_SIZE} that divide the weight are implemented."
             )
         if not torch.allclose(parts["weight.quant_map"].float(), torch.tensor(NF4_CODE), rtol=0, atol=1e-6):
-            raise ModelError(f"{self.stored.path}.weight.quant_map isn't NF4's.")
+            raise ModelError(
+                f"{self.stored.path}.weight.quant_map isn't the table of NF4, the only one that is implemented."
+            )
         absmax = self._absmax(parts, state)
         if absmax.numel() != num_weights // block_size:
             raise ShapeMismatch(

@@ -54,14 +54,14 @@ def _fetch(repo: str, revision: str | None) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise ConfigError(
-            f"There's no directory {repo!r}, and huggingface_hub isn't installed, so it can't be fetched from the hub.",
-            hint='Give a directory, or: pip install "loraserve[hub]".',
+            f"The directory {repo!r} doesn't exist, and huggingface_hub isn't installed, so it can't be fetched from the hub.",
+            hint='Give a directory, or run: pip install "loraserve[hub]".',
         ) from None
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"There's no directory {repo!r}, and it can't be fetched from the hub: {reason}",
+            f"The directory {repo!r} doesn't exist, and it can't be fetched from the hub: {reason}",
             hint="Check the name, the network, and HF_TOKEN for gated models.",
         ) from error

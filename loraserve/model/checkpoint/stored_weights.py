@@ -97,7 +97,7 @@ def _num_groups(path: str, scheme: Scheme, in_features: int) -> int:
     """Return the number of scales of each output channel."""
     size = scheme.group_size or in_features
     if in_features % size:
-        raise ModelError(f"{path} has {in_features} inputs, which groups of {size} (group_size) don't fill.")
+        raise ModelError(f"{path} has {in_features} inputs, which isn't a multiple of its group_size, {size}.")
     # one scale for an output channel is any width's with int8 and FP8, but zeros are groups' alone
     is_by_group = scheme.format == "int4" or scheme.group_size is not None or not scheme.is_symmetric
     if is_by_group and kernels_group_size(size) is None:
@@ -117,7 +117,7 @@ def _find_bitsandbytes(
         other = next((name for name in stored if name.startswith(f"{path}.weight.quant_state.")), None)
         if other is not None:
             raise ModelError(
-                f"{other} says that this weight isn't NF4, which is all that's implemented of bitsandbytes.",
+                f"{other} means that this weight isn't NF4, the only format of bitsandbytes that is implemented.",
                 hint="Give the float checkpoint and --quantize nf4.",
             )
         return None

@@ -404,7 +404,7 @@ def find_architecture(names: object, model_type: object) -> Architecture:
             return by_type[model_type]
     elif isinstance(found, str) and found in ARCHITECTURES:
         return ARCHITECTURES[found]
-    what = f'"{found}"' if found is not None else f'nothing (model_type is "{model_type}")'
+    what = f'"{found}"' if found is not None else f'null (model_type is "{model_type}")'
     raise UnknownArchitecture(
         f"config.json names the architecture {what[:200]}; expected one of {', '.join(ARCHITECTURES)}.",
         hint="Choose a base model of one of these architectures.",

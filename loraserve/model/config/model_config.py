@@ -177,7 +177,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     """
     path = model_dir / "config.json"
     if not path.is_file():
-        raise ModelError(f"config.json is missing in {model_dir}.", hint="--model takes a Hugging Face directory.")
+        raise ModelError(f"config.json is missing in {model_dir}.", hint="Give --model a Hugging Face directory.")
     config = _read_object(path)
     generation_path = model_dir / "generation_config.json"
     return parse_config(config, _read_object(generation_path) if generation_path.is_file() else {})
@@ -271,7 +271,9 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
     name = next((name for name in paths.num_experts if name in fields.config), paths.num_experts[0])
     num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
     if num_chosen > num_experts:
-        raise ModelError(f"config.json: num_experts_per_tok is {num_chosen}, of {num_experts} experts ({name}).")
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {num_chosen}; expected at most {num_experts}, the number of experts ({name})."
+        )
     return ExpertsConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,

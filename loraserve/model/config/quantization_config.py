@@ -20,9 +20,9 @@ from typing import Any
 from loraserve.errors import ModelError
 
 _HINT = (
-    "Supported are compressed-tensors with int8 or int4 weights by channel or in groups, "
-    "or FP8 weights by channel or tensor; and bitsandbytes NF4. "
-    "Or give the float checkpoint and --quantize int8, int4, nf4 or fp8."
+    "Supported formats: compressed-tensors with int8 or int4 weights by channel or in groups, "
+    "or FP8 weights by channel or tensor, and bitsandbytes NF4. "
+    "Otherwise, give the float checkpoint and --quantize int8, int4, nf4 or fp8."
 )
 
 _SMALLEST_GROUP = 32
@@ -270,7 +270,8 @@ def _has_input_scale(group: _Fields, kind: str) -> bool:
     activations.require("strategy", ("token", "tensor"), '"token" or "tensor"')
     is_dynamic = activations.require("dynamic", (None, True, False), "true or false") is True
     logger.warning(
-        "config.json: %s asks for FP8; activations keep their precision, weights are used as stored", activations.path
+        "config.json: %s asks for FP8 activations, which this server doesn't round; weights are used as stored",
+        activations.path,
     )
     return not is_dynamic
 

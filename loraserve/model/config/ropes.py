@@ -111,7 +111,7 @@ def _rope(
 ) -> RopeConfig:
     config = fields.config
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ModelError(f"config.json: {source} differs by layer type; only one for all layers is implemented.")
+        raise ModelError(f"config.json: {source} differs by layer type; only one value for all layers is implemented.")
     name = rope.get("rope_type", rope.get("type", "default"))
     name = fields.architecture.rope_names.get(name, name) if isinstance(name, str) else name
     if name not in [rope_type.value for rope_type in RopeType]:

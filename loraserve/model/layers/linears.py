@@ -140,7 +140,7 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
         raise ConfigError(f"The dtype {dtype} isn't available; expected float32, bfloat16 or float16.")
     if dtype == torch.float16 and quantize == "none" and "fbgemm" not in torch.backends.quantized.supported_engines:
         raise ConfigError(
-            "float16 weights need fbgemm, which this build of torch hasn't got for this CPU.",
+            "float16 weights need fbgemm, which this build of torch doesn't have for this CPU.",
             hint="Use --dtype float32 or bfloat16.",
         )
 

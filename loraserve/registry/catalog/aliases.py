@@ -102,7 +102,7 @@ class Aliases:
         """
         check_alias_name(alias)
         if shadow is not None and not 0 < shadow.share <= 1:
-            raise InvalidRequest("A shadow's share should be over 0 and at most 1.", param="shadow.share")
+            raise InvalidRequest("A shadow's share should be above 0 and at most 1.", param="shadow.share")
         now = self._clock()
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
@@ -112,7 +112,9 @@ class Aliases:
             await self._check_servable(repository, adapter, target, shadow)
             if found is None and await repository.num_aliases(adapter) >= LIMITS.max_aliases_per_adapter:
                 raise InvalidRequest(
-                    f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the most it may have.", param="alias"
+                    f"The adapter has {LIMITS.max_aliases_per_adapter} aliases, the maximum.",
+                    param="alias",
+                    hint="Delete one first.",
                 )
             is_new = found is None
             row = await move_alias(session, repository, adapter, alias, target, shadow, actor=actor, now=now)
@@ -195,16 +197,16 @@ class Aliases:
     ) -> AliasRecord:
         if row is None or row.previous is None:
             raise Conflict(
-                f"{adapter.name}@{alias} can't be rolled back: it hasn't been moved since it was made.",
-                hint=f"Lead it to another version. Try: loraserve adapter alias {adapter.name} {alias} VERSION",
+                f"{adapter.name}@{alias} can't be rolled back: it hasn't been moved since it was created.",
+                hint=f"Point it at another version. Try: loraserve adapter alias {adapter.name} {alias} VERSION",
             )
         target, shadow = AliasTarget.from_json(row.previous), shadow_of(row)
         try:
             await self._check_servable(repository, adapter, target, None)
         except VersionNotFound:
             raise Conflict(
-                f"{adapter.name}@{alias} can't be rolled back: it led to {target}, which is deleted.",
-                hint="Restore that version, or name another one.",
+                f"{adapter.name}@{alias} can't be rolled back: it pointed at {target}, which is deleted.",
+                hint="Restore that version, or point the alias at another one.",
             ) from None
         moved = await move_alias(
             session,
@@ -242,12 +244,13 @@ def _check_condition(condition: Precondition, found: Alias | None, shown: str) -
         PreconditionFailed: it doesn't.
     """
     if condition.is_absent and found is not None:
-        raise PreconditionFailed(f"{shown} exists; the request said that it must not (If-None-Match).")
+        raise PreconditionFailed(f"{shown} exists already; If-None-Match: * allows only a new one.")
     if found is None:
         if condition.is_present or condition.revisions is not None:
-            raise PreconditionFailed(f"{shown} doesn't exist; the request said that it must (If-Match).")
+            raise PreconditionFailed(f"{shown} doesn't exist; If-Match allows only an existing one.")
         return
     if condition.revisions is not None and found.revision not in condition.revisions:
         raise PreconditionFailed(
-            f"{shown} has changed: it names version {found.version} now.", hint="Read it again and decide anew."
+            f"{shown} has changed since it was read: it points at version {found.version} now.",
+            hint="Read it again, then retry.",
         )

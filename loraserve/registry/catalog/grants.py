@@ -95,7 +95,9 @@ class Grants:
         mine = select(func.count()).select_from(_grants_of(adapter).subquery())
         if (await session.scalar(mine) or 0) >= LIMITS.max_grants_per_adapter:
             raise InvalidRequest(
-                f"The adapter has {LIMITS.max_grants_per_adapter} grants, the most it may have.", param="tenant"
+                f"The adapter has {LIMITS.max_grants_per_adapter} grants, the maximum.",
+                param="tenant",
+                hint="Remove one first.",
             )
         theirs = (
             select(func.count(distinct(Grant.adapter_id)))
@@ -105,7 +107,7 @@ class Grants:
         )
         if (await session.scalar(theirs) or 0) >= LIMITS.max_grants_per_tenant:
             raise InvalidRequest(
-                f"{LIMITS.max_grants_per_tenant} adapters are granted to that tenant, the most it may have of one owner.",
+                f"{LIMITS.max_grants_per_tenant} of this owner's adapters are granted to that tenant, the maximum.",
                 param="tenant",
             )
 

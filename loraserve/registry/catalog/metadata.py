@@ -41,7 +41,7 @@ class Edit:
         """
         if self.notes is not None:
             if len(self.notes.encode("utf-8", "replace")) > LIMITS.max_notes_bytes:
-                raise InvalidRequest(f"Notes may have {LIMITS.max_notes_bytes} bytes.", param="notes")
+                raise InvalidRequest(f"Notes should have at most {LIMITS.max_notes_bytes} bytes.", param="notes")
             if any(_is_control(letter) and letter not in _LAYOUT for letter in self.notes):
                 raise InvalidRequest("Notes should be text, without control characters.", param="notes")
         if self.tags is not None:
@@ -144,7 +144,7 @@ def _check_tags(tags: Mapping[str, str]) -> None:
         InvalidRequest: there are too many tags, or one isn't valid. The message doesn't repeat it.
     """
     if len(tags) > LIMITS.max_tags:
-        raise InvalidRequest(f"There are {len(tags)} tags; {LIMITS.max_tags} is the most.", param="tags")
+        raise InvalidRequest(f"There are {len(tags)} tags; at most {LIMITS.max_tags} are allowed.", param="tags")
     for key, value in tags.items():
         if not _TAG.fullmatch(key):
             raise InvalidRequest(f"A tag's name should match {_TAG.pattern}.", param="tags")

@@ -92,7 +92,11 @@ class Pins:
         self._retries: RetrySchedule[Digest] = RetrySchedule(Backoff(RETRY_S, MAX_RETRY_S), monotonic)
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = BackgroundTask(
-            "pins", self.sync, LIMITS.pin_sync_s, failure="the engine can't be compared with the pins", logger=logger
+            "pins",
+            self.sync,
+            LIMITS.pin_sync_s,
+            failure="the engine's pins can't be compared with the registry's",
+            logger=logger,
         )
 
     @property
@@ -209,7 +213,9 @@ class Pins:
                 await self._pin(engine, ref)
             except LoraserveError as error:
                 self._retries.fail(ref.digest)
-                logger.warning("%s@%d is pinned and can't be brought to the device: %s", ref.name, ref.version, error)
+                logger.warning(
+                    "%s@%d is pinned, but it can't be loaded onto the device: %s", ref.name, ref.version, error
+                )
 
     async def _let_go(self, engine: PinningEngine, ref: AdapterRef) -> None:
         with self._change(ref.digest):
@@ -263,7 +269,7 @@ class Pins:
         if not await upsert(session, OperatorPin, [row]):
             return False
         if (await session.scalar(select(func.count()).select_from(OperatorPin)) or 0) > LIMITS.max_operator_pins:
-            raise Conflict(f"{LIMITS.max_operator_pins} versions are pinned, the most that may be.", hint="Unpin some.")
+            raise Conflict(f"{LIMITS.max_operator_pins} versions are pinned, the maximum.", hint="Unpin some first.")
         return True
 
     @contextmanager

@@ -149,7 +149,7 @@ class Restorer:
             return all(self._store.exists(blob) for blob in blobs)
 
         if not await asyncio.to_thread(has_all):
-            raise Conflict(f"{shown} can't be restored: stored bytes of it are gone.", hint="Push its files again.")
+            raise Conflict(f"{shown} can't be restored: its stored bytes are missing.", hint="Push its files again.")
 
 
 def _instant(adapter: Adapter) -> datetime:

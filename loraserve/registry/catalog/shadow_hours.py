@@ -135,7 +135,7 @@ class ShadowHours:
             return [dict(rows[: len(rows) // 2]), dict(rows[len(rows) // 2 :])]
         # the adapter's row is gone
         self.num_lost += sum(tally.num_requests for tally in refused.values())
-        logger.warning("what a shadow did isn't kept: %s", type(error.orig).__name__)
+        logger.warning("a shadow's comparisons are dropped: %s", type(error.orig).__name__)
         return []
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class ShadowHours:
         try:
             await self.flush()
         except LoraserveError as error:
-            logger.warning("what shadows did since the last write is lost: %s", error)
+            logger.warning("the shadows' comparisons since the last write are lost: %s", error)
 
     async def list(
         self, tenant: TenantId, name: str, alias: str, *, limit: int = 50, cursor: str | None = None
@@ -195,7 +195,7 @@ class ShadowHours:
                 await self.flush()
             except LoraserveError as error:
                 if not has_warned:
-                    logger.warning("what shadows did can't be kept now, and is tried again: %s", error)
+                    logger.warning("the shadows' comparisons can't be stored now; trying again: %s", error)
                 has_warned = True
 
     async def _write(self, taken: dict[_Key, Tally]) -> None:
@@ -224,7 +224,9 @@ def _read_position(text: str) -> tuple[datetime, int, int]:
     numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) <= 10]
     if len(parts) != 3 or len(numbers) != 3 or max(numbers[1:]) > MAX_VERSION:
         raise InvalidRequest(
-            "cursor isn't one of this list.", param="cursor", hint="Pass next_cursor of the page before."
+            "cursor is invalid: it isn't a next_cursor of this list.",
+            param="cursor",
+            hint="Pass next_cursor of the page before.",
         )
     hour, version, shadow_version = numbers
     return datetime.fromtimestamp(hour, UTC), version, shadow_version

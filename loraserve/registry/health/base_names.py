@@ -56,15 +56,15 @@ class BaseNames:
         check = self.check(named, base)
         if self._is_strict and check["status"] != PASSED:
             raise AdapterBaseMismatch(
-                f"{check['detail']}, and takes adapters of its own base alone (--strict-base).",
-                hint="Push it to a server of its base; if it is this one by another name, start the server with --base-names.",
+                f"{check['detail']}, and accepts adapters of its own base only (--strict-base).",
+                hint="Push it to a server of its base; if this base has that name too, start the server with --base-names.",
             )
         return (check,)
 
     def check(self, named: str, base: BaseSpec) -> dict[str, Any]:
         """Return the entry among a version's checks."""
         named = named.strip()[:MAX_NAME_LENGTH]
-        status, detail = PASSED, f"{FIELD} is {shown(named)}, as this server's base is called"
+        status, detail = PASSED, f"{FIELD} is {shown(named)}, a name of this server's base"
         if not self._is_the_same(named, base):
             known = ", ".join(dict.fromkeys((base.id, *self._names)))
             status, detail = (

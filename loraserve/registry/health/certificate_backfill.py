@@ -97,7 +97,7 @@ class CertificateBackfill:
             "certificate backfill",
             self.sweep,
             lambda: LIMITS.late_certificates_interval_s,
-            failure="verifying versions without a certificate stopped early",
+            failure="verifying the versions without a certificate stopped early",
             logger=logger,
             level=logging.INFO,
             first_delay_s=None,
@@ -196,7 +196,7 @@ class CertificateBackfill:
             self._retries.fail(due.id)
             if isinstance(error, EngineDied):
                 logger.error(
-                    "the engine died while it verified %s@%d of tenant %s, which is tried twice at most",
+                    "the engine died while it verified %s@%d of tenant %s; a version is verified at most twice",
                     due.name,
                     due.number,
                     due.tenant,

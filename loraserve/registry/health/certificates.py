@@ -191,7 +191,10 @@ class Certificates:
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
             if row.base_digest != record.base_digest:
-                raise Conflict(f"{name}@{number} was moved to another base meanwhile.", hint="Look at it again.")
+                raise Conflict(
+                    f"{name}@{number} was moved to another base while it was verified.",
+                    hint="Show it again, then retry.",
+                )
             before = row.state
             # The engine has read whole bytes, which answers earlier reports; reports made since may
             # be newer than its read.
@@ -242,7 +245,7 @@ class Certificates:
             for check in checks:
                 if check["name"] == CERTIFICATE and check["status"] == FAILED:
                     return CertificateOutcome(
-                        FAILED, f"{check['detail']} (found of the same weights as {name}@{number})"
+                        FAILED, f"{check['detail']} (found for the same weights as {name}@{number})"
                     )
         return None
 
@@ -294,7 +297,7 @@ class Certificates:
 
     async def _ask(self, ref: AdapterRef) -> CertificateOutcome:
         if self._certify is None:
-            raise EngineUnavailable("This server has no engine that verifies.")
+            raise EngineUnavailable("This server has no engine that can verify a version.")
         try:
             async with asyncio.timeout(LIMITS.verification_timeout_s):
                 certificate = await self._certify(ref)
@@ -314,7 +317,7 @@ class Certificates:
     def _slot(self, tenant: TenantId) -> Iterator[None]:
         if self._num_running[tenant] >= LIMITS.max_concurrent_verifications_per_tenant:
             raise RateLimited(
-                f"{self._num_running[tenant]} verifications of this tenant are under way, the most at a time.",
+                f"{self._num_running[tenant]} verifications of this tenant are running, the maximum.",
                 retry_after_s=5,
             )
         self._num_running[tenant] += 1
@@ -329,9 +332,7 @@ class Certificates:
 
 def _moved(checks: list[Mapping[str, Any]], row: AdapterVersion, base: BaseSpec) -> list[Mapping[str, Any]]:
     """Return the checks of a version that is moved to `base`: what they say of its base is new."""
-    detail = (
-        f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request: it was verified there"
-    )
+    detail = f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request, after it was verified there"
     return [base_check(base, detail) if check["name"] == BASE else check for check in checks]
 
 

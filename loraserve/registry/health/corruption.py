@@ -34,7 +34,8 @@ MAX_PENDING = 1024
 further failed loads repeat those that are dropped.
 """
 _DETAIL = (
-    "its stored bytes are damaged or gone: push the same files again, or restore them from a backup and verify it anew"
+    "its stored bytes are damaged or missing: push the same files again, "
+    "or restore them from a backup and verify it again"
 )
 
 

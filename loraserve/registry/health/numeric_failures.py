@@ -122,7 +122,7 @@ class NumericFailures:
             await self.record(ref)
         except LoraserveError as error:
             # the next failure is counted
-            logger.warning("an answer of %s@%d that wasn't finite isn't counted: %s", ref.name, ref.version, error)
+            logger.warning("a non-finite answer of %s@%d isn't counted: %s", ref.name, ref.version, error)
 
 
 def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
@@ -134,5 +134,5 @@ def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
 def _as_check(num: int) -> dict[str, Any]:
     status = FAILED if num >= MAX_NUMERIC_FAILURES else WARNED
     noun = "answer was" if num == 1 else "answers were"
-    detail = f"{num} {noun} not finite ({MAX_NUMERIC_FAILURES} end in quarantine): check the adapter's weights, then verify it anew"
+    detail = f"{num} {noun} not finite ({MAX_NUMERIC_FAILURES} put it in quarantine): check the adapter's weights, then verify it again"
     return {"name": NUMERICS, "status": status, "detail": detail, "strikes": num}

@@ -15,12 +15,12 @@ import msgspec
 from loraserve.registry.health.checks import CERTIFICATE, FAILED, PASSED, SKIPPED, find_check
 from loraserve.types import BaseSpec, Certificate
 
-ON_REQUEST = "this server verifies versions when it is asked to"
+ON_REQUEST = "this server verifies versions on request only"
 """Detail of a certificate that the operator chose to skip; any other skip is the engine's."""
 MAX_SETUPS = 16
 """Maximum number of setups that a version's check remembers; the oldest is verified again."""
 DIED_ONCE = "the engine died while it verified this version"
-DIED_TWICE = "the engine died twice while it verified this version, which isn't verified again but on request"
+DIED_TWICE = "the engine died twice while it verified this version, which is verified again on request only"
 """Details of certificates that were skipped because the engine died,
 maybe because of the version.
 """

@@ -255,7 +255,7 @@ class Publisher:
                 if known.version is not None and outcome is None:
                     # its certificate was deleted with it: a new version needs one of its own
                     raise Overloaded(
-                        f"{name}@{known.version.number} has these bytes, and was deleted meanwhile.",
+                        f"{name}@{known.version.number} has these bytes, and was deleted while the request ran.",
                         hint="Send the same request again.",
                         retry_after_s=1,
                     )

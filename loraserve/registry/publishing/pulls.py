@@ -148,8 +148,8 @@ class _MinimumRate:
         self._num_bytes += num_bytes
         if self._waited_s > LIMITS.pull_grace_s + self._num_bytes / LIMITS.min_pull_bytes_per_s:
             raise SourceTooSlow(
-                f"{self._address} sent {self._num_bytes} bytes in {self._waited_s:.0f} s; at least {LIMITS.min_pull_bytes_per_s} a "
-                f"second are expected, after {LIMITS.pull_grace_s:g} s.",
+                f"{self._address} sent {self._num_bytes} bytes in {self._waited_s:.0f} s; expected at least {LIMITS.min_pull_bytes_per_s} "
+                f"per second, after {LIMITS.pull_grace_s:g} s.",
                 hint="Try again later, or push the files.",
             )
 
@@ -176,7 +176,7 @@ def _bounded(
     for piece in pieces:
         num_bytes += len(piece)
         if max(num_bytes, size or 0) > max_bytes:
-            raise AdapterFormatError(f"{source.address}: {file} is over its bound of {max_bytes} bytes.")
+            raise AdapterFormatError(f"{source.address}: {file} exceeds the limit of {max_bytes} bytes.")
         progress.advance(len(piece))
         yield piece
     if size is not None and num_bytes != size:

@@ -69,14 +69,20 @@ def parse_source(text: str) -> Source:
     match = _HUB.fullmatch(text)
     if match is not None and ".." not in text:
         if find_spec("huggingface_hub") is None:
-            raise UnsupportedParameter("This server can't read the hub.", param="source", hint="loraserve[hub]")
+            raise UnsupportedParameter(
+                "This server can't read the hub.",
+                param="source",
+                hint='On the server, run: pip install "loraserve[hub]"',
+            )
         return _Repository(match["repo"], match["revision"])
     try:
         bucket, prefix = bucket_of(text)
     except ConfigError:
-        raise InvalidRequest("The source can't be read.", param="source", hint=_EXPECTED) from None
+        raise InvalidRequest("The source can't be parsed.", param="source", hint=_EXPECTED) from None
     if find_spec("obstore") is None:
-        raise UnsupportedParameter("This server can't read buckets.", param="source", hint="loraserve[s3]")
+        raise UnsupportedParameter(
+            "This server can't read buckets.", param="source", hint='On the server, run: pip install "loraserve[s3]"'
+        )
     # normalized, because the operator's patterns are compared with it
     return _Folder(f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}")
 
@@ -93,8 +99,8 @@ def check_allowed(source: Source, patterns: Sequence[str]) -> None:
         if re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), source.address):
             return
     raise PermissionDenied(
-        f"Nothing may be pulled from {source.address}: the server's operator doesn't allow it, whatever the key.",
-        hint=f"Start the server with it among what it allows: --pull-allow {shlex.quote(source.address)}",
+        f"Pulling from {source.address} isn't allowed on this server, for any key.",
+        hint=f"The server's operator allows it with: --pull-allow {shlex.quote(source.address)}",
     )
 
 
@@ -125,7 +131,7 @@ class _Repository:
         except (HfHubHTTPError, OfflineModeIsEnabled, httpx2.HTTPError, OSError, ValueError) as error:
             raise StorageError(
                 f"{self.address} can't be read: {type(error).__name__}.",
-                hint="Is it there, and is it public or HF_TOKEN set?",
+                hint="Check that it exists, and that it is public or HF_TOKEN is set on the server.",
             ) from error
         self.revision = self.revision or found.commit_hash
         token = get_token()
@@ -166,7 +172,9 @@ def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes
         ):
             answer.raise_for_status()
             if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
-                raise StorageError(f"{address} can't be read: its answer is encoded ({encoding:.20}), unasked.")
+                raise StorageError(
+                    f"{address} can't be read: its answer has an encoding that wasn't requested ({encoding:.20})."
+                )
             yield from answer.iter_raw()
     except httpx2.HTTPError as error:
         raise StorageError(f"{address} can't be read: {type(error).__name__}.", hint="Try again.") from error

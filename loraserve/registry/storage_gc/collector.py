@@ -215,7 +215,7 @@ class Collector:
             except StorageError as error:
                 # It stays a candidate for the next pass. The store may be unreachable: release the
                 # lock now.
-                logger.warning("the unneeded blob %s can't be deleted: %s", digest, error)
+                logger.warning("the unreferenced blob %s can't be deleted: %s", digest, error)
                 left, has_failed = lock.digests[index + 1 :], True
                 break
             else:
@@ -223,7 +223,7 @@ class Collector:
                 self.num_blobs += 1
                 self.num_bytes += num_bytes
         if lock.gone:
-            logger.info("%d unneeded blobs are deleted", len(lock.gone))
+            logger.info("%d unreferenced blobs are deleted", len(lock.gone))
         return _Deleted(left, has_failed)
 
 

@@ -83,7 +83,7 @@ class StoreClaim:
         try:
             await self.renew()
         except StorageError as error:
-            logger.warning("the store can't say yet whose it is: %s", error)
+            logger.warning("the store's owner can't be read yet: %s", error)
             self.problem = _UNKNOWN
         self._is_open = True
 
@@ -224,8 +224,8 @@ class StoreClaim:
             await self._check_marker(Marker.parse(data))
         elif has_claimed:
             raise self._mismatch(
-                f"{self._where} has no marker, though registry {await self._name()} has put one in its store:"
-                " it is another store, or a folder that isn't mounted, or its files were deleted.",
+                f"{self._where} has no marker, though registry {await self._name()} wrote one to its store:"
+                " this is another store, its folder isn't mounted, or its files were deleted.",
                 "Give the server its own store",
             )
         return data
@@ -233,7 +233,7 @@ class StoreClaim:
     async def _check_marker(self, marker: Marker | None) -> None:
         if marker is None:
             raise self._mismatch(
-                f"{self._where} has a marker that can't be read as one: whose blobs these are isn't known.",
+                f"{self._where} has a marker that can't be parsed, so the owner of its blobs is unknown.",
                 "Restore its registry.json from a backup",
             )
         if await self._is_known(marker):
@@ -243,13 +243,13 @@ class StoreClaim:
             raise self._mismatch(
                 f"{self._where} belongs to registry {marker.registry} (marked {marker.written_at}); this database is"
                 f" registry {identity}.",
-                "Give the server the database or the store that belongs to the other",
+                "Give the server the database of this store, or the store of this database",
             )
         raise self._mismatch(
             f"{self._where} was marked at {marker.written_at} by a later state of this registry ({identity}; stamp"
-            f" {marker.stamp}): this database is an older backup, or a copy of another server's. Versions that were"
-            " published since are in the store, and it doesn't know of them.",
-            "Restore the newest backup, or give a copy a store of its own",
+            f" {marker.stamp}): this database is an older backup, or a copy of another server's. The store has"
+            " versions, published since, that this database doesn't have.",
+            "Restore the newest backup, or give the copy a store of its own",
         )
 
     async def _why_not(self, contents: StoreContents) -> StoreMismatch | None:
@@ -265,20 +265,20 @@ class StoreClaim:
             return None
         else:
             found = (
-                f"has {contents.num_blobs:,} blobs and no marker; this registry published {contents.num_published:,} of"
-                f" them, knows {contents.num_listed:,} as uploads or as listed to go, and {contents.num_unknown:,} not at all"
+                f"has {contents.num_blobs:,} blobs and no marker; of them, this registry published {contents.num_published:,},"
+                f" has {contents.num_listed:,} as uploads or garbage, and doesn't know {contents.num_unknown:,}"
             )
             hint = "Give the server the database that belongs to this store, or an empty store"
         identity = await self._name()
-        return self._mismatch(f"{self._where} {found}: it isn't known to be registry {identity}'s.", hint)
+        return self._mismatch(f"{self._where} {found}: it may not belong to registry {identity}.", hint)
 
     def _mismatch(self, message: str, hint: str) -> StoreMismatch:
         return StoreMismatch(
-            message[0].upper() + message[1:], hint=f"{hint}. To make it this registry's all the same: {ADOPT}"
+            message[0].upper() + message[1:], hint=f"{hint}. To claim it for this registry nevertheless: {ADOPT}"
         )
 
     def _is_contended(self) -> StorageError:
-        return StorageError(f"The marker of {self._where} is changed by others all the time.", hint="Try again.")
+        return StorageError(f"The marker of {self._where} keeps being changed by other servers.", hint="Try again.")
 
     # --- the database ---
 
@@ -353,11 +353,9 @@ def _take(digests: Iterator[Digest]) -> list[Digest]:
     return list(islice(digests, _LISTED_AT_ONCE))
 
 
-_UNKNOWN = StorageError(
-    "The store hasn't said yet whether it is this registry's; nothing is stored.", hint="Try again."
-)
+_UNKNOWN = StorageError("The store's owner isn't verified yet; nothing was stored.", hint="Try again.")
 _NOT_OURS = StorageError(
-    "The store isn't known to be this registry's any more; nothing is stored.", hint="The server's log says why."
+    "The store no longer belongs to this registry; nothing was stored.", hint="The server's log has the reason."
 )
 
 

@@ -97,4 +97,4 @@ class StoredWeights:
 
 
 def _lost() -> BytesLost:
-    return BytesLost("The uploaded bytes are damaged or gone.", hint="Announce the upload anew, and send it again.")
+    return BytesLost("The uploaded bytes are damaged or missing.", hint="Create the upload again, and send all bytes.")

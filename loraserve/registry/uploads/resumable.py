@@ -101,9 +101,9 @@ class ResumableUploads:
         if not _DIGEST.fullmatch(sha256):
             raise InvalidRequest("sha256 should be 64 lower-case hex digits.", param="sha256")
         if size < 1:
-            raise InvalidRequest("size should be the number of bytes, 1 at least.", param="size")
+            raise InvalidRequest("size should be the number of bytes, at least 1.", param="size")
         if size > LIMITS.max_upload_bytes:
-            raise PayloadTooLarge(f"size is over the bound of {LIMITS.max_upload_bytes} bytes.", param="size")
+            raise PayloadTooLarge(f"size exceeds the limit of {LIMITS.max_upload_bytes} bytes.", param="size")
         now = self._clock()
         async with self._database.write() as session:
             if once is not None:
@@ -199,7 +199,7 @@ class ResumableUploads:
         found = await self.get(tenant, upload_id)
         if size != found.size:
             raise InvalidRequest(
-                f"The upload has {found.size} bytes in all; the range says another number.", param="Content-Range"
+                f"The upload has {found.size} bytes in all; the Content-Range has another size.", param="Content-Range"
             )
         async with self._slots.slot(tenant, sender):
             if start != found.received:
@@ -234,7 +234,7 @@ class ResumableUploads:
                 if data is None:
                     break
                 if position + staged.num_bytes + len(pending) + len(data) > end:
-                    raise InvalidRequest("The body is longer than its range says.", param="Content-Range")
+                    raise InvalidRequest("The body is longer than its Content-Range.", param="Content-Range")
                 pending += data
                 if len(pending) >= _FLUSH_BYTES:
                     await self._throttle.run(partial(staged.write, pending))
@@ -251,7 +251,7 @@ class ResumableUploads:
             raise broken
         if position != end:
             raise InvalidRequest(
-                "The body is shorter than its range says; what came of it is kept.", param="Content-Range"
+                "The body is shorter than its Content-Range; the bytes received are kept.", param="Content-Range"
             )
 
     async def _commit_chunk(self, tenant: TenantId, upload_id: str, start: int, staged: StagedBlob) -> int:
@@ -268,7 +268,7 @@ class ResumableUploads:
             query = select(func.count()).select_from(UploadChunk).where(UploadChunk.upload_id == upload_id)
             if (await session.scalar(query) or 0) >= LIMITS.max_upload_chunks:
                 raise InvalidRequest(
-                    f"The upload came in {LIMITS.max_upload_chunks} pieces, the most it may.",
+                    f"The upload came in {LIMITS.max_upload_chunks} pieces, the maximum.",
                     hint="Delete it, and send larger pieces.",
                 )
             session.add(UploadChunk(upload_id=upload_id, start=start, size=size, digest=digest))
@@ -317,8 +317,8 @@ class ResumableUploads:
             raise _offset_mismatch(record.received)
         if not is_right:
             raise UploadDigestMismatch(
-                "The bytes that came don't hash to the sha256 that was announced; they are dropped.",
-                hint="Send them again from the first, or announce another upload.",
+                "The uploaded bytes don't hash to the upload's sha256; they were discarded.",
+                hint="Send them again from the first, or create another upload.",
             )
         return record
 
@@ -336,7 +336,8 @@ class ResumableUploads:
         row = next((row for row in rows if row.is_complete), None)
         if row is None:
             raise UploadNotFound(
-                "There is no complete upload of this blob.", hint="Announce it with POST /api/v1/uploads, and send it."
+                "There is no complete upload of this blob.",
+                hint="Create one with POST /api/v1/uploads, and send its bytes.",
             )
         return StoredWeights(self._store, Digest(row.sha256), row.size)
 
@@ -362,7 +363,7 @@ class ResumableUploads:
         found = await session.scalars(query.with_for_update() if is_locking else query) if is_plain else None
         row = None if found is None else found.one_or_none()
         if row is None:
-            raise UploadNotFound("There is no such upload.", hint="Announce it with POST /api/v1/uploads.")
+            raise UploadNotFound("There is no such upload.", hint="Create one with POST /api/v1/uploads.")
         return row
 
     async def _resume(
@@ -382,7 +383,7 @@ class ResumableUploads:
 
 def _offset_mismatch(received: int) -> UploadOffsetMismatch:
     return UploadOffsetMismatch(
-        f"{received} bytes of the upload are there; the next piece begins there.", received=received
+        f"The upload has {received} bytes; the next piece should begin at byte {received}.", received=received
     )
 
 

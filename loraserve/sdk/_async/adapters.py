@@ -247,7 +247,9 @@ class AsyncAdapters:
             PreconditionFailed: it has changed since.
         """
         if (version is None) == (split is None):
-            raise errors.InvalidRequest("An alias points to a version, or splits its traffic: give one of the two.")
+            raise errors.InvalidRequest(
+                "Give either version or split: an alias points to one version, or splits its traffic."
+            )
         body: dict[str, object] = {} if version is None else {"version": version}
         if split is not None:
             body["split"] = [{"version": number, "weight": weight} for number, weight in split.items()]

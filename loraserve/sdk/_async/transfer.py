@@ -105,7 +105,9 @@ async def _fetch(transport: AsyncTransport, call: Call[None], part: PartialFile)
             answer = await _receive(transport, call, part)
             if await async_call(part.finish, answer):
                 return
-            failure = errors.AdapterCorrupt(f"{part.path.name} didn't arrive as the server has it: its digest differs.")
+            failure = errors.AdapterCorrupt(
+                f"{part.path.name} was damaged during the download: its digest differs from the server's."
+            )
         except RETRIED as error:
             failure = error
         delay = policy.delay_after_failure(attempt)

@@ -72,7 +72,7 @@ class Operations:
             left_s = MAX_PAUSE_S if deadline is None else deadline - time.monotonic()
             if left_s <= 0:
                 raise errors.ClientTimeout(
-                    f"The operation {operation_id} still runs after {timeout:g} s, and goes on.",
+                    f"The operation {operation_id} is still running after {timeout:g} s, and continues.",
                     hint=f"See: loraserve operation show {operation_id}",
                 )
             self._transport.pause(min(pause_s, left_s))

@@ -106,7 +106,9 @@ def _fetch(transport: Transport, call: Call[None], part: PartialFile) -> None:
             answer = _receive(transport, call, part)
             if sync_call(part.finish, answer):
                 return
-            failure = errors.AdapterCorrupt(f"{part.path.name} didn't arrive as the server has it: its digest differs.")
+            failure = errors.AdapterCorrupt(
+                f"{part.path.name} was damaged during the download: its digest differs from the server's."
+            )
         except RETRIED as error:
             failure = error
         delay = policy.delay_after_failure(attempt)

@@ -55,8 +55,8 @@ class PartialFile:
         named = _DIGEST.fullmatch(answer.etag or "")
         if named is None:
             raise errors.UnexpectedAnswer(
-                f"The server sent {self.path.name} without its digest, so that it can't be checked.",
-                hint="Is this a loraserve server, and of the same version as this client?",
+                f"The server sent {self.path.name} without its digest, so it can't be verified.",
+                hint="Check that this is a loraserve server of the same version as this client.",
             )
         return named[1] == self._hash.hexdigest()
 

@@ -16,14 +16,14 @@ def find_files(directory: Path) -> tuple[Path, Path]:
     Raises:
         AdapterFormatError: one of them isn't there; the message says what is.
     """
-    expected = f"Expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained() makes it."
+    expected = f"Expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained() writes it."
     if not directory.is_dir():
         found = "is a file" if directory.exists() else "doesn't exist"
         raise errors.AdapterFormatError(f"{directory} {found}.", hint=expected)
     config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     if not weights.is_file() and (directory / "adapter_model.bin").exists():
         raise errors.AdapterFormatError(
-            f"{directory} holds pickled weights (adapter_model.bin), which a server must never load.",
+            f"{directory} holds pickled weights (adapter_model.bin), which are never loaded: pickle can run any code.",
             hint="Save it again with model.save_pretrained(dir, safe_serialization=True).",
         )
     missing = [path.name for path in (config, weights) if not path.is_file()]

@@ -92,6 +92,6 @@ def merge(
             close = difflib.get_close_matches(name, names, n=1)
             guess = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(
-                f"create() has no argument {name!r}.{guess} Fields that this client doesn't know go in extra_body=."
+                f"create() has no argument {name!r}.{guess} Pass fields that this client doesn't have in extra_body=."
             )
     return {**required, **fields, **(extra_body or {})}

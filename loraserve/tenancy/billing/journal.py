@@ -132,7 +132,7 @@ class Journal:
                 os.close(self._fd)
         except OSError as error:
             raise ConfigError(
-                f"The journal of usage can't be written in {folder} ({error.strerror}).",
+                f"The usage journal can't be written in {folder} ({error.strerror}).",
                 hint="Give a writable --data-dir.",
             ) from error
         self.sequence = 0

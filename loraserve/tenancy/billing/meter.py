@@ -174,7 +174,7 @@ class UsageMeter:
         try:
             await self.flush()
         except LoraserveError as error:
-            logger.warning("usage stays in its journal until the next start: %s", error)
+            logger.warning("usage stays in the journal until the next start: %s", error)
         else:
             with contextlib.suppress(OSError, LoraserveError):
                 await asyncio.to_thread(self._journal.remove)
@@ -267,7 +267,7 @@ class UsageMeter:
                 # before the commit: after it, a kill would leave a journal that looks counted
                 refused = await asyncio.to_thread(journal.preserve)
                 logger.error(
-                    "%s has usage of tenants that this database doesn't know; it is kept, and theirs not counted",
+                    "%s has usage of tenants that aren't in this database; the file is kept, and their usage isn't billed",
                     refused,
                 )
         await asyncio.to_thread(journal.remove)
@@ -276,7 +276,7 @@ class UsageMeter:
         async with self.database.write() as session:
             await forget_journal(session, journal.id)
         if totals:
-            logger.info("the usage that a process had left is counted now")
+            logger.info("the usage in another process's journal is recorded now")
         return bool(totals)
 
     async def _count(self) -> None:
@@ -294,7 +294,7 @@ class UsageMeter:
         if unknown_tenants:
             # The database was replaced while the server ran.
             lost = {str(key): str(amounts) for key, amounts in unit.totals.items() if key.tenant in unknown_tenants}
-            logger.error("the database doesn't know tenants whose usage isn't counted: %s", lost)
+            logger.error("usage of tenants that aren't in the database isn't billed: %s", lost)
         self._counted = unit.sequence
 
     async def _run(self) -> None:
@@ -313,7 +313,7 @@ class UsageMeter:
                 # Metering continues, whatever the error.
                 self.num_failed_flushes += 1
                 flushed = self._monotonic()
-                self._warn("usage can't be counted now (%s); its journal has it", error)
+                self._warn("usage can't be written to the database now (%s); it stays in the journal", error)
                 await self._sync_journal()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LIMITS.usage_journal_s):
@@ -341,7 +341,9 @@ class UsageMeter:
 
     def _fail_write(self, error: OSError) -> None:
         self.num_failed_writes += 1
-        self._warn("usage can't be written to its journal (%s); a kill would lose what isn't counted yet", error)
+        self._warn(
+            "usage can't be written to the journal (%s); a kill would lose usage that isn't in the database yet", error
+        )
 
     def _warn(self, text: str, error: Exception) -> None:
         """Log a warning, at most once in `_WARN_S`."""

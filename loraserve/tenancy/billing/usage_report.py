@@ -59,12 +59,12 @@ class UsageQuery:
             raise InvalidRequest("adapter should be NAME, OWNER/NAME, or the base's id.", param="adapter")
         unknown = [name for name in self.group_by if name not in GROUPS]
         if unknown or len(set(self.group_by)) != len(self.group_by):
-            raise InvalidRequest(f"group_by should be some of {', '.join(GROUPS)}, each once.", param="group_by")
+            raise InvalidRequest(f"group_by should be one or more of {', '.join(GROUPS)}, each once.", param="group_by")
         if "version" in self.group_by and "adapter" not in self.group_by:
             raise InvalidRequest(
-                "group_by has version without adapter: versions of different adapters have nothing in common.",
+                "group_by has version without adapter: a version's number is meaningless without its adapter.",
                 param="group_by",
-                hint="Ask for group_by=adapter,version.",
+                hint="Use group_by=adapter,version.",
             )
         if self.start is not None and self.end is not None and self.start >= self.end:
             raise InvalidRequest("from should be before to.", param="from")
@@ -134,8 +134,8 @@ class UsageReports:
         page = await self._page(query, LIMITS.max_usage_rows, None)
         if page.next_cursor is not None:
             raise InvalidRequest(
-                f"There are more than {LIMITS.max_usage_rows} sums.",
-                hint="Ask for less with from and to, or group by less.",
+                f"The report has more than {LIMITS.max_usage_rows} rows.",
+                hint="Narrow it with from and to, or group by less.",
             )
         return list(page.items)
 
@@ -289,7 +289,7 @@ def _read_cursor(cursor: str | None, query: UsageQuery) -> tuple[str | int, ...]
         is_ours = False
     if not is_ours or not wanted:
         raise InvalidRequest(
-            "cursor isn't one that this server gave for this group_by.",
+            "cursor is invalid: it isn't a next_cursor for this group_by.",
             param="cursor",
             hint="Pass next_cursor of the page before, with the same group_by.",
         )

@@ -106,7 +106,7 @@ class Authenticator:
         """
         if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY_LENGTH:
             raise ConfigError(
-                f"LORASERVE_ADMIN_KEY has {len(admin_key)} characters; it needs {MIN_ADMIN_KEY_LENGTH} or more.",
+                f"LORASERVE_ADMIN_KEY has {len(admin_key)} characters; expected {MIN_ADMIN_KEY_LENGTH} or more.",
                 hint="Make one with: openssl rand -hex 32",
             )
         self._database = database
@@ -264,9 +264,7 @@ class Authenticator:
 
 
 def _bad_key() -> AuthenticationError:
-    return AuthenticationError(
-        "The API key is not valid.", hint="Send a working one as: Authorization: Bearer sk-lora-…"
-    )
+    return AuthenticationError("The API key is not valid.", hint="Send a valid key as: Authorization: Bearer sk-lora-…")
 
 
 async def _read_or_make_pepper(session: AsyncSession, now: datetime) -> bytes:

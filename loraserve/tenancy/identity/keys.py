@@ -212,7 +212,7 @@ class Keys:
             mine = select(func.count()).select_from(ApiKey).where(ApiKey.tenant_id == tenant, *is_usable(now))
             if (await session.scalar(mine) or 0) >= LIMITS.max_keys_per_tenant:
                 raise QuotaExceeded(
-                    f"The tenant has {LIMITS.max_keys_per_tenant} keys, the most it may have.", hint="Revoke one first."
+                    f"The tenant has {LIMITS.max_keys_per_tenant} keys, the maximum.", hint="Revoke one first."
                 )
             made = insert_key(
                 session, tenant=tenant, name=name, scopes=checked, pepper=self._pepper(), now=now, expires_at=expires_at

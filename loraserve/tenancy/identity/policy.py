@@ -35,12 +35,12 @@ class TenantLimits:
             param = f"limits.{name}"
             if name == "max_kv_share":
                 if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                    raise InvalidRequest(f"{param} should be a number above 0, 1 at most.", param=param)
+                    raise InvalidRequest(f"{param} should be a number above 0 and at most 1.", param=param)
                 continue
             # every request waits for a moment before it is served
             least = 1 if name == "max_queued_requests" else 0
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62:
-                raise InvalidRequest(f"{param} should be a whole number from {least} on.", param=param)
+                raise InvalidRequest(f"{param} should be a whole number, at least {least}.", param=param)
 
     @classmethod
     def of_row(cls, value: Mapping[str, Any]) -> TenantLimits:

@@ -191,7 +191,7 @@ class Tenants:
         if not is_name(name):
             raise InvalidRequest(f"name should match {NAME_PATTERN}.", param="name")
         policy = policy or TenantPolicy(limits=limits or TenantLimits())
-        taken = AlreadyExists(f'A tenant "{name}" exists.', hint=f"See: loraserve tenant show {name}")
+        taken = AlreadyExists(f'The tenant "{name}" exists already.', hint=f"See: loraserve tenant show {name}")
         try:
             async with self._database.write() as session:
                 if once is not None:
@@ -202,7 +202,9 @@ class Tenants:
                 if (
                     await session.scalar(select(func.count()).select_from(Tenant).where(live)) or 0
                 ) >= LIMITS.max_tenants:
-                    raise QuotaExceeded(f"There are {LIMITS.max_tenants} tenants, the most this server takes.")
+                    raise QuotaExceeded(
+                        f"There are {LIMITS.max_tenants} tenants, the maximum.", hint="Delete one first."
+                    )
                 made = await insert_tenant(session, name, policy, actor=actor, now=self._clock())
                 await session.flush()
                 if once is not None:
@@ -279,7 +281,7 @@ class Tenants:
             Conflict: it is the default tenant.
         """
         if name == DEFAULT_TENANT:
-            raise Conflict(f'The tenant "{DEFAULT_TENANT}" can\'t be deleted: admin keys act for it.')
+            raise Conflict(f'The tenant "{DEFAULT_TENANT}" can\'t be deleted: admin keys act for it by default.')
         now = self._clock()
         async with self._database.write() as session:
             row = await find_tenant(session, name, is_locking=True)

@@ -128,10 +128,10 @@ class Admissions:
             wait_s = standing.requests.wait_s(1, rate, now)
             if math.isinf(wait_s):
                 raise self._refuse(
-                    "requests", QuotaExceeded("The tenant may make no requests.", retry_after_s=MINUTE_S)
+                    "requests", QuotaExceeded("The tenant's limit is 0 requests.", retry_after_s=MINUTE_S)
                 )
             if wait_s > _SLACK_S:
-                text = f"The tenant has made its {limits.requests_per_minute} requests a minute."
+                text = f"The tenant has used its limit of {limits.requests_per_minute} requests per minute."
                 raise self._refuse("requests", RateLimited(text, retry_after_s=wait_s))
             standing.requests.take(1, rate, now)
         standing.num_running += 1
@@ -193,13 +193,15 @@ class Admissions:
         if limit is None or part is None or standing.num_running < part:
             return
         if not limit:
-            raise self._refuse("concurrency", QuotaExceeded("The tenant may make no requests.", retry_after_s=MINUTE_S))
+            raise self._refuse(
+                "concurrency", QuotaExceeded("The tenant's limit is 0 requests.", retry_after_s=MINUTE_S)
+            )
         # on average, each running request ends once per duration
         wait_s = 1.0 if standing.duration_s is None else standing.duration_s / standing.num_running
         error = RateLimited(
-            f"The tenant has {standing.num_running} requests under way; it may have {limit} at once on all servers together.",
+            f"The tenant has {standing.num_running} requests running on this server; its limit on all servers together is {limit}.",
             retry_after_s=min(max(wait_s, _MIN_WAIT_S), _MAX_WAIT_S),
-            hint="Send the next one when one of them has ended.",
+            hint="Send the next request when one of them has ended.",
         )
         raise self._refuse("concurrency", error)
 
@@ -222,17 +224,17 @@ class Admissions:
             return 0
         if num_tokens > limit:
             error = QuotaExceeded(
-                f"The request may take {num_tokens} tokens, prompt and answer together; the tenant has {limit} a minute.",
+                f"The request may use {num_tokens} tokens, prompt and answer together; the tenant's limit is {limit} per minute.",
                 retry_after_s=MINUTE_S,
                 kind="tokens",
-                hint="Ask for less with max_tokens, or send a shorter prompt.",
+                hint="Lower max_tokens, or send a shorter prompt.",
             )
             raise self._refuse("tokens", error)
         now = self._clock()
         rate = limit * self.share
         wait_s = standing.tokens.wait_s(num_tokens, rate, now)
         if wait_s > _SLACK_S:
-            text = f"The tenant has used its {limit} tokens a minute; the request may take {num_tokens}."
+            text = f"The tenant has used its limit of {limit} tokens per minute; the request may use {num_tokens}."
             raise self._refuse("tokens", RateLimited(text, retry_after_s=wait_s, kind="tokens"))
         standing.tokens.take(num_tokens, rate, now)
         return num_tokens

@@ -95,13 +95,13 @@ class Shares:
         if held or amount > self._max_per_holder:
             self.num_refused["share"] += 1
             return RateLimited(
-                f"{held} {self._what} are yours already: your share of {self.capacity}, as long as others have theirs.",
+                f"You hold {held} of {self.capacity} {self._what}; {amount} more would exceed your share while others use theirs.",
                 retry_after_s=self._retry_s,
                 hint="Wait until some of them have ended.",
             )
         self.num_refused["full"] += 1
         return Overloaded(
-            f"{self.total} {self._what} are in use, of {self.capacity}; no more are taken until some end.",
+            f"{self.total} of {self.capacity} {self._what} are in use; {amount} more would exceed the limit.",
             retry_after_s=self._retry_s,
         )
 
@@ -115,7 +115,7 @@ class Rooms:
 
         self.connections = shares("connections", "connections", limits.max_connections)
         """Open connections, by address."""
-        self.unproven = shares("unproven", "requests without a proven key", limits.max_unproven_requests)
+        self.unproven = shares("unproven", "requests with unverified keys", limits.max_unproven_requests)
         """Requests whose key isn't verified yet, by address."""
         self.lingering = shares("lingering", "refused requests", limits.max_lingering_requests)
         """Refused requests whose bodies are still read,

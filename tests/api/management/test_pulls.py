@@ -201,7 +201,7 @@ async def test_a_source_that_sends_more_than_it_may_is_cut_off(
     origin.files = {CONFIG: b" " * (LIMITS.max_adapter_config_bytes + 1), WEIGHTS: b""}
     ended = await until_ended(acme, await begin(admin))
     assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
-    assert "over its bound" in ended["error"]["message"]
+    assert "exceeds the limit" in ended["error"]["message"]
 
 
 async def test_a_source_that_ends_early_fails(

@@ -151,14 +151,14 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
         (
             "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
             AdapterUnsupported,
-            "that of the head and the embedding alone",
+            "PEFT saves it for the head and the embedding only",
         ),
         (
             "base_model.model.model.embed_tokens.lora_A.weight",
             AdapterFormatError,
             "lora_embedding_A and lora_embedding_B",
         ),
-        ("base_model.model.lm_head.lora_embedding_B", AdapterFormatError, "lm_head has lora_A and lora_B"),
+        ("base_model.model.lm_head.lora_embedding_B", AdapterFormatError, "PEFT saves lora_A and lora_B of lm_head"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias", AdapterFormatError, "lora_bias is false"),
         ("base_model.model.model.embed_tokens.lora_B.bias", AdapterFormatError, "no lora_bias"),
         (
@@ -166,14 +166,14 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
             AdapterUnsupported,
             "model.layers.0.self_attn.q_norm', which this server doesn't replace",
         ),
-        ("base_model.model.score.weight", AdapterUnsupported, "It does those of self_attn.q_proj"),
+        ("base_model.model.score.weight", AdapterUnsupported, "It replaces those of self_attn.q_proj"),
         ("base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight", AdapterUnsupported, "mixture's experts"),
         ("base_model.model.model.layers.0.self_attn.k_proj.weight", AdapterFormatError, "modules_to_save doesn't name"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.weight", AdapterFormatError, "trains one of the two"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.weight", AdapterFormatError, "trains only one of the two"),
         (
             "base_model.model.model.norm.lora_A.weight",
             AdapterBaseMismatch,
-            "act on lm_head, model.embed_tokens, model.layers.",
+            "may change lm_head, model.embed_tokens, model.layers.",
         ),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", AdapterFormatError, "doesn't begin with"),
         ("base_model.model.model.layers.00.self_attn.k_proj.lora_A.weight", AdapterBaseMismatch, "<layer>"),
@@ -277,7 +277,7 @@ def test_dora_has_a_magnitude_for_each_module(
     error = refused({n: a for n, a in (arrays | magnitudes).items() if n != first}, use_dora=True)
     assert error.problems == ("use_dora is true, and q_proj has no lora_magnitude_vector in layer 0.",)
     error = refused(arrays | magnitudes | {first: np.ones(16, np.float32)}, use_dora=True)
-    assert error.problems == ("q_proj.lora_magnitude_vector is 16 in layer 0; this base takes 32 numbers.",)
+    assert error.problems == ("q_proj.lora_magnitude_vector is 16 in layer 0; expected 32 numbers for this base.",)
     error = refused(arrays | magnitudes | {first + ".weight": magnitudes[first]}, use_dora=True)
     assert error.problems == ("q_proj has two magnitudes in layer 0.",)
 
@@ -292,8 +292,8 @@ def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
     error = refused(arrays | {name: np.ones((66, 32), np.float32)}, **targets)
     assert error.problems == (
         "The file's base weight of embed_tokens has 66 rows; this base has 64 tokens. Enlarged vocabularies aren't "
-        "served: an upload holds no tokenizer, so that the 2 added tokens have no text here. Train on tokens that the "
-        "base has in reserve instead, with trainable_token_indices.",
+        "served: an upload holds no tokenizer, so the 2 added tokens have no text here. "
+        "Train the base's unused tokens instead, with trainable_token_indices.",
     )
 
 
@@ -318,7 +318,7 @@ def test_tied_lora_must_be_one_update_seen_from_both_sides(
     arrays[key(0, "lm_head", "B")] = arrays[key(0, "embed_tokens", "A")].T.copy()
     assert compiled(arrays, **tying).target_modules == ("lm_head", "embed_tokens")
     # PEFT would drop the head's there
-    assert "this base's isn't" in refused(arrays, **{**tying, "on": make_base()}).problems[0]
+    assert "this base's head isn't tied" in refused(arrays, **{**tying, "on": make_base()}).problems[0]
 
 
 def test_problems_of_all_kinds_are_reported_at_once(

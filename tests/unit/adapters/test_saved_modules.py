@@ -94,7 +94,7 @@ def test_a_bias_is_its_modules_whichever_way_it_was_asked_for(compiled: Callable
             biases("self_attn.q_proj.base_layer.bias", 31),
             "lora_only",
             AdapterBaseMismatch,
-            "q_proj.base_layer.bias is 31 in layers 0–2; this base takes 32",
+            "q_proj.base_layer.bias is 31 in layers 0–2; expected 32 for this base",
         ),
         (
             biases("self_attn.q_proj.base_layer.bias", 32) | {LAYER.format(1) + "mlp.up_proj.bias": ones(48)},
@@ -107,13 +107,13 @@ def test_a_bias_is_its_modules_whichever_way_it_was_asked_for(compiled: Callable
             biases("self_attn.q_proj.bias", 32),
             "lora_only",
             AdapterFormatError,
-            "of a module with LoRA, PEFT reads q_proj.base_layer.bias and nothing else",
+            "for a module with LoRA, PEFT reads only q_proj.base_layer.bias",
         ),
         (
             biases("self_attn.q_proj.base_layer.bias", 32) | biases("self_attn.k_proj.base_layer.bias", 16),
             "all",
             AdapterFormatError,
-            "of a module without LoRA, PEFT reads k_proj.bias and nothing else",
+            "for a module without LoRA, PEFT reads only k_proj.bias",
         ),
     ],
 )
@@ -151,11 +151,15 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
         ({}, ["lm_head"], "modules_to_save names lm_head, and the file holds no weight of it"),
         ({}, ["model.norm"], "modules_to_save names model.norm, and the file holds no weight of it"),
         (biases("input_layernorm.weight", 32), [], "a weight of input_layernorm in layers 0–2, which the config's"),
-        (biases("input_layernorm.weight", 31), ["input_layernorm"], "input_layernorm.weight is 31 in layers 0–2; this"),
+        (
+            biases("input_layernorm.weight", 31),
+            ["input_layernorm"],
+            "input_layernorm.weight is 31 in layers 0–2; expected 32 numbers",
+        ),
         (
             {LAYER.format(0) + "self_attn.o_proj.weight": ones(32, 31)},
             ["layers.0.self_attn.o_proj"],
-            "o_proj.weight is 32×31 in layer 0; this base takes 32×32",
+            "o_proj.weight is 32×31 in layer 0; expected 32×32 for this base",
         ),
         (
             {LAYER.format(0) + "self_attn.k_proj.weight": ones(16, 32)},
@@ -165,12 +169,12 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
         ({LAYER.format(7) + "input_layernorm.weight": ones(32)}, [], "has tensors in layer 7; this base has 3 layers"),
         ({"base_model.model.input_layernorm.weight": ones(32)}, [], "of 'input_layernorm', which this server doesn't"),
         ({LAYER.format(0) + "model.norm.weight": ones(32)}, [], "0.model.norm', which this server doesn't replace"),
-        ({HEAD + "weight": ones(64, 31)}, ["lm_head"], "lm_head.weight is 64×31; this base takes 64×32"),
+        ({HEAD + "weight": ones(64, 31)}, ["lm_head"], "lm_head.weight is 64×31; expected 64×32 for this base"),
         (
             {HEAD + "weight": ones(70, 32)},
             ["lm_head"],
             "lm_head.weight has 70 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload "
-            "holds no tokenizer, so that the 6 added tokens have no text here.",
+            "holds no tokenizer, so the 6 added tokens have no text here.",
         ),
         ({EMBEDDING + "weight": ones(60, 32)}, ["embed_tokens"], "Shrunk vocabularies aren't served"),
         ({HEAD + "weight": ones(64, 32)}, ["embed_tokens", "lm_head"], "names embed_tokens, and the file holds no"),
@@ -221,12 +225,16 @@ def test_tables_that_the_config_does_not_name_replace_the_bases_as_peft_loads_th
 @pytest.mark.parametrize(
     ("more", "changes", "message"),
     [
-        (OTHER, {}, "modules_to_save names neither, and the file's lm_head.weight isn't its embed_tokens.weight"),
-        ({HEAD + "weight": ones(64, 32)}, {}, "a weight of lm_head alone, which would be both's"),
+        (
+            OTHER,
+            {},
+            "modules_to_save names neither, and the file's lm_head.weight differs from its embed_tokens.weight",
+        ),
+        ({HEAD + "weight": ones(64, 32)}, {}, "a weight of lm_head only, which PEFT would use for both"),
         (
             OTHER,
             {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-            "ensure_weight_tying is true, and the file's lm_head.weight isn't its embed_tokens.weight",
+            "ensure_weight_tying is true, and the file's lm_head.weight differs from its embed_tokens.weight",
         ),
     ],
 )
@@ -276,4 +284,4 @@ def test_an_invocation_is_of_the_bases_tokens_and_not_for_an_embedding(
     error = refused({}, **{**alora, "alora_invocation_tokens": [1, 64]})
     assert error.problems == ("alora_invocation_tokens has token 64; this base has 64 tokens (0 to 63).",)
     error = refused({}, lora={(0, "embed_tokens"): 4}, target_modules=["embed_tokens"], **alora)
-    assert "aLoRA acts on linears alone" in error.problems[0]
+    assert "aLoRA acts on linears only" in error.problems[0]

@@ -99,13 +99,13 @@ ONE = {EMBEDDING + DELTA: rows(2)}
             ONE,
             {"k_proj": [1], "embed_tokens": [1, 2]},
             {},
-            "names 'k_proj'; rows of the embedding and of the head alone",
+            "names 'k_proj'; only rows of the embedding and of the head are served",
         ),
         (
             ONE | {"base_model.model.model.layers.0.self_attn.k_proj." + DELTA: rows(2)},
             [1, 2],
             {},
-            "trained rows of k_proj; of the embedding and the head alone",
+            "trained rows of k_proj; only rows of the embedding and the head are tokens",
         ),
         (ONE, [1, 2], {"target_modules": ["q_proj", "embed_tokens"]}, "LoRA and trained tokens of embed_tokens"),
         (
@@ -130,7 +130,7 @@ ONE = {EMBEDDING + DELTA: rows(2)}
             ONE | {HEAD + DELTA: rows(2)},
             {"lm_head": [3, 4], "embed_tokens": [1, 2]},
             {"is_tied": True, "ensure_weight_tying": True},
-            "names other tokens of lm_head than of embed_tokens; PEFT refuses this, too",
+            "names different tokens for lm_head and for embed_tokens; PEFT refuses this, too",
         ),
         (
             ONE | {EMBEDDING + "token_adapter.base_layer.weight": np.ones((66, 32), np.float32)},
@@ -154,5 +154,5 @@ def test_dora_on_a_head_that_follows_is_refused(compiled: Callable[..., AdapterI
     magnitudes |= {
         key(n, "q_proj", "A").replace("lora_A.weight", "lora_magnitude_vector"): rows(32)[:, 0] for n in range(3)
     }
-    with pytest.raises(AdapterRejected, match="has DoRA on lm_head; this isn't served"):
+    with pytest.raises(AdapterRejected, match="has DoRA on lm_head; this combination isn't served"):
         compiled(ONE | magnitudes, [1, 2], is_tied=True, use_dora=True, target_modules=["q_proj", "lm_head"])

@@ -343,7 +343,7 @@ def test_foreign_files_in_the_root_are_not_blobs(store: LocalStore) -> None:
 
 @pytest.mark.parametrize(
     ("url", "reason"),
-    [("gs://bucket/prefix", "isn't implemented"), ("/plain/path", "isn't implemented"), ("file://host/path", "file:///absolute"),
+    [("gs://bucket/prefix", "expected file or s3"), ("/plain/path", "expected file or s3"), ("file://host/path", "file:///absolute"),
      ("file:relative", "file:///absolute"), ("file:///a?b=c", "file:///absolute"), ("file:///a%00b", "file:///absolute")],
 )  # fmt: skip
 def test_a_url_that_names_no_store_is_a_clear_error(url: str, reason: str) -> None:

@@ -106,7 +106,7 @@ def test_a_folder_that_was_moved_away_takes_nothing_until_it_is_back(tmp_path: P
     if is_replaced:
         root.mkdir(mode=0o700)
     for refused in (store.stage, under_way.commit, store.read_marker, lambda: store.swap_marker(None, b"mine")):
-        with pytest.raises(StorageError, match="moved away or replaced"):
+        with pytest.raises(StorageError, match="moved or replaced"):
             refused()
     under_way.discard()
     if is_replaced:

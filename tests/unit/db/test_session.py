@@ -203,7 +203,7 @@ async def test_a_damaged_file_is_named_in_one_sentence(tmp_path: Path, migrated_
         await migrate.upgrade_if_empty(f"sqlite:///{path}")
         await migrate.check(f"sqlite:///{path}")
 
-    with pytest.raises(DatabaseDamaged, match="is damaged, cut off, or no database at all") as found:
+    with pytest.raises(DatabaseDamaged, match="is damaged, truncated, or no database at all") as found:
         await start()
     assert str(path) in found.value.message
     assert "\n" not in found.value.message
@@ -221,7 +221,7 @@ async def test_damage_is_told_to_the_operator_in_detail_and_to_tenants_in_genera
         async with database.write() if is_writing else database.read() as session:
             await session.execute(select(Tenant.name))
     await database.dispose()
-    assert str(found.value) == "The registry's database is damaged. Its operator must restore a backup."
+    assert str(found.value) == "The registry's database is damaged. The server's operator must restore a backup."
     assert "file is not a database" in caplog.text
 
 
@@ -269,7 +269,7 @@ async def test_the_log_of_a_linked_file_is_watched(tmp_path: Path, migrated_sqli
     async with database.write() as session:
         session.add(make_tenant("acme"))
     (tmp_path / "disk" / "kept.db-wal").unlink()
-    with pytest.raises(DatabaseUnavailable, match="moved away, replaced or deleted"):
+    with pytest.raises(DatabaseUnavailable, match="moved, replaced or deleted"):
         async with database.write() as session:
             session.add(make_tenant("lost", "01J0000000000000000000000B"))
     await database.dispose()
@@ -296,7 +296,7 @@ async def test_a_file_that_goes_under_a_running_server_takes_no_write_and_is_rea
     if how == "replaced":
         shutil.copyfile(migrated_sqlite, path)
     for _ in range(2):
-        with pytest.raises(DatabaseUnavailable, match="moved away, replaced or deleted"):
+        with pytest.raises(DatabaseUnavailable, match="moved, replaced or deleted"):
             async with database.write() as session:
                 session.add(make_tenant("lost", "01J0000000000000000000000B"))
         assert not database.is_available
@@ -335,7 +335,7 @@ async def test_a_write_whose_file_goes_before_its_commit_is_not_acknowledged(
             session.add(make_tenant("acme"))
             path.rename(tmp_path / "moved.db")
 
-    with pytest.raises(DatabaseUnavailable, match="moved away"):
+    with pytest.raises(DatabaseUnavailable, match="was moved"):
         await write()
     await database.dispose()
 

@@ -52,7 +52,7 @@ def test_nothing_else_is_shipped() -> None:
 
 def test_a_missing_file_is_named(copy: Path) -> None:
     (copy / "adapters" / "haiku" / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"adapters/haiku/adapter_model\.safetensors not there"):
+    with pytest.raises(ConfigError, match=r"missing: adapters/haiku/adapter_model\.safetensors"):
         pack_files(copy)
 
 

@@ -190,7 +190,7 @@ def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path, flags: list
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All of it is right" in done.stdout
+    assert "All checks passed" in done.stdout
     assert ("bundled base in int8" in done.stdout) == bool(flags)
     assert "Authorization: Bearer sk-lora-" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -38,7 +38,10 @@ def enter(bounds: QueueBounds, tenant: TenantId, count: int, max_queued: int = 0
 def test_a_tenant_has_no_more_waiting_than_it_may_once_every_place_is_taken() -> None:
     bounds = QueueBounds(4, 100)
     assert enter(bounds, A, 10, max_queued=3) == 4
-    with pytest.raises(RateLimited, match="4 of the tenant's requests wait for their first token; at most 3 may"):
+    with pytest.raises(
+        RateLimited,
+        match="4 of the tenant's requests are in the queue, before their first token; at most 3 are allowed",
+    ):
         bounds.enter(make(A, 3))
     bounds.note_began(A)
     bounds.note_began(A)

@@ -61,7 +61,7 @@ def test_pages_with_places_are_of_one_renter() -> None:
     kv, adapters = arena.client(Owner.KV), arena.client(Owner.ADAPTERS)
     first, second = kv.allocate_pages(2), adapters.allocate_pages(2)
     assert sorted(first + second) == [0, 1, 2, 3]
-    with pytest.raises(InvariantViolation, match="wants"):
+    with pytest.raises(InvariantViolation, match="needs"):
         kv.allocate_pages(1)
     for wrong in (second, [first[0], first[0]]):
         with pytest.raises(InvariantViolation, match="doesn't hold"):
@@ -77,9 +77,9 @@ def test_pages_are_counted_or_have_places() -> None:
         counted.allocate_pages(1)
     with pytest.raises(InvariantViolation, match="by number"):
         indexed.allocate(1)
-    with pytest.raises(InvariantViolation, match="wants"):
+    with pytest.raises(InvariantViolation, match="needs"):
         counted.allocate(5)
-    with pytest.raises(InvariantViolation, match="wants"):
+    with pytest.raises(InvariantViolation, match="needs"):
         counted.free(1)
 
 
@@ -89,7 +89,7 @@ def test_check_sees_what_is_lost_shared_or_overstated() -> None:
     adapters.pages.add(kv.allocate_pages(1)[0])
     assert arena.check() == [
         "arena: a page is free and allocated, or allocated twice, or lost",
-        "arena: pages are counted otherwise than they are allocated",
+        "arena: the counts of pages differ from the allocated pages",
     ]
     lost = Arena(4, 4096)
     lost.num_free -= 1

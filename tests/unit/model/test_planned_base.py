@@ -100,7 +100,7 @@ def test_nf4_of_bitsandbytes_takes_what_was_planned(tmp_path: Path) -> None:
 
 
 def test_what_the_loader_refuses_is_refused_in_its_words(tmp_path: Path, wide: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_model_len is 4096; this model's positions go to 128"):
+    with pytest.raises(ConfigError, match=r"max_model_len is 4096; expected at most 128"):
         plan(wide, max_model_len=4096)
     with pytest.raises(ConfigError, match="float32 isn't available on a GPU"):
         plan(wide, "cuda", dtype="float32")

@@ -78,7 +78,7 @@ def test_a_gpus_budget_is_what_base_and_steps_leave(make: Any) -> None:
     assert arena.budget_bytes == 4 * GIB - 2 * GIB - step.reserved_bytes
     with pytest.raises(ConfigError, match="leaves no memory"):
         plan_arena(base, config, step, 4 * GIB)
-    with pytest.raises(ConfigError, match="isn't known"):
+    with pytest.raises(ConfigError, match="memory is unknown"):
         plan_arena(base, config, step, None)
 
 

@@ -239,7 +239,7 @@ async def test_one_owner_cant_fill_another_tenants_list_of_models(
     await world.push(world.acme, "law")
     await world.push(world.globex, "own")
     await world.grants.create(world.acme, "sql", "globex", actor="test")
-    with pytest.raises(InvalidRequest, match="1 adapters"):
+    with pytest.raises(InvalidRequest, match="1 of this owner's adapters"):
         await world.grants.create(world.acme, "law", "globex", actor="test")
     await world.grants.create(world.acme, "law", "initech", actor="test")
     await world.grants.create(world.globex, "own", "initech", actor="test")

@@ -40,7 +40,7 @@ def _refusal(error: ValidationError, model: type[Body]) -> InvalidRequest:
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     if first["type"] == "extra_forbidden":
         known = ", ".join(model.model_fields)
-        return InvalidRequest("The body has a field that isn't known here.", hint=f"Known fields: {known}.")
+        return InvalidRequest("The body has an unknown field.", hint=f"Known fields: {known}.")
     param = ".".join(str(part) for part in first["loc"])
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing.", param=param)

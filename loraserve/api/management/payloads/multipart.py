@@ -63,7 +63,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, th
         raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=_EXPECTED) from error
     except ClientDisconnect:
         # No client reads the answer, and it isn't a failure of the server's.
-        raise InvalidRequest("The client left before the body's end.") from None
+        raise InvalidRequest("The client disconnected before the end of the body.") from None
     if not parts.is_complete:
         raise InvalidRequest("The body ends before its closing boundary.", hint="Upload it again.")
     for name in (CONFIG, WEIGHTS):
@@ -121,27 +121,29 @@ class _Parts:
         kind, options = parse_options_header(self._headers.get(b"content-disposition"))
         name = options.get(b"name", b"")
         if kind != b"form-data" or name not in (CONFIG.encode(), WEIGHTS.encode()):
-            raise InvalidRequest("The body has a part that isn't known here.", hint=_EXPECTED)
+            raise InvalidRequest("The body has an unknown part.", hint=_EXPECTED)
         self._part = name.decode()
         if self._part in self.seen:
-            raise InvalidRequest(f'The part "{self._part}" is there twice.', param=self._part, hint=_EXPECTED)
+            raise InvalidRequest(f'The part "{self._part}" appears twice.', param=self._part, hint=_EXPECTED)
         self.seen.add(self._part)
         encoding = self._headers.get(b"content-transfer-encoding", b"binary").strip().lower()
         if encoding not in (b"binary", b"8bit", b"7bit"):
-            raise InvalidRequest(f'The part "{self._part}" should be sent as it is, unencoded.', param=self._part)
+            raise InvalidRequest(
+                f'The part "{self._part}" has a Content-Transfer-Encoding; send it unencoded.', param=self._part
+            )
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._part == CONFIG:
             if len(self.config) + end - start > LIMITS.max_adapter_config_bytes:
                 raise PayloadTooLarge(
-                    f'The part "{CONFIG}" is over its bound of {LIMITS.max_adapter_config_bytes} bytes.', param=CONFIG
+                    f'The part "{CONFIG}" exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.', param=CONFIG
                 )
             self.config += data[start:end]
             return
         self._num_weights_bytes += end - start
         if self._num_weights_bytes > LIMITS.max_upload_bytes:
             raise PayloadTooLarge(
-                f'The part "{WEIGHTS}" is over its bound of {LIMITS.max_upload_bytes} bytes.', param=WEIGHTS
+                f'The part "{WEIGHTS}" exceeds the limit of {LIMITS.max_upload_bytes} bytes.', param=WEIGHTS
             )
         # no copy on the way
         self.weights += memoryview(data)[start:end]

@@ -69,7 +69,9 @@ def check_content_match(request: Request, resource: Resource) -> None:
     # Strong comparison: a weak tag names no state of ours.
     if match is None or match.strip() == "*" or content_etag(encode(resource)) in map(str.strip, match.split(",")):
         return
-    raise PreconditionFailed("It changed since it was read; nothing was changed.", hint="Read it again.")
+    raise PreconditionFailed(
+        "The resource changed since it was read; nothing was done.", hint="Read it again, then retry."
+    )
 
 
 def revision_etag(revision: int) -> str:
@@ -87,7 +89,7 @@ def read_precondition(request: Request) -> Precondition:
     match, none_match = header_list(request, "if-match"), header_list(request, "if-none-match")
     if none_match is not None and none_match.strip() != "*":
         raise InvalidRequest(
-            "If-None-Match should be * here: change it only if it isn't there yet.", param="If-None-Match"
+            "If-None-Match should be * here, which means: only if it doesn't exist yet.", param="If-None-Match"
         )
     is_absent = none_match is not None
     if match is None:

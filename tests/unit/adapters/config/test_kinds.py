@@ -67,7 +67,7 @@ def test_what_peft_saves_of_another_kind_is_refused_by_the_kinds_name_alone(kind
         read_adapter(config, (tmp_path / "adapter_model.safetensors").read_bytes())
     [problem] = caught.value.problems
     assert problem.startswith(f"peft_type is '{kind}'")
-    assert "a kind of adapter that isn't served. Served are LORA, ADALORA, IA3, LOHA, LOKR and VERA." in problem
+    assert "a kind of adapter that isn't served. Served kinds: LORA, ADALORA, IA3, LOHA, LOKR and VERA." in problem
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_peft_saves_of_another_kind_is_refused_by_the_kinds_name_alone(kind
         ({"peft_type": "lora"}, "peft_type is 'lora', a kind", AdapterUnsupported),
         ({"peft_type": None}, "peft_type is None, a kind", AdapterUnsupported),
         ({"peft_type": {"LORA": 1}}, "peft_type is {'LORA': 1}, a kind", AdapterUnsupported),
-        ({"peft_type": ...}, "has no peft_type, without which PEFT loads no adapter", AdapterFormatError),
+        ({"peft_type": ...}, "has no peft_type, which PEFT needs to load an adapter", AdapterFormatError),
     ],
 )
 def test_the_kind_is_judged_before_everything_else(

@@ -86,9 +86,7 @@ def test_an_empty_object_is_pefts_object_of_defaults_and_refused(
 ) -> None:
     config = make_config(**{name: {}})
     assert getattr(peft_lora.LoraConfig(**{k: v for k, v in config.items() if k != "peft_type"}), name)
-    assert problems_of(config) == [
-        f"{name} = {{}} is refused: PEFT makes an object of defaults of it: {FIELDS[name].why}."
-    ]
+    assert problems_of(config) == [f"{name} = {{}} is refused: PEFT fills it with its defaults: {FIELDS[name].why}."]
     assert problems_of(make_config(**{name: None})) == []
     for other in ("", [], 0):
         assert problems_of(make_config(**{name: other}))
@@ -101,9 +99,9 @@ def test_an_ignored_object_has_pefts_keys_and_no_others(name: str, make_config: 
     for value in (None, {}, dict.fromkeys(keys, 1)):
         assert problems_of(make_config(**{name: value})) == []
     [unknown] = problems_of(make_config(**{name: {"tomorrow": 1}}))
-    assert unknown.startswith(f"{name} has 'tomorrow': this server doesn't know the field")
+    assert unknown.startswith(f"{name} has 'tomorrow': this field is unknown, and it may change the answers")
     [other] = problems_of(make_config(**{name: 3}))
-    assert other == f"{name} = 3 is refused: PEFT takes an object or null."
+    assert other == f"{name} = 3 is refused: PEFT expects an object or null."
 
 
 def test_what_a_config_leaves_out_has_pefts_defaults(make_config: Callable[..., dict[str, Any]]) -> None:
@@ -122,10 +120,10 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"brand_new": 3}, "'brand_new' = 3: this server doesn't know the field"),
+        ({"brand_new": 3}, "'brand_new' = 3: this field is unknown, and it may change the answers"),
         ({"brand_new": True}, "'brand_new' = True"),
         ({"brand_new": 0}, "'brand_new' = 0"),
-        ({"brand_new": {}}, "'brand_new' = {}: this server doesn't know the field"),
+        ({"brand_new": {}}, "'brand_new' = {}: this field is unknown, and it may change the answers"),
         ({"r": 0}, "r is 0"),
         ({"r": True}, "r is True"),
         ({"r": 4.0}, "r is 4.0"),
@@ -138,7 +136,7 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         ({"use_dora": "true"}, "use_dora is 'true'"),
         ({"rank_pattern": [1]}, "expected an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern['q_proj'] is 0"),
-        ({"rank_pattern": {r"(k)\1.*q": 2}}, "is refused: it refers back to a group"),
+        ({"rank_pattern": {r"(k)\1.*q": 2}}, "is refused: it has a back-reference"),
         ({"alpha_pattern": {f".*{i}": 1 for i in range(65)}}, "more than 64 keys that are regexes"),
         ({"rank_pattern": {str(i): 1 for i in range(2049)}}, "2,049 keys"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern['q_proj'] is 'x'"),
@@ -176,13 +174,13 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         (ALORA | {"use_dora": True}, "together with use_dora"),
         (ALORA | {"init_lora_weights": "mica"}, "alora_invocation_tokens is refused with init_lora_weights = 'mica'"),
         ({"use_dora": True, "init_lora_weights": "mica"}, "use_dora is refused with init_lora_weights = 'mica'"),
-        (ALORA | {"bias": "all"}, "together with bias: in PEFT that acts on every token"),
+        (ALORA | {"bias": "all"}, "together with bias: PEFT applies bias to every token"),
         (ALORA | {"modules_to_save": ["lm_head"]}, "together with modules_to_save"),
         (ALORA | {"trainable_token_indices": [1]}, "together with trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "changed the base's weights"),
-        ({"init_lora_weights": "magic"}, "doesn't know it"),
-        ({"init_lora_weights": 7}, "doesn't know it"),
+        ({"init_lora_weights": "magic"}, "this value is unknown"),
+        ({"init_lora_weights": 7}, "this value is unknown"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_reason(

@@ -59,7 +59,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "header of 2**63": (frame({}, length=1 << 63), "at most 1,048,576"),
     "header one over the limit": (lambda: huge_header(MIB + 1), "at most 1,048,576"),
     "header of 97 MB": (lambda: huge_header(97_000_000), "at most 1,048,576"),
-    "header longer than the file": (frame(b"{}", length=3), "cut short"),
+    "header longer than the file": (frame(b"{}", length=3), "may be truncated"),
     "header length 0": (frame(b""), "isn't JSON"),
     "not JSON": (frame(b"{nope}"), "isn't JSON"),
     "not UTF-8": (frame(b'{"\xff": 1}'), "isn't UTF-8"),
@@ -72,7 +72,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
             b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
             b"0000",
         ),
-        "'a' is there twice",
+        "'a' appears twice",
     ),
     "duplicate keys in an entry": (
         frame(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', b"0000"),
@@ -114,7 +114,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "two names for the same bytes": (frame({"a": entry(), "b": entry()}, b"0" * 16), "overlaps"),
     "bytes before the first tensor": (frame({"a": entry(offsets=[4, 20])}, b"0" * 20), "leaves a gap"),
     "trailing bytes": (frame({"a": entry()}, b"0" * 17), "1 bytes after the last"),
-    "a body cut short": (frame({"a": entry()}, b"0" * 15), "cut short"),
+    "a body cut short": (frame({"a": entry()}, b"0" * 15), "may be truncated"),
 }
 
 

@@ -76,7 +76,7 @@ def test_a_vector_on_the_input_of_another_module_is_refused_by_name(
 ) -> None:
     adapter = save_adapter(tmp_path, peft.IA3Config(target_modules=["o_proj"], feedforward_modules=["o_proj"]))
     with pytest.raises(
-        AdapterUnsupported, match="feedforward_modules has o_proj, whose input IA3 multiplies in layers 0–2"
+        AdapterUnsupported, match="feedforward_modules names o_proj in layers 0–2; IA3 on a module's input"
     ):
         compile_ia3(adapter.config, adapter.tensors, make_base())
 
@@ -86,7 +86,7 @@ def test_a_vector_on_down_projs_input_is_refused_where_no_gate_is_known(
 ) -> None:
     adapter = save_adapter(tmp_path, peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]))
     modules = {name: shape for name, shape in make_base().modules.items() if name != "gate_proj"}
-    with pytest.raises(AdapterUnsupported, match="feedforward_modules has down_proj"):
+    with pytest.raises(AdapterUnsupported, match="feedforward_modules names down_proj"):
         compile_ia3(adapter.config, adapter.tensors, make_base(modules=modules))
 
 
@@ -105,5 +105,5 @@ def test_a_vector_of_another_base_is_refused(
 ) -> None:
     adapter = save_adapter(tmp_path, peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]))
     modules = dict(make_base().modules) | {"v_proj": (8, 32)}
-    with pytest.raises(AdapterBaseMismatch, match=r"v_proj\.ia3_l is 16×1 in layers 0–2; on this base it is 8×1"):
+    with pytest.raises(AdapterBaseMismatch, match=r"v_proj\.ia3_l is 16×1 in layers 0–2; expected 8×1 on this base"):
         compile_ia3(adapter.config, adapter.tensors, make_base(modules=modules))

@@ -153,7 +153,11 @@ def test_a_config_that_disagrees_with_the_tensors_is_refused(
         ("IA3", {"feedforward_modules": 3}, "feedforward_modules is 3"),
         ("ADALORA", {"init_r": 0}, "init_r is 0"),
         ("ADALORA", {"lora_alpha": "high"}, "lora_alpha is 'high'"),
-        ("ADALORA", {"rank_pattern": {"model.layers.0.self_attn.q_proj.lora_E": 3}}, "isn't a list of true and false"),
+        (
+            "ADALORA",
+            {"rank_pattern": {"model.layers.0.self_attn.q_proj.lora_E": 3}},
+            "expected a list of true and false",
+        ),
     ],
     ids=str,
 )
@@ -252,7 +256,7 @@ def test_veras_projections_of_another_size_are_refused(
 ) -> None:
     adapter = saved("VERA")
     tensors = {**adapter.tensors, "base_model.vera_A": zeros(6, 33)}
-    with pytest.raises(AdapterBaseMismatch, match=r"vera_A and vera_B are 6×33 and 48×6; .* they are 6×32 and 48×6"):
+    with pytest.raises(AdapterBaseMismatch, match=r"vera_A and vera_B are 6×33 and 48×6; .* expected 6×32 and 48×6"):
         compile_kind(dataclasses.replace(adapter, tensors=tensors), make_base())
 
 
@@ -267,7 +271,7 @@ def test_an_adapter_that_training_has_left_no_rank_is_refused(
         tensors[f"{name}.lora_B"] = zeros(48 if "up_proj" in name else 32, 0)
     pattern = {f"{name.removeprefix('base_model.model.')}.lora_E": [False] * 3 for name in names}
     empty = dataclasses.replace(adapter, config={**adapter.config, "rank_pattern": pattern}, tensors=tensors)
-    with pytest.raises(AdapterFormatError, match="left no rank in any module"):
+    with pytest.raises(AdapterFormatError, match="Every module has rank 0 after training"):
         compile_kind(empty, make_base())
 
 
@@ -277,7 +281,7 @@ def test_a_module_without_a_rank_takes_no_more_memory_than_any_may(
     # no byte of the file holds it: only its shape says how wide it is
     wide = TensorView("F32", (0, 1 << 40), np.zeros((0, 1), np.float32))
     adapter = changed(saved("ADALORA"), lora_A=wide, lora_E=zeros(0, 1), lora_B=zeros(32, 0))
-    with pytest.raises(AdapterFormatError, match="would take more than 1,073,741,824 bytes as LoRA"):
+    with pytest.raises(AdapterFormatError, match="takes more than 1,073,741,824 bytes as LoRA"):
         compile_kind(adapter, make_base())
 
 

@@ -29,7 +29,10 @@ def errors(outputs: list[TokenOutput]) -> dict[str, str | None]:
 
 @pytest.mark.parametrize(
     ("state", "why"),
-    [(Residency.LOADING, "still being read"), (Residency.WAITING_FOR_SPACE, "everything on the device is in use")],
+    [
+        (Residency.LOADING, "still loading, or in the queue"),
+        (Residency.WAITING_FOR_SPACE, "everything on the device is in use"),
+    ],
 )
 def test_a_request_waits_for_its_adapter_up_to_the_deadline_and_its_error_says_so(
     harness: Harness, state: Residency, why: str

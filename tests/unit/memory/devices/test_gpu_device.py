@@ -204,7 +204,7 @@ def test_what_an_adapter_has_beside_ranks_is_counted_placed_and_freed(make: Any,
 def test_norms_of_an_adapters_own_are_refused_by_name(make: Any) -> None:
     device, norms = make_device(make), [ReplacedNorm(1, "mlp_norm", torch.ones(32))]
     for refuse in (device.footprint, device.pack):
-        with pytest.raises(TensorMismatch, match="layer 1 mlp_norm: the adapter has a weight of its own"):
+        with pytest.raises(TensorMismatch, match="layer 1 mlp_norm: the adapter has a trained weight for this norm"):
             refuse(make.modules(1), torch.float32, norms)
 
 

@@ -109,7 +109,7 @@ WRONG: dict[str, LoweredAdapter] = {
     "DoRA": lowered(module(dora_delta=torch.ones(32)), magnitudes={(1, "q_proj"): torch.ones(32)}),
     "IA3": lowered(module(dora_delta=torch.ones(32))),
     "trained weight": lowered(module(row_overrides=ROWS)),
-    "norm of its own": lowered(module(), norms=(ReplacedNorm(0, "mlp_norm", torch.ones(32)),)),
+    "trained norm": lowered(module(), norms=(ReplacedNorm(0, "mlp_norm", torch.ones(32)),)),
     "aLoRA": lowered(module(), invocation_token_ids=(5,)),
 }
 

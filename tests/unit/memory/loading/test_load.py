@@ -105,7 +105,7 @@ def test_a_rounded_rows_length_is_its_magnitude(make: Any, store: LocalStore) ->
 
 def test_dora_is_not_loaded_without_the_bases_weights(make: Any, store: LocalStore) -> None:
     ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
-    with pytest.raises(InvariantViolation, match="takes the base's weights"):
+    with pytest.raises(InvariantViolation, match="needs the base's weights"):
         load_adapter(store, ref, make.base, make.cpu)
 
 

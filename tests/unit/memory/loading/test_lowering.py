@@ -175,5 +175,5 @@ def test_a_norms_weight_has_the_bases_offset_added(make: Any) -> None:
 def test_what_takes_the_bases_weights_is_not_lowered_without_them(make: Any) -> None:
     base = make.base_of({"q_proj": (OUT, IN)})
     for field in ({"bias": VECTOR["bias"]}, {"weight": view(randn(OUT, IN))}, {"output_scale": VECTOR["bias"]}):
-        with pytest.raises(InvariantViolation, match="takes the base's weights"):
+        with pytest.raises(InvariantViolation, match="needs the base's weights"):
             lower(AdapterIR((ModuleIR(0, "q_proj", **field),), "F32"), base, None)

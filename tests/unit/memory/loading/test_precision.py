@@ -142,7 +142,9 @@ def test_an_adapter_that_loses_more_than_it_may_is_refused_by_its_worst_module(m
     device = CpuDevice(make.base, 1 << 20, torch.bfloat16)
     lost = load_adapter(store, ref, make.base, device).metadata.precision_loss
     load_adapter(store, ref, make.base, device, None, Precision(max_loss=lost))
-    with pytest.raises(AdapterUnservable, match=r"Layer \d q_proj is off by 0.00\d+ .*in bf16; at most 0.0001 "):
+    with pytest.raises(
+        AdapterUnservable, match=r"Layer \d q_proj has a precision loss of 0.00\d+ .*in bf16; at most 0.0001 "
+    ):
         load_adapter(store, ref, make.base, device, None, Precision(max_loss=1e-4))
 
 

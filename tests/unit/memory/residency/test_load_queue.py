@@ -134,6 +134,6 @@ def test_an_adapter_that_waits_for_nobody_is_found_by_check(make: Any) -> None:
     line = LoadQueue()
     line.join(make.ref(A), 0.0).tenants.clear()
     assert line.check() == [
-        "load queue: an adapter waits for no tenant",
-        "load queue: tenants have turns without waiting",
+        "load queue: an adapter is queued for no tenant",
+        "load queue: tenants are listed that wait for no adapter",
     ]

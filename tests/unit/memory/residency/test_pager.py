@@ -356,7 +356,7 @@ def test_an_adapter_that_loses_more_than_the_operator_allows_is_refused(
     make.settle(pager)
     error = pager.error(ref.digest)
     assert type(error) is AdapterUnservable
-    assert "q_proj is off by" in str(error)
+    assert "q_proj has a precision loss of" in str(error)
     pager = make_pager(dtype=torch.bfloat16, precision=Precision(max_loss=0.01))
     pager.request(ref)
     make.settle(pager)

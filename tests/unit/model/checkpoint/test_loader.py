@@ -200,7 +200,7 @@ def test_tied_checkpoint_that_has_a_head_keeps_it_as_transformers_does(tmp_path:
         ({"device": "tpu"}, "device 'tpu'"),
         ({"quantize": "int3"}, "'int3'"),
         ({"dtype": torch.float64}, "float64"),
-        ({"max_model_len": 129}, "max_model_len is 129; this model's positions go to 128"),
+        ({"max_model_len": 129}, "max_model_len is 129; expected at most 128"),
         ({"max_model_len": 0}, "max_model_len is 0"),
     ],
 )

@@ -111,7 +111,7 @@ async def test_a_version_of_a_split_is_not_deleted(
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "canary", CANARY, actor="x")
     await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x")
-    with pytest.raises(Conflict, match="aliases canary name it"):
+    with pytest.raises(Conflict, match="aliases canary point to it"):
         await registry.delete_version(acme, "sql", number, actor="x")
 
 
@@ -153,7 +153,7 @@ async def test_an_alias_that_never_moved_or_came_from_a_deleted_version_stays(
         await registry.aliases.rollback(acme, "sql", "new", actor="x")
     await registry.aliases.set(acme, "sql", "new", AliasTarget(2), actor="x")
     await registry.delete_version(acme, "sql", 1, actor="x")
-    with pytest.raises(Conflict, match="led to 1, which is deleted"):
+    with pytest.raises(Conflict, match="pointed at 1, which is deleted"):
         await registry.aliases.rollback(acme, "sql", "new", actor="x")
     assert (await registry.aliases.get(acme, "sql", "new")).version == 2
 

@@ -260,7 +260,7 @@ async def test_pins_are_bounded(
         await publish(seed=seed, via=server.registry)
     monkeypatch.setattr(pins_module, "LIMITS", Limits(max_operator_pins=1))
     await pin(server, acme)
-    with pytest.raises(Conflict, match="the most"):
+    with pytest.raises(Conflict, match="the maximum"):
         await pin(server, acme, number=2)
     await pin(server, acme)
     await server.sync()

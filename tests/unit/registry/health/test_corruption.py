@@ -44,7 +44,7 @@ async def test_every_version_in_a_damaged_blob_is_quarantined_and_no_other(
     assert await registry.corruption.quarantine(bad.digest, getattr(bad, blob)) == 3
     for tenant in (acme, globex):
         # at once, though the name was in the cache
-        with pytest.raises(AdapterQuarantined, match="damaged or gone"):
+        with pytest.raises(AdapterQuarantined, match="damaged or missing"):
             await registry.resolve(tenant, SQL)
     with pytest.raises(AdapterQuarantined):
         await registry.resolve(acme, parse_model("twin", "base"))

@@ -129,7 +129,7 @@ def test_tokens_beyond_what_was_reserved_are_charged_as_they_come(admissions: Ad
 
 def test_a_request_that_can_never_pass_is_told_so(admissions: Admissions) -> None:
     admitted = admissions.enter(make_caller(tokens_per_minute=100))
-    with pytest.raises(QuotaExceeded, match=r"101 tokens.*100 a minute"):
+    with pytest.raises(QuotaExceeded, match=r"101 tokens.*100 per minute"):
         admitted.reserve(1, 100)
 
 

@@ -24,7 +24,7 @@ def fill(shares: Shares, holder: Holder) -> int:
 def test_one_holder_has_half_and_the_next_one_finds_room() -> None:
     shares = Shares("things", "things", 12)
     assert fill(shares, ACME) == 6
-    with pytest.raises(RateLimited, match="6 things are yours"):
+    with pytest.raises(RateLimited, match="You hold 6 of 12 things"):
         shares.take(ACME)
     assert fill(shares, GLOBEX) == 3
     assert shares.num_refused == {"share": 1, "full": 0}
@@ -34,7 +34,7 @@ def test_who_has_nothing_is_refused_only_when_nothing_is_free() -> None:
     shares = Shares("things", "things", 4)
     for number in range(4):
         shares.take(Holder(f"tenant:{number}"))
-    with pytest.raises(Overloaded, match="4 things are in use"):
+    with pytest.raises(Overloaded, match="4 of 4 things are in use"):
         shares.take(ACME)
     with pytest.raises(RateLimited):
         shares.take(Holder("tenant:0"))
