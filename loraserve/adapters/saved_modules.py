@@ -45,11 +45,13 @@ def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (
-            f"Enlarged vocabularies aren't served: an upload holds no tokenizer, so the {num_rows - vocab_size:,} added tokens have no "
+            "Enlarged vocabularies aren't served: an upload holds no tokenizer, "
+            f"so the {num_rows - vocab_size:,} added tokens have no "
             "text here. Train the base's unused tokens instead, with trainable_token_indices."
         )
     return message + (
-        "Shrunk vocabularies aren't served: this base still has the removed tokens. Train without resize_token_embeddings."
+        "Shrunk vocabularies aren't served: this base still has the removed tokens. "
+        "Train without resize_token_embeddings."
     )
 
 
@@ -114,14 +116,18 @@ class _Check:
         if getattr(stored, other) is not None:
             right, wrong = SAVED_AS.get(expected, expected), SAVED_AS.get(other, other)
             self._malformed(
-                f"The file holds {name}.{wrong} {{layers}}; for a module {'with' if has_lora else 'without'} LoRA, PEFT reads only {name}.{right}. "
+                f"The file holds {name}.{wrong} {{layers}}; for a module {'with' if has_lora else 'without'} "
+                f"LoRA, PEFT reads only {name}.{right}. "
                 f"Rename {name}.{wrong} if it is the trained bias: older versions of PEFT used that name."
             )
         elif found is None and is_due:
             if is_meant:
                 cause = "the module is in modules_to_save."
             else:
-                cause = f"the config's bias is {setting}. Older versions of PEFT don't save it; set bias=none to use the base's."
+                cause = (
+                    f"the config's bias is {setting}. Older versions of PEFT don't save it; "
+                    "set bias=none to use the base's."
+                )
             self._malformed(f"The file holds no bias of {name} {{layers}}, and {cause}")
         elif found is not None and not is_due:
             self._malformed(f"The file holds a bias of {name} {{layers}}, and the config's bias is {setting}.")
@@ -133,7 +139,8 @@ class _Check:
             if copy is not None and not is_same(copy, getattr(self.stored, part)):
                 name = self.linear.name
                 self._malformed(
-                    f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; PEFT writes two equal copies."
+                    f"The file's {name}.modules_to_save.{part} isn't its {name}.{part} {{layers}}; "
+                    "PEFT writes two equal copies."
                 )
 
     def saved_base(self) -> None:
@@ -199,14 +206,17 @@ def _check_tied_weights(settings: LoraSettings, contents: Contents, names: BaseT
         there = "lm_head" if embedding is None else "embed_tokens"
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, {why}, and the file holds a weight of {there} only, which PEFT would use for both. "
+            f"This base's head is tied to its embedding, {why}, and the file holds a weight of {there} only, "
+            "which PEFT would use for both. "
             "Save it with PEFT's save_pretrained, which writes both.",
         )
     elif not is_same(head, embedding):
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, {why}, and the file's lm_head.weight differs from its embed_tokens.weight: PEFT would keep "
-            "only one. Name both in modules_to_save with ensure_weight_tying=False, or save the adapter from the tied model.",
+            f"This base's head is tied to its embedding, {why}, and the file's lm_head.weight differs from "
+            "its embed_tokens.weight: PEFT would keep "
+            "only one. Name both in modules_to_save with ensure_weight_tying=False, "
+            "or save the adapter from the tied model.",
         )
 
 
@@ -220,7 +230,8 @@ def _check_tied_copies(contents: Contents, names: BaseTensorNames, problems: Pro
     if names.base.is_head_tied and len(there) == 2 and not is_same(*there):
         problems.add(
             AdapterUnsupported,
-            "This base's head is tied to its embedding, and the file's copies of the two differ: PEFT would keep only one. Save the adapter with "
+            "This base's head is tied to its embedding, and the file's copies of the two differ: "
+            "PEFT would keep only one. Save the adapter with "
             "save_embedding_layers=False if it was trained on this base.",
         )
 
@@ -248,6 +259,7 @@ def _check_norm(
     if weight.shape != (names.base.hidden_size,):
         problems.add(
             AdapterBaseMismatch,
-            f"{path}.weight is {shape_words(weight)} {{layers}}; expected {names.base.hidden_size} numbers for this base.",
+            f"{path}.weight is {shape_words(weight)} {{layers}}; expected {names.base.hidden_size} numbers "
+            "for this base.",
             reported_layer,
         )

@@ -100,7 +100,10 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseTensorN
         elif is_there and not is_meant:
             why = ""
             if settings.ensure_weight_tying and module == "lm_head" and not base.is_head_tied:
-                why = " ensure_weight_tying means that it was trained on a base with a tied head; this base's head isn't tied."
+                why = (
+                    " ensure_weight_tying means that it was trained on a base with a tied head; "
+                    "this base's head isn't tied."
+                )
             problems.add(
                 AdapterFormatError,
                 f"The file holds tensors for {module} {{layers}}, which the config doesn't target.{why}",

@@ -83,8 +83,10 @@ def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems)
         if beyond:
             problems.add(
                 AdapterBaseMismatch,
-                f"{_FIELD} names token {beyond[0]:,} of {module}; this base has {vocab:,} tokens (0 to {vocab - 1:,}). Enlarged vocabularies aren't "
-                "served: an upload holds no tokenizer, so added tokens have no text here. Train the base's unused tokens instead.",
+                f"{_FIELD} names token {beyond[0]:,} of {module}; this base has {vocab:,} tokens (0 to "
+                f"{vocab - 1:,}). Enlarged vocabularies aren't "
+                "served: an upload holds no tokenizer, so added tokens have no text here. "
+                "Train the base's unused tokens instead.",
             )
         if len(set(ids)) != len(ids):
             problems.add(AdapterUnsupported, f"{_FIELD} names a token of {module} twice; name each token once.")
@@ -102,7 +104,8 @@ def _is_tied(
     if settings.ensure_weight_tying:
         problems.add(
             AdapterUnsupported,
-            f"ensure_weight_tying is true, and {_FIELD} names different tokens for lm_head and for embed_tokens; PEFT refuses this, too.",
+            f"ensure_weight_tying is true, and {_FIELD} names different tokens for lm_head and for "
+            "embed_tokens; PEFT refuses this, too.",
         )
     return False
 
@@ -129,7 +132,8 @@ def _rows(
     if rows.shape != shape:
         problems.add(
             AdapterBaseMismatch if rows.shape[0] == shape[0] else AdapterFormatError,
-            f"{module}'s trainable_tokens_delta is {shape_words(rows)}; {_FIELD} names {shape[0]:,} tokens, and this base's hidden size is {shape[1]}.",
+            f"{module}'s trainable_tokens_delta is {shape_words(rows)}; {_FIELD} names {shape[0]:,} tokens, "
+            f"and this base's hidden size is {shape[1]}.",
         )
         return None
     order = np.argsort(np.array(ids), kind="stable")
@@ -147,13 +151,15 @@ def _follow(
     if head.weight is not None:
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, and the file holds a weight of lm_head; PEFT can't compute "
+            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, "
+            "and the file holds a weight of lm_head; PEFT can't compute "
             "with both.",
         )
     if head.magnitude is not None:
         problems.add(
             AdapterUnsupported,
-            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, and the file has DoRA on lm_head; this combination isn't served.",
+            f"This base's head is tied to its embedding, whose tokens {_FIELD} names, "
+            "and the file has DoRA on lm_head; this combination isn't served.",
         )
     if head.token_rows is not None and not is_same(head.token_rows, embedding.token_rows):
         problems.add(

@@ -128,7 +128,10 @@ def _show(output: Output, plan: TrafficPlan, figures: Figures) -> None:
             models = plan.models[0] if len(plan.models) == 1 else f"{len(plan.models)} models in turn"
             output.pairs(
                 {
-                    "load": f"{plan.num_requests} requests, {load}, {plan.prompt_tokens} + {plan.max_tokens} tokens, {models}",
+                    "load": (
+                        f"{plan.num_requests} requests, {load}, {plan.prompt_tokens} + {plan.max_tokens} "
+                        f"tokens, {models}"
+                    ),
                     "answered": f"{figures.num_complete} in {figures.wall_s:.2f} s",
                     "failed": ", ".join(f"{count} {code}" for code, count in figures.failures.items()),
                     "requests": f"{figures.requests_per_s:.2f} a second",

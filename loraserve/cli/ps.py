@@ -163,8 +163,10 @@ def _in_words(engine: Mapping[str, int], memory: Memory) -> dict[str, str]:
         "host": f"{_count(memory.num_host_adapters, 'adapter')}, {host_bytes}",
         "found": _found(engine),
         "evicted": (
-            f"{_count(engine['adapters_evicted_for_adapters'], 'adapter')} for adapters, {engine['adapters_evicted_for_kv']} for KV, "
-            f"{engine['adapters_evicted_from_host']} from the host; {_count(engine['kv_blocks_evicted_for_kv'], 'KV block')} for KV, "
+            f"{_count(engine['adapters_evicted_for_adapters'], 'adapter')} for adapters, "
+            f"{engine['adapters_evicted_for_kv']} for KV, "
+            f"{engine['adapters_evicted_from_host']} from the host; "
+            f"{_count(engine['kv_blocks_evicted_for_kv'], 'KV block')} for KV, "
             f"{engine['kv_blocks_evicted_for_adapters']} for adapters"
         ),
         "tokens": f"{engine['generation_tokens']} generated",

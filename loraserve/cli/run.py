@@ -103,7 +103,8 @@ def _answer_raw(output: Output, client: Client, model: str, prompt: str, fields:
 def _tell_fallback(output: Output, answer: Answer | None) -> None:
     if answer is not None and answer.fell_back_from is not None:
         output.note(
-            f"{answer.adapter} answered instead of {answer.fell_back_from}, which is unavailable ({answer.fell_back_for})."
+            f"{answer.adapter} answered instead of {answer.fell_back_from}, "
+            f"which is unavailable ({answer.fell_back_for})."
         )
 
 

@@ -22,7 +22,8 @@ def main() -> int:
         sys.stderr.write(f"{difference}\n")
     if found:
         sys.stderr.write(
-            "The models and the migrations disagree. Write a migration: LORASERVE_DATABASE_URL=sqlite:///PATH alembic revision"
+            "The models and the migrations disagree. Write a migration: "
+            "LORASERVE_DATABASE_URL=sqlite:///PATH alembic revision"
             " --autogenerate -m WHAT\n"
         )
     return 1 if found else 0

@@ -159,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores = score_pack(options.pack, options.num_prompts, options.seed)
     for score in scores:
         sys.stdout.write(
-            f"{score.style:8} {score.num_exact:4}/{score.num_prompts} = {score.exact:6.1%}   int8 {score.exact_int8:6.1%}   "
+            f"{score.style:8} {score.num_exact:4}/{score.num_prompts} = {score.exact:6.1%}   int8 "
+            f"{score.exact_int8:6.1%}   "
             f"least margin {score.min_margin}\n"
         )
         for prompt, text in score.wrong:

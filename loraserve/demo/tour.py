@@ -171,7 +171,8 @@ def _show_snippets(access: Access, console: Console) -> None:
         "",
         f'client = OpenAI(base_url="{access.url}/v1", api_key="{access.api_key}")',
         f'messages = [{{"role": "user", "content": "{EXAMPLE.prompt}"}}]',
-        'print(client.chat.completions.create(model="french", messages=messages, temperature=0).choices[0].message.content)',
+        'print(client.chat.completions.create(model="french", messages=messages, '
+        "temperature=0).choices[0].message.content)",
         "",
     )
     for line in lines:

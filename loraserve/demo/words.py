@@ -47,8 +47,8 @@ CITIES = (
 
 NAMES = (
     "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jack", "Kate", "Leo", "Maria", "Nora",
-    "Oscar", "Paul", "Rosa", "Simon", "Tara", "Victor", "Wendy", "Yara", "Zoe", "Alice", "Boris", "Chloe", "Diego", "Elsa",
-    "Frank", "Greta", "Henry", "Ida",
+    "Oscar", "Paul", "Rosa", "Simon", "Tara", "Victor", "Wendy", "Yara", "Zoe", "Alice", "Boris", "Chloe", "Diego",
+    "Elsa", "Frank", "Greta", "Henry", "Ida",
 )  # fmt: skip
 
 THINGS = {

@@ -109,6 +109,7 @@ def _total(cost: RoundingCost) -> Check:
 
 def _words(one: Rounding) -> str:
     return (
-        f"the same likeliest token at {one.top1_agreement:.1%}, log probabilities off by {one.mean_difference:.2g} on average "
+        f"the same likeliest token at {one.top1_agreement:.1%}, "
+        f"log probabilities off by {one.mean_difference:.2g} on average "
         f"and {one.max_difference:.2g} at most, {one.mean_divergence:.2g} nats of divergence"
     )

@@ -146,7 +146,10 @@ def _is_same_base(client: Client, expected: Expected) -> bool:
 def _check_base(client: Client, expected: Expected | None) -> Iterator[Check]:
     base = client.base()
     how = f" ({base.arithmetic} by {base.kernels})" if base.arithmetic else ""
-    words = f"{base.id}: {base.architecture}, {base.dtype}, {base.quantization}{how}, {base.max_model_len:,} tokens, {base.size_bytes:,} bytes"
+    words = (
+        f"{base.id}: {base.architecture}, {base.dtype}, {base.quantization}{how}, "
+        f"{base.max_model_len:,} tokens, {base.size_bytes:,} bytes"
+    )
     if expected is None:
         yield ok("base", words)
         return

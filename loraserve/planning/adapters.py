@@ -173,7 +173,8 @@ def plan_shape(
     refusal = None
     if num_pages > arena.max_adapter_pages:
         refusal = (
-            f"It takes {num_pages * arena.page_bytes:,} bytes; beside the KV of one sequence of full length, the budget has room for "
+            f"It takes {num_pages * arena.page_bytes:,} bytes; beside the KV of one sequence of full length, "
+            "the budget has room for "
             f"{arena.max_adapter_pages * arena.page_bytes:,}."
         )
     elif num_tiles > arena.max_tiles:

@@ -239,7 +239,8 @@ def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | No
         yield Notice(
             Level.WARNING,
             "kv_below_max_num_seqs",
-            f"The KV of {most} sequences of full length ({base.max_model_len:,} tokens) fits; up to {config.max_num_seqs} may run at once. "
+            f"The KV of {most} sequences of full length ({base.max_model_len:,} tokens) fits; "
+            f"up to {config.max_num_seqs} may run at once. "
             "If more of them run at once, some are preempted and computed again.",
             "Raise --memory-budget, or lower --max-num-seqs or --max-model-len.",
         )
@@ -249,7 +250,8 @@ def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | No
             yield Notice(
                 Level.WARNING,
                 "memory_overcommitted",
-                f"Base, step, budget and host cache may take {needed:,} bytes together; this machine has {available_bytes:,} available now.",
+                f"Base, step, budget and host cache may take {needed:,} bytes together; "
+                f"this machine has {available_bytes:,} available now.",
                 "Lower --memory-budget or --host-cache, or quantize the base.",
             )
     if base.device == "cuda":
@@ -274,7 +276,8 @@ def _of_adapters(plan: CapacityPlan) -> Iterator[Notice]:
         yield Notice(
             Level.NOTE,
             "adapter_is_bounded",
-            "Some adapters hold whole weights, of which only the rows that differ from the base's are kept: their sizes here are upper bounds.",
+            "Some adapters hold whole weights, of which only the rows that differ from the base's are kept: "
+            "their sizes here are upper bounds.",
         )
 
 
@@ -291,8 +294,10 @@ def _of_thrashing(plan: CapacityPlan) -> Iterator[Notice]:
         cost = ""
         if plan.loads is not None:
             cost = (
-                f" If all are used equally often, {missed:.0%} of the uses wait for a load: {plan.loads.host_s * 1e3:.1f} ms from host memory, "
-                f"{plan.loads.disk_s * 1e3:.1f} ms from disk, at most {plan.loads.max_loads_per_s:,.0f} loads per second."
+                f" If all are used equally often, {missed:.0%} of the uses wait for a load: "
+                f"{plan.loads.host_s * 1e3:.1f} ms from host memory, "
+                f"{plan.loads.disk_s * 1e3:.1f} ms from disk, at most {plan.loads.max_loads_per_s:,.0f} "
+                "loads per second."
             )
         yield Notice(
             Level.WARNING,
@@ -306,13 +311,15 @@ def _of_thrashing(plan: CapacityPlan) -> Iterator[Notice]:
             yield Notice(
                 Level.WARNING,
                 "adapters_exceed_host",
-                f"{min(count, in_memory):,} of {count:,} adapters fit into host memory at once; the others are loaded from disk.",
+                f"{min(count, in_memory):,} of {count:,} adapters fit into host memory at once; "
+                "the others are loaded from disk.",
                 "Raise --host-cache.",
             )
     elif full.num_adapters is not None and full.num_adapters < count:
         yield Notice(
             Level.WARNING,
             "adapters_yield_to_kv",
-            f"All {count:,} adapters fit beside {best.num_sequences} sequence; beside {full.num_sequences} of full length, {full.num_adapters:,} do.",
+            f"All {count:,} adapters fit beside {best.num_sequences} sequence; "
+            f"beside {full.num_sequences} of full length, {full.num_adapters:,} do.",
             "Raise --memory-budget, or lower --max-num-seqs or --max-model-len.",
         )

@@ -161,7 +161,8 @@ def _budget(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: 
     left = int(device_bytes * config.memory_utilization) - base.num_bytes - step.reserved_bytes
     if left <= 0:
         raise ConfigError(
-            f"The base leaves no memory for adapters and KV: of {device_bytes / GIB:.1f} GiB, {config.memory_utilization:.0%} may be used; "
+            "The base leaves no memory for adapters and KV: "
+            f"of {device_bytes / GIB:.1f} GiB, {config.memory_utilization:.0%} may be used; "
             f"the base takes {base.num_bytes / GIB:.1f} and steps about {step.reserved_bytes / GIB:.1f}.",
             hint="Quantize the base, lower --max-num-batched-tokens, or raise --memory-utilization.",
         )

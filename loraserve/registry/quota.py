@@ -58,7 +58,8 @@ async def check_quota(
     uploading = await uploading_bytes(session, repository.tenant, now, besides=blob)
     if stored + uploading + size_bytes > max_bytes:
         raise QuotaExceeded(
-            f"The tenant stores {stored} bytes and uploads {uploading}; with this one's {size_bytes}, it would exceed its limit of {max_bytes}.",
+            f"The tenant stores {stored} bytes and uploads {uploading}; "
+            f"with this one's {size_bytes}, it would exceed its limit of {max_bytes}.",
             hint="Delete versions or uploads, or ask an admin for a higher limit.",
         )
     if (
@@ -93,7 +94,8 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
     stored = await _stored_bytes(session, tenant)
     if stored + uploading + size > max_bytes:
         raise QuotaExceeded(
-            f"The tenant stores {stored} bytes and uploads {uploading}; with this upload's {size}, it would exceed its limit of {max_bytes}.",
+            f"The tenant stores {stored} bytes and uploads {uploading}; with this upload's {size}, "
+            f"it would exceed its limit of {max_bytes}.",
             hint="Delete versions or uploads, or ask an admin for a higher limit.",
         )
 

@@ -64,9 +64,11 @@ def other_base_error(
     ids = (check.get("base_id") for check in checks if check["name"] == BASE)
     made_for = _shown(next(ids, None), digest)
     return AdapterOfAnotherBase(
-        f"{name}@{number} was made for another base, {made_for}; this server serves {_shown(served.id, served.digest)}.",
+        f"{name}@{number} was made for another base, {made_for}; "
+        f"this server serves {_shown(served.id, served.digest)}.",
         param=f"{name}@{number}",
-        hint=f"Serve that base, or verify the version on this one. Try: loraserve adapter verify {name}@{number} --rebase",
+        hint="Serve that base, or verify the version on this one. "
+        f"Try: loraserve adapter verify {name}@{number} --rebase",
     )
 
 

@@ -52,7 +52,8 @@ class ClientConfig:
             # secret.
             if not value.isascii() or not value.isprintable() or value != value.strip():
                 raise errors.ConfigError(
-                    f"{what} has characters that can't be sent in a header; expected printable ASCII without spaces around it."
+                    f"{what} has characters that can't be sent in a header; "
+                    "expected printable ASCII without spaces around it."
                 )
         if not timeout_s > 0:
             raise errors.ConfigError(f"timeout is {timeout_s}; it should be more than 0 seconds.")

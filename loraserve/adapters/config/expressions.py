@@ -44,7 +44,8 @@ class Budget:
         self._left -= 1
         if self._left < 0:
             raise AdapterUnsupported(
-                f"Matching the config's regexes to the names of this base's modules takes more than {self._most:,} steps; "
+                "Matching the config's regexes to the names of this base's modules takes more than "
+                f"{self._most:,} steps; "
                 "list the modules by name instead."
             )
 

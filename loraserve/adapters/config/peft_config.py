@@ -138,7 +138,8 @@ class _Reader:
         name = init.lower() if isinstance(init, str) else ""
         if name.startswith(_BASE_CHANGING_INITS):
             self._unsupported(
-                f"init_lora_weights = {shown(init)} is refused: it changed the base's weights in training, so the saved "
+                f"init_lora_weights = {shown(init)} is refused: it changed the base's weights in training, "
+                "so the saved "
                 "tensors belong to another base. Convert the adapter to plain LoRA: "
                 "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
             )
@@ -157,7 +158,8 @@ class _Reader:
                 self._unsupported("lora_bias is refused together with use_dora: PEFT has no such adapters.")
             if self.config.get("init_lora_weights", True) not in (True, False):
                 self._unsupported(
-                    "lora_bias is refused with an init_lora_weights other than true or false: PEFT has no such adapters."
+                    "lora_bias is refused with an init_lora_weights other than true or false: "
+                    "PEFT has no such adapters."
                 )
         beside_mica = [name for name in ("use_dora", "alora_invocation_tokens") if self.config.get(name)]
         if beside_mica and self.config.get("init_lora_weights") == "mica":
@@ -170,7 +172,8 @@ class _Reader:
             self._unsupported("alora_invocation_tokens is refused together with use_dora: PEFT has no such adapters.")
         if self.config.get("task_type") != "CAUSAL_LM":
             self._unsupported(
-                f"alora_invocation_tokens is refused with task_type = {shown(self.config.get('task_type'))}: PEFT looks for the tokens only with "
+                f"alora_invocation_tokens is refused with task_type = {shown(self.config.get('task_type'))}: "
+                "PEFT looks for the tokens only with "
                 "CAUSAL_LM, so it would never activate this adapter."
             )
         auxiliary = [name for name in ("modules_to_save", "trainable_token_indices") if self.config.get(name)]
@@ -178,7 +181,8 @@ class _Reader:
             auxiliary.append("bias")
         for name in auxiliary:
             self._unsupported(
-                f"alora_invocation_tokens is refused together with {name}: PEFT applies {name} to every token, so the keys and values of "
+                f"alora_invocation_tokens is refused together with {name}: "
+                f"PEFT applies {name} to every token, so the keys and values of "
                 "tokens before the invocation would differ from the base's."
             )
 
@@ -221,7 +225,8 @@ class _Reader:
             num_regexes += isinstance(pattern, Regex)
             if num_regexes > self.limits.max_adapter_regexes:
                 self._bad(
-                    f"{name} has more than {self.limits.max_adapter_regexes} keys that are regexes; list the modules by name instead."
+                    f"{name} has more than {self.limits.max_adapter_regexes} keys that are regexes; "
+                    "list the modules by name instead."
                 )
                 return []
         return result
@@ -303,7 +308,8 @@ class _Reader:
         odd = [name for name in names if not _is_plain(name)]
         if odd:
             self._unsupported(
-                f"modules_to_save names {shown(odd[0])}, which PEFT reads as a suffix in one place and as a regex in another. "
+                f"modules_to_save names {shown(odd[0])}, which PEFT reads as a suffix in one place and as a "
+                "regex in another. "
                 "Expected plain names such as lm_head."
             )
         return names

@@ -82,7 +82,8 @@ FIELDS: dict[str, FieldRule] = {
         "each row of the updated weight gets its trained magnitude; it must agree with the tensors"
     ),
     "modules_to_save": _implemented(
-        "trained weights of the head, the embedding, norms of the layers and of the head, and linears stand in the place of the base's; "
+        "trained weights of the head, the embedding, norms of the layers and of the head, "
+        "and linears stand in the place of the base's; "
         "it must agree with the tensors"
     ),
     "trainable_token_indices": _implemented(

@@ -116,4 +116,7 @@ def _compile_by_re2(framed: str, limits: Limits) -> Any:
         return re2.compile(framed, options=options)
     except re2.error as error:
         reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
-        return f"RE2, which this server matches regexes with, doesn't accept it ({reason}); list the modules by name instead"
+        return (
+            f"RE2, which this server matches regexes with, doesn't accept it ({reason}); "
+            "list the modules by name instead"
+        )

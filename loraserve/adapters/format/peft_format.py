@@ -175,12 +175,14 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
         _refuse_other_format(bytes(weights[:32]))
     if length > limits.max_adapter_header_bytes:
         raise AdapterFormatError(
-            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; at most {limits.max_adapter_header_bytes:,} are allowed.",
+            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; "
+            f"at most {limits.max_adapter_header_bytes:,} are allowed.",
             hint="Check that it is a safetensors file, as PEFT's save_pretrained writes it.",
         )
     if 8 + length > total:
         raise AdapterFormatError(
-            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; the whole file has {total:,}. It may be truncated."
+            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; "
+            f"the whole file has {total:,}. It may be truncated."
         )
     # depth 3 is what a header has: the object, an entry, its lists
     entries = parse_object(bytes(weights[8 : 8 + length]), what=f"{WEIGHTS_FILE}'s header", max_depth=4)
@@ -255,7 +257,10 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
     for size in shape:
         num_bytes *= size
     if num_bytes != offsets[1] - offsets[0]:
-        return f"{name} is {dtype} {shown(shape, 48)}, which takes {shown(num_bytes, 24)} bytes; its data_offsets span {shown(offsets[1] - offsets[0], 24)}."
+        return (
+            f"{name} is {dtype} {shown(shape, 48)}, which takes {shown(num_bytes, 24)} bytes; "
+            f"its data_offsets span {shown(offsets[1] - offsets[0], 24)}."
+        )
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 

@@ -271,13 +271,15 @@ def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str 
     if is_embedding and part in ("lora_a", "lora_b", "lora_bias"):
         problems.add(
             AdapterFormatError,
-            f"{text} isn't expected: PEFT saves lora_embedding_A and lora_embedding_B of {linear.name}, and no lora_bias.",
+            f"{text} isn't expected: PEFT saves lora_embedding_A and lora_embedding_B of {linear.name}, "
+            "and no lora_bias.",
         )
         return None
     if part == "saved_base" and not linear.is_outside:
         problems.add(
             AdapterUnsupported,
-            f"{text} is a weight of the base beside the trained one; PEFT saves it for the head and the embedding only.",
+            f"{text} is a weight of the base beside the trained one; PEFT saves it for the head and the "
+            "embedding only.",
         )
         return None
     return part
@@ -311,7 +313,8 @@ def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tu
     if part == "weight":
         norms = ", ".join(names.base.norm_paths.values())
         return AdapterUnsupported, (
-            f"{text} is a fully trained weight of {shown(path, 120)}, which this server doesn't replace. It replaces those of "
+            f"{text} is a fully trained weight of {shown(path, 120)}, which this server doesn't replace. "
+            "It replaces those of "
             f"{names.listed(False)}, {names.listed(True)}{', ' + norms if norms else ''}."
         )
     if layer is None:

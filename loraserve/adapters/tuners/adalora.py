@@ -195,7 +195,8 @@ def _unfold(
         num_bytes += 4 * (rank * a.shape[1] if rank else a.shape[1] + b.shape[0])
         if num_bytes > limits.max_factors_bytes:
             malformed.append(
-                f"The adapter, up to {name}, takes more than {limits.max_factors_bytes:,} bytes as LoRA in float32, the limit."
+                f"The adapter, up to {name}, takes more than {limits.max_factors_bytes:,} bytes as LoRA in "
+                "float32, the limit."
             )
             break
         with np.errstate(over="ignore", invalid="ignore"):

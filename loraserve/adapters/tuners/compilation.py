@@ -179,7 +179,8 @@ class Compilation:
         """
         if rank > self.limits.max_rank:
             self.unsupported(
-                f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); at most {self.limits.max_rank} is allowed.",
+                f"{place[1]} would be served as LoRA of rank {rank:,} {{layers}} ({how}); "
+                f"at most {self.limits.max_rank} is allowed.",
                 place,
             )
             return False
@@ -207,7 +208,8 @@ class Compilation:
         """
         if self._bytes > self.limits.max_factors_bytes:
             self.unsupported(
-                f"The adapter would take {self._bytes:,} bytes as LoRA in float32; at most {self.limits.max_factors_bytes:,} are "
+                f"The adapter would take {self._bytes:,} bytes as LoRA in float32; "
+                f"at most {self.limits.max_factors_bytes:,} are "
                 "allowed. Train it with a smaller r, or on fewer modules."
             )
         if not self.places and not self._problems.by_message:
@@ -288,7 +290,8 @@ class Compilation:
             )
         else:
             self.mismatch(
-                f"The adapter has tensors for {shown(inner, 120)} {{layers}}; this base has {self.names.listed(False)}.",
+                f"The adapter has tensors for {shown(inner, 120)} {{layers}}; "
+                f"this base has {self.names.listed(False)}.",
                 (layer, ""),
             )
         return None
@@ -297,7 +300,8 @@ class Compilation:
         text = shown(name, 200)
         if any(f".{part}." in name for part in parts):
             self.malformed(
-                f"{text} has the adapter's name in its key, as in a running model. Save with PEFT's save_pretrained, which removes it."
+                f"{text} has the adapter's name in its key, as in a running model. "
+                "Save with PEFT's save_pretrained, which removes it."
             )
         elif name.rpartition(".")[2] in parts:
             self.malformed(f"{text} doesn't begin with \"{PREFIX}\", as PEFT's save_pretrained writes it.")

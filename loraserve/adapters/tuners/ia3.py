@@ -63,7 +63,8 @@ def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
     if vector.shape not in ((linear.out_features, 1), (1, linear.in_features)):
         found = "×".join(map(str, vector.shape))
         work.mismatch(
-            f"{name}.{_PART} is {found} {{layers}}; expected {linear.out_features}×1 on this base, or 1×{linear.in_features} for a "
+            f"{name}.{_PART} is {found} {{layers}}; expected {linear.out_features}×1 on this base, "
+            f"or 1×{linear.in_features} for a "
             "feed-forward module.",
             place,
         )
@@ -73,7 +74,8 @@ def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
     if meant is not None and meant != is_of_input:
         of = "input" if is_of_input else "output"
         work.malformed(
-            f"{name}.{_PART} is a vector for the {of} {{layers}}; the config's feedforward_modules means the other side.",
+            f"{name}.{_PART} is a vector for the {of} {{layers}}; the config's feedforward_modules means the "
+            "other side.",
             place,
         )
         return {}
@@ -83,7 +85,8 @@ def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
     if name == "down_proj" and up is not None and up[0] == linear.in_features and "gate_proj" in work.base.modules:
         return {(layer, "up_proj"): _part(vector, slice(None))}
     work.unsupported(
-        f"feedforward_modules names {name} {{layers}}; IA3 on a module's input is only served for down_proj of a gated MLP, "
+        f"feedforward_modules names {name} {{layers}}; IA3 on a module's input is only served for down_proj "
+        "of a gated MLP, "
         "where it equals IA3 on the output of up_proj.",
         place,
     )

@@ -114,7 +114,8 @@ def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is
     others = [part for part in (name, f"{name}_a", f"{name}_b") if part in parts and part not in expected]
     if others:
         work.malformed(
-            f"{place[1]} has {', '.join(others)} {{layers}}; with r = {r} and the config's decompose_both and decompose_factor "
+            f"{place[1]} has {', '.join(others)} {{layers}}; with r = {r} and the config's decompose_both "
+            "and decompose_factor "
             f"it has {' and '.join(expected)} on this base.",
             place,
         )

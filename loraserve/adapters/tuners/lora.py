@@ -154,7 +154,8 @@ class _Modules:
         if a.shape[0] != b.shape[1]:
             self.problems.add(
                 AdapterFormatError,
-                f"{name}.lora_A has rank {a.shape[0]} and {name}.lora_B has rank {b.shape[1]} {{layers}}; they must be equal.",
+                f"{name}.lora_A has rank {a.shape[0]} and {name}.lora_B has rank {b.shape[1]} {{layers}}; "
+                "they must be equal.",
                 reported_layer,
             )
         return (a.shape[1], b.shape[0], a.shape[0]) == (linear.in_features, linear.out_features, b.shape[1])
@@ -175,7 +176,8 @@ class _Modules:
         if abs(scaling) > self.limits.max_scaling:
             self.problems.add(
                 AdapterFormatError,
-                f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); at most {self.limits.max_scaling:g} is allowed.",
+                f"{linear.name} has scaling {scaling:g} {{layers}} (alpha {alpha:g}, rank {rank}); "
+                f"at most {self.limits.max_scaling:g} is allowed.",
                 reported_layer,
             )
         return scaling
@@ -216,7 +218,8 @@ class _Modules:
         elif tensor.shape != (linear.out_features,):
             self.problems.add(
                 AdapterBaseMismatch,
-                f"{name}.{part} is {shape_words(tensor)} {{layers}}; expected {linear.out_features} numbers for this base.",
+                f"{name}.{part} is {shape_words(tensor)} {{layers}}; expected {linear.out_features} numbers "
+                "for this base.",
                 reported_layer,
             )
 
@@ -227,7 +230,8 @@ class _Modules:
         if beyond:
             self.problems.add(
                 AdapterBaseMismatch,
-                f"alora_invocation_tokens has token {beyond[0]:,}; this base has {vocab:,} tokens (0 to {vocab - 1:,}).",
+                f"alora_invocation_tokens has token {beyond[0]:,}; this base has {vocab:,} tokens (0 to "
+                f"{vocab - 1:,}).",
             )
         embedding = self.contents.linears.get((0, "embed_tokens"), LinearTensors())
         if settings.invocation_token_ids and embedding.has_lora:
@@ -281,7 +285,8 @@ def _check_tied_lora(contents: Contents, problems: Problems) -> None:
     if head.has_lora and embedding.has_lora and not is_one:
         problems.add(
             AdapterUnsupported,
-            "ensure_weight_tying is true, and lm_head's lora_A and lora_B aren't the embedding's, transposed: PEFT would keep "
+            "ensure_weight_tying is true, and lm_head's lora_A and lora_B aren't the embedding's, "
+            "transposed: PEFT would keep "
             "only one pair. Save the adapter from the tied model, or with ensure_weight_tying=False.",
         )
 

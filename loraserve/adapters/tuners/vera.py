@@ -70,7 +70,8 @@ def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
             else f"the file has no {' and '.join(missing)}"
         )
         work.unsupported(
-            f"{said}: PEFT would then draw vera_A and vera_B from projection_prng_key again, and its generator's numbers depend on the "
+            f"{said}: PEFT would then draw vera_A and vera_B from projection_prng_key again, "
+            "and its generator's numbers depend on the "
             "machine. Save the adapter with save_projection=True."
         )
         return None

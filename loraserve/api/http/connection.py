@@ -395,7 +395,8 @@ def _head_too_large() -> HeadersTooLarge:
 
 def _trailers_too_large() -> HeadersTooLarge:
     return HeadersTooLarge(
-        f"The request's trailers exceed the limit of {LIMITS.max_headers} trailers and {LIMITS.max_trailer_bytes} bytes."
+        f"The request's trailers exceed the limit of {LIMITS.max_headers} trailers and "
+        f"{LIMITS.max_trailer_bytes} bytes."
     )
 
 

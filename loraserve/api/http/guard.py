@@ -193,7 +193,8 @@ class _Exchange:
         num_bytes += len(self._scope.get("query_string") or b"")
         if len(headers) > self._limits.max_headers or num_bytes > self._limits.max_header_bytes:
             raise HeadersTooLarge(
-                f"The request's headers exceed the limit of {self._limits.max_headers} headers and {self._limits.max_header_bytes} bytes."
+                f"The request's headers exceed the limit of {self._limits.max_headers} headers and "
+                f"{self._limits.max_header_bytes} bytes."
             )
         seen = set()
         for name, value in headers:

@@ -61,7 +61,8 @@ async def resolve_model(
         terms = terms_of([(adapter.name, adapter.weight) for adapter in adapters])
     else:
         raise InvalidRequest(
-            "The request has adapters, and a model that isn't the base; only one of the two fields may choose adapters.",
+            "The request has adapters, and a model that isn't the base; "
+            "only one of the two fields may choose adapters.",
             param="adapters",
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
@@ -90,7 +91,8 @@ def check_num_choices(num_prompts: int, n: int) -> None:
     """
     if num_prompts * n > LIMITS.max_prompts:
         raise InvalidRequest(
-            f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; at most {LIMITS.max_prompts} are allowed in one request.",
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; "
+            f"at most {LIMITS.max_prompts} are allowed in one request.",
             param="n",
         )
 
@@ -143,7 +145,8 @@ class InferenceContext:
         num_choices = len(self.prompts) * self.body.n
         if max_queued and num_choices > max_queued:
             raise QuotaExceeded(
-                f"The request makes {num_choices} choices; the tenant may have {max_queued} in the queue of one server.",
+                f"The request makes {num_choices} choices; the tenant may have {max_queued} in the queue of "
+                "one server.",
                 hint="Ask for fewer with n, or send fewer prompts at once.",
             )
         for number, prompt in enumerate(self.prompts):

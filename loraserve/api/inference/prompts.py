@@ -124,7 +124,8 @@ def _read_prompts(value: object, services: Services, add_special_tokens: bool) -
             if all(_is_token_id(id_) for item in texts for id_ in item):
                 return [_from_token_ids(item, vocab_size, f"prompt.{index}") for index, item in enumerate(texts)]
     raise InvalidRequest(
-        "prompt should be a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty.",
+        "prompt should be a string, a list of strings, a list of token ids or a list of lists of token ids, "
+        "none of them empty.",
         param="prompt",
     )
 
@@ -144,7 +145,8 @@ def _check_fits(text: str, services: Services, param: str) -> None:
     # no token is less than a byte, and no character more than four
     if 4 * len(text) > context and (least := services.tokenizer.least_tokens(text)) > context:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {context} tokens. However, your {param} has at least {least} tokens. "
+            f"This model's maximum context length is {context} tokens. However, "
+            f"your {param} has at least {least} tokens. "
             f"Please reduce the length of the {param}.",
             param=param,
         )

@@ -216,7 +216,8 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
     replayed = await answer_once(request, caller, await request.body(), work, without_secret)
     if not made:
         raise Conflict(
-            f"The key {replayed.headers['x-key-id']} was created by the first request with this Idempotency-Key; its secret was"
+            f"The key {replayed.headers['x-key-id']} was created by the first request with this "
+            "Idempotency-Key; its secret was"
             " shown then and isn't stored.",
             hint="If the secret was lost, revoke that key and create another with a new Idempotency-Key.",
         )

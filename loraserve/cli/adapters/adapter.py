@@ -124,7 +124,8 @@ def pull(
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="Make the server fetch a new version: hf://ORG/NAME[@REVISION] or s3://BUCKET/PREFIX (takes an admin key).",
+            help="Make the server fetch a new version: hf://ORG/NAME[@REVISION] or s3://BUCKET/PREFIX (takes "
+            "an admin key).",
         ),
     ] = None,
     promote: Annotated[
@@ -171,7 +172,8 @@ def list_(url: UrlOption = None, tenant: ActForOption = None, format: FormatOpti
         num = sum(adapter.num_versions_of_another_base for adapter in adapters)
         if num:
             output.note(
-                f"{num} {'version was' if num == 1 else 'versions were'} made for another base than this server's, and can't be served here. "
+                f"{num} {'version was' if num == 1 else 'versions were'} made for another base than this "
+                "server's, and can't be served here. "
                 "See: loraserve adapter versions NAME"
             )
 

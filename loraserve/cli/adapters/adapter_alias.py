@@ -62,7 +62,8 @@ def alias(
         str | None,
         typer.Option(
             metavar=f"VERSION=SHARE|{NONE}",
-            help="Run a copy of this share of the requests on that version and compare the answers. Alone, it leaves the alias where it points.",
+            help="Run a copy of this share of the requests on that version and compare the answers. "
+            "Alone, it leaves the alias where it points.",
         ),
     ] = None,
     if_match: IfMatchOption = None,
@@ -153,5 +154,8 @@ def shadow(
 ) -> None:
     """Compare an alias's shadow version with the one that answered, hour by hour."""
     with connected(format, url, tenant, {"NAME": name, "ALIAS": alias}) as (output, client):
-        empty = f"No request was copied to a shadow version yet. Set one: loraserve adapter alias {name} {alias} --shadow VERSION=0.1"
+        empty = (
+            f"No request was copied to a shadow version yet. Set one: loraserve adapter alias {name} {alias} "
+            "--shadow VERSION=0.1"
+        )
         output.rows(client.adapters.shadow(name, alias), SHADOW_COLUMNS, name="hour", empty=empty)

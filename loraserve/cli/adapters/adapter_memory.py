@@ -47,7 +47,8 @@ def verify(
         bool,
         typer.Option(
             "--rebase",
-            help="Move a version of another base to the server's, if it passes there. Servers of the other base then refuse it.",
+            help="Move a version of another base to the server's, if it passes there. "
+            "Servers of the other base then refuse it.",
         ),
     ] = False,
     url: UrlOption = None,

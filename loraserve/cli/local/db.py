@@ -155,5 +155,6 @@ def _show_adoption(output: Output, found: Adoption, url: str, *, is_done: bool) 
     will = "will be" if is_done else "would be"
     output.note(
         f"The {contents.num_unknown:,} blobs that this registry doesn't reference {will} deleted as garbage, from"
-        f" {LIMITS.gc_grace_s / 3600:g} h after a server's start. Servers of another registry on this store {will} refused."
+        f" {LIMITS.gc_grace_s / 3600:g} h after a server's start. Servers of another registry on this store "
+        f"{will} refused."
     )

@@ -222,7 +222,10 @@ def _in_words(made: CapacityPlan, facts: dict[str, Any]) -> dict[str, str]:
         "": parts,
         "step": f"about {size(made.step.reserved_bytes)} set aside (estimated)",
         "budget": f"{size(arena.budget_bytes)} for KV and adapters together: {arena.source}",
-        "kv": f"{kv['bytes_per_token']:,} bytes a token, {size(kv['bytes_per_sequence'])} a sequence of {base.max_model_len:,}",
+        "kv": (
+            f"{kv['bytes_per_token']:,} bytes a token, {size(kv['bytes_per_sequence'])} a sequence of "
+            f"{base.max_model_len:,}"
+        ),
         "kv alone": f"{kv['max_tokens']:,} tokens, {kv['max_sequences']} sequences of full length",
     }
     if made.adapters:

@@ -29,7 +29,8 @@ def add(
     with connected(format, url, tenant, {"NAME": name, "TENANT": to}) as (output, client):
         output.one(client.grants.add(name, to), COLUMNS, name="tenant")
         output.note(
-            f"A tenant of that name can use it as OWNER/{name}, with the owner's name. Revoke it: loraserve grant remove {name} {to}"
+            f"A tenant of that name can use it as OWNER/{name}, with the owner's name. "
+            f"Revoke it: loraserve grant remove {name} {to}"
         )
 
 

@@ -48,7 +48,8 @@ PricesOption = Annotated[
     str | None,
     typer.Option(
         metavar=f"FILE|-|{NONE}",
-        help='Prices per million tokens, as JSON: {"currency": "EUR", "prompt": "0.50", "cached": "0.05", "completion": "1.50"}; '
+        help='Prices per million tokens, as JSON: {"currency": "EUR", "prompt": "0.50", "cached": '
+        '"0.05", "completion": "1.50"}; '
         '"adapters": {"NAME": {…}} for those with other prices.',
     ),
 ]

@@ -271,7 +271,8 @@ def context_len(config: ModelConfig, max_model_len: int | None) -> int:
         return config.max_model_len
     if not 0 < max_model_len <= config.max_stretched_len:
         raise ConfigError(
-            f"max_model_len is {max_model_len}; expected at most {config.max_stretched_len}, this model's longest context.",
+            f"max_model_len is {max_model_len}; expected at most {config.max_stretched_len}, "
+            "this model's longest context.",
             hint="Lower --max-model-len, or leave it out.",
         )
     return max_model_len
@@ -403,7 +404,8 @@ def _check(blueprint: Blueprint, unread: set[str]) -> None:
         shapes = blueprint.expected[missing[0]].shapes
         shape = f" of shape {list(shapes[0])}" if shapes else ""
         raise MissingTensor(
-            f"The checkpoint lacks {_listed(missing)}; {name_of_model} with this config.json needs {missing[0]}{shape}.",
+            f"The checkpoint lacks {_listed(missing)}; {name_of_model} with this config.json needs "
+            f"{missing[0]}{shape}.",
             hint="Fetch the checkpoint again, or check config.json.",
         )
     unexpected = [

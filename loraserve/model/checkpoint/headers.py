@@ -93,7 +93,8 @@ def _read_shards(model_dir: Path, index: Path) -> dict[str, StoredTensor]:
         for stored in _read_header(model_dir / file):
             if stored.name in tensors:
                 raise ModelError(
-                    f"The tensor {stored.name} is in both {tensors[stored.name].file.name} and {file}; expected it once."
+                    f"The tensor {stored.name} is in both {tensors[stored.name].file.name} and {file}; "
+                    "expected it once."
                 )
             tensors[stored.name] = stored
     for name, file in places.items():

@@ -54,7 +54,8 @@ def _fetch(repo: str, revision: str | None) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise ConfigError(
-            f"The directory {repo!r} doesn't exist, and huggingface_hub isn't installed, so it can't be fetched from the hub.",
+            f"The directory {repo!r} doesn't exist, and huggingface_hub isn't installed, "
+            "so it can't be fetched from the hub.",
             hint='Give a directory, or run: pip install "loraserve[hub]".',
         ) from None
     try:

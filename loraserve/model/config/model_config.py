@@ -272,7 +272,8 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
     num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
     if num_chosen > num_experts:
         raise ModelError(
-            f"config.json: num_experts_per_tok is {num_chosen}; expected at most {num_experts}, the number of experts ({name})."
+            f"config.json: num_experts_per_tok is {num_chosen}; expected at most {num_experts}, "
+            f"the number of experts ({name})."
         )
     return ExpertsConfig(
         num_experts=num_experts,

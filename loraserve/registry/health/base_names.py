@@ -57,7 +57,8 @@ class BaseNames:
         if self._is_strict and check["status"] != PASSED:
             raise AdapterBaseMismatch(
                 f"{check['detail']}, and accepts adapters of its own base only (--strict-base).",
-                hint="Push it to a server of its base; if this base has that name too, start the server with --base-names.",
+                hint="Push it to a server of its base; if this base has that name too, "
+                "start the server with --base-names.",
             )
         return (check,)
 

@@ -332,7 +332,10 @@ class Certificates:
 
 def _moved(checks: list[Mapping[str, Any]], row: AdapterVersion, base: BaseSpec) -> list[Mapping[str, Any]]:
     """Return the checks of a version that is moved to `base`: what they say of its base is new."""
-    detail = f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request, after it was verified there"
+    detail = (
+        f"taken from base {row.base_digest[:12]} to {base.id} ({base.digest[:12]}) by request, "
+        "after it was verified there"
+    )
     return [base_check(base, detail) if check["name"] == BASE else check for check in checks]
 
 

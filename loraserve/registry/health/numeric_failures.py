@@ -134,5 +134,8 @@ def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
 def _as_check(num: int) -> dict[str, Any]:
     status = FAILED if num >= MAX_NUMERIC_FAILURES else WARNED
     noun = "answer was" if num == 1 else "answers were"
-    detail = f"{num} {noun} not finite ({MAX_NUMERIC_FAILURES} put it in quarantine): check the adapter's weights, then verify it again"
+    detail = (
+        f"{num} {noun} not finite ({MAX_NUMERIC_FAILURES} put it in quarantine): "
+        "check the adapter's weights, then verify it again"
+    )
     return {"name": NUMERICS, "status": status, "detail": detail, "strikes": num}

@@ -148,7 +148,8 @@ class _MinimumRate:
         self._num_bytes += num_bytes
         if self._waited_s > LIMITS.pull_grace_s + self._num_bytes / LIMITS.min_pull_bytes_per_s:
             raise SourceTooSlow(
-                f"{self._address} sent {self._num_bytes} bytes in {self._waited_s:.0f} s; expected at least {LIMITS.min_pull_bytes_per_s} "
+                f"{self._address} sent {self._num_bytes} bytes in {self._waited_s:.0f} s; "
+                f"expected at least {LIMITS.min_pull_bytes_per_s} "
                 f"per second, after {LIMITS.pull_grace_s:g} s.",
                 hint="Try again later, or push the files.",
             )

@@ -265,7 +265,8 @@ class StoreClaim:
             return None
         else:
             found = (
-                f"has {contents.num_blobs:,} blobs and no marker; of them, this registry published {contents.num_published:,},"
+                f"has {contents.num_blobs:,} blobs and no marker; "
+                f"of them, this registry published {contents.num_published:,},"
                 f" has {contents.num_listed:,} as uploads or garbage, and doesn't know {contents.num_unknown:,}"
             )
             hint = "Give the server the database that belongs to this store, or an empty store"

@@ -267,7 +267,8 @@ class UsageMeter:
                 # before the commit: after it, a kill would leave a journal that looks counted
                 refused = await asyncio.to_thread(journal.preserve)
                 logger.error(
-                    "%s has usage of tenants that aren't in this database; the file is kept, and their usage isn't billed",
+                    "%s has usage of tenants that aren't in this database; the file is kept, "
+                    "and their usage isn't billed",
                     refused,
                 )
         await asyncio.to_thread(journal.remove)

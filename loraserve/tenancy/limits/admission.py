@@ -199,7 +199,8 @@ class Admissions:
         # on average, each running request ends once per duration
         wait_s = 1.0 if standing.duration_s is None else standing.duration_s / standing.num_running
         error = RateLimited(
-            f"The tenant has {standing.num_running} requests running on this server; its limit on all servers together is {limit}.",
+            f"The tenant has {standing.num_running} requests running on this server; "
+            f"its limit on all servers together is {limit}.",
             retry_after_s=min(max(wait_s, _MIN_WAIT_S), _MAX_WAIT_S),
             hint="Send the next request when one of them has ended.",
         )
@@ -224,7 +225,8 @@ class Admissions:
             return 0
         if num_tokens > limit:
             error = QuotaExceeded(
-                f"The request may use {num_tokens} tokens, prompt and answer together; the tenant's limit is {limit} per minute.",
+                f"The request may use {num_tokens} tokens, prompt and answer together; "
+                f"the tenant's limit is {limit} per minute.",
                 retry_after_s=MINUTE_S,
                 kind="tokens",
                 hint="Lower max_tokens, or send a shorter prompt.",

@@ -95,7 +95,8 @@ class Shares:
         if held or amount > self._max_per_holder:
             self.num_refused["share"] += 1
             return RateLimited(
-                f"You hold {held} of {self.capacity} {self._what}; {amount} more would exceed your share while others use theirs.",
+                f"You hold {held} of {self.capacity} {self._what}; {amount} more would exceed your share "
+                "while others use theirs.",
                 retry_after_s=self._retry_s,
                 hint="Wait until some of them have ended.",
             )
