@@ -19,13 +19,6 @@ MIN_LINES = 60
 MAX_SAME_NAME = 3
 """Packages that a file name may be in."""
 
-MAX_COLUMNS = 120
-MAX_LONG_LINES = 104
-"""Lines beyond `MAX_COLUMNS` that are left: messages, tables and kernels' signatures.
-
-May only fall.
-"""
-
 STAND_ALONE = {
     "loraserve.api.logs": "set up once, before the server",
     "loraserve.api.management.grants": "a router",
@@ -157,13 +150,3 @@ def test_sql_is_in_known_modules() -> None:
     found = {name for name in modules() if any(imported.split(".")[0] == "sqlalchemy" for imported in imports(name))}
     assert not found - known, f"ask a module that has SQL, or add to SQL with a reason: {found - known}"
     assert not known - found, f"remove from SQL: {known - found}"
-
-
-def test_lines_are_at_most_120_columns() -> None:
-    long = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in modules().values()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > MAX_COLUMNS
-    ]
-    assert len(long) <= MAX_LONG_LINES, f"{len(long)} lines are longer than {MAX_COLUMNS} columns: {long}"

@@ -127,7 +127,9 @@ def _check_everything(server: DemoServer, access: Access, stranger_key: str, con
 
     console.print("Stopping the server, and starting it again on its stored data …")
     code = server.stop()
-    checks.append(TourCheck("the server stopped cleanly", int(code == 0), 1, None if code == 0 else f"exit code {code}"))
+    checks.append(
+        TourCheck("the server stopped cleanly", int(code == 0), 1, None if code == 0 else f"exit code {code}")
+    )
     server.start()
     checks += check_answers(access, frames[:2], when=" after the restart")
     checks.append(check_models(access))

@@ -57,14 +57,9 @@ class Certifier:
                 seconds=self._clock() - v.started_s,
             )
         if (base.dtype, base.quantization) == ("float32", "none") and not certificate.base_difference <= EXACT_BASE:
-            found = (
-                f"by up to {certificate.base_difference:.3g};"
-                f" at most {EXACT_BASE:g} was expected in float32"
-            )
+            found = f"by up to {certificate.base_difference:.3g}; at most {EXACT_BASE:g} was expected in float32"
             logger.error("the base's logits differ from the reference's: %s", found)
-            raise EngineError(
-                f"The base's logits differ from the reference's: {found}.", hint="Restart the server."
-            )
+            raise EngineError(f"The base's logits differ from the reference's: {found}.", hint="Restart the server.")
         return self._signed(certificate)
 
     def certify_failure(self, v: Verification, probe: Probe) -> Certificate:

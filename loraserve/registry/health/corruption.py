@@ -124,7 +124,7 @@ class CorruptionQuarantine:
                 digest=digest,
                 blob=blob,
             )
-        logger.error("%s@%d of tenant %s is quarantined: its blob %s is damaged or gone", name, number, tenant, blob)
+        logger.error("%s@%d of tenant %s is quarantined: its blob %s is damaged or missing", name, number, tenant, blob)
         return True
 
 
