@@ -78,6 +78,14 @@ class Request:
     """Tokens, from the first, that were charged or cost nothing."""
     probe: Probe | None = None
     """Collects the logits of an internal request."""
+    is_internal: bool = field(init=False)
+    """Whether the engine itself made the request, as a probe.
+
+    It has no tenant and no quota, and few rows in steps that serve tenants.
+    """
+
+    def __post_init__(self) -> None:
+        self.is_internal = self.probe is not None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -100,24 +108,16 @@ class Request:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that the next step may compute; 0 once the last one is in flight."""
-        if self.num_in_flight_tokens and self.num_tokens - self.num_prompt_tokens >= self.params.max_tokens:
+        num_tokens = len(self.token_ids) + self.num_in_flight_tokens
+        if self.num_in_flight_tokens and num_tokens - self.num_prompt_tokens >= self.params.max_tokens:
             return 0
-        return self.num_tokens - self.num_computed_tokens
+        return num_tokens - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Return whether prompt logits are still needed; scores go out with the first token."""
         is_wanted = self.params.prompt_logprobs is not None or self.is_internal
         return is_wanted and self.num_tokens == self.num_prompt_tokens
-
-    @property
-    def is_internal(self) -> bool:
-        """Return whether the engine itself made the request, as a probe.
-
-        Its tenant is the empty id, which has no quota. It
-        gets few rows in steps that serve tenants.
-        """
-        return self.probe is not None
 
     @property
     def is_exclusive(self) -> bool:

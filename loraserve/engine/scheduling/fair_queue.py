@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -92,8 +92,9 @@ class AdapterFlow:
 
         It is negative for a token that isn't computed after all.
         """
-        tenant, weighted = self.tenant, cost / self.tenant.weight
-        self.virtual_counter += cost
+        tenant = self.tenant
+        weighted = cost / tenant.weight
+        self.own_counter = self.virtual_counter + cost
         tenant.virtual_counter += weighted
         tenant.total_service += weighted
 
@@ -198,6 +199,10 @@ class FairQueue:
     def tenant(self, request: Request) -> TenantFlow:
         """Return the tenant of a live request."""
         return self._flows[request.request_id].tenant
+
+    def tenants(self, requests: Iterable[Request]) -> set[TenantFlow]:
+        """Return the tenants of live requests."""
+        return {self._flows[request.request_id].tenant for request in requests}
 
     @property
     def flows(self) -> Iterator[AdapterFlow]:

@@ -75,7 +75,7 @@ class Preemption:
         """Return whether one of several tenants is over its slot quota."""
         if self._fair_queue.num_tenants < 2:
             return False
-        return any(map(self._quota.is_over_slot_quota, {self._fair_queue.tenant(other) for other in self._running}))
+        return any(map(self._quota.is_over_slot_quota, self._fair_queue.tenants(self._running)))
 
     def _preempt_fairly(self, victim: Request | None, step: Step) -> bool:
         if victim is None:
@@ -102,14 +102,17 @@ class Preemption:
         It may be in this step already. The youngest of those that decode loses least, since what
         has been answered is in the prefix cache.
         """
+        over = set(filter(is_over_quota, self._fair_queue.tenants(self._running)))
+        if not over:
+            return None
         candidates = [
             request
             for request in reversed(self._running)
-            if not request.is_urgent
+            if self._fair_queue.tenant(request) in over
+            and not request.is_urgent
             and not request.is_internal
             and request.num_preemptions < MAX_FAIR_PREEMPTIONS
             and request.num_pending_tokens > 0
-            and is_over_quota(self._fair_queue.tenant(request))
         ]
         return min(candidates, key=lambda request: request.num_pending_tokens > 1, default=None)
 

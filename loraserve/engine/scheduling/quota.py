@@ -143,7 +143,7 @@ class ResourceQuota:
             tenant = self._fair_queue.tenant(request)
             num_blocks[tenant] += len(request.blocks)
             num_running[tenant] += 1
-        for tenant in {self._fair_queue.tenant(request) for request in requests}:
+        for tenant in self._fair_queue.tenants(requests):
             if (tenant.num_blocks, tenant.num_running) != (num_blocks[tenant], num_running[tenant]):
                 problems.append(
                     f"tenant {tenant.tenant_id} has {tenant.num_blocks} blocks and {tenant.num_running} slots"

@@ -255,9 +255,9 @@ class Scheduler:
         others.
         """
         prefilling, size = [], self._kv.block_size
-        step.num_slots = self._max_num_seqs + sum(request.num_pending_tokens == 0 for request in self._running)
-        for request in list(self._running):
-            num_pending = request.num_pending_tokens
+        pending = [request.num_pending_tokens for request in self._running]
+        step.num_slots = self._max_num_seqs + pending.count(0)
+        for request, num_pending in zip(list(self._running), pending, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 # preempted for an earlier one in this very loop
                 continue

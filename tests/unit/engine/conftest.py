@@ -4,6 +4,7 @@ arrive when the test says so.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 
 from adapters_store import BlobStore, open_store
 from loraserve.config import EngineConfig
+from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.scheduling.fair_queue import AdapterFlow
@@ -95,6 +97,12 @@ def make_request(
         kv_share=kv_share,
         timeout_s=timeout_s,
     )
+
+
+def as_probe(request: Request, token_ids: Sequence[int] | None = None) -> Request:
+    """The same request, made by the engine for the logits of these tokens, or else of its prompt."""
+    probe = Probe(request.request_id, request.token_ids if token_ids is None else token_ids)
+    return dataclasses.replace(request, probe=probe)
 
 
 class CountedPin:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from loraserve.engine.probe import Probe
 from loraserve.memory.arena import Owner
 from loraserve.memory.residency.pager import Residency
 
-from .conftest import Harness, make_ref, make_request
+from .conftest import Harness, as_probe, make_ref, make_request
 from .simulated import Simulation
 
 
@@ -89,10 +88,7 @@ def test_a_wait_that_ended_before_a_slot_was_free_is_counted() -> None:
 
 def test_waits_of_probes_are_not_counted(harness: Harness) -> None:
     harness.adapters.set("here", Residency.RESIDENT)
-    probe = make_request(adapter="here")
-    probe.probe = Probe(probe.request_id, probe.token_ids)
-    gone = make_request(adapter="never")
-    gone.probe = probe.probe
+    probe, gone = as_probe(make_request(adapter="here")), as_probe(make_request(adapter="never"))
     harness.add(probe, gone)
     harness.schedule()
     harness.now = 4.0

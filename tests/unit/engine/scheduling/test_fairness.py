@@ -12,7 +12,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.scheduling.preemption import MAX_FAIR_PREEMPTIONS
@@ -20,7 +19,7 @@ from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS, MAX_DEFICIT_
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TenantId
 
-from ..conftest import Harness, make_ref, make_request
+from ..conftest import Harness, as_probe, make_ref, make_request
 
 
 def cost(request: Request) -> float:
@@ -577,9 +576,7 @@ def test_random_traffic_of_tenants_always_ends_with_nothing_held() -> None:
 
 
 def make_probe(tenant: str = "", **options: object) -> Request:
-    request = make_request(27, tenant=tenant, max_tokens=4, **options)  # type: ignore[arg-type]
-    request.probe = Probe(request.request_id, [1] * 30)
-    return request
+    return as_probe(make_request(27, tenant=tenant, max_tokens=4, **options), [1] * 30)  # type: ignore[arg-type]
 
 
 def test_a_certificates_probe_puts_no_tenant_over_its_share() -> None:

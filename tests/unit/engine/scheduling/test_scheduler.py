@@ -2,13 +2,12 @@ import random
 
 import pytest
 
-from loraserve.engine.probe import Probe
 from loraserve.engine.request import RequestStatus
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS, PROBE_PATIENCE
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason
 
-from ..conftest import EOS, Harness, make_ref, make_request
+from ..conftest import EOS, Harness, as_probe, make_ref, make_request
 
 
 def part(scheduled, request):
@@ -87,8 +86,7 @@ def test_a_running_request_pins_its_adapter_until_it_ends(harness):
 
 def test_a_probe_is_no_use_of_its_adapter(harness):
     harness.adapters.set("a", Residency.RESIDENT)
-    probed, asked = make_request(adapter="a", max_tokens=1), make_request(adapter="a", max_tokens=1)
-    probed.probe = Probe(probed.request_id, probed.token_ids)
+    probed, asked = as_probe(make_request(adapter="a", max_tokens=1)), make_request(adapter="a", max_tokens=1)
     harness.add(probed, asked)
     harness.schedule()
     assert (sum(harness.adapters.pins.values()), harness.adapters.num_uses) == (2, 1)
@@ -101,8 +99,7 @@ def test_probes_leave_steps_with_prompts_to_these_for_a_while(harness):
     harness = Harness(token_budget=8)
     harness.add(make_request(4, max_tokens=100))
     harness.step()
-    probe = make_request(4 * MIN_PROBE_ROWS, max_tokens=1)
-    probe.probe = Probe(probe.request_id, probe.token_ids)
+    probe = as_probe(make_request(4 * MIN_PROBE_ROWS, max_tokens=1))
     harness.add(probe)
     found = []
     for _ in range(2 * PROBE_PATIENCE + 2):
@@ -122,8 +119,7 @@ def add_probe(harness):
     """Beside a request that decodes; its adapter isn't there."""
     harness.add(make_request(4, max_tokens=100))
     harness.step()
-    probe = make_request(8, max_tokens=1, adapter="probed")
-    probe.probe = Probe(probe.request_id, probe.token_ids)
+    probe = as_probe(make_request(8, max_tokens=1, adapter="probed"))
     harness.add(probe)
     return probe
 
