@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from fastapi import APIRouter
 
+from loraserve.api import app as application
 from loraserve.api import management, scopes
 from loraserve.api.app import create_app
 from loraserve.api.services import Services
@@ -247,6 +248,8 @@ async def test_an_application_with_a_bare_route_does_not_start(
     async def bare() -> None: ...
 
     monkeypatch.setattr(management, "router", router, raising=False)
+    # this application's routes are no other's
+    monkeypatch.setattr(application, "_routes", application._routes.__wrapped__)
     with pytest.raises(ConfigError, match=r"\['GET'\] /bare"):
         create_app(services)
 
