@@ -81,7 +81,7 @@ class Request:
     is_internal: bool = field(init=False)
     """Whether the engine itself made the request, as a probe.
 
-    It has no tenant and no quota, and few rows in steps that serve tenants.
+    Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants.
     """
 
     def __post_init__(self) -> None:

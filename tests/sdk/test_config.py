@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import ssl
+from typing import Any
+from unittest import mock
+
+import httpcore2
 import pytest
 
-from loraserve import Client, errors
+from loraserve import AsyncClient, Client, errors
+from loraserve.sdk import concurrency
 from loraserve.sdk.config import ClientConfig
 
 
@@ -67,3 +73,19 @@ def test_no_repr_shows_the_key() -> None:
     with Client("http://host", api_key="sk-lora-secret") as client:
         assert "secret" not in repr(client)
         assert "secret" not in repr(client._config)
+
+
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+def test_only_a_client_of_https_reads_the_trusted_certificates(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = mock.Mock(return_value=ssl.create_default_context())
+    monkeypatch.setattr(httpcore2, "default_ssl_context", read)
+    make("http://example.com", api_key="sk-lora-secret")
+    assert read.call_count == 0
+    make("https://example.com", api_key="sk-lora-secret")
+    assert read.call_count == 1
+
+
+def test_a_client_of_http_trusts_no_certificate() -> None:
+    trusted = concurrency._trusted("http://example.com")
+    assert isinstance(trusted, ssl.SSLContext)
+    assert (trusted.verify_mode, trusted.check_hostname, trusted.get_ca_certs()) == (ssl.CERT_REQUIRED, True, [])

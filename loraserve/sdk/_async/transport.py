@@ -23,7 +23,7 @@ class AsyncTransport:
     def __init__(self, config: ClientConfig, http: httpx2.AsyncClient | None = None) -> None:
         self.config = config
         self._is_ours = http is None
-        self._http = http if http is not None else async_http_client()
+        self._http = http if http is not None else async_http_client(config.url)
         self._sleep = async_sleep
 
     async def send(self, call: Call[T]) -> T:

@@ -24,7 +24,7 @@ class Transport:
     def __init__(self, config: ClientConfig, http: httpx2.Client | None = None) -> None:
         self.config = config
         self._is_ours = http is None
-        self._http = http if http is not None else sync_http_client()
+        self._http = http if http is not None else sync_http_client(config.url)
         self._sleep = sync_sleep
 
     def send(self, call: Call[T]) -> T:
