@@ -1,4 +1,4 @@
-"""Waiting for what goes on without a request."""
+"""Waiting for what continues without a request."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_wait_for_what_was_cancelled_raises(server: Any, client: Client) -> None
 
 def test_wait_that_takes_too_long_leaves_the_operation_running(server: Any, client: Client) -> None:
     server.answer(RUNNING)
-    with pytest.raises(errors.ClientTimeout, match="goes on"):
+    with pytest.raises(errors.ClientTimeout, match="continues"):
         client.operations.wait("01OP", timeout=0)
     assert [asked.method for asked in server.asked] == ["GET"]
 
