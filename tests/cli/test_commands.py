@@ -123,7 +123,7 @@ def test_rollback_of_an_alias_that_was_never_moved_names_a_command_that_works(
     client.adapters.push(pirate_dir, name="unmoved", promote=False)
     refused = here("adapter", "rollback", "unmoved")
     assert refused.code == 1
-    assert "it hasn't been moved since it was made" in refused.stderr
+    assert "it hasn't been moved since it was created" in refused.stderr
     advice = next(line for line in refused.stderr.splitlines() if "Try: loraserve " in line)
     assert advice.endswith("Try: loraserve adapter alias unmoved live VERSION")
     command = shlex.split(advice[advice.index("loraserve ") :])[1:]

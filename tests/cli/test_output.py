@@ -239,4 +239,7 @@ def test_run_says_who_answered_in_anothers_place(capsys: pytest.CaptureFixture[s
     _tell_fallback(Output(Format.HUMAN), answer)
     _tell_fallback(Output(Format.HUMAN), Answer(200, adapter="sql@2"))
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "sql@1 answered: sql@2 couldn't (adapter_quarantined).\n")
+    assert (captured.out, captured.err) == (
+        "",
+        "sql@1 answered instead of sql@2, which is unavailable (adapter_quarantined).\n",
+    )
