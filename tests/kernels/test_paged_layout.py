@@ -314,7 +314,7 @@ def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
     ):
         make(random_modules({"k_proj": 1}, ODD, torch.float16, [0], num_rows={"k_proj": 2}))
     sizes = [ModuleSize(1, "o_proj", 0, num_rows=9)]
-    with pytest.raises(TensorMismatch, match="layer 1 o_proj has 9 rows"):
+    with pytest.raises(TensorMismatch, match="layer 1 o_proj replaces 9 rows"):
         num_pages_of(sizes, num_layers=2, module_shapes=ODD, page_num_bytes=PAGE_NUM_BYTES, dtype=torch.int8)
     head = random_modules({"lm_head": 1}, ODD, torch.float16, num_rows={"lm_head": 2})[0]
     with pytest.raises(TensorMismatch, match="they must ascend"):
