@@ -214,11 +214,16 @@ def work_clock() -> Callable[[], float]:
 
     It is a clock of all time where the system counts the former too coarsely.
     """
-    began_s, began_work_s = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - began_s < _COARSEST_S:
-        if 0 < time.thread_time() - began_work_s < _FINE_S:
+    began_s = work_s = time.thread_time()
+    deadline_s = time.perf_counter() + _COARSEST_S
+    while True:
+        previous_s, work_s = work_s, time.thread_time()
+        if 0 < work_s - previous_s < _FINE_S:
             return time.thread_time
-    return time.perf_counter
+        # by its own time where it moves: a thread that waits for a core has all of its readings yet
+        is_still = work_s == began_s
+        if (is_still and time.perf_counter() >= deadline_s) or work_s - began_s >= _COARSEST_S:
+            return time.perf_counter
 
 
 def probe(
