@@ -104,7 +104,7 @@ def test_an_unknown_token_that_no_step_in_flight_samples_is_our_own_bug():
         build_batch(scheduled, 4, simulation.pager.handle, None)
     # nor do two steps in a row
     scheduled = simulation.engine._scheduler.schedule()
-    with pytest.raises(InvariantViolation, match="up to token 5; 2 of them"):
+    with pytest.raises(InvariantViolation, match="up to token 5; 2 of its tokens"):
         build_batch(scheduled, 4, simulation.pager.handle, simulation.device.batches[0])
 
 
