@@ -183,7 +183,7 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a stream's answers come to.
+    """Sum of a stream's answers.
 
     Times in seconds; throughput counts complete answers alone, from the first that was due to the
     last's end.

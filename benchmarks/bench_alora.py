@@ -36,7 +36,7 @@ KINDS = ("activated", "plain")
 
 @dataclass(slots=True)
 class Turn:
-    """What one adapter's answers took, round by round."""
+    """Seconds of one adapter's answers, round by round."""
 
     ttft_ms: list[float] = field(default_factory=list)
     num_cached_tokens: list[int] = field(default_factory=list)

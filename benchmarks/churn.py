@@ -1,5 +1,6 @@
-"""What cold adapters and uploads cost those who are served already: 32 streams decode, while
-adapters that nobody has used are asked for and others are uploaded.
+"""Measure what cold adapters and uploads cost the streams that run already.
+
+32 streams decode, while adapters that were never used are asked for and others are uploaded.
 
     python -m benchmarks.churn                # 200 cold adapters and 200 uploads, in two rounds:
                                               # about 25 minutes on two cores
@@ -9,7 +10,7 @@ In each round the same streams run twice, each from another place in its answer 
 they are as long at any time, and phases of any length compare. Beside them go the same extra
 requests of one token at the same times: at first these ask for the streams' own adapters, which are
 resident, and nothing is uploaded; then each asks for a cold adapter, and as many adapters are
-uploaded by a process of its own, in time that nobody else wants. Before that, alone on the server:
+uploaded by a process of its own, in idle time. Before that, alone on the server:
 the first token of cold adapters and of a resident one, and in a process without a server what
 reading, verifying and copying such an adapter takes (`benchmarks.loading`), all three in turn.
 """
@@ -45,7 +46,7 @@ BUDGETS = {"tiny": "256MiB", "S": "2GiB", "M": "4GiB"}
 HOST_CACHE = "512MiB"
 STREAM_TOKENS, PROMPT_TOKENS = 1024, 32
 TINY_TOKENS = 128
-"""Of a stream's answer on the smallest base; a stream that has ended begins anew."""
+"""Tokens of a stream's answer on the smallest base; a stream that has ended begins anew."""
 SETTLE_S = 2.0
 SEEDS = 1_000_000
 """Each phase has as many seeds of prompts of its own."""
@@ -86,20 +87,21 @@ class FirstTokens:
     read_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
     server_load_s: float = math.nan
-    """Of such loads on the server, the mean in its own words."""
+    """Mean of such loads on the server, in its own words."""
 
     @property
     def added_s(self) -> list[float]:
-        """What being cold adds to each, the computing of prompts aside:
-        that differs from one time to the next by more.
+        """Seconds that being cold adds to each first token, the computing of prompts aside.
+
+        That differs from one time to the next by more.
         """
         return [cold - percentile(self.resident_apart_s, 50) for cold in self.cold_apart_s]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Which adapter is for what: the streams' first, then those that are cold when a request is
-    alone, those cold in the churn, and those to upload.
+    """Numbers of the adapters by use: the streams' first, then those that are cold when a request
+    is alone, those cold in the churn, and those to upload.
     """
 
     num_alone: int
@@ -126,7 +128,7 @@ def extra_asks(adapters: Sequence[int], rate: float, seed: int) -> list[Ask]:
 
 
 def stream_asks(number: int, num_tokens: int, seed: int) -> Iterator[Ask]:
-    """What a stream asks for, one after the other, without end.
+    """Yield a stream's requests, one after the other, without end.
 
     The first of them stand where streams are that have run for long, each at another place in its
     answer: from then on they are as long, all together, as ever.
@@ -170,11 +172,12 @@ class Bench:
     vocab: int
     numbers: Numbers
     folder: Path
-    """Of the directories that are uploaded."""
+    """Bytes of the directories that are uploaded."""
 
     async def first_tokens(self, server: Server, loading: subprocess.Popen[str]) -> FirstTokens:
-        """Of cold adapters and of a resident one, and in turn with them what `loading` takes for a
-        load; each alone.
+        """Measure first tokens of cold adapters and of a resident one, and loads by `loading`.
+
+        They take turns, and each is alone.
         """
         first = FirstTokens()
         if loading.stdin is None or loading.stdout is None or loading.stdout.readline() != "ready\n":

@@ -1,5 +1,4 @@
-"""What a tenant that sends twenty times as much does to one that sends little: the quiet one's time
-to first token, alone and beside the noisy one.
+"""Measure a quiet tenant's time to first token, alone and beside one that sends 20 times as much.
 
     python -m benchmarks.fairness                # two rounds: about five minutes on two cores
     python -m benchmarks.fairness --quick        # one short round: about a minute
@@ -41,7 +40,7 @@ QUIET = "quiet"
 LEAD_S = 4.0
 """The noisy tenant begins so long before the quiet one, and has filled every place by then."""
 LENGTHS = {"tiny": ((16, 64), (8, 32)), "S": ((64, 512), (16, 128)), "M": ((32, 128), (8, 32))}
-"""Of prompts and answers, in tokens."""
+"""Lengths of prompts and answers, in tokens."""
 RATES = {"tiny": 4.0, "S": 1.0, "M": 0.15}
 """The quiet tenant's requests a second."""
 BUDGETS = {"tiny": "256MiB", "S": "1GiB", "M": "4GiB"}

@@ -1,4 +1,4 @@
-"""What is made of measurements: percentiles, the metrics of a scrape, how they changed, tables."""
+"""Figures from measurements: percentiles, the metrics of a scrape, how they changed, tables."""
 
 from __future__ import annotations
 

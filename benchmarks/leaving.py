@@ -21,7 +21,7 @@ class Way(StrEnum):
     CLOSES_ITS_HALF = "closes its half"
     """The client says that it's done and reads what is on its way: it knows what it was given."""
     BREAKS_OFF = "breaks off"
-    """The connection is reset; what was on its way is lost, and nobody knows how much that was."""
+    """Reset the connection; what was on its way is lost, and its size is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a client got."""
+    """Answer as a client got it."""
 
     request: Request
     num_tokens: int
     has_something: bool
     """Anything of an answer: its prompt is billed then."""
     usage: dict[str, Any] | None
-    """What the answer said of itself at its end."""
+    """Usage that the answer stated at its end."""
     error: str | None
 
 

@@ -1,5 +1,7 @@
-"""What loading an adapter takes when nothing else is done: its blobs read from the project's store
-and verified, then compiled and copied to where steps read them.
+"""Time the loading of an adapter when nothing else is done.
+
+Its blobs are read from the project's store and verified, then compiled and copied to where steps
+read them.
 
     yes | python -m benchmarks.loading --model benchmarks/models/S --size S --ranks 24 --count 10
 
@@ -69,8 +71,9 @@ def stored(adapters: Adapters, count: int) -> Iterator[tuple[BlobStore, list[Ada
 
 
 def give_back_memory() -> None:
-    """What this process needs no more is the system's again: the base, of which only the shapes are
-    wanted, and the adapters' files. Loads would be given that memory instead of fresh one.
+    """Give the system back what this process needs no more: the base but for its shapes, and files.
+
+    Loads would be given that memory instead of fresh one.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

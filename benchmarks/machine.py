@@ -1,4 +1,4 @@
-"""What this machine can do: the limits that the benchmarks' figures are held against.
+"""Rates of this machine: the limits that the benchmarks' figures are held against.
 
 Prints one JSON object.
 

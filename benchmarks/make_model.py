@@ -170,7 +170,7 @@ def adapter_tensors(
 def adapter_config(
     *, rank: int, targets: tuple[str, ...], invocation: tuple[int, ...] | None = None
 ) -> dict[str, object]:
-    """What PEFT writes to adapter_config.json."""
+    """Return the contents of adapter_config.json, as PEFT writes it."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

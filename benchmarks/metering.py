@@ -49,14 +49,14 @@ AMOUNTS = ("num_requests", "prompt_tokens", "completion_tokens")
 
 @dataclass(slots=True)
 class Book:
-    """What one tenant's clients were given, by model."""
+    """Answers that one tenant's clients were given, by model."""
 
     num_sent: int = 0
     num_to_the_end: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     given: dict[str, Counter[str]] = field(default_factory=dict)
     cached_tokens: int = 0
-    """Of the answers that said how many."""
+    """Tokens of the answers that said how many."""
     num_wrong_usages: int = 0
     """Answers that said another number of tokens than they had, or another cost."""
 
@@ -132,9 +132,7 @@ async def ask_all(server: Server, keys: Sequence[str], requests: Sequence[Reques
 
 
 def billed(server: Server) -> dict[int, dict[str, dict[str, Any]]]:
-    """What `GET /usage` says of each tenant, model by model,
-    once the server has nothing left to do.
-    """
+    """Return what `GET /usage` says of each tenant and model once the server is idle."""
     with httpx2.Client(
         base_url=server.url, headers={"Authorization": f"Bearer {server.admin_key}"}, timeout=60
     ) as admin:
@@ -152,7 +150,7 @@ def billed(server: Server) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def model_of(item: Mapping[str, Any]) -> str:
-    """What the requests that were summed had asked for."""
+    """Tokens that the summed requests asked for."""
     if item["adapter"] is None:
         return "base"
     return f"{item['adapter']}@{item['version']}" if item["version"] else str(item["adapter"])

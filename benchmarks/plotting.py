@@ -23,7 +23,7 @@ COLORS = {"device": "#2a7f62", "host": "#e0a030", "disk": "#b04a4a"}
 
 
 class TracePoint(Protocol):
-    """What a plot shows of one trace."""
+    """Series of one trace in a plot."""
 
     @property
     def cv(self) -> float: ...

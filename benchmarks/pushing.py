@@ -1,7 +1,7 @@
 """Pushes adapters over a server's API, several at a time.
 
 As a program of its own it pushes at a steady rate, so that its work is in no measurement's process,
-and in time that nobody else wants: who uploads isn't on the server's machine.
+and in idle time: a client that uploads isn't on the server's machine.
 
 LORASERVE_API_KEY=… python -m benchmarks.pushing --url http://127.0.0.1:8000 --folder adapters
 --first 200 --count 200 --rate 2
@@ -34,12 +34,12 @@ Files = Callable[[int], tuple[bytes, bytes]]
 
 @dataclass(slots=True)
 class Pushed:
-    """What became of some uploads."""
+    """Outcomes of some uploads."""
 
     upload_s: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     parity: Counter[str] = field(default_factory=Counter)
-    """Of the certificates; empty where the server makes none."""
+    """Verdicts of the certificates; empty where the server makes none."""
     wall_s: float = 0.0
     error: str = ""
 

@@ -166,7 +166,7 @@ class Bench:
 
 
 def budget_flags(options: argparse.Namespace) -> tuple[str, ...]:
-    """What the server is told of its memory: what was asked for, or too little for all adapters."""
+    """Return the server's memory flags: those asked for, or too little for all adapters."""
     device, host = BUDGETS[options.size]
     host = QUICK_HOST_CACHE if options.quick else host
     return ("--memory-budget", options.memory_budget or device, "--host-cache", options.host_cache or host)

@@ -35,7 +35,7 @@ NUM_WORKERS = 4
 
 
 def base_spec(model: Path, quantize: str) -> BaseSpec:
-    """What a server of this base knows of it."""
+    """Return the facts that a server of this base knows of it."""
     decoder = load_model(
         model, model_id="base", dtype=torch.float32, quantize=quantize, device="cpu", max_model_len=None
     )

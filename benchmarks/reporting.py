@@ -1,4 +1,4 @@
-"""What a run leaves in benchmarks/results/: a page and its numbers, with the machine,
+"""Results of a run, left in benchmarks/results/: a page and its numbers, with the machine,
 the command and who else was on it.
 """
 
@@ -37,7 +37,7 @@ def facts() -> dict[str, Any]:
 
 
 def command(part: str, arguments: Sequence[str]) -> str:
-    """What to type for the same run."""
+    """Return the command line of the same run."""
     return f"make bench ARGS='{' '.join([part, *arguments])}'"
 
 

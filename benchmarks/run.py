@@ -83,7 +83,7 @@ class Peft:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step can't do without: reading each weight once, and multiplying with it once for each
+    """Least work of a step: reading each weight once, and multiplying with it once for each
     row. Nothing else is counted.
     """
 
@@ -91,7 +91,7 @@ class Limits:
     layer_weights: int
     head_weights: int
     adapter_weights: list[int]
-    """Of the adapters, in the order in which requests take them."""
+    """Weights of the adapters, in the order in which requests take them."""
     kv_bytes_per_token: int
 
     @staticmethod

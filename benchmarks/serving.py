@@ -54,7 +54,7 @@ def module(name: str, *arguments: str | int | Path, is_asked: bool = False) -> s
 
 
 def last_line(process: subprocess.Popen[str]) -> Any:
-    """What a module printed as JSON in its last line, once it has ended.
+    """Return what a module printed as JSON in its last line, once it has ended.
 
     Raises:
         SystemExit: it failed.

@@ -61,5 +61,5 @@ class Adapters:
 
 
 def bytes_per_rank(size: Size, targets: tuple[str, ...]) -> int:
-    """What each rank of an adapter takes in bfloat16."""
+    """Bytes of each rank of an adapter in bfloat16."""
     return 2 * size.layers * sum(sum(size.modules[target]) for target in targets)

@@ -36,7 +36,7 @@ QUICK_ALPHAS = (1.0, 0.1)
 LENGTHS = {"tiny": (8, 32), "S": (8, 128), "M": (8, 64)}
 """The paper's are from 8 to 512."""
 MIN_REQUESTS = 30
-"""Of a point, which takes longer for them where the rate is low."""
+"""Requests of a point, which takes longer for them where the rate is low."""
 FIRST_SEED, WARMING_SEEDS = 100, 1000
 """No point has the seed of what ran before it: its prompts would be in the prefix cache,
 and its adapters in memory.

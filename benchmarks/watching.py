@@ -54,7 +54,7 @@ class Seen:
     num_samples: int = 0
     adapters_on_device: float = 0.0
     kv_on_device: float = 0.0
-    """Of sequences that run and of idle prefixes."""
+    """KV bytes of sequences that run and of idle prefixes."""
     device: float = 0.0
     """Adapters and KV together."""
     device_budget: float = 0.0
@@ -65,8 +65,8 @@ class Seen:
     engine_rss: int = 0
     server_rss: int = 0
     engine_cpu_s: float = 0.0
-    """What the engine computed for, on all cores together: others on the machine change it less
-    than the time on the clock.
+    """Seconds that the engine computed for, on all cores together: others on the machine change it
+    less than the time on the clock.
     """
     server_cpu_s: float = 0.0
 

@@ -191,11 +191,11 @@ class Machine:
         return Rates(2e6 * size / copy_us, 2e6 * 8192**3 / product_us, 1e6 * pinned.numel() / load_us)
 
     def _least_us(self, run: Callable[[], object]) -> float:
-        """Of a good number of runs: a limit that was measured in a slow moment is no limit."""
+        """Return the best of many runs: a limit that was measured in a slow moment is no limit."""
         return min(self._timing(run, 1, 1, 0.0).us for _ in range(20))
 
     def facts(self) -> dict[str, Any]:
-        """What a result must say of the machine; nothing that names it."""
+        """Return the machine's facts that a result states; nothing that names it."""
         versions = {}
         for name in PACKAGES:
             try:

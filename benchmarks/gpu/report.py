@@ -1,4 +1,4 @@
-"""What a run leaves behind: everything as JSON, and the same for readers as Markdown."""
+"""Reports of a run: everything as JSON, and the same for readers as Markdown."""
 
 from __future__ import annotations
 

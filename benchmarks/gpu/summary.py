@@ -1,4 +1,4 @@
-"""What a run says in a few lines: whether everything is right,
+"""Summary of a run in a few lines: whether everything is right,
 and the figures that the project has set itself.
 """
 

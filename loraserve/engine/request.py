@@ -81,7 +81,8 @@ class Request:
     is_internal: bool = field(init=False)
     """Whether the engine itself made the request, as a probe.
 
-    Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants.
+    Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants. It
+    is stored because a step asks it several times of each running request.
     """
 
     def __post_init__(self) -> None:
