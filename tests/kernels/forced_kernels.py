@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from loraserve_kernels.cpu.linear.widen import widen
 CHANNELS, WIDTH = 80, 768
 TIMED = (1024, 768)
 TIMED_ROWS = (1, 8, 64)
+WINDOWS = 5
 
 
 def lower_fbgemm() -> None:
@@ -98,17 +100,25 @@ def batch_changes_bits(candidate: Candidate, format: str) -> bool:
 
 
 def ratio(product: Callable[[Tensor], Tensor], packed: gemm.FloatWeight, x: Tensor) -> float:
-    """Return the time as a multiple of float32's: the best of several, in pairs."""
-    times: dict[str, list[float]] = {"own": [], "float32": []}
-    for _ in range(25):
-        for name in times:
-            start = time.perf_counter()
-            if name == "own":
-                product(x)
-            else:
-                gemm.float_linear(x, packed)
-            times[name].append(time.perf_counter() - start)
-    return min(times["own"]) / min(times["float32"])
+    """Return the time as a multiple of float32's: the least of each, in pairs.
+
+    What looks slow is timed again, as `chooser.probe` does: another process may have had the
+    processor for all of a window, which takes a tenth of a second.
+    """
+    times: dict[str, float] = {"own": math.inf, "float32": math.inf}
+    for window in range(WINDOWS):
+        time.sleep(window * 0.1)
+        for _ in range(25):
+            for name in times:
+                start = time.perf_counter()
+                if name == "own":
+                    product(x)
+                else:
+                    gemm.float_linear(x, packed)
+                times[name] = min(times[name], time.perf_counter() - start)
+        if times["own"] < 2 * times["float32"]:
+            break
+    return times["own"] / times["float32"]
 
 
 def look_at(format: str) -> dict[str, Any]:
