@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -29,6 +30,7 @@ from loraserve.background import (
     Backoff,
     Pause,
     Throttle,
+    collector_paused,
     lower_thread_priority,
 )
 from loraserve.errors import DatabaseUnavailable
@@ -408,3 +410,25 @@ async def test_what_fails_is_logged_and_tried_again(
 def test_delays_double_up_to_a_bound() -> None:
     backoff = Backoff(0.5, 5.0)
     assert [backoff.delay_s(num) for num in (1, 2, 3, 4, 5, 10_000)] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+def test_what_imports_make_is_never_looked_at_by_the_garbage_collector() -> None:
+    collections: list[str] = []
+    gc.callbacks.append(lambda phase, _: collections.append(phase))
+    try:
+        with collector_paused():
+            made = [[] for _ in range(100_000)]
+        assert collections == []
+        collected = gc.get_objects()
+        assert gc.isenabled()
+        assert not any(one is made for one in collected)
+        gc.collect()
+        assert collections == ["start", "stop"]
+    finally:
+        gc.callbacks.pop()
+
+
+def test_the_garbage_collector_goes_on_after_an_import_that_failed() -> None:
+    with pytest.raises(ImportError), collector_paused():
+        raise ImportError("no such library")
+    assert gc.isenabled()

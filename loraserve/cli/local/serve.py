@@ -17,11 +17,13 @@ def serve(**settings: str | bool | None) -> None:
     variable. BYTES are written as 8GiB, 500MB or a plain number.
     """
     with reporting(Format.HUMAN):
+        from loraserve.background import collector_paused
         from loraserve.settings import Settings
 
         checked = Settings.load(**settings)
         # loads the server: only after a wrong flag has been refused
-        from loraserve.api.server import serve as run_server
+        with collector_paused():
+            from loraserve.api.server import serve as run_server
 
         code = run_server(checked)
     raise typer.Exit(code)

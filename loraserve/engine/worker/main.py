@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from loraserve import faults
+from loraserve.background import collector_paused
 from loraserve.config import EngineConfig
 from loraserve.engine.worker.pulse import Pulses
 from loraserve.engine_client import messages as m
@@ -267,7 +268,8 @@ def main() -> int:
     progress.on_begin = pulses.send_now
     try:
         progress.begin("importing torch and the kernels")
-        from loraserve.engine.worker.startup import build_engine
+        with collector_paused():
+            from loraserve.engine.worker.startup import build_engine
 
         parts = build_engine(config, wakeup.ring, progress)
         progress.on_begin = None
