@@ -58,7 +58,7 @@ def _routes() -> tuple[BaseRoute, ...]:
     router.include_router(monitoring.router)
     for prefix in ("", "/t/{tenant}"):
         router.include_router(openai.router, prefix=prefix)
-    router.include_router(management.router)
+    router.include_router(management.router, prefix=errors.MANAGEMENT_PREFIX)
     router.include_router(openapi.router)
     return tuple(router.routes)
 

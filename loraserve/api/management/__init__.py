@@ -1,4 +1,4 @@
-"""The management routes: /api/v1."""
+"""The management routes, below /api/v1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loraserve.api.management import (
     usage,
 )
 
-router = APIRouter(prefix="/api/v1")
+router = APIRouter()
 for part in (
     adapters,
     lifecycle,

@@ -250,7 +250,7 @@ async def test_an_application_with_a_bare_route_does_not_start(
     monkeypatch.setattr(management, "router", router, raising=False)
     # this application's routes are no other's
     monkeypatch.setattr(application, "_routes", application._routes.__wrapped__)
-    with pytest.raises(ConfigError, match=r"\['GET'\] /bare"):
+    with pytest.raises(ConfigError, match=r"\['GET'\] /api/v1/bare"):
         create_app(services)
 
 
