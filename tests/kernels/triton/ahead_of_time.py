@@ -20,6 +20,9 @@ CAPABILITIES = [pytest.param(80, marks=pytest.mark.campaign), 90]
 """Two generations of GPUs: what the newer takes, the older all but always takes too."""
 
 
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+
+
 @dataclass(frozen=True)
 class Machine:
     """What became of a kernel. `opcodes` are in order of the code, with their suffixes."""
@@ -64,15 +67,21 @@ def compile_for(
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": has_fp_fusion}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = dict(re.findall(r"(\w+):(\d+)", _dump(cubin, "-res-usage").split("Function")[-1]))
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", _dump(cubin, "-sass"))
+    usage, instructions = dump(compiled, folder)
     return Machine(
-        int(usage["REG"]), int(usage["STACK"]), int(usage["LOCAL"]), compiled.metadata.shared, tuple(opcodes)
+        int(usage["REG"]),
+        int(usage["STACK"]),
+        int(usage["LOCAL"]),
+        compiled.metadata.shared,
+        tuple(opcode for opcode, _ in instructions),
     )
 
 
-def _dump(cubin: Path, option: str) -> str:
-    tool = triton.knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
+def dump(compiled: Any, folder: Path) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Return a compiled kernel's resources by name, and its instructions with their operands."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: found[1] for name in ("REG", "STACK", "LOCAL") if (found := re.search(rf"\b{name}:(\d+)", text))}
+    return usage, _INSTRUCTION.findall(text)

@@ -6,7 +6,6 @@ No GPU is needed.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from triton.compiler import ASTSource
 from loraserve_kernels.gpu import device as gpu_device
 from loraserve_kernels.gpu.lora import apply as gpu_lora
 from loraserve_kernels.gpu.lora.plan import HEADER, REPLACED_AT, ROWS_OF_A_TILE
+
+from .ahead_of_time import dump
 
 ALIGNED = 16
 
@@ -122,25 +123,16 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def dump(compiled: Any, folder: Path, option: str) -> str:
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
-
-
 def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True, multiplies: bool = True) -> set[str]:
     """No spills, few enough resources for the grid to be resident at once if it must be;
     the instructions.
     """
-    usage = dict(re.findall(r"(\w+):(\d+)", dump(compiled, folder, "-res-usage").split("Function")[-1]))
+    usage, instructions = dump(compiled, folder)
     assert usage["STACK"] == usage["LOCAL"] == "0"
     programs = gpu_device.PROGRAMS_PER_MULTIPROCESSOR
     assert int(usage["REG"]) * THREADS * programs <= REGISTERS or not is_resident
     assert (compiled.metadata.shared + 1024) * programs <= SHARED_BYTES
-    opcodes = set(
-        re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", dump(compiled, folder, "-sass"))
-    )
+    opcodes = {opcode for opcode, _ in instructions}
     assert not {op for op in opcodes if op.split(".")[0] in ("LDL", "STL")}
     # tensor cores take a first operand that was just computed safely in this form only
     assert any(op.startswith("HMMA") for op in opcodes) is multiplies

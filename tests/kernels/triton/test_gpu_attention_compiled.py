@@ -6,7 +6,6 @@ No GPU is needed.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from loraserve_kernels.gpu.attention import paged as gpu_attention
 from loraserve_kernels.gpu.attention import plan
 from loraserve_kernels.gpu.attention.kernel import attend_kernel, combine_kernel
 
-from .ahead_of_time import CAPABILITIES
+from .ahead_of_time import CAPABILITIES, dump
 
 ATTEND = {
     "q_ptr": "*{x}",
@@ -122,24 +121,15 @@ def compile_attend(
     return compiled, config
 
 
-def dump(compiled: Any, folder: Path, option: str) -> str:
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, option, str(cubin)], capture_output=True, text=True, check=True).stdout
-
-
 def assert_lean(compiled: Any, folder: Path, num_warps: int, num_programs: int) -> set[str]:
     """No spills, and few enough resources for so many programs on a multiprocessor;
     the instructions.
     """
-    usage = dict(re.findall(r"(\w+):(\d+)", dump(compiled, folder, "-res-usage").split("Function")[-1]))
+    usage, instructions = dump(compiled, folder)
     assert usage["STACK"] == usage["LOCAL"] == "0"
     assert int(usage["REG"]) * 32 * num_warps * num_programs <= REGISTERS
     assert (compiled.metadata.shared + 1024) * num_programs <= SHARED_BYTES
-    opcodes = set(
-        re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", dump(compiled, folder, "-sass"))
-    )
+    opcodes = {opcode for opcode, _ in instructions}
     assert not {op for op in opcodes if op.split(".")[0] in ("LDL", "STL")}
     assert not any(op.startswith(("ATOM", "RED.")) for op in opcodes)
     # no number that is narrower than a word is loaded by itself

@@ -5,7 +5,6 @@ generations of GPUs. No GPU is needed.
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from triton.compiler import ASTSource
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.gpu.gemm import gemm as gpu_gemm
 
+from .ahead_of_time import dump
+
 KINDS = ["plain", "int8", "fp8", "nf4", "int4", "int4-32", "int4-zeros", "int8-128"]
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -31,7 +32,6 @@ TYPES = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
-OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,24 +106,14 @@ def compile_linear(
     return compile_launch(recorder, capability)
 
 
-def dump(compiled: Any, folder: Path) -> str:
-    """Resources and instructions."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, "-res-usage", "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-
-
 def assert_lean(compiled: Any, folder: Path, *, programs: int) -> list[tuple[str, str]]:
     """No spills, and resources for so many programs on a multiprocessor of the smaller generation;
     the instructions and their operands.
     """
-    text = dump(compiled, folder)
-    usage = {name: found[1] for name in ("REG", "STACK", "LOCAL") if (found := re.search(rf"\b{name}:(\d+)", text))}
+    usage, instructions = dump(compiled, folder)
     assert usage["STACK"] == usage["LOCAL"] == "0"
     assert int(usage["REG"]) * 32 * compiled.metadata.num_warps * programs <= 65536
     assert (compiled.metadata.shared + 1024) * programs <= 164 * 1024
-    instructions = OPCODE.findall(text)
     names = {opcode.split(".")[0] for opcode, _ in instructions}
     assert not names & {"LDL", "STL"}
     # sums are never added to memory atomically
