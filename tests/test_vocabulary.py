@@ -84,10 +84,15 @@ def sources(folders: tuple[str, ...] = FOLDERS) -> dict[Path, str]:
     return {path: path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
-def docstrings(text: str) -> Iterator[tuple[int, str, ast.AST | None]]:
-    """Give the docstrings of a module: of modules, classes and functions,
+@cache
+def docstrings(text: str) -> tuple[tuple[int, str, ast.AST | None], ...]:
+    """Return the docstrings of a module: of modules, classes and functions,
     and of attributes (whose node is None).
     """
+    return tuple(_docstrings(text))
+
+
+def _docstrings(text: str) -> Iterator[tuple[int, str, ast.AST | None]]:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
