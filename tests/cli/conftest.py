@@ -122,14 +122,15 @@ def start_server(port: int, data_dir: Path, log: Path, **variables: str) -> subp
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()}"
-        try:
-            if httpx2.get(f"{url}/readyz", timeout=5).status_code == 200:
-                return
-        except httpx2.TransportError:
-            pass
-        time.sleep(0.05)
+    with httpx2.Client(timeout=5) as client:
+        while time.monotonic() < deadline:
+            assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()}"
+            try:
+                if client.get(f"{url}/readyz").status_code == 200:
+                    return
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.1)
     raise AssertionError(f"the server wasn't ready in {START_S} s:\n{log.read_text()}")
 
 

@@ -84,14 +84,16 @@ class ServerProcess:
                 self._command, stdout=log, stderr=log, cwd=self.data_dir.parent, env=self._environment
             )
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
-            try:
-                if httpx2.get(f"{self.url}/readyz", timeout=5).status_code == 200:
-                    return self
-            except httpx2.TransportError:
-                pass
-            time.sleep(0.05)
+        with httpx2.Client(timeout=5) as client:
+            while time.monotonic() < deadline:
+                assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
+                try:
+                    if client.get(f"{self.url}/readyz").status_code == 200:
+                        return self
+                except httpx2.TransportError:
+                    pass
+                # each look takes some milliseconds that the start could use
+                time.sleep(0.1)
         raise AssertionError(f"the server wasn't ready in {START_S:.0f} s:\n{self.tail()}")
 
     def stop(self) -> int:
