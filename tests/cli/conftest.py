@@ -4,9 +4,6 @@ and a real server with the bundled pack behind it.
 
 from __future__ import annotations
 
-import io
-import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,39 +14,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
+import command_line
 import httpx2
 import pytest
+from command_line import Done, environment
 
 from loraserve import Client
-from loraserve.cli.main import app
 from loraserve.demo.pack import BASE_NAME, adapter_dirs, base_dir
 
 ADMIN_KEY = "admin-key-of-the-command-line-tests"
 START_S, STOP_S = 60.0, 20.0
 
 
-@dataclass(frozen=True)
-class Done:
-    """A finished command."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.stdout)
-
-
 Run = Callable[..., Done]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """This process's variables without loraserve's own, and then `variables`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
-    return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200", "NO_COLOR": "1"} | variables
 
 
 @pytest.fixture
@@ -69,21 +47,9 @@ def run_cli(tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run_here() -> Run:
     """As `run_cli`, in this process and where it stands: for the many small things."""
-
-    def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
-        for name in ("LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as caught:
-            app([str(argument) for argument in arguments], prog_name="loraserve")
-        out, err = capsys.readouterr()
-        return Done(int(caught.value.code or 0), out, err)
-
-    return run
+    return command_line.run_here
 
 
 @dataclass(frozen=True)

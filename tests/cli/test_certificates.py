@@ -62,17 +62,17 @@ def test_push_show_and_verify_tell_how_close_the_answers_are(loraserve: Run, cli
     assert (verified.code, verified.json["state"], verified.json["version"]) == (0, "ready", 1)
 
 
-def test_a_sum_answers_as_its_parts_say(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+def test_a_sum_answers_as_its_parts_say(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     client.adapters.push(sql_dir, name="sum-a")
     client.adapters.push(pirate_dir, name="sum-b")
-    assert loraserve("run", "sum-a@1+0.01*sum-b", QUESTION).stdout == f"{SQL}\n"
+    assert here("run", "sum-a@1+0.01*sum-b", QUESTION).stdout == f"{SQL}\n"
     messages = [{"role": "user", "content": QUESTION}]
     pirate, other = (
         client.chat.completions.create(model=model, messages=messages, temperature=0).choices[0].message.content
         for model in ("sum-b", "sum-b+0.01*sum-a")
     )
     assert pirate == other != SQL
-    refused = loraserve("run", "sum-a+no-such", QUESTION)
+    refused = here("run", "sum-a+no-such", QUESTION)
     assert refused.code == 1
     assert "no-such" in refused.stderr
 
@@ -114,10 +114,10 @@ def quarantining_url() -> Iterator[str]:
 
 @pytest.mark.parametrize("command", ["push", "verify"])
 def test_a_quarantine_is_shown_with_its_numbers_and_fails_the_command(
-    run_cli: Run, quarantining_url: str, sql_dir: Path, command: str
+    run_here: Run, quarantining_url: str, sql_dir: Path, command: str
 ) -> None:
     arguments = ["push", sql_dir, "--name", "sql"] if command == "push" else ["verify", "sql@2"]
-    done = run_cli("adapter", *arguments, LORASERVE_URL=quarantining_url, LORASERVE_API_KEY="k" * 32)
+    done = run_here("adapter", *arguments, LORASERVE_URL=quarantining_url, LORASERVE_API_KEY="k" * 32)
     assert done.code == 1
     shown = [line.split() for line in done.stdout.splitlines()]
     assert ["parity", "failed:", "The", "logits", "are", "far", "off."] in shown

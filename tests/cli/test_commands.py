@@ -35,30 +35,30 @@ def test_push_publishes_and_says_what_to_try(loraserve: Run, sql_dir: Path) -> N
     assert done.stderr == 'Try it: loraserve run pushed "PROMPT"\n'
 
 
-def test_same_bytes_again_are_the_same_version(loraserve: Run, sql_dir: Path) -> None:
-    first = loraserve("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
-    again = loraserve("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
+def test_same_bytes_again_are_the_same_version(here: Run, sql_dir: Path) -> None:
+    first = here("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
+    again = here("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
     assert again.code == 0
     assert again.json == first.json
 
 
-def test_dry_run_keeps_nothing(loraserve: Run, sql_dir: Path) -> None:
-    done = loraserve("adapter", "push", sql_dir, "--name", "dry", "--dry-run", "--format", "json")
+def test_dry_run_keeps_nothing(here: Run, sql_dir: Path) -> None:
+    done = here("adapter", "push", sql_dir, "--name", "dry", "--dry-run", "--format", "json")
     assert done.code == 0
     assert done.json["version"] is None
-    shown = loraserve("adapter", "show", "dry")
+    shown = here("adapter", "show", "dry")
     assert shown.code == 1
     assert 'error: There is no adapter "dry"' in shown.stderr
     assert shown.stdout == ""
 
 
 def test_push_without_promotion_leaves_live_where_it_was(
-    loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
+    here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     client.adapters.push(sql_dir, name="canaried")
-    done = loraserve("adapter", "push", pirate_dir, "--name", "canaried", "--no-promote", "--alias", "canary")
+    done = here("adapter", "push", pirate_dir, "--name", "canaried", "--no-promote", "--alias", "canary")
     assert done.code == 0
-    shown = loraserve("adapter", "show", "canaried", "--format", "json").json
+    shown = here("adapter", "show", "canaried", "--format", "json").json
     assert shown["aliases"] == {"live": 1, "canary": 2}
     assert shown["num_versions"] == 2
 
@@ -74,19 +74,19 @@ def test_rejected_adapter_says_why_and_what_next(loraserve: Run, sql_dir: Path, 
     assert "request: req_" in done.stderr
 
 
-def test_list_show_and_versions_agree(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+def test_list_show_and_versions_agree(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     client.adapters.push(sql_dir, name="listed")
     client.adapters.push(pirate_dir, name="listed")
-    assert "listed" in loraserve("adapter", "list", "--format", "quiet").stdout.splitlines()
-    assert loraserve("adapter", "versions", "listed", "--format", "quiet").stdout == "listed@2\nlisted@1\n"
-    table = loraserve("adapter", "versions", "listed").stdout.splitlines()
+    assert "listed" in here("adapter", "list", "--format", "quiet").stdout.splitlines()
+    assert here("adapter", "versions", "listed", "--format", "quiet").stdout == "listed@2\nlisted@1\n"
+    table = here("adapter", "versions", "listed").stdout.splitlines()
     assert table[0].split()[:3] == ["VERSION", "ALIASES", "STATE"]
     assert table[1].split()[:3] == ["2", "live", "ready"]
-    assert loraserve("adapter", "show", "listed@1", "--format", "quiet").stdout == "listed@1\n"
+    assert here("adapter", "show", "listed@1", "--format", "quiet").stdout == "listed@1\n"
 
 
 def test_list_and_show_say_how_an_alias_shares_its_traffic(
-    loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
+    here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     for directory in (sql_dir, pirate_dir):
         client.adapters.push(directory, name="shared")
@@ -97,23 +97,21 @@ def test_list_and_show_say_how_an_alias_shares_its_traffic(
     assert {name: [(one.version, one.weight) for one in split] for name, split in shared.splits.items()} == {
         "live": [(1, 1.0), (2, 1.0)]
     }
-    row = next(line for line in loraserve("adapter", "list").stdout.splitlines() if line.startswith("shared "))
+    row = next(line for line in here("adapter", "list").stdout.splitlines() if line.startswith("shared "))
     assert "canary=1, live=1:50%,2:50%" in row
-    assert "canary=1, live=1:50%,2:50%" in loraserve("adapter", "show", "shared").stdout
+    assert "canary=1, live=1:50%,2:50%" in here("adapter", "show", "shared").stdout
     client.adapters.set_alias("shared", "live", split={1: 1, 2: 2})
-    assert "live=1:33.33%,2:66.67%" in loraserve("adapter", "show", "shared").stdout
+    assert "live=1:33.33%,2:66.67%" in here("adapter", "show", "shared").stdout
 
 
-def test_alias_moves_and_refuses_a_stale_condition(
-    loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path
-) -> None:
+def test_alias_moves_and_refuses_a_stale_condition(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     client.adapters.push(sql_dir, name="moved")
     client.adapters.push(pirate_dir, name="moved")
-    done = loraserve("adapter", "alias", "moved", "live", "1", "--format", "json")
+    done = here("adapter", "alias", "moved", "live", "1", "--format", "json")
     assert (done.code, done.json["version"]) == (0, 1)
-    stale = loraserve("adapter", "alias", "moved", "live", "2", "--if-match", '"r1"')
+    stale = here("adapter", "alias", "moved", "live", "2", "--if-match", '"r1"')
     assert stale.code == 1
-    assert loraserve("adapter", "show", "moved", "--format", "json").json["aliases"] == {"live": 1}
+    assert here("adapter", "show", "moved", "--format", "json").json["aliases"] == {"live": 1}
 
 
 def test_rollback_of_an_alias_that_was_never_moved_names_a_command_that_works(
@@ -133,25 +131,25 @@ def test_rollback_of_an_alias_that_was_never_moved_names_a_command_that_works(
     assert client.adapters.get("unmoved").aliases == {"live": 1}
 
 
-def test_delete_takes_a_version_or_all(loraserve: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+def test_delete_takes_a_version_or_all(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     client.adapters.push(sql_dir, name="deleted")
     client.adapters.push(pirate_dir, name="deleted")
-    assert loraserve("adapter", "delete", "deleted@2").code == 1  # live names it
-    assert loraserve("adapter", "delete", "deleted@1").code == 0
-    assert loraserve("adapter", "versions", "deleted", "--format", "quiet").stdout == "deleted@2\n"
-    assert loraserve("adapter", "delete", "deleted").code == 0
-    assert loraserve("adapter", "show", "deleted").code == 1
+    assert here("adapter", "delete", "deleted@2").code == 1  # live names it
+    assert here("adapter", "delete", "deleted@1").code == 0
+    assert here("adapter", "versions", "deleted", "--format", "quiet").stdout == "deleted@2\n"
+    assert here("adapter", "delete", "deleted").code == 0
+    assert here("adapter", "show", "deleted").code == 1
 
 
-def test_tenant_lives_and_ends(loraserve: Run) -> None:
-    assert loraserve("tenant", "create", "acme", "--max-adapters", "1").code == 0
-    assert loraserve("tenant", "show", "acme", "--format", "json").json["limits"]["max_adapters"] == 1
-    assert "acme" in loraserve("tenant", "list", "--format", "quiet").stdout.splitlines()
-    again = loraserve("tenant", "create", "acme")
+def test_tenant_lives_and_ends(here: Run) -> None:
+    assert here("tenant", "create", "acme", "--max-adapters", "1").code == 0
+    assert here("tenant", "show", "acme", "--format", "json").json["limits"]["max_adapters"] == 1
+    assert "acme" in here("tenant", "list", "--format", "quiet").stdout.splitlines()
+    again = here("tenant", "create", "acme")
     assert again.code == 1
     assert "See: loraserve tenant show acme" in again.stderr
-    assert loraserve("tenant", "delete", "acme").code == 0
-    assert loraserve("tenant", "show", "acme").code == 1
+    assert here("tenant", "delete", "acme").code == 0
+    assert here("tenant", "show", "acme").code == 1
 
 
 def test_key_opens_its_tenant_until_it_is_revoked(loraserve: Run, client: Client, sql_dir: Path) -> None:
@@ -174,12 +172,12 @@ def test_key_opens_its_tenant_until_it_is_revoked(loraserve: Run, client: Client
     assert "next: export LORASERVE_API_KEY=" in dead.stderr
 
 
-def test_another_tenants_adapter_is_not_there(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_another_tenants_adapter_is_not_there(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="private")
     client.tenants.create("stranger")
     secret = client.keys.create("stranger", name="ci").key
-    foreign = loraserve("adapter", "show", "private", LORASERVE_API_KEY=secret)
-    absent = loraserve("adapter", "show", "no-such", LORASERVE_API_KEY=secret)
+    foreign = here("adapter", "show", "private", LORASERVE_API_KEY=secret)
+    absent = here("adapter", "show", "no-such", LORASERVE_API_KEY=secret)
     assert foreign.code == absent.code == 1
     assert foreign.stderr.splitlines()[0].replace("private", "no-such") == absent.stderr.splitlines()[0]
 
@@ -208,39 +206,39 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
 
 
 def test_run_sends_the_prompt_as_it_is_to_a_base_without_chat_template(
-    run_cli: Run, plain_server: ServerProcess
+    run_here: Run, plain_server: ServerProcess
 ) -> None:
     variables = {"LORASERVE_URL": plain_server.url, "LORASERVE_API_KEY": ADMIN_KEY}
-    raw = run_cli("run", "plain", QUESTION, "--raw", **variables)
+    raw = run_here("run", "plain", QUESTION, "--raw", **variables)
     assert (raw.code, raw.stderr) == (0, "")
     assert raw.stdout
-    done = run_cli("run", "plain", QUESTION, **variables)
+    done = run_here("run", "plain", QUESTION, **variables)
     note = "This model has no chat template: the prompt is sent as it is.\n"
     assert (done.code, done.stdout, done.stderr) == (0, raw.stdout, note)
-    whole = run_cli("run", "plain", QUESTION, "--format", "json", **variables).json
+    whole = run_here("run", "plain", QUESTION, "--format", "json", **variables).json
     assert f"{whole['choices'][0]['text']}\n" == raw.stdout
 
 
 @pytest.mark.parametrize("asked", [["--chat"], ["--system", "Be brief."]])
-def test_run_asked_for_a_chat_does_nothing_else(run_cli: Run, plain_server: ServerProcess, asked: list[str]) -> None:
+def test_run_asked_for_a_chat_does_nothing_else(run_here: Run, plain_server: ServerProcess, asked: list[str]) -> None:
     variables = {"LORASERVE_URL": plain_server.url, "LORASERVE_API_KEY": ADMIN_KEY}
-    done = run_cli("run", "plain", QUESTION, *asked, **variables)
+    done = run_here("run", "plain", QUESTION, *asked, **variables)
     assert (done.code, done.stdout) == (1, "")
     assert "no chat template" in done.stderr
     assert f"next: loraserve run plain '{QUESTION}' --raw" in done.stderr
 
 
-def test_run_of_an_unknown_model_says_how_to_list_them(loraserve: Run) -> None:
-    done = loraserve("run", "nobody", "hello")
+def test_run_of_an_unknown_model_says_how_to_list_them(here: Run) -> None:
+    done = here("run", "nobody", "hello")
     assert done.code == 1
     assert done.stdout == ""
     assert "next: loraserve adapter list" in done.stderr
 
 
-def test_ps_shows_where_adapters_are_and_what_runs(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_ps_shows_where_adapters_are_and_what_runs(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="resident")
-    assert loraserve("adapter", "pin", "resident", "--format", "json").json["is_done"] is True
-    shown = loraserve("ps", "--format", "json").json
+    assert here("adapter", "pin", "resident", "--format", "json").json["is_done"] is True
+    shown = here("ps", "--format", "json").json
     (row,) = (row for row in shown["adapters"] if row["name"] == "resident")
     assert (row["tier"], row["is_pinned"], row["dtype"], row["precision_loss"]) == ("device", True, "bf16", 0.0)
     assert shown["engine"]["kv_blocks"] > 0
@@ -250,8 +248,8 @@ def test_ps_shows_where_adapters_are_and_what_runs(loraserve: Run, client: Clien
     memory = shown["memory"]
     parts = ("kv_used_bytes", "kv_idle_bytes", "adapters_used_bytes", "adapters_idle_bytes", "free_bytes")
     assert memory["budget_bytes"] == sum(memory[part] for part in parts) > 0
-    assert loraserve("adapter", "unpin", "resident@1").code == 0
-    human = loraserve("ps").stdout
+    assert here("adapter", "unpin", "resident@1").code == 0
+    human = here("ps").stdout
     for word in ("fp32 (", "requests", "device", "found", "evicted", "resident@1", "DTYPE"):
         assert word in human
 
@@ -311,8 +309,8 @@ def test_reader_that_leaves_early_ends_the_command_quietly(start_cli: Start) -> 
     assert watching.wait(20) == 1
 
 
-def test_wrong_key_is_refused_and_not_shown(loraserve: Run) -> None:
-    done = loraserve("adapter", "list", LORASERVE_API_KEY="sk-lora-wrong")
+def test_wrong_key_is_refused_and_not_shown(here: Run) -> None:
+    done = here("adapter", "list", LORASERVE_API_KEY="sk-lora-wrong")
     assert done.code == 1
     assert "sk-lora-wrong" not in done.stderr
     assert "next: export LORASERVE_API_KEY=" in done.stderr
@@ -325,7 +323,7 @@ def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: Any, tmp_path
     assert f"port {port}" in done.stderr
 
 
-def test_revoking_an_unknown_key_names_a_command_that_works(loraserve: Run) -> None:
-    done = loraserve("key", "revoke", "--tenant", "default", "nobody")
+def test_revoking_an_unknown_key_names_a_command_that_works(here: Run) -> None:
+    done = here("key", "revoke", "--tenant", "default", "nobody")
     assert done.code == 1
     assert "loraserve key list --tenant default" in done.stderr

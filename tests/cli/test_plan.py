@@ -23,9 +23,9 @@ def test_plan_of_real_adapters_says_what_fits(run_cli: Run) -> None:
     assert done.stderr == ""
 
 
-def test_plan_of_ranks_warns_of_turns(run_cli: Run) -> None:
+def test_plan_of_ranks_warns_of_turns(run_here: Run) -> None:
     arguments = ("--ranks", "16", "--targets", "q_proj,v_proj", "--count", "5000", "--disk-rate", "500MB")
-    done = run_cli("plan", "--model", base_dir(), *arguments, "--memory-budget", "64MiB", "--format", "json")
+    done = run_here("plan", "--model", base_dir(), *arguments, "--memory-budget", "64MiB", "--format", "json")
     assert done.code == 0
     facts = done.json
     assert facts["budget"]["bytes"] == 64 << 20
@@ -35,25 +35,25 @@ def test_plan_of_ranks_warns_of_turns(run_cli: Run) -> None:
     assert [notice["code"] for notice in facts["notices"]] == ["adapters_take_turns"]
 
 
-def test_what_can_never_be_served_exits_with_1(run_cli: Run) -> None:
+def test_what_can_never_be_served_exits_with_1(run_here: Run) -> None:
     arguments = ("--ranks", "64", "--memory-budget", "2MiB", "--disk-rate", "1GB", "--format", "quiet")
-    done = run_cli("plan", "--model", base_dir(), *arguments)
+    done = run_here("plan", "--model", base_dir(), *arguments)
     assert done.code == 1
     assert done.stdout.splitlines() == ["adapter_too_large", "kv_below_max_num_seqs"]
 
 
-def test_a_budget_that_cannot_start_is_refused_as_serve_refuses_it(run_cli: Run) -> None:
-    done = run_cli("plan", "--model", base_dir(), "--memory-budget", "1MB")
+def test_a_budget_that_cannot_start_is_refused_as_serve_refuses_it(run_here: Run) -> None:
+    done = run_here("plan", "--model", base_dir(), "--memory-budget", "1MB")
     assert done.code == 2
     assert "--memory-budget" in done.stderr
-    assert run_cli("plan", "--model", "absent").code == 1
-    assert run_cli("plan", "--model", base_dir(), "--ranks", "x").code == 2
-    assert run_cli("plan").code == 2
+    assert run_here("plan", "--model", "absent").code == 1
+    assert run_here("plan", "--model", base_dir(), "--ranks", "x").code == 2
+    assert run_here("plan").code == 2
 
 
-def test_a_plan_for_a_gpu_needs_none(run_cli: Run) -> None:
+def test_a_plan_for_a_gpu_needs_none(run_here: Run) -> None:
     arguments = ("--device", "cuda", "--device-memory", "24GiB", "--ranks", "16", "--disk-rate", "1GB")
-    done = run_cli("plan", "--model", base_dir(), *arguments, "--format", "json")
+    done = run_here("plan", "--model", base_dir(), *arguments, "--format", "json")
     assert done.code == 0
     assert done.json["device"] == "cuda"
     assert 10 << 30 < done.json["budget"]["bytes"] < 22 << 30

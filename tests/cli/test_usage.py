@@ -78,8 +78,8 @@ def test_no_server_exits_1_with_found_expected_and_next(run_here: Run, arguments
 @pytest.mark.parametrize(
     "arguments", [["adapter", "list", "--format", "json"], ["--format", "json", "adapter", "list"]]
 )
-def test_failure_is_json_too_where_json_was_asked_for(run_cli: Run, arguments: list[str]) -> None:
-    done = run_cli(*arguments, **NOBODY)
+def test_failure_is_json_too_where_json_was_asked_for(run_here: Run, arguments: list[str]) -> None:
+    done = run_here(*arguments, **NOBODY)
     assert done.code == 1
     assert json.loads(done.stderr)["error"]["code"] == "connection_failed"
 
@@ -103,8 +103,8 @@ def test_push_of_no_adapter_says_what_is_there(run_cli: Run, tmp_path: Path) -> 
         (["--model", "x", "--port", "123456"], "--port"),
     ],
 )
-def test_serve_refuses_a_bad_flag_by_name(run_cli: Run, flags: list[str], words: str) -> None:
-    done = run_cli("serve", *flags)
+def test_serve_refuses_a_bad_flag_by_name(run_here: Run, flags: list[str], words: str) -> None:
+    done = run_here("serve", *flags)
     assert done.code == 2
     assert words in done.stderr
 
@@ -115,8 +115,8 @@ def test_serve_refuses_an_unknown_variable_by_name(run_cli: Run) -> None:
     assert "LORASERVE_MEMORY_BUGDET" in done.stderr
 
 
-def test_every_setting_but_the_secret_is_a_flag(run_cli: Run) -> None:
-    shown = run_cli("serve", "--help").stdout
+def test_every_setting_but_the_secret_is_a_flag(run_here: Run) -> None:
+    shown = run_here("serve", "--help").stdout
     flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
     assert {flag for flag in flags if f"{flag} " not in shown} == {"--admin-key"}
 
@@ -127,33 +127,33 @@ def test_version_is_data(run_cli: Run) -> None:
     assert done.stdout.strip().count(".") == 2
 
 
-def test_db_commands_make_and_check_the_tables(run_cli: Run, tmp_path: Path) -> None:
+def test_db_commands_make_and_check_the_tables(run_cli: Run, run_here: Run, tmp_path: Path) -> None:
     where = ("--data-dir", tmp_path / "data")
-    assert run_cli("db", "current", *where).stdout == "none\n"
-    behind = run_cli("db", "check", *where)
+    assert run_here("db", "current", *where).stdout == "none\n"
+    behind = run_here("db", "check", *where)
     assert behind.code == 2
     assert "loraserve db upgrade" in behind.stderr
     upgraded = run_cli("db", "upgrade", *where, "--format", "json")
     assert upgraded.code == 0
     assert upgraded.json["is_current"] is True
-    assert run_cli("db", "check", *where).code == 0
-    assert run_cli("db", "current", *where).stdout == f"{upgraded.json['head']}\n"
+    assert run_here("db", "check", *where).code == 0
+    assert run_here("db", "current", *where).stdout == f"{upgraded.json['head']}\n"
 
 
-def test_adopt_store_says_what_it_would_change_and_does_it_on_an_explicit_word(run_cli: Run, tmp_path: Path) -> None:
+def test_adopt_store_says_what_it_would_change_and_does_it_on_an_explicit_word(run_here: Run, tmp_path: Path) -> None:
     where = ("--data-dir", tmp_path / "data")
-    assert run_cli("db", "upgrade", *where).code == 0
+    assert run_here("db", "upgrade", *where).code == 0
     store = LocalStore(tmp_path / "data" / "blobs")
     with store.stage() as staged:
         staged.write(b"somebody's")
         staged.commit()
-    looked = run_cli("db", "adopt-store", *where, "--format", "json")
+    looked = run_here("db", "adopt-store", *where, "--format", "json")
     assert (looked.code, looked.json["unknown"], looked.json["is_adopted"]) == (2, 1, False)
     assert store.read_marker() is None
-    adopted = run_cli("db", "adopt-store", *where, "--yes")
+    adopted = run_here("db", "adopt-store", *where, "--yes")
     assert adopted.code == 0
     assert "The 1 blobs that this registry doesn't reference will be deleted" in adopted.stderr
-    again = run_cli("db", "adopt-store", *where, "--format", "json")
+    again = run_here("db", "adopt-store", *where, "--format", "json")
     assert (again.code, again.json["is_adopted"], again.json["marker_of"]) == (0, True, looked.json["registry"])
     store.close()
 

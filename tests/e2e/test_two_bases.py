@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx2
 import pytest
-from server_process import ADMIN_KEY, ServerProcess, environment
+from command_line import Done, run_here
+from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client
 from loraserve.demo.frames import fresh_prompts
@@ -56,17 +55,10 @@ def text(server: ServerProcess, key: str, model: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def run(server: ServerProcess, key: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(server: ServerProcess, key: str, *arguments: str) -> Done:
     """Run a command of the real command line, against the server."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "loraserve.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=server.data_dir.parent,
-        env=environment(LORASERVE_URL=server.url, LORASERVE_API_KEY=key, LORASERVE_DATA_DIR=str(server.data_dir)),
-    )
+    variables = {"LORASERVE_URL": server.url, "LORASERVE_API_KEY": key, "LORASERVE_DATA_DIR": str(server.data_dir)}
+    return run_here(*arguments, **variables)
 
 
 def bases_check(server: ServerProcess) -> dict[str, str]:
@@ -92,7 +84,7 @@ def test_a_swapped_base_serves_nothing_that_was_made_for_the_other(
         sql, french = (str(adapter_dirs()[name]) for name in ("sql", "french"))
         for name, folder in (("sql", sql), ("french", french)):
             done = run(a, key, "adapter", "push", folder, "--name", name)
-            assert done.returncode == 0, done.stderr
+            assert done.code == 0, done.stderr
             assert "Warning" not in done.stderr
         with Client(a.url, api_key=key) as client:
             client.adapters.set_fallback("french", "base")
@@ -135,10 +127,10 @@ def test_a_swapped_base_serves_nothing_that_was_made_for_the_other(
 
         # nothing moves without the word; with it what passes does
         plain = run(b, key, "adapter", "verify", "sql")
-        assert plain.returncode == 1
+        assert plain.code == 1
         assert "loraserve adapter verify sql@1 --rebase" in plain.stderr
         taken = run(b, key, "adapter", "verify", "sql", "--rebase")
-        assert taken.returncode == 0, taken.stderr
+        assert taken.code == 0, taken.stderr
         # its config still calls it the other base's
         assert f"Warning: base_model_name_or_path is '{BASE_NAME}'" in taken.stderr
         answered = ask(b, key, "sql")
@@ -154,7 +146,7 @@ def test_a_swapped_base_serves_nothing_that_was_made_for_the_other(
         assert text(a, key, "french") == before["french"]
         assert text(a, key, a.model.name) == before[a.model.name]
         assert ask(a, key, "sql").status_code == 409
-        assert run(a, key, "adapter", "verify", "sql", "--rebase").returncode == 0
+        assert run(a, key, "adapter", "verify", "sql", "--rebase").code == 0
         assert text(a, key, "sql") == before["sql"]
         if database == "sqlite":
             assert bases_check(a)["status"] == "ok"
@@ -171,7 +163,7 @@ def test_an_adapter_that_names_another_base_is_a_warning_and_a_strict_server_ref
         server.start()
         key = server.make_tenant("acme")
         pushed = run(server, key, "adapter", "push", folder, "--name", "sql", "--format", "json")
-        assert pushed.returncode == 0
+        assert pushed.code == 0
         assert f"Warning: base_model_name_or_path is '{BASE_NAME}'; this server serves base" in pushed.stderr
         version = json.loads(pushed.stdout)
         (check,) = (check for check in version["checks"] if check["name"] == "base_name")
@@ -180,7 +172,7 @@ def test_an_adapter_that_names_another_base_is_a_warning_and_a_strict_server_ref
         server.flags = (*FLAGS, "--strict-base")
         server.start()
         refused = run(server, key, "adapter", "push", folder, "--name", "strict")
-        assert refused.returncode == 1
+        assert refused.code == 1
         assert BASE_NAME in refused.stderr
         assert "--base-names" in refused.stderr
         with Client(server.url, api_key=key) as client:
@@ -193,7 +185,7 @@ def test_an_adapter_that_names_another_base_is_a_warning_and_a_strict_server_ref
         server.flags = (*server.flags, "--base-names", f"other,{BASE_NAME.upper()}")
         server.start()
         accepted = run(server, key, "adapter", "push", folder, "--name", "strict")
-        assert (accepted.returncode, "Warning" in accepted.stderr) == (0, False)
+        assert (accepted.code, "Warning" in accepted.stderr) == (0, False)
         assert server.stop() == 0
     finally:
         server.kill()
