@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 from sqlalchemy import make_url
+from zygote import create_engine
 
 from loraserve.db import migrate
 from loraserve.db.models import Base
@@ -43,6 +44,14 @@ def run_on_postgres(statements: str, url: str | None = None) -> None:
 
 def postgres_url(name: str) -> str:
     return make_url(POSTGRES_URL or "").set(database=name).render_as_string(hide_password=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_are_forks() -> Iterator[None]:
+    """Start the engines of servers that run in this process as forks."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", create_engine)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,7 @@ def test_what_was_acknowledged_survives_a_kill_and_an_interrupt_ends_with_130(se
 
 
 def test_the_first_start_prints_a_working_admin_key_once(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path / "data", variables={"LORASERVE_ADMIN_KEY": ""})
+    server = ServerProcess(tmp_path / "data", variables={"LORASERVE_ADMIN_KEY": ""}, is_forked=False)
     server.start()
     found = [word for word in server.log.read_text().split() if word.startswith("sk-lora-")]
     assert len(found) == 1

@@ -318,7 +318,7 @@ def budgeted_bytes(metrics: dict[str, float]) -> float:
 def soak(tmp_path: Path) -> Iterator[Soak]:
     flags = ("--model-id", "base", "--memory-budget", BUDGETS[SIZE], "--host-cache", "128MiB")
     flags += ("--engine-hang-timeout", str(HANG_TIMEOUT_S), "--retention-s", "0")
-    server = ServerProcess(tmp_path / "data", make_base(SIZE), flags)
+    server = ServerProcess(tmp_path / "data", make_base(SIZE), flags, is_forked=False)
     server.start()
     adapters = Adapters(SIZES[SIZE], ranks=RANKS, targets=MODULES)
     try:

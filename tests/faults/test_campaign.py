@@ -96,7 +96,7 @@ class Streams:
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     flags = ("--model-id", "base", "--memory-budget", "32MiB", "--host-cache", "64MiB")
     flags += ("--engine-hang-timeout", str(HANG_TIMEOUT_S))
-    server = ServerProcess(tmp_path / "data", flags=flags)
+    server = ServerProcess(tmp_path / "data", flags=flags, is_forked=False)
     server.start()
     yield server
     server.kill()

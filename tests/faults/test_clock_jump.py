@@ -33,7 +33,7 @@ def test_requests_that_run_and_wait_when_the_clock_jumps_a_day_are_answered_as_e
     jump(clock, 0)
     path = os.pathsep.join([*jumping_clock.__path__, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"JUMPING_CLOCK": str(clock), "PYTHONPATH": path}
-    server = ServerProcess(tmp_path / "data", flags=FLAGS, variables=variables)
+    server = ServerProcess(tmp_path / "data", flags=FLAGS, variables=variables, is_forked=False)
     server.start()
     try:
         key = server.make_tenant("acme")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
+from zygote import ENGINE, ENGINES_NAME, ForkedProcess
 
 from loraserve import Client
 from loraserve.demo.pack import base_dir
@@ -46,7 +47,9 @@ class ServerProcess:
     flags: tuple[str, ...] = ("--memory-budget", "64MiB", "--host-cache", "64MiB")
     variables: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    is_forked: bool = True
+    """Whether it starts as a fork of a process that has imported what it imports (`zygote`)."""
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
@@ -80,9 +83,14 @@ class ServerProcess:
     def start(self) -> ServerProcess:
         """Return once it is ready."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, cwd=self.data_dir.parent, env=self._environment
-            )
+            if self.is_forked:
+                self.process = ForkedProcess(
+                    self._command, env=self._environment, cwd=self.data_dir.parent, output=log.fileno()
+                )
+            else:
+                self.process = subprocess.Popen(
+                    self._command, stdout=log, stderr=log, cwd=self.data_dir.parent, env=self._environment
+                )
         deadline = time.monotonic() + START_S
         with httpx2.Client(timeout=5) as client:
             while time.monotonic() < deadline:
@@ -131,9 +139,10 @@ class ServerProcess:
             try:
                 parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
                 command = (entry / "cmdline").read_bytes()
+                name = (entry / "comm").read_text().strip()
             except (OSError, IndexError):
                 continue
-            if parent == self.process.pid and b"loraserve.engine.worker.main" in command:
+            if parent == self.process.pid and (ENGINE.encode() in command or name == ENGINES_NAME):
                 return int(entry.name)
         return None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import default_and_campaign
 
 pytest.importorskip("triton")
 
@@ -144,11 +145,13 @@ def assert_lean(compiled: Any, folder: Path, *, is_resident: bool = True, multip
 # float16 compiles to the same but for the name of its products
 @pytest.mark.parametrize(
     ("x", "capability", "block_m"),
-    [
-        *(("bf16", 90, block_m) for block_m in ROWS_OF_A_TILE),
-        *(pytest.param("bf16", 80, block_m, marks=pytest.mark.campaign) for block_m in ROWS_OF_A_TILE),
-        pytest.param("fp16", 80, 16, marks=pytest.mark.campaign),
-    ],
+    default_and_campaign(
+        [
+            *(("bf16", capability, block_m) for capability in (80, 90) for block_m in ROWS_OF_A_TILE),
+            ("fp16", 80, 16),
+        ],
+        default=[("bf16", 90, max(ROWS_OF_A_TILE))],
+    ),
 )
 @pytest.mark.parametrize(("kernel", "y"), [("shrink", ""), ("expand", ""), ("expand", "fp32")])
 def test_every_configuration_loads_weights_wide_and_ahead(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns import default_and_campaign
 
 pytest.importorskip("triton")
 
@@ -147,7 +148,7 @@ def assert_fetches_keys_wide_and_ahead(opcodes: set[str]) -> None:
 
 
 # one head_dim of each power of two that is compiled apart
-CONFIGURATIONS = [(7, 64), (4, 128), (8, 256)]
+CONFIGURATIONS = default_and_campaign([(7, 64), (4, 128), (8, 256)], default=[(4, 128)])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -166,20 +167,20 @@ def test_chunks_fetch_keys_wide_and_ahead(group: int, head_dim: int, capability:
     assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, num_programs))
 
 
-@pytest.mark.parametrize("kind", ["decode", "chunks"])
+@pytest.mark.parametrize("kind", default_and_campaign(["decode", "chunks"], default=["chunks"]))
 def test_soft_caps_cost_no_spills(kind: str, tmp_path: Path) -> None:
     compiled, config = compile_attend(kind, 2, 256, 80, has_cap=True)
     assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, 2 if kind == "decode" else 1))
 
 
-@pytest.mark.parametrize("kind", ["decode", "chunks"])
+@pytest.mark.parametrize("kind", default_and_campaign(["decode", "chunks"], default=["decode"]))
 def test_other_types_heads_and_blocks_are_as_lean(kind: str, tmp_path: Path) -> None:
     compiled, config = compile_attend(kind, 32, 80, 90, x="fp16", stride="i64", block_size=24)
     assert_fetches_keys_wide_and_ahead(assert_lean(compiled, tmp_path, config.num_warps, 2))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("head_dim", "max_splits"), [(64, 64), (256, 16)])
+@pytest.mark.parametrize(("head_dim", "max_splits"), default_and_campaign([(64, 64), (256, 16)], default=[(256, 16)]))
 def test_splits_are_summed_without_spills(head_dim: int, max_splits: int, capability: int, tmp_path: Path) -> None:
     constants = {
         "ROWS_AT": plan.ROWS_AT,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import default_and_campaign
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -144,16 +145,15 @@ def assert_decode(compiled: Any, kind: str, num_rows: int, folder: Path) -> None
 
 # the whole product takes minutes: every height of row tile with every kind, both generations with
 # the lowest, every way to unpack
-# the default run: every kind with the lowest, one with every height
-CONFIGURATIONS = [
-    ("int8-32-zeros", 16, 80),
-    *[pytest.param(kind, 16, 80, marks=pytest.mark.campaign) for kind in ("plain", "int8", "nf4", "int4-zeros")],
-    *[
-        pytest.param(kind, rows, 90, marks=() if rows == 16 or kind == "nf4" else pytest.mark.campaign)
-        for kind in KINDS
-        for rows in gpu_gemm.DECODE_CONFIGS
+# the default run: a plain weight, bytes with zeros, half bytes and a table's codes, the lowest and
+# the highest tile
+CONFIGURATIONS = default_and_campaign(
+    [
+        *[(kind, 16, 80) for kind in ("int8-32-zeros", "plain", "int8", "nf4", "int4-zeros")],
+        *[(kind, rows, 90) for kind in KINDS for rows in gpu_gemm.DECODE_CONFIGS],
     ],
-]
+    default=[("int8-32-zeros", 16, 80), ("plain", 16, 90), ("int4", 16, 90), ("nf4", max(gpu_gemm.DECODE_CONFIGS), 90)],
+)
 
 
 @pytest.mark.parametrize(("kind", "num_rows", "capability"), CONFIGURATIONS)
@@ -163,7 +163,7 @@ def test_few_rows_read_weights_wide_and_ahead(
     assert_decode(compile_linear(kind, num_rows, torch.bfloat16, capability, monkeypatch), kind, num_rows, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4", "int4-zeros"])
+@pytest.mark.parametrize("kind", default_and_campaign(["int8", "nf4", "int4-zeros"], default=["nf4"]))
 def test_few_rows_in_float16_do_too(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_decode(compile_linear(kind, 16, torch.float16, 90, monkeypatch), kind, 16, tmp_path)
 
@@ -173,12 +173,13 @@ def test_shapes_that_fill_no_tile_are_lean(tmp_path: Path, monkeypatch: pytest.M
     assert_lean(compiled, tmp_path, programs=2)
 
 
-MANY = [
-    *[(kind, 90) for kind in KINDS[1:]],
-    ("int8-32-zeros", 90),
-    ("int8", 80),
-    *[pytest.param(kind, 80, marks=pytest.mark.campaign) for kind in ("nf4", "int8-128")],
-]
+MANY = default_and_campaign(
+    [
+        *[(kind, 90) for kind in (*KINDS[1:], "int8-32-zeros")],
+        *[(kind, 80) for kind in ("int8", "nf4", "int8-128")],
+    ],
+    default=[("int8", 80), ("nf4", 90), ("int4-zeros", 90)],
+)
 
 
 @pytest.mark.parametrize(("kind", "capability"), MANY)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns import default_and_campaign
 
 pytest.importorskip("triton")
 
@@ -95,7 +96,9 @@ def test_embedding_reads_and_writes_wide(capability: int, tmp_path: Path) -> Non
 
 
 @CAPABILITIES
-@pytest.mark.parametrize("size", [896, 4096, gpu_rows.MAX_HIDDEN_SIZE])
+@pytest.mark.parametrize(
+    "size", default_and_campaign([896, 4096, gpu_rows.MAX_HIDDEN_SIZE], default=[896, gpu_rows.MAX_HIDDEN_SIZE])
+)
 def test_norms_of_every_width_stay_in_registers(size: int, capability: int, tmp_path: Path) -> None:
     # the smallest rows leave a thread fewer than eight elements of sixteen bits
     assert_wide(compile_norm(capability, size, tmp_path), loads=2, stores=1)
@@ -117,7 +120,10 @@ def test_rows_are_normed_in_place_wide(capability: int, tmp_path: Path) -> None:
 
 
 @CAPABILITIES
-@pytest.mark.parametrize(("head_dim", "num_heads"), [(64, 24), (80, 96), (128, 48), (256, 12)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads"),
+    default_and_campaign([(64, 24), (80, 96), (128, 48), (256, 12)], default=[(80, 96), (256, 12)]),
+)
 def test_heads_of_every_dim_are_moved_wide(head_dim: int, num_heads: int, capability: int, tmp_path: Path) -> None:
     machine = compile_heads(capability, head_dim, num_heads, tmp_path, has_norm=True)
     # halves of the queries, of the keys and of the values
