@@ -116,6 +116,7 @@ def test_doctor_says_which_setting_is_wrong(examine: Callable[..., Done]) -> Non
     assert "settings" in done.output.splitlines()
 
 
+@pytest.mark.campaign
 def test_doctor_measures_what_rounding_costs(examine: Callable[..., Done], tmp_path: Path) -> None:
     arguments = ("--model", base_dir(), "--quantize", "fp8", "--data-dir", tmp_path / "data", "--precision")
     done = examine(*arguments, "--format", "json")

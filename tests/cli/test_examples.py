@@ -68,6 +68,7 @@ def test_openai_client(run_example: Callable[..., str], adapters: Client) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_train_and_push(run_example: Callable[..., str]) -> None:
     pytest.importorskip("peft")
     assert "pushed butler@1" in run_example("train_and_push.py", "3")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import default_and_campaign
 from torch import Tensor
 
 from loraserve_kernels.common.quantized import QuantizedWeight
@@ -56,7 +57,7 @@ def found(machine: str) -> dict[str, Any]:
     return formats
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
 def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machine: str) -> None:
     for format, one in found(machine).items():
         for kernel, seen in one["candidates"].items():
@@ -64,7 +65,7 @@ def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machin
         assert one["candidates"][one["kernel"]]["is_right"], format
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
 def test_a_loud_row_and_other_rows_leave_a_rows_bits_alone(machine: str) -> None:
     for format, one in found(machine).items():
         for kernel, seen in one["candidates"].items():
@@ -76,7 +77,7 @@ def test_a_loud_row_and_other_rows_leave_a_rows_bits_alone(machine: str) -> None
         assert one["kernel"] != "fbgemm", format
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
 def test_no_format_is_far_slower_than_float32(machine: str) -> None:
     slow = {
         (format, one["kernel"], rows): ratio
@@ -87,6 +88,7 @@ def test_no_format_is_far_slower_than_float32(machine: str) -> None:
     assert not slow
 
 
+@pytest.mark.campaign
 def test_int8_gives_the_same_bits_on_every_machine() -> None:
     """All kernels that round activations to 8 bits are of one rank,
     so that the clock may choose among them.
@@ -96,6 +98,7 @@ def test_int8_gives_the_same_bits_on_every_machine() -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif("oneDNN with AVX2" not in MACHINES, reason="about x86 instructions")
 def test_pairs_of_products_in_16_bits_overflow_with_avx2_and_this_is_seen() -> None:
     """Otherwise the tests above would see nothing either."""

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from campaigns import default_and_campaign
 
 pytest.importorskip("triton")
 
@@ -69,8 +70,11 @@ def test_mixed_batch_gives_each_token_the_probability_that_peft_gives_it(world, 
             assert score.top[0][1] == pytest.approx(float(row.max()), abs=0.05)
 
 
-def test_text_is_the_same_alone_and_cobatched(world, make_gpu_engine):
-    work = [(prompt, NAMES[i % len(NAMES)]) for i, prompt in enumerate(prompts(5, seed=3, high=20))]
+@pytest.mark.parametrize("num_requests", default_and_campaign([2, 5], default=[2]))
+def test_text_is_the_same_alone_and_cobatched(world, make_gpu_engine, num_requests):
+    prompts_of_all = prompts(5, seed=3, high=20)
+    # the last ones first: an adapter on all linears, drawn, beside one on few, greedy
+    work = [(prompt, NAMES[i % len(NAMES)]) for i, prompt in enumerate(prompts_of_all)][-num_requests:]
     sampled = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
     engine = make_gpu_engine()
     ids = [
