@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 # Tests that run at once.
-WORKERS ?= 3
+WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -14,7 +14,7 @@ help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
-	@echo "make test             run the tests, three at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
+	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 from server_process import ServerProcess
 
 from loraserve import Client
@@ -25,6 +26,7 @@ def until(read: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return found
 
 
+@pytest.mark.campaign
 def test_a_shadow_is_compared_and_not_billed_and_a_fallback_answers_for_damaged_bytes(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()

@@ -156,6 +156,7 @@ def test_a_swapped_base_serves_nothing_that_was_made_for_the_other(
         b.kill()
 
 
+@pytest.mark.campaign
 def test_an_adapter_that_names_another_base_is_a_warning_and_a_strict_server_refuses_it(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", flags=FLAGS)
     folder = str(adapter_dirs()["sql"])

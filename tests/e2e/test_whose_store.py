@@ -93,6 +93,7 @@ def test_another_registry_is_refused_until_an_operator_says_otherwise(place: Pla
     assert one.run("serve").returncode == 2
 
 
+@pytest.mark.campaign
 def test_a_lost_database_does_not_become_an_empty_one_over_a_full_store(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from campaigns import default_and_campaign
 from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client
@@ -35,7 +36,7 @@ def complete(server: ServerProcess, key: str) -> int:
     return httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
 
 
-@pytest.mark.parametrize("how", ["renamed", "replaced"])
+@pytest.mark.parametrize("how", default_and_campaign(["renamed", "replaced"], default=["renamed"]))
 def test_a_file_that_goes_away_takes_no_push_until_it_is_back(server: ServerProcess, tmp_path: Path, how: str) -> None:
     key = server.make_tenant("acme")
     path, away = server.data_dir / "registry.db", tmp_path / "away.db"

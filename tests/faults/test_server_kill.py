@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from campaigns import default_and_campaign
 from changing_worker import SHARED, Files, Worker, multipart, revision_of
 from expected_state import LIVE
 from forked_server import ForkedServer
@@ -32,6 +33,7 @@ from loraserve.db.session import Database
 from loraserve.types import BaseSpec
 
 NUM_KILLS = int(os.environ.get("LORASERVE_KILLS", "20"))
+"""Of a campaign; the default run kills five times."""
 SEED = int(os.environ.get("LORASERVE_KILLS_SEED", "20261121"))
 NUM_WORKERS = 4
 MAX_LIFE_S = 0.25
@@ -105,7 +107,9 @@ async def tenant_of(
         yield Tenant(workers, moves, client, rng)
 
 
+@pytest.mark.parametrize("num_kills", default_and_campaign([5, NUM_KILLS], default=[5]))
 async def test_what_was_acknowledged_over_http_is_there_after_every_kill_and_nothing_is_there_by_half(
+    num_kills: int,
     tmp_path: Path,
     small_base: BaseSpec,
     database_url: str,
@@ -115,13 +119,13 @@ async def test_what_was_acknowledged_over_http_is_there_after_every_kill_and_not
     with ForkedServer(tmp_path / "data", small_base, {"database_url": database_url}) as server:
         server.start()
         async with tenant_of(server, make_files) as tenant:
-            for _ in range(NUM_KILLS):
+            for _ in range(num_kills):
                 await tenant.change_until_killed(server, MAX_LIFE_S)
                 await asyncio.to_thread(server.start)
                 assert os.listdir(store.root / "staging") == []
                 await tenant.settle(store)
         assert server.end(signal.SIGTERM) == 0
-    assert sum(worker.num_acknowledged for worker in tenant.workers) >= 5 * NUM_KILLS
+    assert sum(worker.num_acknowledged for worker in tenant.workers) >= 5 * num_kills
     versions, num_audited = await read_rows(database_url)
     assert num_audited == len(versions)
     for version in versions:

@@ -1,5 +1,5 @@
 """Which tests a run takes, and how pytest-xdist's workers share them
-(``pytest -n 3 --dist worksteal``).
+(``pytest -n 4 --dist worksteal``).
 
 Workers begin with equal parts of the list and then take from the ends of each other's, so that a
 module's tests mostly stay together. Tests marked ``alone`` come first and have the machine to

@@ -166,13 +166,15 @@ def test_every_configuration_loads_weights_wide_and_ahead(
     assert not [op for op in opcodes if op.startswith("LDG.") and re.search(r"\.[US](8|16)\b", op)]
 
 
-@pytest.mark.parametrize(("split", "capability"), [(1, 80), (16, 90)])
+@pytest.mark.parametrize(("split", "capability"), default_and_campaign([(1, 80), (16, 90)], default=[(16, 90)]))
 @pytest.mark.parametrize("kernel", ["shrink", "expand"])
 def test_any_number_of_parts_is_lean(kernel: str, split: int, capability: int, tmp_path: Path) -> None:
     assert_lean(compile_kernel(kernel, "bf16", capability, 16, split=split), tmp_path)
 
 
-@pytest.mark.parametrize(("kernel", "capability"), [("shrink", 90), ("expand", 80)])
+@pytest.mark.parametrize(
+    ("kernel", "capability"), default_and_campaign([("shrink", 90), ("expand", 80)], default=[("expand", 80)])
+)
 def test_widths_that_are_no_multiples_of_16_still_load_weights_wide(
     kernel: str, capability: int, tmp_path: Path
 ) -> None:
@@ -186,7 +188,9 @@ def test_a_bias_is_lean(tmp_path: Path) -> None:
     assert_lean(compile_kernel("expand", "bf16", 80, 16, has_bias=True), tmp_path)
 
 
-@pytest.mark.parametrize(("capability", "block_m"), [(80, 16), (90, 16), (90, 32)])
+@pytest.mark.parametrize(
+    ("capability", "block_m"), default_and_campaign([(80, 16), (90, 16), (90, 32)], default=[(90, 32)])
+)
 def test_rows_of_the_head_are_loaded_wide_and_ahead(capability: int, block_m: int, tmp_path: Path) -> None:
     opcodes = assert_lean(compile_kernel("replace", "bf16", capability, block_m, y="fp32"), tmp_path)
     copies = {op for op in opcodes if op.startswith("LDGSTS")}
@@ -194,7 +198,7 @@ def test_rows_of_the_head_are_loaded_wide_and_ahead(capability: int, block_m: in
     assert all(op.endswith((".64", ".128")) for op in copies), copies
 
 
-@pytest.mark.parametrize(("capability", "block_m"), [(80, 16), (90, 32)])
+@pytest.mark.parametrize(("capability", "block_m"), default_and_campaign([(80, 16), (90, 32)], default=[(90, 32)]))
 def test_rows_of_the_embedding_are_copied_wide(capability: int, block_m: int, tmp_path: Path) -> None:
     compiled = compile_kernel("replace_embedding", "bf16", capability, block_m, y="fp32")
     opcodes = assert_lean(compiled, tmp_path, multiplies=False)

@@ -183,9 +183,8 @@ async def test_answers_are_shown_side_by_side_on_a_terminal(server: DemoServer, 
 
 # all formats: `make formats`, which `.ci/run` runs
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [pytest.param([], id="none"), pytest.param(["--quantize", "int8"], id="int8", marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("flags", [[], ["--quantize", "int8"]], ids=["none", "int8"])
 def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path, flags: list[str]) -> None:
     command = [sys.executable, "-m", "loraserve.cli.main", "demo", "--once", "--port", "0", *flags]
     done = subprocess.run(

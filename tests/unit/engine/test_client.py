@@ -15,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 import pytest
 import pytest_asyncio
+from campaigns import default_and_campaign
 
 from loraserve.engine_client.client import EngineClient
 from loraserve.engine_client.messages import GenerateRequest
@@ -141,7 +142,10 @@ async def test_a_reader_that_leaves_frees_its_request(world, client):
     assert client.stats.num_kv_blocks_used == client.stats.num_pins == 0
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 7}])
+DRAWN = {"temperature": 1.0, "seed": 7}
+
+
+@pytest.mark.parametrize("params", default_and_campaign([{}, DRAWN], default=[DRAWN]))
 async def test_a_killed_engine_changes_no_text(world, params):
     requests = [(prompt(n), NAMES[n % len(NAMES)]) for n in range(8)]
     async with running(world) as client:

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from campaigns import default_and_campaign
 from torch import Tensor
 
 from loraserve.adapters.composition import composition_digest
@@ -169,7 +170,10 @@ def test_a_composition_whose_weights_cancel_is_the_base(tmp_path: Path) -> None:
     assert torch.equal(base, composed)
 
 
-@pytest.mark.parametrize(("rank_error", "dtype"), [(None, "int8"), (0.4, "float32"), (0.4, "int8")])
+@pytest.mark.parametrize(
+    ("rank_error", "dtype"),
+    default_and_campaign([(None, "int8"), (0.4, "float32"), (0.4, "int8")], default=[(0.4, "int8")]),
+)
 def test_what_is_lost_of_the_answers_is_of_the_size_of_what_is_lost_of_the_modules(
     rank_error: float | None, dtype: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ __all__ = ["make_engine"]
 pytestmark = pytest.mark.interpreted
 
 
+@pytest.mark.campaign
 def test_probes_come_back_from_the_device(world: World, make_engine) -> None:  # type: ignore[no-untyped-def]
     engine = make_engine(**{**GPU, "max_num_batched_tokens": 64})
     (reply,) = replies(engine, world.refs["rs"])

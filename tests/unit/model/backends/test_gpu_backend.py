@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from campaigns import default_and_campaign
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -90,7 +91,7 @@ STORED: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("format", STORED)
+@pytest.mark.parametrize("format", default_and_campaign(STORED, default=["nf4"]))
 def test_a_stored_format_answers_on_a_gpu_as_on_a_cpu(tmp_path: Path, format: str) -> None:
     STORED[format](tmp_path)
     decoder = load(tmp_path, device="cuda", dtype=torch.float16)

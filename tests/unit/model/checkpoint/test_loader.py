@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from campaigns import default_and_campaign
 from safetensors.torch import load_file, save_file
 
 from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
@@ -256,7 +257,10 @@ print(json.dumps([status("VmHWM") - before, status("VmRSS") - before, decoder.sp
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is measured by way of Linux's /proc"
 )
-@pytest.mark.parametrize(("is_quantized", "quantize"), [(False, "none"), (False, "int8"), (True, "none")])
+@pytest.mark.parametrize(
+    ("is_quantized", "quantize"),
+    default_and_campaign([(False, "none"), (False, "int8"), (True, "none")], default=[(False, "int8")]),
+)
 def test_peak_memory_is_at_most_the_final_weights_and_one_shard(
     tmp_path: Path, is_quantized: bool, quantize: str
 ) -> None:
