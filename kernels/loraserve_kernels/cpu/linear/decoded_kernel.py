@@ -24,6 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from loraserve_kernels.common.quantized import NF4_CODE
+from loraserve_kernels.cpu.c_function import c_function
 from loraserve_kernels.cpu.simd import FEATURES, LANES, STAMP, fetch_add, load_int
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
@@ -376,7 +377,7 @@ def compiled(kind: Any) -> Any:
         if stamp != 0:
             _run_tiles(args, kind)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(multiply)
+    return c_function(multiply)
 
 
 @functools.cache
@@ -391,4 +392,4 @@ def compiled_dot() -> Any:
         if stamp != 0:
             _run_dots(args, 0)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(multiply_int8)
+    return c_function(multiply_int8)
