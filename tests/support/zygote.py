@@ -41,13 +41,15 @@ IMPORTS = {SERVER: (SERVER, "loraserve.settings", "loraserve.api.server", *_ENGI
 ENGINES_NAME = "engine-fork"
 """The name of an engine's fork in /proc, whose command line is the zygote's."""
 _create_subprocess_exec = asyncio.create_subprocess_exec
+_LOCK = threading.Lock()
+"""One fork at a time: that a process adopts forks is set for all of its threads."""
 
 
 class Zygote:
     """The process that is forked. It ends with the process that made this."""
 
     def __init__(self, requests: socket.socket, end: Callable[[], object]) -> None:
-        self._socket, self._end, self._lock = requests, end, threading.Lock()
+        self._socket, self._end = requests, end
 
     @classmethod
     def start(cls) -> Zygote:
@@ -87,7 +89,7 @@ class Zygote:
             descriptors: its stdin, stdout and stderr.
         """
         request = {"module": module, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd)}
-        with self._lock, _adopting():
+        with _LOCK, _adopting():
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors))
             return int(self._socket.recv(64))
 
@@ -101,9 +103,14 @@ def _connection() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-@functools.cache
 def zygote() -> Zygote:
     """The one of this process."""
+    with _LOCK:
+        return _started()
+
+
+@functools.cache
+def _started() -> Zygote:
     return Zygote.start()
 
 
