@@ -17,8 +17,8 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
 
-from loraserve_kernels.cpu.c_function import c_function
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -294,7 +294,7 @@ def compiled() -> Any:
         if stamp != 0:
             _attend(args)
 
-    return c_function(attend)
+    return numba.cfunc(types.void(types.intp), cache=True)(attend)
 
 
 @numba.njit
@@ -344,4 +344,4 @@ def compiled_store() -> Any:
         if stamp != 0:
             _store(args)
 
-    return c_function(store_kv)
+    return numba.cfunc(types.void(types.intp), cache=True)(store_kv)

@@ -24,7 +24,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from loraserve_kernels.common.quantized import NF4_CODE
-from loraserve_kernels.cpu.c_function import c_function
 from loraserve_kernels.cpu.simd import FEATURES, LANES, STAMP, fetch_add, load_int
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
@@ -377,7 +376,7 @@ def compiled(kind: Any) -> Any:
         if stamp != 0:
             _run_tiles(args, kind)
 
-    return c_function(multiply)
+    return numba.cfunc(types.void(types.intp), cache=True)(multiply)
 
 
 @functools.cache
@@ -392,4 +391,4 @@ def compiled_dot() -> Any:
         if stamp != 0:
             _run_dots(args, 0)
 
-    return c_function(multiply_int8)
+    return numba.cfunc(types.void(types.intp), cache=True)(multiply_int8)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
 
-from loraserve_kernels.cpu.c_function import c_function
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -90,4 +90,4 @@ def compiled() -> Any:
         if stamp != 0:
             _quantize(args)
 
-    return c_function(quantize_rows)
+    return numba.cfunc(types.void(types.intp), cache=True)(quantize_rows)

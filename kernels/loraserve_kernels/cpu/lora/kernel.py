@@ -20,6 +20,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
 
 from loraserve_kernels.common.sizes import (
     DELTA,
@@ -34,7 +35,6 @@ from loraserve_kernels.common.sizes import (
     A,
     B,
 )
-from loraserve_kernels.cpu.c_function import c_function
 from loraserve_kernels.cpu.simd import (
     BF16,
     F16,
@@ -448,7 +448,7 @@ def compiled_float32() -> Any:
         if stamp != 0:
             _apply(args, F32)
 
-    return c_function(lora_float32)
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_float32)
 
 
 @functools.cache
@@ -460,7 +460,7 @@ def compiled_bfloat16() -> Any:
         if stamp != 0:
             _apply(args, BF16)
 
-    return c_function(lora_bfloat16)
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_bfloat16)
 
 
 @functools.cache
@@ -472,7 +472,7 @@ def compiled_float16() -> Any:
         if stamp != 0:
             _apply(args, F16)
 
-    return c_function(lora_float16)
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_float16)
 
 
 @functools.cache
@@ -484,4 +484,4 @@ def compiled_int8() -> Any:
         if stamp != 0:
             _apply(args, I8)
 
-    return c_function(lora_int8)
+    return numba.cfunc(types.void(types.intp), cache=True)(lora_int8)
