@@ -9,24 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import JSON, Column, Connection, inspect, text
 
-from loraserve.db import recorded
 from loraserve.db.models import Base
 from loraserve.db.session import WRITE, damaged, database_errors, make_engine, parse_database_url
 from loraserve.errors import ConfigError, DatabaseDamaged, SchemaOutdated
 
-if TYPE_CHECKING:
-    # a start needs Alembic only for PostgreSQL's first tables: functions import it
-    from alembic.config import Config
-    from alembic.runtime.migration import MigrationContext
-
 ADVISORY_LOCK = 0x6C6F7261
 """Key of the advisory lock; any number that all processes share."""
-
-_VERSIONS = "alembic_version"
 
 T = TypeVar("T")
 
@@ -36,8 +33,6 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
     It may be a wheel, an sdist or a checkout.
     """
-    from alembic.config import Config
-
     config = Config()
     config.set_main_option("script_location", str(files("loraserve_migrations")).replace("%", "%%"))
     config.attributes["connection"] = connection
@@ -46,14 +41,10 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 def head() -> str:
     """Return the revision that this program works with."""
-    found = recorded.revisions()
-    heads = found.keys() - found.values()
-    if len(heads) != 1:
-        raise ConfigError(
-            f"This installation's migrations end with {len(heads)} revisions; expected one.",
-            hint="Install loraserve again.",
-        )
-    return heads.pop()
+    revision = ScriptDirectory.from_config(alembic_config()).get_current_head()
+    if revision is None:
+        raise ConfigError("This installation has no migrations.", hint="Install loraserve again.")
+    return revision
 
 
 async def current(url: str) -> str | None:
@@ -79,17 +70,13 @@ async def upgrade(url: str) -> str:
 async def upgrade_if_empty(url: str) -> bool:
     """Create the tables of an empty database; return whether it was empty.
 
-    SQLite's are created as recorded (see `recorded`). Other databases are unchanged (see `check`).
+    Other databases are unchanged (see `check`).
     """
 
     def run(connection: Connection) -> bool:
         if _read_revision(connection) is not None:
             return False
-        statements = recorded.statements(head()) if connection.dialect.name == "sqlite" else ()
-        for statement in statements:
-            connection.exec_driver_sql(statement)
-        if not statements:
-            _upgrade(connection)
+        _upgrade(connection)
         return True
 
     return await _in_transaction(url, run)
@@ -110,9 +97,6 @@ async def check(url: str) -> None:
 
 async def differences(url: str) -> list[str]:
     """Return the differences between the database at `url` and the models; empty if they agree."""
-
-    from alembic.autogenerate import compare_metadata
-    from alembic.runtime.migration import MigrationContext
 
     def compare(connection: Connection) -> list[str]:
         context = MigrationContext.configure(
@@ -159,18 +143,15 @@ async def _in_transaction(url: str, action: Callable[[Connection], T], *, is_wri
 
 
 def _read_revision(connection: Connection) -> str | None:
-    tables = set(inspect(connection).get_table_names())
-    heads: list[str] = []
-    if _VERSIONS in tables:
-        heads = list(connection.execute(text(f"SELECT version_num FROM {_VERSIONS}")).scalars())  # noqa: S608
+    heads = MigrationContext.configure(connection).get_current_heads()
     if len(heads) > 1:
         raise SchemaOutdated(
-            f"The registry's table {_VERSIONS} has several revisions ({', '.join(heads)}); expected one.",
+            f"The registry's table alembic_version has several revisions ({', '.join(heads)}); expected one.",
             hint="It was changed by hand: restore a backup.",
         )
     revision = heads[0] if heads else None
     if revision is None:
-        foreign = tables - {_VERSIONS}
+        foreign = set(inspect(connection).get_table_names()) - {"alembic_version"}
         if foreign:
             raise ConfigError(
                 f"The database has tables that aren't loraserve's ({', '.join(sorted(foreign)[:3])}, …).",
@@ -182,8 +163,6 @@ def _read_revision(connection: Connection) -> str | None:
 def _upgrade(connection: Connection) -> str:
     target = head()
     _refuse_newer(_read_revision(connection), target)
-    from alembic import command
-
     command.upgrade(alembic_config(connection), "head")
     if connection.dialect.name == "sqlite":
         broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
@@ -215,7 +194,8 @@ def _check(connection: Connection) -> None:
 
 
 def _refuse_newer(found: str | None, target: str) -> None:
-    if found is not None and found not in recorded.revisions():
+    known = {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+    if found is not None and found not in known:
         raise SchemaOutdated(
             f"The registry's tables are at revision {found}, which this program (at {target}) doesn't know.",
             hint="They were made by a newer loraserve: install that version or newer.",

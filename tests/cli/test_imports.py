@@ -43,12 +43,6 @@ def test_import_loads_nothing_heavy(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_server_starts_without_what_migrations_need() -> None:
-    code = "import sys, loraserve.api.server; print([name for name in ('alembic', 'mako') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_client_is_reached_from_the_package_without_anything_heavy() -> None:
     code = f"import sys; from loraserve import AsyncClient, Client; print([n for n in {HEAVY!r} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
-from loraserve.db import migrate, recorded
+from loraserve.db import migrate
 from loraserve.db.session import Database, make_engine
 from loraserve.errors import ConfigError, SchemaOutdated
 
@@ -35,45 +34,6 @@ async def test_an_empty_database_is_brought_to_the_head(empty_database_url: str)
     assert await migrate.upgrade_if_empty(empty_database_url) is True
     assert await migrate.current(empty_database_url) == migrate.head()
     await migrate.check(empty_database_url)
-
-
-async def test_a_new_sqlite_registry_has_the_tables_that_the_migrations_make(tmp_path: Path) -> None:
-    recorded_path, migrated_path = (tmp_path / name for name in ("recorded.db", "migrated.db"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(migrate, "_upgrade", None)  # not needed
-        assert await migrate.upgrade_if_empty(f"sqlite:///{recorded_path}") is True
-    await migrate.upgrade(f"sqlite:///{migrated_path}")
-    assert recorded.dump(recorded_path) == recorded.dump(migrated_path)
-    assert await migrate.differences(f"sqlite:///{recorded_path}") == []
-
-
-async def test_a_record_of_other_migrations_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "RECORD", tmp_path / "sqlite.sql")
-    url = f"sqlite:///{tmp_path}/registry.db"
-    recorded.RECORD.write_text(
-        "CREATE TABLE old (id INTEGER);\nINSERT INTO alembic_version (version_num) VALUES ('0001');\n"
-    )
-    recorded.statements.cache_clear()
-    try:
-        assert await migrate.upgrade_if_empty(url) is True
-    finally:
-        recorded.statements.cache_clear()
-    assert await migrate.differences(url) == []
-
-
-async def test_a_record_that_fails_leaves_an_empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    statements = [*recorded.statements(migrate.head())[:3], "CREATE TABLE broken"]
-    monkeypatch.setattr(recorded, "statements", lambda _: statements)
-    url = f"sqlite:///{tmp_path}/registry.db"
-    with pytest.raises(Exception, match="incomplete input"):
-        await migrate.upgrade_if_empty(url)
-    assert await migrate.current(url) is None
-
-
-def test_revisions_are_those_that_alembic_finds() -> None:
-    scripts = ScriptDirectory.from_config(migrate.alembic_config())
-    assert recorded.revisions() == {script.revision: script.down_revision for script in scripts.walk_revisions()}
-    assert migrate.head() == scripts.get_current_head()
 
 
 async def test_a_database_with_tables_is_left_to_the_operator(database_url: str) -> None:
