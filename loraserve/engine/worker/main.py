@@ -26,7 +26,6 @@ import zmq
 from loraserve import faults
 from loraserve.background import collector_paused
 from loraserve.config import EngineConfig
-from loraserve.engine.worker.deferred_import import deferred
 from loraserve.engine.worker.pulse import Pulses
 from loraserve.engine_client import messages as m
 from loraserve.errors import EngineError, LoraserveError
@@ -269,8 +268,7 @@ def main() -> int:
     progress.on_begin = pulses.send_now
     try:
         progress.begin("importing torch and the kernels")
-        # torch's operators for tensors without data, which no engine has: a third of its import
-        with collector_paused(), deferred("torch._meta_registrations"):
+        with collector_paused():
             from loraserve.engine.worker.startup import build_engine
 
         parts = build_engine(config, wakeup.ring, progress)
