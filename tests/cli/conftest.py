@@ -5,27 +5,20 @@ and a real server with the bundled pack behind it.
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import command_line
-import httpx2
 import pytest
 from command_line import Done, environment
+from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client
-from loraserve.demo.pack import BASE_NAME, adapter_dirs, base_dir
-
-ADMIN_KEY = "admin-key-of-the-command-line-tests"
-START_S, STOP_S = 60.0, 20.0
-
+from loraserve.demo.pack import BASE_NAME, adapter_dirs
 
 Run = Callable[..., Done]
 
@@ -52,59 +45,9 @@ def run_here() -> Run:
     return command_line.run_here
 
 
-@dataclass(frozen=True)
-class RealServer:
-    url: str
-    process: subprocess.Popen[bytes]
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {"LORASERVE_URL": self.url, "LORASERVE_API_KEY": ADMIN_KEY}
-
-
-def start_server(port: int, data_dir: Path, log: Path, **variables: str) -> subprocess.Popen[bytes]:
-    arguments = [
-        "--model",
-        base_dir(),
-        "--port",
-        port,
-        "--data-dir",
-        data_dir,
-        "--memory-budget",
-        "64MiB",
-        "--host-cache",
-        "64MiB",
-    ]
-    command = [sys.executable, "-m", "loraserve.cli.main", "serve"]
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            [*command, *map(str, arguments), "--num-threads", "1", "--base-names", BASE_NAME],
-            stdout=file,
-            stderr=file,
-            cwd=data_dir.parent,
-            env=environment(LORASERVE_ADMIN_KEY=ADMIN_KEY, **variables),
-        )
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    with httpx2.Client(timeout=5) as client:
-        while time.monotonic() < deadline:
-            assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()}"
-            try:
-                if client.get(f"{url}/readyz").status_code == 200:
-                    return
-            except httpx2.TransportError:
-                pass
-            time.sleep(0.1)
-    raise AssertionError(f"the server wasn't ready in {START_S} s:\n{log.read_text()}")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def variables_for(server: ServerProcess) -> dict[str, str]:
+    """Return the variables by which a command finds the server, with its admin key."""
+    return {"LORASERVE_URL": server.url, "LORASERVE_API_KEY": ADMIN_KEY}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -152,49 +95,44 @@ def hub() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def real_server(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[RealServer]:
+def real_server(tmp_path_factory: pytest.TempPathFactory, hub: str) -> Iterator[ServerProcess]:
     """A server on the bundled base, with no adapters but those that tests push (each test under its
     own names).
     """
     root = tmp_path_factory.mktemp("server")
-    log, port = root / "log", free_port()
+    flags = ("--memory-budget", "64MiB", "--host-cache", "64MiB", "--num-threads", "1", "--base-names", BASE_NAME)
     variables = {"HF_ENDPOINT": hub, "HF_HOME": str(root / "hub"), "LORASERVE_PULL_ALLOW": "hf://acme/*"}
-    process = start_server(port, root / "data", log, **variables)
-    server = RealServer(f"http://127.0.0.1:{port}", process)
+    # not a fork: the hub's library reads its variables when it is imported
+    server = ServerProcess(root / "data", flags=flags, variables=variables, is_forked=False)
     try:
-        wait_until_ready(server.url, process, log)
-        yield server
+        yield server.start()
+        assert server.stop() == 0, server.tail()
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            code = process.wait(STOP_S)
-        finally:
-            process.kill()
-    assert code == 0, f"SIGTERM drains and ends with 0, not {code}:\n{log.read_text()}"
+        server.kill()
 
 
 @pytest.fixture
-def loraserve(run_cli: Run, real_server: RealServer) -> Run:
+def loraserve(run_cli: Run, real_server: ServerProcess) -> Run:
     """As `run_cli`, for the real server with its admin key."""
 
     def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
-        return run_cli(*arguments, stdin=stdin, **(real_server.variables | variables))
+        return run_cli(*arguments, stdin=stdin, **(variables_for(real_server) | variables))
 
     return run
 
 
 @pytest.fixture
-def here(run_here: Run, real_server: RealServer) -> Run:
+def here(run_here: Run, real_server: ServerProcess) -> Run:
     """As `run_here`, for the real server with its admin key."""
 
     def run(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:
-        return run_here(*arguments, stdin=stdin, **(real_server.variables | variables))
+        return run_here(*arguments, stdin=stdin, **(variables_for(real_server) | variables))
 
     return run
 
 
 @pytest.fixture
-def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start_cli(real_server: ServerProcess, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a command for the real server and doesn't wait for it.
 
     Both of its outputs are pipes.
@@ -207,7 +145,7 @@ def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[...,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(**real_server.variables),
+            env=environment(**variables_for(real_server)),
             cwd=tmp_path,
             # A shell starts its background jobs with SIGINT ignored, and children inherit that:
             # these shall hear it.
@@ -226,13 +164,13 @@ def start_cli(real_server: RealServer, tmp_path: Path) -> Iterator[Callable[...,
 
 
 @pytest.fixture
-def variables_of(real_server: RealServer) -> Callable[[], dict[str, str]]:
+def variables_of(real_server: ServerProcess) -> Callable[[], dict[str, str]]:
     """Makes the environment of a process that talks to the real server with its admin key."""
-    return lambda: environment(**real_server.variables)
+    return lambda: environment(**variables_for(real_server))
 
 
 @pytest.fixture
-def client(real_server: RealServer) -> Iterator[Client]:
+def client(real_server: ServerProcess) -> Iterator[Client]:
     with Client(real_server.url, api_key=ADMIN_KEY) as client:
         yield client
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import ADMIN_KEY, ServerProcess
+from server_process import ServerProcess
 
 from loraserve import Client
 from loraserve.demo.pack import base_dir
+
+from .conftest import variables_for
 
 Run = Callable[..., Any]
 Start = Callable[..., Any]
@@ -208,7 +210,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
 def test_run_sends_the_prompt_as_it_is_to_a_base_without_chat_template(
     run_here: Run, plain_server: ServerProcess
 ) -> None:
-    variables = {"LORASERVE_URL": plain_server.url, "LORASERVE_API_KEY": ADMIN_KEY}
+    variables = variables_for(plain_server)
     raw = run_here("run", "plain", QUESTION, "--raw", **variables)
     assert (raw.code, raw.stderr) == (0, "")
     assert raw.stdout
@@ -221,7 +223,7 @@ def test_run_sends_the_prompt_as_it_is_to_a_base_without_chat_template(
 
 @pytest.mark.parametrize("asked", [["--chat"], ["--system", "Be brief."]])
 def test_run_asked_for_a_chat_does_nothing_else(run_here: Run, plain_server: ServerProcess, asked: list[str]) -> None:
-    variables = {"LORASERVE_URL": plain_server.url, "LORASERVE_API_KEY": ADMIN_KEY}
+    variables = variables_for(plain_server)
     done = run_here("run", "plain", QUESTION, *asked, **variables)
     assert (done.code, done.stdout) == (1, "")
     assert "no chat template" in done.stderr
@@ -316,7 +318,7 @@ def test_wrong_key_is_refused_and_not_shown(here: Run) -> None:
     assert "next: export LORASERVE_API_KEY=" in done.stderr
 
 
-def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: Any, tmp_path: Path) -> None:
+def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: ServerProcess, tmp_path: Path) -> None:
     port = real_server.url.rsplit(":", 1)[1]
     done = run_cli("serve", "--model", base_dir(), "--port", port, "--data-dir", tmp_path / "data")
     assert done.code == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_process import ServerProcess
 from typer.testing import CliRunner
 
 from loraserve import Client
@@ -21,6 +22,8 @@ from loraserve.cli.main import app
 from loraserve.demo.pack import base_dir
 from loraserve.doctor import installation, kernels
 from loraserve.doctor.installation import TorchFacts
+
+from .conftest import variables_for
 
 Run = Callable[..., Any]
 
@@ -66,7 +69,7 @@ def test_doctor_without_a_server_checks_the_installation(examine: Callable[..., 
 
 
 def test_doctor_agrees_with_a_server_of_the_same_settings_and_tells_of_others(
-    loraserve: Run, examine: Callable[..., Done], real_server: Any, client: Client, sql_dir: Path
+    loraserve: Run, examine: Callable[..., Done], real_server: ServerProcess, client: Client, sql_dir: Path
 ) -> None:
     version = client.adapters.push(sql_dir, name="examined")
     client.adapters.warm("examined", version.version or 0)
@@ -79,7 +82,7 @@ def test_doctor_agrees_with_a_server_of_the_same_settings_and_tells_of_others(
     assert " 0 compared" not in checks["adapters"]["found"]
 
     others = ("--memory-budget", "32MiB", "--max-model-len", "256", "--adapter-dtype", "int8")
-    other = examine("--model", base_dir(), *others, "--format", "json", **real_server.variables)
+    other = examine("--model", base_dir(), *others, "--format", "json", **variables_for(real_server))
     different = {name for name, status in other.statuses.items() if status == "warn"}
     assert {"base", "budget", "kv_blocks", "adapter_budget", "adapters"} <= different
 
@@ -96,7 +99,7 @@ def test_doctor_knows_the_passwords_of_a_database_url(place: str) -> None:
     assert {"s3cret%2Bp4ss", "s3cret+p4ss"} <= set(_secrets({"database_url": f"postgresql://{place}"}))
 
 
-def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Any) -> None:
+def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: ServerProcess) -> None:
     key, url = "sk-lora-not-a-key-of-anybody", "postgresql://somebody:s3cret-p4ss@127.0.0.1:9/registry"
     done = examine("--database-url", url, LORASERVE_URL=real_server.url, LORASERVE_API_KEY=key)
     assert done.code == 1
@@ -105,7 +108,7 @@ def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Any) 
     assert [secret for secret in ("s3cret-p4ss", key) if secret in done.output] == []
 
 
-def test_doctor_without_a_key_compares_nothing(examine: Callable[..., Done], real_server: Any) -> None:
+def test_doctor_without_a_key_compares_nothing(examine: Callable[..., Done], real_server: ServerProcess) -> None:
     done = examine("--url", real_server.url, "--format", "quiet")
     assert "key" in done.output.splitlines()
 

@@ -33,7 +33,7 @@ from loraserve.db.session import Database
 from loraserve.types import BaseSpec
 
 NUM_KILLS = int(os.environ.get("LORASERVE_KILLS", "20"))
-"""Of a campaign; the default run kills five times."""
+"""The number of kills of a campaign; the default run has five."""
 SEED = int(os.environ.get("LORASERVE_KILLS_SEED", "20261121"))
 NUM_WORKERS = 4
 MAX_LIFE_S = 0.25

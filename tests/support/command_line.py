@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import server_process
 
 from loraserve.cli.main import app
 
@@ -30,9 +31,8 @@ class Done:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's variables without loraserve's own, and then `variables`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
-    return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "200", "NO_COLOR": "1"} | variables
+    """Return `server_process.environment` for a wide screen without colors."""
+    return server_process.environment(COLUMNS="200", NO_COLOR="1", **variables)
 
 
 def run_here(*arguments: str | Path, stdin: str = "", **variables: str) -> Done:

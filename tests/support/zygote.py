@@ -14,7 +14,6 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import importlib
 import json
@@ -37,16 +36,17 @@ _MAX_REQUEST_BYTES = 1 << 18
 SERVER, ENGINE = "loraserve.cli.main", "loraserve.engine.worker.main"
 _ENGINES_MODULES = (ENGINE, "loraserve.engine.worker.startup")
 IMPORTS = {SERVER: (SERVER, "loraserve.settings", "loraserve.api.server", *_ENGINES_MODULES), ENGINE: _ENGINES_MODULES}
-"""What is imported before a module is run the first time; a server forks its engine."""
+"""The modules that a zygote imports before it runs one; a server forks a zygote for its engines."""
 ENGINES_NAME = "engine-fork"
 """The name of an engine's fork in /proc, whose command line is the zygote's."""
 _create_subprocess_exec = asyncio.create_subprocess_exec
 _LOCK = threading.Lock()
 """One fork at a time: that a process adopts forks is set for all of its threads."""
+_zygote: Zygote | None = None
 
 
 class Zygote:
-    """The process that is forked. It ends with the process that made this."""
+    """A process that forks itself on request, and ends with the process that made this."""
 
     def __init__(self, requests: socket.socket, end: Callable[[], object]) -> None:
         self._socket, self._end = requests, end
@@ -104,14 +104,12 @@ def _connection() -> tuple[socket.socket, socket.socket]:
 
 
 def zygote() -> Zygote:
-    """The one of this process."""
+    """Return this process's zygote, started if it has none."""
+    global _zygote
     with _LOCK:
-        return _started()
-
-
-@functools.cache
-def _started() -> Zygote:
-    return Zygote.start()
+        if _zygote is None:
+            _zygote = Zygote.start()
+        return _zygote
 
 
 @contextlib.contextmanager
@@ -143,7 +141,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raise subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
         if self.poll() is None:
             descriptor = os.pidfd_open(self.pid)
             try:
@@ -255,15 +253,16 @@ def serve(requests: socket.socket) -> None:
                 os.close(descriptor)
             while os.getppid() == parent:
                 time.sleep(0.0005)
-            _run(request, descriptors, _end)
+            _run(request, descriptors)
         os.waitpid(between, 0)
         requests.send(os.read(ours, 64))
         for descriptor in (ours, theirs, *descriptors):
             os.close(descriptor)
 
 
-def _run(request: dict[str, Any], descriptors: list[int], end: Callable[[int], None]) -> None:
-    """Become the process that was asked for."""
+def _run(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Become the process that was asked for, and end with it."""
+    global _zygote
     # not at the top: it is one of the modules that requests name
     from loraserve import faults
 
@@ -278,13 +277,11 @@ def _run(request: dict[str, Any], descriptors: list[int], end: Callable[[int], N
     sys.argv = [request["module"], *request["arguments"]]
     faults._arm_from_environment()
     if request["module"] == SERVER:
-        engines = Zygote.fork()
-        # the module that the server imports, not this one, which is its __main__
-        importlib.import_module("zygote").zygote = lambda: engines
-        asyncio.create_subprocess_exec = importlib.import_module("zygote").create_engine
+        _zygote = Zygote.fork()
+        asyncio.create_subprocess_exec = create_engine
     code = 70
     try:
-        # as ``python -m`` does: it becomes __main__, and its names replace this module's
+        # as ``python -m`` does: it becomes __main__
         runpy._run_module_as_main(request["module"])
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
@@ -292,17 +289,16 @@ def _run(request: dict[str, Any], descriptors: list[int], end: Callable[[int], N
         traceback.print_exc()
         code = 1
     finally:
-        end(code)
-
-
-def _end(code: int) -> None:
-    """End as an interpreter does: wait for threads, call exit functions."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        # as an interpreter ends: threads are waited for, exit functions called
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    # not this namespace's: what runs as __main__ gets it
+    import zygote as imported
+
+    imported.serve(socket.socket(fileno=int(sys.argv[1])))

@@ -30,7 +30,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 # (requests as described?, for things that are there?) → how many of each route
 NUM_REQUESTS = {(True, True): 10, (True, False): 3, (False, True): 8, (False, False): 2}
 FEW_REQUESTS = {(True, True): 3, (True, False): 1, (False, True): 2, (False, False): 1}
-"""Of each route: as it is described or not, of things that are there or not."""
+"""The number of requests to each route, by (is as described, names things that are there)."""
 
 NOTHING_TO_DO = {
     "DELETE /api/v1/adapters/{name}/versions/{number}": "conflict",

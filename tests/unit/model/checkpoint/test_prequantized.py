@@ -181,7 +181,6 @@ def test_rounded_activations_are_refused_where_no_weight_is_int8_by_channel(
         plan_base(EngineConfig(model_dir=str(tmp_path), model_id="b", store_url="", activation_dtype="int8"), "cpu")
 
 
-@pytest.mark.campaign
 def test_what_a_quantized_checkpoint_loses_here_is_by_its_activations_alone(tmp_path: Path) -> None:
     """A trained model: of noise, rounding means little."""
     trained = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
