@@ -4,17 +4,12 @@ beside the engine's sampler and beside the rule written plainly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from loraserve.engine.execution.sampler import draw, uniform
 from loraserve.types import SamplingParams
@@ -29,30 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.1},
     "all": {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "min_p": 0.05},
 }
-
-
-@contextmanager
-def quick_interpreter() -> Iterator[None]:
-    """Kernels run three times as fast as they do in Triton's interpreter, which has them look
-    through all of Triton's language at each call of a function.
-    """
-    patch: Callable[[Any], Any] = interpreter._patch_lang
-    is_done = False
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_done
-        # the launch has done it; but Triton's own functions see the language under another name
-        if not is_done and tl not in function.fn.__globals__.values():
-            patch(function.fn)
-            is_done = True
-        return function.rewrite()(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        # each sum of integers is otherwise followed by a check whether it fits, as in no other mode
-        builder = interpreter.interpreter_builder
-        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-        yield
 
 
 def make_params(kinds: Sequence[str], *, first_seed: int = 3) -> list[SamplingParams]:
@@ -90,8 +61,7 @@ def run(
     tokens = torch.full((logits.shape[0],), -7, dtype=torch.int64)
     finite = torch.zeros(logits.shape[0], dtype=torch.bool)
     before = logits.clone()
-    with quick_interpreter():
-        sample(logits, rows, tokens, finite)
+    sample(logits, rows, tokens, finite)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     return tokens.tolist(), finite.tolist()
 

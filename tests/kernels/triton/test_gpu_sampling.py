@@ -24,7 +24,6 @@ from .sampling_steps import (
     make_params,
     make_rows,
     poisoned_logits,
-    quick_interpreter,
     run,
 )
 
@@ -55,8 +54,7 @@ def test_random_numbers_are_the_engines_bit_for_bit() -> None:
     masses = [(1 << 62) - 1 - i * 2**50 if i % 3 else 1 + i for i in range(len(pairs))]
     seed = torch.from_numpy(np.array([s for s, _ in pairs], dtype=np.uint64).view(np.int64))
     bits, shares = torch.zeros(len(pairs), dtype=torch.int64), torch.zeros(len(pairs), dtype=torch.int64)
-    with quick_interpreter():
-        _bits_kernel[(len(pairs),)](seed, torch.tensor([p for _, p in pairs]), torch.tensor(masses), bits, shares)
+    _bits_kernel[(len(pairs),)](seed, torch.tensor([p for _, p in pairs]), torch.tensor(masses), bits, shares)
     digits = [(b % 2**64) >> 11 for b in bits.tolist()]
     assert [d * 2.0**-53 for d in digits] == [uniform(s, p) for s, p in pairs]
     # the number's share of a mass is rounded down, never up to the whole of it
