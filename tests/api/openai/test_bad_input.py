@@ -242,37 +242,24 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path_and_body", "status", "param", "code"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
-)
-async def test_bad_input_is_refused_by_name(
-    client: httpx2.AsyncClient,
-    engine: Any,
-    path_and_body: tuple[str, bytes],
-    status: int,
-    param: str | None,
-    code: str,
-) -> None:
-    path, body = path_and_body
-    response = await client.post(path, content=body, headers={"content-type": "application/json"})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
-    assert error["message"]
-    assert len(response.content) < 1500
-    assert MARK not in response.text
-    assert response.headers["x-request-id"]
-    assert engine.seen == []
+async def test_bad_input_is_refused_by_name(client: httpx2.AsyncClient, engine: Any, subtests: pytest.Subtests) -> None:
+    """All of it on one server, as from one client that sends nothing right."""
+    for what, (path, body), status, param, code in CASES:
+        with subtests.test(what):
+            response = await client.post(path, content=body, headers={"content-type": "application/json"})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["code"]) == (status, param, code)
+            assert error["message"]
+            assert len(response.content) < 1500
+            assert MARK not in response.text
+            assert response.headers["x-request-id"]
+            assert engine.seen == []
+    assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200
 
 
 async def test_too_long_a_prompt_says_so_in_the_words_that_clients_look_for(client: httpx2.AsyncClient) -> None:
     response = await client.post("/v1/completions", json={"model": "sql", "prompt": "x" * 300})
     assert response.json()["error"]["message"].startswith("This model's maximum context length is 256 tokens.")
-
-
-async def test_the_server_answers_after_all_of_it(client: httpx2.AsyncClient) -> None:
-    for _, (path, body), *_ in CASES:
-        await client.post(path, content=body)
-    assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200
 
 
 VALUES = [
