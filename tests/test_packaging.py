@@ -170,6 +170,7 @@ def importable(python: Path, names: set[str], checkout: Path, cwd: Path) -> set[
     return {name for name, places in found.items() if any(Path(place).is_relative_to(checkout) for place in places)}
 
 
+@pytest.mark.campaign
 def test_type_checker_finds_the_types_of_an_editable_installation(editable_python: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
