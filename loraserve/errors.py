@@ -11,6 +11,7 @@ status.
     │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
     │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
     │   ├── NoChatTemplate          messages for a model that takes prompts alone
+    │   ├── GrammarTooComplex       a grammar that takes too much to compile or to follow
     │   ├── PayloadTooLarge         a body, a header or a list is over its bound
     │   │   └── HeadersTooLarge
     │   ├── MethodNotAllowed        the route exists, for other methods
@@ -130,6 +131,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class NoChatTemplate(InvalidRequest):
     code = "no_chat_template"
+
+
+class GrammarTooComplex(InvalidRequest):
+    code = "grammar_too_complex"
 
 
 class PayloadTooLarge(InvalidRequest):

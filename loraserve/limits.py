@@ -52,6 +52,16 @@ class Limits:
     max_completion_logprobs: int = 20
     max_chat_top_logprobs: int = 20
     max_messages: int = 1024
+    max_grammar_bytes: int = 128 * KIB
+    """Size of a schema, regex, grammar or list of choices as it is compiled."""
+    max_choices: int = 1024
+    """Texts in a list of answers to choose from."""
+    grammar_timeout_s: float = 3.0
+    """Time that compiling a grammar may take."""
+    max_checked_grammar_bytes: int = 16 * MIB
+    """Budget of the server's cache of checked grammars."""
+    max_grammar_cache_bytes: int = 128 * MIB
+    """Budget of the engine's cache of compiled grammars, whose bytes are measured before."""
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0

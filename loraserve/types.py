@@ -233,6 +233,10 @@ class SamplingParams(Struct, frozen=True):
     logprobs: int | None = None
     """How many of the likeliest tokens to report beside the sampled one; None: report nothing."""
     prompt_logprobs: int | None = None
+    grammar: str = ""
+    """Grammar of the answer in llguidance's JSON form, checked by the API; empty: any text."""
+    grammar_bytes: int = 0
+    """Bytes that the compiled grammar takes, as the API measured; 0: unknown."""
 
 
 class TokenLogprobs(Struct, frozen=True):
@@ -404,4 +408,21 @@ class EngineStats(Struct, frozen=True):
     """Part of `device_bytes` that nothing holds."""
     step_s: float = 0.0
     """Seconds spent in steps since the start."""
+    num_constrained: int = 0
+    """Live requests with a grammar."""
+    num_grammars: int = 0
+    """Compiled grammars in memory."""
+    grammar_bytes: int = 0
+    """Bytes that they take, as estimated."""
+    grammars_compiled: int = 0
+    grammar_failures: int = 0
+    """Requests that ended because their grammar couldn't be compiled, or was too slow."""
+    late_masks: int = 0
+    """Masks that a step didn't wait for: their rows were computed again in a later step."""
+    grammar_compile_s: Histogram = Histogram()
+    """Seconds of each compilation."""
+    mask_s: Histogram = Histogram()
+    """Seconds of processor time that each mask took."""
+    mask_wait_s: Histogram = Histogram()
+    """Seconds that each step with constrained requests waited for their masks."""
     invariant_violations: int = 0

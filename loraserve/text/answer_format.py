@@ -1,0 +1,243 @@
+"""Forms that a request asks its answer to have, and the grammars of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
+from loraserve.limits import LIMITS
+from loraserve.text.json_schema import has_exclusive_alternatives, prepare
+from loraserve.types import Struct
+
+WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
+"""White space between two tokens of JSON: a space, or a line break with its indentation.
+
+JSON itself allows any number of spaces, and a weak model may make nothing else until its answer is
+cut off.
+"""
+
+_OPTIONS: Mapping[str, str] = {"name": "options", "lark_grammar": '%llguidance {"no_forcing":true}\nstart: ""'}
+"""Grammar of options, which hold for the one beside it.
+
+Without `no_forcing`, text that alone is possible would be made of the tokens that the tokenizer
+makes of it. A special token's name in a literal then becomes that token, which the literal doesn't
+allow, and the request fails.
+"""
+
+
+class AnswerKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    """Lark, or llama.cpp's GBNF."""
+    LARK = "lark"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+class AnswerFormat(Struct, frozen=True):
+    """Form that a request requires of its answer.
+
+    Attributes:
+        value: the schema, regex, list of choices, grammar or structural tag.
+        param: the field that asks for it.
+        is_lenient: parts of a schema that can't be enforced are ignored.
+        has_no_more_properties: a schema's objects have the properties that are listed, where they
+            don't say otherwise.
+        whitespace: regex of what may stand between two tokens of JSON; None: nothing.
+    """
+
+    kind: AnswerKind
+    value: Any
+    param: str
+    is_lenient: bool = False
+    has_no_more_properties: bool = False
+    whitespace: str | None = WHITESPACE
+
+
+def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda text: False) -> str:
+    """Return the grammar in llguidance's JSON form, which isn't compiled yet.
+
+    Args:
+        is_special: whether a text is one of the tokenizer's special tokens.
+
+    Raises:
+        InvalidRequest: it is nothing of its kind; `param` names the place.
+        UnsupportedParameter: a part of it can't be enforced.
+        PayloadTooLarge: it is over `limits.max_grammar_bytes`.
+    """
+    match wanted.kind:
+        case AnswerKind.JSON_SCHEMA:
+            grammar = _grammars({"json_schema": json_schema_of(wanted)})
+        case AnswerKind.REGEX:
+            grammar = _grammars({"lark_grammar": f"start: /{_lark_regex(_text(wanted))}/"})
+        case AnswerKind.CHOICE:
+            grammar = _grammars({"lark_grammar": f"start: {' | '.join(map(_quoted, _choices(wanted)))}"})
+        case AnswerKind.GRAMMAR:
+            grammar = _grammars({"lark_grammar": _to_lark(_text(wanted), wanted.param)})
+        case AnswerKind.LARK:
+            grammar = _grammars({"lark_grammar": _text(wanted)})
+        case AnswerKind.STRUCTURAL_TAG:
+            grammar = _grammars({"lark_grammar": _structural_tag(wanted, is_special)})
+    _check_bytes(grammar, wanted.param)
+    return grammar
+
+
+def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
+    """Return the schema of a format of that kind, as llguidance takes it."""
+    schema = prepare(
+        wanted.value,
+        wanted.param,
+        is_lenient=wanted.is_lenient,
+        has_no_more_properties=wanted.has_no_more_properties,
+    )
+    options: dict[str, Any] = {
+        "lenient": wanted.is_lenient,
+        "coerce_one_of": wanted.is_lenient or has_exclusive_alternatives(schema),
+        "whitespace_flexible": wanted.whitespace is not None,
+    }
+    if wanted.whitespace is not None:
+        options["whitespace_pattern"] = wanted.whitespace
+    own = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**options, **own} if isinstance(own, dict) else options}
+
+
+def _grammars(grammar: Mapping[str, Any]) -> str:
+    return json.dumps({"grammars": [grammar, _OPTIONS]}, ensure_ascii=False, separators=(",", ":"))
+
+
+def _check_bytes(text: str, param: str) -> None:
+    if len(text.encode()) > LIMITS.max_grammar_bytes:
+        raise PayloadTooLarge(f"{param} is longer than {LIMITS.max_grammar_bytes} bytes.", param=param)
+
+
+def _text(wanted: AnswerFormat) -> str:
+    value = wanted.value
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidRequest(f"{wanted.param} should be a string, not an empty one.", param=wanted.param)
+    _check_bytes(value, wanted.param)
+    return value
+
+
+def _choices(wanted: AnswerFormat) -> Sequence[str]:
+    value, param = wanted.value, wanted.param
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(f"{param} should be a list of strings, not an empty one.", param=param)
+    if len(value) > LIMITS.max_choices:
+        raise InvalidRequest(f"{param} has more than {LIMITS.max_choices} choices.", param=param)
+    for index, item in enumerate(value):
+        if not isinstance(item, str):
+            where = f"{param}.{index}"
+            raise InvalidRequest(f"{where} should be a string.", param=where)
+    return value
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _lark_regex(regex: str) -> str:
+    """Return the regex as it stands between slashes.
+
+    It is for the whole answer, so that anchors at its ends say nothing more.
+    """
+    from llguidance import regex_to_lark
+
+    regex = regex.removeprefix("^")
+    before = regex.removesuffix("$")
+    num_backslashes = len(before) - len(before.rstrip("\\"))
+    return regex_to_lark(regex if num_backslashes % 2 else before, "d")
+
+
+def _to_lark(text: str, param: str) -> str:
+    """Return Lark as it is, and llama.cpp's GBNF as Lark.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        line = error.pos.text.count("\n", 0, error.pos.pos) + 1
+        raise InvalidRequest(
+            f"{param} is no grammar in Lark or GBNF: line {line} can't be read.", param=param
+        ) from None
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
+    except Exception:
+        # the converter's own kind of error says which rule is missing, in the caller's words
+        raise InvalidRequest(
+            f"{param} is no grammar in Lark or GBNF: a rule is missing, or there twice.",
+            param=param,
+            hint="Lark begins with start:, GBNF with root ::=.",
+        ) from None
+
+
+def _structural_tag(wanted: AnswerFormat, is_special: Callable[[str], bool]) -> str:
+    """Return Lark for text with structured parts between tags, as vLLM and SGLang describe them."""
+    from llguidance import StructTag
+
+    value, param = wanted.value, wanted.param
+    if isinstance(value, dict) and isinstance(value.get("format"), dict):
+        value = _triggered_tags(value["format"], f"{param}.format")
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param} should be an object with structures and triggers.", param=param)
+    structures = value.get("structures")
+    triggers = _texts(value.get("triggers"))
+    if not triggers:
+        raise InvalidRequest(f"{param}.triggers should be a list of strings.", param=f"{param}.triggers")
+    if not isinstance(structures, list) or not structures or len(structures) > LIMITS.max_choices:
+        raise InvalidRequest(
+            f"{param}.structures should be a list of 1 to {LIMITS.max_choices} objects.", param=f"{param}.structures"
+        )
+    tags = []
+    for index, structure in enumerate(structures):
+        where = f"{param}.structures.{index}"
+        if not isinstance(structure, dict):
+            raise InvalidRequest(f"{where} should be an object with begin, schema and end.", param=where)
+        begin, end = structure.get("begin"), structure.get("end")
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise InvalidRequest(f"{where}.begin and end should be strings.", param=where)
+        trigger = next((text for text in triggers if begin.startswith(text)), None)
+        if trigger is None:
+            raise InvalidRequest(f"{where}.begin begins with none of the triggers.", param=f"{where}.begin")
+        schema = AnswerFormat(
+            kind=AnswerKind.JSON_SCHEMA,
+            value=structure.get("schema", {"type": "object"}),
+            param=f"{where}.schema",
+            is_lenient=wanted.is_lenient,
+            whitespace=wanted.whitespace,
+        )
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=json_schema_of(schema), end=end))
+    return StructTag.to_grammar(tags, assume_special=all(is_special(tag.trigger) for tag in tags))
+
+
+def _triggered_tags(form: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """Return xgrammar's newer form of structural tags as the older one.
+
+    Raises:
+        UnsupportedParameter: it is of another kind.
+    """
+    tags = form.get("tags")
+    if form.get("type") != "triggered_tags" or not isinstance(tags, list):
+        raise UnsupportedParameter(f"{param}.type is not supported; triggered_tags is.", param=f"{param}.type")
+    structures = []
+    for index, tag in enumerate(tags):
+        content = tag.get("content") if isinstance(tag, dict) else None
+        if not isinstance(content, dict) or content.get("type") != "json_schema":
+            where = f"{param}.tags.{index}.content"
+            raise UnsupportedParameter(f"{where} is not supported; of type json_schema it is.", param=where)
+        structures.append({"begin": tag.get("begin"), "schema": content.get("json_schema"), "end": tag.get("end")})
+    return {"triggers": form.get("triggers"), "structures": structures}
+
+
+def _texts(value: object) -> list[str]:
+    """Return the list of texts that this is; an empty one if it is none."""
+    if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
+        return value
+    return []

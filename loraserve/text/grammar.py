@@ -1,0 +1,163 @@
+"""Compile grammars for a base's tokenizer with llguidance, within bounds."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loraserve.errors import ConfigError, GrammarTooComplex, InvalidRequest, UnsupportedParameter
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+COMPILE_FUEL = 1_000_000
+"""Steps of building a grammar's lexer, at 50,000 a millisecond."""
+MASK_FUEL = 100_000
+"""Steps of the lexer in one mask, at 14,000 a millisecond.
+
+With `MASK_ITEMS` a mask takes 50 ms at most, mostly.
+"""
+MASK_ITEMS = 10_000
+"""Items of the parser in one mask.
+
+An ambiguous grammar makes a few hundred a millisecond, any other some thousand.
+"""
+MAX_LEXER_STATES = 8192
+"""States of a grammar's lexer, of one to two kilobytes each. A lexer with more is made anew."""
+MAX_GRAMMAR_SIZE = 250_000
+"""Symbols in a grammar's productions."""
+
+PLACE = re.compile(r" \(line \d+, column \d+\)|line \d+, column \d+: ")
+"""Place that an error's message names."""
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_UNCLEAR = "it can't be compiled"
+
+_LIMITS = re.compile(
+    r"too (?:many|large|complex|big|deep)|limit|max is|fuel|exceed|nest|unable to determine", re.IGNORECASE
+)
+_MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), meaning)
+    for pattern, meaning in (
+        (r"Invalid type|type must be", "a type is none of JSON Schema's"),
+        (r"Pointer .* does not exist|Reference segment|Unresolvable|retriev|[Rr]esource", "a $ref leads nowhere"),
+        (r"oneOf constraints", "the alternatives of oneOf may overlap, and a grammar can't count them: use anyOf"),
+        (r"min/maxProperties only", "minProperties and maxProperties need every listed property to be required"),
+        (r"NoExtension|[Uu]nsatisfiable|No options in anyOf|always empty|is empty", "nothing satisfies it"),
+        (r"circular references", "a $ref with siblings leads back to itself"),
+        (r"[Uu]nimplemented|not supported|unsupported", "a part of it can't be enforced"),
+        (r"unknown special token", "it names a special token that this model doesn't have"),
+        (r"unknown name|not found|no start|start symbol", "a rule is missing"),
+        (r"look-?around|look-?ahead|look-?behind", "regexes have no look-around here"),
+        (r"regex parse error|invalid regex", "a regex can't be read"),
+        (r"disjoint", "patternProperties may overlap, which can't be enforced"),
+        (r"[Uu]nknown format", "a format can't be enforced"),
+        (r"Expected|must be|invalid|Invalid", "a part of it isn't what its place asks for"),
+    )
+)
+"""Meanings of llguidance's messages.
+
+Their own words hold pieces of the grammar, which no answer repeats.
+"""
+
+
+class GrammarCompiler:
+    """Compile grammars for one tokenizer. Safe to use from several threads.
+
+    llguidance and its copy of the tokenizer are loaded at the first use, which takes a second for a
+    vocabulary of 128,000 tokens. Without llguidance, as on a machine that has nothing but torch,
+    everything else works.
+
+    Args:
+        model_dir: the base's folder, with its ``tokenizer.json``.
+        vocab_size: the logits' width, which may be more or less than the tokenizer's vocabulary.
+        eos_token_ids: tokens that end an answer once its grammar is satisfied.
+    """
+
+    def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path = model_dir / "tokenizer.json"
+        self.vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._limits: LLParserLimits | None = None
+
+    def load(self) -> LLTokenizer:
+        """Return llguidance's form of the tokenizer, which the first call builds.
+
+        Raises:
+            ConfigError: llguidance isn't installed.
+            UnsupportedParameter: it can't work with this base's tokenizer.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._build()
+            return self._tokenizer
+
+    def compile(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the grammar's beginning, without the interpreter's lock meanwhile.
+
+        Args:
+            grammar: llguidance's JSON form, or Lark.
+
+        Raises:
+            InvalidRequest: it is no grammar, or asks for something that isn't implemented.
+            GrammarTooComplex: it is over a limit.
+            ConfigError, UnsupportedParameter: as `load`.
+        """
+        tokenizer = self.load()
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise grammar_error(matcher.get_error())
+        return matcher
+
+    def _build(self) -> LLTokenizer:
+        try:
+            from llguidance import LLParserLimits, LLTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "Structured output needs llguidance, which isn't installed.", hint="pip install llguidance"
+            ) from error
+        if not self._eos_token_ids:
+            raise UnsupportedParameter(
+                "This base names no end-of-text token, so an answer that follows a grammar couldn't end.",
+                hint="Add eos_token_id to the base's generation_config.json.",
+            )
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL,
+            step_lexer_fuel=MASK_FUEL,
+            step_max_items=MASK_ITEMS,
+            max_lexer_states=MAX_LEXER_STATES,
+            max_grammar_size=MAX_GRAMMAR_SIZE,
+            verbose_errors=False,
+        )
+        text = self._path.read_text(encoding="utf-8")
+        try:
+            try:
+                return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids)
+            except ValueError as error:
+                if "vocab size too small" not in str(error):
+                    raise
+                # the tokenizer has tokens that the logits lack: their bits are never read
+                return LLTokenizer(text, eos_token=self._eos_token_ids)
+        except Exception as error:
+            raise UnsupportedParameter(
+                f"This base's tokenizer can't be used for structured output: {type(error).__name__}.",
+                hint="It needs a byte-level vocabulary, or one with byte fallback.",
+            ) from error
+
+
+def grammar_error(message: str) -> InvalidRequest:
+    """Return the error for what llguidance says of a grammar, without the grammar's own words."""
+    first = message.strip().partition("\n")[0]
+    position = _POSITION.match(first)
+    where = f"line {position[1]}, column {position[2]}: " if position is not None else ""
+    if _LIMITS.search(first):
+        return GrammarTooComplex(f"The grammar is too complex to be followed{f' ({where[:-2]})' if where else ''}.")
+    meaning = next((text for pattern, text in _MEANINGS if pattern.search(first)), _UNCLEAR)
+    reason = re.search(r"^error: ([a-z ,-]{3,80})$", message, re.MULTILINE)
+    return InvalidRequest(f"The grammar can't be used: {where}{meaning}{f' ({reason[1]})' if reason else ''}.")

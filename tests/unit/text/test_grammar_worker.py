@@ -1,0 +1,92 @@
+"""What the process that compiles grammars answers, without the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraserve.demo.pack import base_dir
+from loraserve.text import grammar_worker
+from loraserve.text.answer_format import AnswerFormat, AnswerKind
+from loraserve.text.grammar import GrammarCompiler
+from loraserve.text.grammar_worker import Checked, check
+from loraserve.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    tokenizer = Tokenizer(base_dir())
+    return GrammarCompiler(base_dir(), tokenizer.vocab_size, [tokenizer.eos_token_id])
+
+
+def answer(compiler: GrammarCompiler, kind: str, value: Any) -> Checked:
+    return check(compiler, AnswerFormat(kind=AnswerKind(kind), value=value, param="field"))
+
+
+def test_a_good_grammar_is_returned_with_its_size(compiler: GrammarCompiler) -> None:
+    checked = answer(compiler, "json_schema", {"type": "object"})
+    assert checked.error_code is None
+    assert '"json_schema"' in checked.grammar
+    assert 0 < checked.num_bytes < grammar_worker.MAX_GRAMMAR_BYTES
+    assert checked.seconds > 0
+
+
+def test_a_grammar_that_keeps_too_much_memory_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_worker, "MAX_GRAMMAR_BYTES", 1000)
+    checked = answer(compiler, "regex", "[a-z]{3}|[0-9]{9}")
+    assert (checked.error_code, checked.grammar) == ("grammar_too_complex", "")
+
+
+def test_a_grammar_that_is_slow_to_follow_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_worker, "MAX_MASK_S", -1.0)
+    assert answer(compiler, "regex", "[a-z]+").error_code == "grammar_too_complex"
+
+
+@pytest.mark.parametrize(
+    ("schema", "param"),
+    [
+        ({"type": "strange"}, "field"),
+        (
+            {"properties": {"a": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "("}]}}},
+            "field.properties.a.anyOf.1",
+        ),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"minLength": "x"}}}, "field.$defs.b"),
+        ({"items": {"uniqueItems": True}}, "field.items.uniqueItems"),
+    ],
+)
+def test_the_place_at_fault_is_named(compiler: GrammarCompiler, schema: dict[str, Any], param: str) -> None:
+    checked = answer(compiler, "json_schema", schema)
+    assert checked.error_code in ("invalid_value", "unsupported_parameter")
+    assert checked.param == param
+    assert checked.message.startswith(param)
+
+
+def test_a_grammar_in_text_is_at_fault_as_a_whole(compiler: GrammarCompiler) -> None:
+    checked = answer(compiler, "lark", "start: b")
+    assert (checked.param, checked.error_code) == ("field", "invalid_value")
+    assert "line 1, column 8" in checked.message
+
+
+@pytest.mark.parametrize(("kind", "value"), [("regex", "(a"), ("grammar", 'root ::= "a" [[:foo:]]')])
+def test_no_place_is_named_in_a_grammar_that_was_made_of_the_text(
+    compiler: GrammarCompiler, kind: str, value: str
+) -> None:
+    checked = answer(compiler, kind, value)
+    assert checked.error_code == "invalid_value"
+    assert "column" not in checked.message
+
+
+@pytest.mark.parametrize(("trigger", "is_special"), [("<|assistant|>", True), ("<tool>", False)])
+def test_triggers_are_special_tokens_where_the_tokenizer_has_them(
+    compiler: GrammarCompiler, trigger: str, is_special: bool
+) -> None:
+    tag = {"triggers": [trigger], "structures": [{"begin": trigger, "schema": {"type": "integer"}, "end": "!"}]}
+    checked = answer(compiler, "structural_tag", tag)
+    assert checked.error_code is None
+    # a special token stands in Lark without quotes
+    assert (f'"{trigger}"' in checked.grammar.replace("\\", "")) is not is_special
