@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -16,12 +16,15 @@ import msgspec
 from loraserve.config import EngineConfig
 from loraserve.engine.activation import find_activation
 from loraserve.engine.execution.runner import StepRunner
+from loraserve.engine.grammar.constraints import Constraints
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
+from loraserve.engine.scheduling.results import failed_output
 from loraserve.engine.scheduling.scheduler import Scheduler
 from loraserve.engine.step_hooks import StepListener, StepTimer
 from loraserve.engine.step_pipeline import StepPipeline
 from loraserve.engine_client.messages import AddRequest
+from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import Owner
 from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.kv.prefix_cache import prefix_root
@@ -62,12 +65,14 @@ class Engine:
         *,
         overlap: bool = False,
         kv: BlockPool | None = None,
+        constraints: Constraints | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an engine that has no requests yet.
 
         Args:
+            constraints: follows the grammars of requests; None: no request may have one.
             kv: cache that the runner's steps write; None: one of the runner's blocks, all
                 of which are its own.
             progress: told of each step; None: nothing reads it.
@@ -81,6 +86,9 @@ class Engine:
         if kv is None:
             kv = BlockPool(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
         self._kv = kv
+        self._constraints = constraints
+        # requests whose grammar is being compiled, in the order of their arrival
+        self._preparing: dict[RequestId, Request] = {}
         self._scheduler = Scheduler(
             kv,
             pager,
@@ -88,6 +96,7 @@ class Engine:
             token_budget=config.max_num_batched_tokens,
             eos_token_ids=base.eos_token_ids,
             clock=clock,
+            on_end=self._end_constraint,
         )
         self._pipeline = StepPipeline(
             runner, self._scheduler, block_size=kv.block_size, handle_of=pager.handle, overlap=overlap
@@ -116,13 +125,13 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Whether `step` has anything to do: requests, or a step in flight, even of ended ones."""
-        return self._scheduler.has_requests or bool(self._pipeline)
+        return self._scheduler.has_requests or bool(self._preparing) or bool(self._pipeline)
 
     @property
-    def is_waiting_for_adapters_only(self) -> bool:
-        """Whether no step can do anything until an adapter arrives, or space for one."""
+    def is_waiting(self) -> bool:
+        """Whether no step can do anything until an adapter arrives, or space for one, or a mask."""
         scheduler = self._scheduler
-        if self._pipeline or scheduler.num_running:
+        if self._pipeline or scheduler.has_computable:
             return False
         return self.pager.is_admission_paused or scheduler.num_waiting == scheduler.num_waiting_for_adapter
 
@@ -134,10 +143,11 @@ class Engine:
         """
         self._timer.begin(is_idle=not self._scheduler.num_running)
         self._scheduler.note_changed(self.pager.poll())
+        outputs = self._admit_prepared()
         scheduled = self._scheduler.schedule()
         self.listener.before_launch(scheduled)
         self._progress.begin(f"computing step {self._timer.num_steps + 1} of {len(scheduled)} requests")
-        outputs = self._scheduler.take_failed()
+        outputs += self._scheduler.take_failed()
         if scheduled or self._pipeline:
             outputs += self._pipeline.launch(scheduled)
             outputs += self._pipeline.collect(scheduled)
@@ -164,24 +174,52 @@ class Engine:
             self._lookups[self.pager.tier(adapter.digest)] += 1
             # the tenant that asks is charged for the load, not the one that owns the adapter
             adapter = msgspec.structs.replace(adapter, tenant=message.tenant)
-        self._scheduler.add(
-            Request(
-                request_id=message.request_id,
-                tenant=message.tenant,
-                adapter=adapter,
-                params=message.params,
-                token_ids=[*message.prompt_token_ids, *message.output_token_ids],
-                num_prompt_tokens=len(message.prompt_token_ids),
-                priority=message.priority,
-                prefix_root=prefix_root(message.tenant, self.base.digest, self._kv_dtype),
-                arrival_s=self._clock(),
-                sequence_number=next(self._sequence_numbers),
-                weight=message.weight,
-                kv_share=message.kv_share,
-                timeout_s=message.timeout_s,
-            )
+        request = Request(
+            request_id=message.request_id,
+            tenant=message.tenant,
+            adapter=adapter,
+            params=message.params,
+            token_ids=[*message.prompt_token_ids, *message.output_token_ids],
+            num_prompt_tokens=len(message.prompt_token_ids),
+            priority=message.priority,
+            prefix_root=prefix_root(message.tenant, self.base.digest, self._kv_dtype),
+            arrival_s=self._clock(),
+            sequence_number=next(self._sequence_numbers),
+            weight=message.weight,
+            kv_share=message.kv_share,
+            timeout_s=message.timeout_s,
         )
         self._prompt_tokens += len(message.prompt_token_ids)
+        if message.params.grammar:
+            self._prepare(request, message.output_token_ids)
+        else:
+            self._scheduler.add(request)
+
+    def _prepare(self, request: Request, output_token_ids: Sequence[int]) -> None:
+        """Compile the request's grammar on a thread; the scheduler gets the request after that."""
+        if self._constraints is None:
+            raise InvariantViolation(f"request {request.request_id} has a grammar, and this engine follows none")
+        request.constraint = self._constraints.begin(request.params, output_token_ids)
+        self._preparing[request.request_id] = request
+
+    def _admit_prepared(self) -> list[TokenOutput]:
+        """Give the scheduler the requests whose grammars are compiled.
+
+        Return the last outputs of those that failed.
+        """
+        failed = []
+        for request in [r for r in self._preparing.values() if r.constraint is not None and r.constraint.is_ready]:
+            del self._preparing[request.request_id]
+            if request.constraint is not None and request.constraint.error is not None:
+                self._end_constraint(request)
+                failed.append(failed_output(request, request.constraint.error))
+            else:
+                self._scheduler.add(request)
+        return failed
+
+    def _end_constraint(self, request: Request) -> None:
+        if self._constraints is not None and request.constraint is not None:
+            self._constraints.end(request.constraint)
 
     def add_probe(self, probe: Probe, adapter: AdapterRef | None) -> None:
         """Queue a probe as a request like any other, without counting its prompt.
@@ -221,7 +259,10 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request and free what it holds; return False if it is over already."""
-        is_aborted = self._scheduler.abort(request_id)
+        preparing = self._preparing.pop(request_id, None)
+        if preparing is not None:
+            self._end_constraint(preparing)
+        is_aborted = preparing is not None or self._scheduler.abort(request_id)
         self._note_idle()
         return is_aborted
 
@@ -243,7 +284,7 @@ class Engine:
         return EngineStats(
             num_steps=self._timer.num_steps,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._preparing),
             num_waiting_for_adapter=scheduler.num_waiting_for_adapter,
             num_preemptions=scheduler.num_preemptions,
             num_fair_preemptions=scheduler.num_fair_preemptions,
@@ -266,5 +307,12 @@ class Engine:
             step_adapter_s=self._timer.adapter_s,
             step_s=self._timer.total_s,
             invariant_violations=self._invariant_violations + self.pager.num_violations,
+            **({} if self._constraints is None else self._constraints.stats()),
             **cast("dict[str, Any]", self.pager.stats()),
         )
+
+    def close(self) -> None:
+        """End the threads of grammars and loads."""
+        if self._constraints is not None:
+            self._constraints.close()
+        self.pager.close()

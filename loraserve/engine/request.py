@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from loraserve.engine.grammar.constraint import Constraint
 from loraserve.engine.probe import Probe
 from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
@@ -78,6 +79,8 @@ class Request:
     """Tokens, from the first, that were charged or cost nothing."""
     probe: Probe | None = None
     """Collects the logits of an internal request."""
+    constraint: Constraint | None = None
+    """Tokens that its grammar allows next; None: it has no grammar."""
     is_internal: bool = field(init=False)
     """Whether the engine itself made the request, as a probe.
 
@@ -119,6 +122,11 @@ class Request:
         """Return whether prompt logits are still needed; scores go out with the first token."""
         is_wanted = self.params.prompt_logprobs is not None or self.is_internal
         return is_wanted and self.num_tokens == self.num_prompt_tokens
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the request's next mask is slow and isn't there: no step computes it."""
+        return self.constraint is not None and self.constraint.is_held
 
     @property
     def is_exclusive(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loraserve.engine.request import Request, RequestStatus
+from loraserve.errors import LoraserveError
 from loraserve.types import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -66,5 +67,11 @@ class StepResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_finite: bool = True
+    is_deferred: bool = False
+    """Whether the mask of allowed tokens came too late: nothing was sampled, and the entry is
+    computed again.
+    """
+    error: LoraserveError | None = None
+    """Reason why the request's grammar can't be followed any more, which ends the request."""
     logits: Tensor | None = None
     """Logits of a probe's rows up to the entry's end: [num_rows, vocab_size] float32 on host."""

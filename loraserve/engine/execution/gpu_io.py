@@ -66,6 +66,8 @@ class GpuStepHandle:
     host: HostResults
     top: Top | None
     logits: dict[int, Tensor]
+    refused: dict[int, StepResult]
+    """Results of entries whose mask of allowed tokens wasn't there."""
     sampler: Sampler
     event: torch.cuda.Event | None
 
@@ -81,7 +83,9 @@ class GpuStepHandle:
         results = [StepResult() for _ in self.batch.entries]
         for place, i in enumerate(self.sampled):
             entry = self.batch.entries[i]
-            if not finite[place]:
+            if i in self.refused:
+                results[i] = self.refused[i]
+            elif not finite[place]:
                 results[i] = StepResult(is_finite=False)
             elif entry.request.params.max_tokens > 0:
                 results[i] = StepResult(tokens[place], self._logprobs(place, entry, tokens[place]))

@@ -19,15 +19,17 @@ from loraserve.engine.execution.batch import Batch
 from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
 from loraserve.engine.execution.gpu_io import GpuStepHandle, HostResults, Top, lost, send_logprobs, to_host
 from loraserve.engine.execution.gpu_memory import attention_plan
-from loraserve.engine.execution.sampler import Sampler, has_penalties
+from loraserve.engine.execution.sampler import Sampler, has_penalties, wait_for_masks, without_mask
 from loraserve.engine.execution.step_rows import StepRows
 from loraserve.engine.request import Request
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import InvariantViolation
 from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.types import SamplingParams
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.gpu.sampling.masks import MaskRows, allowed_logits
 from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
 _WARM_UP_ROWS = (1, 2, 15, 16, 17, 48, 63, 64, 65, 80, 1 << 20)
@@ -61,6 +63,7 @@ class GpuRunner:
         self._mixed_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=32)
         self._logits_lora = GpuLoraPlan(pool, max_num_tokens=max_num_tokens, max_work_items=items, block_m=16)
         self._sampling = SamplingRows(max_num_seqs, device)
+        self._masks = MaskRows(max_num_seqs, decoder.spec.vocab_size, device)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._finite = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
         # a step's results are read while the next step writes its own
@@ -98,6 +101,8 @@ class GpuRunner:
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
                 self._sampling.fill([params] * num_logits, [0] * num_logits)
                 sample(logits, self._sampling, self._sampled[:num_logits], self._finite[:num_logits])
+            self._masks.fill([None] * num_logits)
+            allowed_logits(logits, self._masks)
             to_host(top_logprobs(logits, self._sampled[:num_logits], 1)[0])
             if self._device.type == "cuda":
                 # pinned buffers alternate: none may be filled before its copy is made
@@ -136,8 +141,8 @@ class GpuRunner:
         return self._sample(batch, sampled, logits, rows)
 
     def needs_results_first(self, request: Request) -> bool:
-        """Return whether the request's next token is chosen on the host."""
-        return needs_host(request)
+        """Return whether the next token is chosen on the host, or from what a grammar allows."""
+        return needs_host(request) or request.constraint is not None
 
     def _run_decode(self, batch: Batch, row_slots: npt.NDArray[np.int32], bucket: int) -> Tensor:
         num_rows = len(row_slots)
@@ -211,10 +216,12 @@ class GpuRunner:
         self._places[sampled] = np.arange(count)
         host, self._turn = self._host_results[self._turn], 1 - self._turn
         top: Top | None = None
+        refused: dict[int, StepResult] = {}
         if count:
             tokens, finite = self._sampled[:count], self._finite[:count]
             self._sampling.fill([e.request.params for e in entries], [e.end for e in entries])
-            sample(rows, self._sampling, tokens, finite)
+            allowed, refused = self._mask(entries, sampled, rows)
+            sample(allowed, self._sampling, tokens, finite)
             host.tokens[:count].copy_(tokens, non_blocking=True)
             host.finite[:count].copy_(finite, non_blocking=True)
             top = send_logprobs(entries, rows, tokens)
@@ -227,7 +234,35 @@ class GpuRunner:
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return GpuStepHandle(batch, sampled, host, top, on_host, self._sampler, event)
+        return GpuStepHandle(batch, sampled, host, top, on_host, refused, self._sampler, event)
+
+    def _mask(
+        self, entries: Sequence[ScheduledRequest], places: Sequence[int], rows: Tensor
+    ) -> tuple[Tensor, dict[int, StepResult]]:
+        """Return the logits to sample from, and the results of entries without a mask.
+
+        The device computes the forward pass while the masks are waited for.
+
+        Args:
+            places: of the entries in the step's batch.
+            rows: [num_sampled, vocab_size] float32; kept.
+        """
+        wait_for_masks(entries)
+        refused: dict[int, StepResult] = {}
+        masks: list[npt.NDArray[np.uint32] | None] = []
+        for place, entry in zip(places, entries, strict=True):
+            constraint, mask = entry.request.constraint, None
+            if constraint is not None and not needs_host(entry.request):
+                result = without_mask(entry)
+                if result is None:
+                    mask = constraint.allowed_words(self._sampler.end_tokens(entry))
+                else:
+                    refused[place] = result
+            masks.append(mask)
+        if all(mask is None for mask in masks):
+            return rows, refused
+        self._masks.fill(masks)
+        return allowed_logits(rows, self._masks), refused
 
 
 def needs_host(request: Request) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.errors import InvariantViolation
 from loraserve.types import SamplingParams, TokenLogprobs
 
 MIN_TEMPERATURE = 1e-5
@@ -58,6 +59,7 @@ class Sampler:
         # logits once.
         finite = torch.isfinite(logits.sum(dim=1)).tolist()
         greedy = logits.argmax(dim=1).tolist()
+        wait_for_masks(batch.entries)
         results = []
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             if start == end:
@@ -87,9 +89,12 @@ class Sampler:
         prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()
         if not entry.is_sampled or request.params.max_tokens == 0:
             return StepResult(prompt_logprobs=prompt_logprobs)
+        refused = without_mask(entry)
+        if refused is not None:
+            return refused
         row = logits[-1]
         raw = torch.log_softmax(row, dim=0) if request.params.logprobs is not None else None
-        token_id = greedy if _is_plain_greedy(entry) else self._choose(entry, row)
+        token_id = greedy if _is_plain_greedy(entry, greedy) else self._choose(entry, row)
         logprobs = None
         if raw is not None and request.params.logprobs is not None:
             logprobs = _top_logprobs(raw, token_id, request.params.logprobs)
@@ -98,19 +103,32 @@ class Sampler:
     def _choose(self, entry: ScheduledRequest, row: Tensor) -> int:
         params = entry.request.params
         row = row.clone()
-        if _is_too_early_to_end(entry):
-            self._forbid_end_tokens(row, params)
+        constraint = entry.request.constraint
+        if constraint is None and _is_too_early_to_end(entry):
+            row[torch.tensor(self.end_tokens(entry), dtype=torch.int64)] = -inf
         _apply_penalties(row, entry.request)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
+        if constraint is not None:
+            allowed = torch.from_numpy(constraint.allowed(self.end_tokens(entry)))
+            row = torch.where(allowed, row, -inf)
         if params.temperature <= MIN_TEMPERATURE:
             return int(row.argmax())
         return draw(row, params, uniform(params.seed, entry.end))
 
-    def _forbid_end_tokens(self, row: Tensor, params: SamplingParams) -> None:
-        end_tokens = {*params.stop_token_ids, *self._eos_token_ids}
-        row[torch.tensor(sorted(end_tokens), dtype=torch.int64)] = -inf
+    def end_tokens(self, entry: ScheduledRequest) -> list[int]:
+        """Return the tokens that the request's answer mustn't end with yet.
+
+        Of a request with a grammar these are chosen where the grammar allows no others.
+        `ignore_eos` means the same there as a `min_tokens` without end: an answer can't go on after
+        its grammar has ended.
+        """
+        params, is_early = entry.request.params, _is_too_early_to_end(entry)
+        if not is_early and not (params.ignore_eos and entry.request.constraint is not None):
+            return []
+        stops = params.stop_token_ids if is_early else ()
+        return sorted({*stops, *self._eos_token_ids})
 
 
 def draw(row: Tensor, params: SamplingParams, u: float) -> int:
@@ -165,13 +183,44 @@ def has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def _is_plain_greedy(entry: ScheduledRequest) -> bool:
-    params = entry.request.params
+def wait_for_masks(entries: Sequence[ScheduledRequest]) -> None:
+    """Wait for the masks of the entries that are sampled, within a bound."""
+    constraints = [
+        entry.request.constraint for entry in entries if entry.is_sampled and entry.request.constraint is not None
+    ]
+    if constraints:
+        constraints[0].threads.wait(constraints)
+
+
+def without_mask(entry: ScheduledRequest) -> StepResult | None:
+    """Return the result of an entry whose mask isn't there.
+
+    None if it is, or if all tokens are allowed.
+    """
+    constraint = entry.request.constraint
+    if constraint is None:
+        return None
+    if not constraint.is_ready:
+        return StepResult(is_deferred=True)
+    if constraint.error is not None:
+        return StepResult(error=constraint.error)
+    if constraint.num_output_tokens != entry.end - entry.request.num_prompt_tokens:
+        raise InvariantViolation(
+            f"the mask of request {entry.request.request_id} follows {constraint.num_output_tokens} tokens of output;"
+            f" token {entry.end - entry.request.num_prompt_tokens} is sampled"
+        )
+    return None
+
+
+def _is_plain_greedy(entry: ScheduledRequest, greedy: int) -> bool:
+    params, constraint = entry.request.params, entry.request.constraint
     return (
         params.temperature <= MIN_TEMPERATURE
         and not _is_too_early_to_end(entry)
         and not params.logit_bias
         and not has_penalties(params)
+        # the likeliest of all tokens is the likeliest of those that are allowed
+        and (constraint is None or (constraint.allows(greedy) and not params.ignore_eos))
     )
 
 

@@ -40,6 +40,9 @@ class ResultProcessor:
         if result.token_id is not None:
             request.token_ids.append(result.token_id)
         reason, stop_reason = self._finish_reason(request, result.token_id)
+        if request.constraint is not None and result.token_id is not None and reason is None:
+            # the next mask is computed while the next step is prepared, and beside its forward pass
+            request.constraint.advance(result.token_id)
         return TokenOutput(
             request_id=request.request_id,
             token_ids=() if result.token_id is None else (result.token_id,),
@@ -63,6 +66,9 @@ class ResultProcessor:
 
     def _finish_reason(self, request: Request, token_id: int | None) -> tuple[FinishReason | None, int | None]:
         params = request.params
+        if request.constraint is not None and token_id in self._eos_token_ids:
+            # it ends the grammar too, which allows nothing after it
+            return FinishReason.STOP, None
         if token_id is not None and request.num_output_tokens >= params.min_tokens:
             if token_id in params.stop_token_ids:
                 return FinishReason.STOP, token_id
@@ -81,6 +87,16 @@ class ResultProcessor:
             "adapter_s": request.adapter_wait_s,
             "prefill_s": now - started,
         }
+
+
+def failed_output(request: Request, error: LoraserveError) -> TokenOutput:
+    """Return the last output of a request that ends with an error."""
+    return TokenOutput(
+        request_id=request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error_code=error.code,
+        error_message=str(error),
+    )
 
 
 def adapter_overdue_error(request: Request, state: Residency, deadline_s: float) -> LoraserveError:

@@ -32,7 +32,12 @@ from loraserve.engine.scheduling.fair_queue import PROMPT_COST, FairQueue
 from loraserve.engine.scheduling.preemption import Preemption
 from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
-from loraserve.engine.scheduling.results import ResultProcessor, adapter_overdue_error, numerics_error
+from loraserve.engine.scheduling.results import (
+    ResultProcessor,
+    adapter_overdue_error,
+    failed_output,
+    numerics_error,
+)
 from loraserve.engine.scheduling.step import ProbeBudget, Step
 from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, AdapterWaits, RequestDeadlines
 from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
@@ -71,7 +76,13 @@ class Scheduler:
         eos_token_ids: Sequence[int],
         adapter_deadline_s: float = LIMITS.adapter_load_deadline_s,
         clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[Request], None] = lambda request: None,
     ) -> None:
+        """Begin without requests.
+
+        Args:
+            on_end: told of each request that has ended, however it did.
+        """
         self.num_timeouts = 0
         """Requests that ended because their own timeout was over."""
         self.base_prefix_tokens_hit = 0
@@ -82,6 +93,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._token_budget = token_budget
         self._clock = clock
+        self._on_end = on_end
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by order
         self._fair_queue = FairQueue(MAX_CREDIT_STEPS * token_budget * PROMPT_COST)
@@ -149,6 +161,11 @@ class Scheduler:
         return self._fair_queue.num_tenants
 
     @property
+    def has_computable(self) -> bool:
+        """Return whether a step can compute any running request."""
+        return any(not request.is_held for request in self._running)
+
+    @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
@@ -174,12 +191,7 @@ class Scheduler:
     def fail(self, request: Request, error: LoraserveError) -> TokenOutput:
         """End a request with an error and return its last output."""
         self._end(request)
-        return TokenOutput(
-            request_id=request.request_id,
-            finish_reason=FinishReason.ERROR,
-            error_code=error.code,
-            error_message=str(error),
-        )
+        return failed_output(request, error)
 
     def take_failed(self) -> list[TokenOutput]:
         """Return, once, the last outputs of requests that ended outside of a step."""
@@ -258,8 +270,8 @@ class Scheduler:
         pending = [request.num_pending_tokens for request in self._running]
         step.num_slots = self._max_num_seqs + pending.count(0)
         for request, num_pending in zip(list(self._running), pending, strict=True):
-            if request.status is not RequestStatus.RUNNING:
-                # preempted for an earlier one in this very loop
+            if request.status is not RequestStatus.RUNNING or request.is_held:
+                # preempted for an earlier one in this very loop, or without its mask
                 continue
             if num_pending > 1:
                 prefilling.append(request)
@@ -483,12 +495,17 @@ class Scheduler:
 
     def _advance(self, entry: ScheduledRequest, result: StepResult) -> TokenOutput | None:
         request = entry.request
+        if result.is_deferred:
+            self.forget([entry])
+            return None
         request.num_in_flight_tokens -= entry.num_sampled_tokens
         if request.status is RequestStatus.FINISHED:
             # ended while the step was in flight: nothing of this is sent, counted or published
             return None
         if not result.is_finite:
             return self.fail(request, numerics_error(request))
+        if result.error is not None:
+            return self.fail(request, result.error)
         output = self._outputs.process(entry, result)
         if output is not None and output.finish_reason is not None:
             self._end(request)
@@ -519,6 +536,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         request.status = RequestStatus.FINISHED
+        self._on_end(request)
         self._quota.free_blocks(request)
         self._waits.end(request)
         self._fair_queue.close(request)

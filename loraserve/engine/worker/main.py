@@ -162,7 +162,7 @@ class Worker:
     def _timeout_ms(self) -> int:
         """Return how long to wait for a message, or for a background thread."""
         engine = self._engine
-        if engine.has_requests and not engine.is_waiting_for_adapters_only:
+        if engine.has_requests and not engine.is_waiting:
             return 0
         if engine.pager.is_copying:
             return _SOON_POLL_MS

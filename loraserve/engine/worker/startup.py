@@ -20,6 +20,7 @@ from loraserve.config import AUTO_DTYPES, CPU_BUDGET_BYTES, EngineConfig
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
+from loraserve.engine.grammar.constraints import Constraints
 from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
@@ -37,6 +38,7 @@ from loraserve.memory.residency.pager import Pager
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
+from loraserve.text.grammar import GrammarCompiler
 from loraserve.types import KernelChoice
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.cpu.linear.chooser import chooser
@@ -54,9 +56,9 @@ class EngineParts:
     ready: m.Ready
 
     def close(self) -> None:
-        """End verifications and loads, and their threads."""
+        """End verifications, grammars and loads, and their threads."""
         self.verifier.close()
-        self.engine.pager.close()
+        self.engine.close()
 
 
 def build_engine(
@@ -109,7 +111,17 @@ def build_engine(
     )
     is_on_cpu = config.device == "cpu"
     throttle = Throttle.beside_steps(torch.get_num_threads() if is_on_cpu else math.inf)
-    engine = Engine(config, decoder.spec, runner, pager, overlap=not is_on_cpu, kv=kv, progress=progress)
+    compiler = GrammarCompiler(Path(config.model_dir), decoder.spec.vocab_size, decoder.spec.eos_token_ids)
+    engine = Engine(
+        config,
+        decoder.spec,
+        runner,
+        pager,
+        overlap=not is_on_cpu,
+        kv=kv,
+        constraints=Constraints(compiler, wake=wake),
+        progress=progress,
+    )
     engine.listener = verifier = Verifier(engine, decoder, store, throttle=throttle, wake=wake)
     ready = m.Ready(
         base=decoder.spec,

@@ -17,8 +17,8 @@ import triton
 
 from loraserve_kernels.gpu.sampling import draw as draw_kernels
 from loraserve_kernels.gpu.sampling import kernels as sampling_kernels
+from loraserve_kernels.gpu.sampling import masks, sampling_rows
 from loraserve_kernels.gpu.sampling import sampling as gpu_sampling
-from loraserve_kernels.gpu.sampling import sampling_rows
 
 from .ahead_of_time import CAPABILITIES, Machine, compile_for
 
@@ -29,6 +29,7 @@ KERNELS = {
     "weigh": sampling_kernels.weigh_kernel,
     "draw": draw_kernels.draw_kernel,
     "search": draw_kernels.search_kernel,
+    "mask": masks.mask_kernel,
 }
 DTYPES = {
     "seed_ptr": "i64",
@@ -44,6 +45,8 @@ DTYPES = {
     "masses_ptr": "i64",
     "tokens_ptr": "i64",
     "finite_ptr": "i1",
+    "words_ptr": "i32",
+    "is_masked_ptr": "i32",
 }
 
 
@@ -79,7 +82,8 @@ def compile_kernel(name: str, capability: int, folder: Path, *, has_draws: bool 
         folder,
         num_warps=gpu_sampling.NUM_WARPS,
         has_fp_fusion=False,
-        uneven=("num_chunks", "num_groups", "num_wanted"),
+        # the words of a row and whether it has a mask lie side by side
+        uneven=("num_chunks", "num_groups", "num_wanted", "stride_words", "words_ptr", "is_masked_ptr"),
     )
 
 

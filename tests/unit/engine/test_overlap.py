@@ -190,9 +190,9 @@ def test_a_step_in_flight_is_taken_while_all_others_wait_for_adapters(overlapped
     simulation.add("b", [1], "cold")
     assert simulation.step() == []
     simulation.abort("a")
-    assert not simulation.engine.is_waiting_for_adapters_only
+    assert not simulation.engine.is_waiting
     simulation.step()
-    assert simulation.engine.is_waiting_for_adapters_only
+    assert simulation.engine.is_waiting
 
 
 def test_a_request_preempted_in_flight_keeps_the_token_that_comes(overlapped):

@@ -1,0 +1,1 @@
+"""Constrain requests' tokens by grammars: matchers, masks of allowed tokens, and their threads."""

@@ -1,0 +1,236 @@
+"""Follow a request's grammar: compute which tokens are allowed after each token."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from loraserve.engine.grammar.matchers import CompiledGrammar, MatcherCache
+from loraserve.engine.grammar.threads import Lane, MaskThreads
+from loraserve.errors import EngineError, GrammarTooComplex, LoraserveError
+from loraserve.text.grammar import grammar_error
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+
+SLOW_MASK_S = 0.003
+"""Processor time of a mask after which the request's next ones are computed on the thread for slow
+ones.
+"""
+_NUM_SLOW_MASKS = 16
+"""Masks that are computed there after a slow one."""
+MAX_MASK_S = 0.25
+"""Processor time of a mask after which the request fails."""
+_MAX_RESTARTS = 8
+"""Lexers that failed under a request, each time after another token, at most."""
+_TOKENS_AT_ONCE = 64
+"""Tokens that are followed without a break for other threads of the interpreter."""
+
+
+class _MatcherFailed(Exception):
+    """Report that a matcher, or the lexer that it shares, can't go on."""
+
+
+class Constraint:
+    """The tokens that a request's grammar allows after the output that there is.
+
+    `advance` begins to compute the next mask as soon as a token is known. Until `is_ready` the
+    matcher and the mask belong to a thread; from then on, until the next `advance`, to the steps'
+    thread.
+
+    A lexer that is over a limit fails for all matchers that share it. So a matcher that fails is
+    made anew once, with a lexer of its own, and follows the whole output again; only what fails
+    then too ends the request.
+
+    Attributes:
+        is_ready: whether the mask, or `error`, is there.
+        error: reason why there is no mask.
+        mask_s: processor time that the last token and the mask after it took.
+        words: [ceil(vocab_size / 32)] uint32, bit ``i % 32`` of word ``i // 32`` set where token i
+            is allowed.
+        threads: those that compute the masks.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_cache",
+        "_compiled",
+        "_failed_at",
+        "_grammar",
+        "_is_late",
+        "_matcher",
+        "_num_bytes",
+        "_num_restarts",
+        "_num_slow",
+        "_token_ids",
+        "_vocab_size",
+        "_wake",
+        "error",
+        "is_ready",
+        "mask_s",
+        "threads",
+        "words",
+    )
+
+    def __init__(
+        self,
+        grammar: str,
+        token_ids: Sequence[int],
+        vocab_size: int,
+        cache: MatcherCache,
+        threads: MaskThreads,
+        *,
+        num_bytes: int = 0,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compile the grammar, follow the output so far and compute the mask after it, on a thread.
+
+        Args:
+            token_ids: the output.
+            num_bytes: bytes of the compiled grammar; 0: unknown.
+            wake: called on a thread when a mask is there that no step waits for.
+        """
+        self.is_ready = False
+        self.error: LoraserveError | None = None
+        self.mask_s = 0.0
+        self.threads = threads
+        self._grammar, self._num_bytes, self._vocab_size, self._cache = grammar, num_bytes, vocab_size, cache
+        self._token_ids = list(token_ids)
+        self._wake = wake
+        self._compiled: CompiledGrammar | None = None
+        self._matcher: LLMatcher | None = None
+        self._buffer: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.words = self._buffer
+        self._is_late = False
+        self._num_slow = self._num_restarts = 0
+        self._failed_at: int | None = None
+        self._submit(self._begin, Lane.COMPILE)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that the mask follows."""
+        return len(self._token_ids)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a step didn't wait for the mask, which still isn't there.
+
+        No step should compute the request until then.
+        """
+        return self._is_late and not self.is_ready
+
+    def advance(self, token_id: int) -> None:
+        """Begin to compute the mask after one more token of output."""
+        self.is_ready = self._is_late = False
+        self._token_ids.append(token_id)
+        self._submit(lambda: self._follow([token_id]), Lane.SLOW if self._num_slow else Lane.FAST)
+
+    def note_late(self) -> None:
+        """Note that a step has gone on without the mask."""
+        self._is_late = True
+
+    def allows(self, token_id: int) -> bool:
+        """Return whether the token may come next."""
+        return bool(self.words[token_id >> 5] >> (token_id & 31) & 1)
+
+    def allowed_words(self, unwanted: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Return the mask without the unwanted tokens; with them where it allows no others."""
+        if not any(map(self.allows, unwanted)):
+            return self.words
+        words = self.words.copy()
+        for token_id in unwanted:
+            words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        return words if words.any() else self.words
+
+    def allowed(self, unwanted: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
+        """Return [vocab_size] bool: `allowed_words`, unpacked."""
+        words = self.allowed_words(unwanted)
+        bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return bits.view(np.bool_)
+
+    def _submit(self, work: Callable[[], None], lane: Lane) -> None:
+        self.threads.submit(lambda: self._run(work, lane), lane)
+
+    # on a thread
+
+    def _run(self, work: Callable[[], None], lane: Lane) -> None:
+        """Do a job's work; what it raises ends the request.
+
+        A lexer that may have failed for another request is made anew instead.
+        """
+        try:
+            work()
+        except _MatcherFailed as failure:
+            if self._may_restart():
+                self._submit(self._begin, Lane.COMPILE)
+                return
+            self.error = grammar_error(str(failure))
+        except LoraserveError as error:
+            self.error = error
+        except BaseException as error:
+            # llguidance reports panics as subclasses of BaseException
+            logger.exception("a grammar's matcher failed")
+            self.error = EngineError(f"The grammar's matcher failed: {type(error).__name__}.")
+        self.is_ready = True
+        if lane is not Lane.FAST or self._is_late:
+            self._wake()
+
+    def _may_restart(self) -> bool:
+        """Forget the lexer that failed; return whether to go on with another.
+
+        Not if one of the request's own failed after the same output.
+        """
+        if self._compiled is not None:
+            self._cache.discard(self._grammar, self._compiled)
+        if self._failed_at == self.num_output_tokens or self._num_restarts == _MAX_RESTARTS:
+            return False
+        self._failed_at = self.num_output_tokens
+        self._num_restarts += 1
+        return True
+
+    def _begin(self) -> None:
+        if not len(self._buffer):
+            self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
+            self.words = self._buffer[: -(-self._vocab_size // 32)]
+        self._compiled = self._cache.get(self._grammar, self._num_bytes)
+        self._matcher = self._compiled.new_matcher()
+        self._follow(self._token_ids)
+
+    def _follow(self, token_ids: Sequence[int]) -> None:
+        """Consume tokens and compute the mask after them."""
+        if self._compiled is None or self._matcher is None:
+            raise EngineError("The grammar's matcher isn't there.")
+        matcher, words = self._matcher, self.words
+        with self._compiled.lock:
+            for first in range(0, len(token_ids) - 1, _TOKENS_AT_ONCE):
+                self._consume(matcher, token_ids[first : min(first + _TOKENS_AT_ONCE, len(token_ids) - 1)])
+            started = time.thread_time()
+            self._consume(matcher, token_ids[-1:])
+            matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+            self.mask_s = time.thread_time() - started
+        if matcher.is_error():
+            raise _MatcherFailed(matcher.get_error())
+        if self.mask_s > MAX_MASK_S:
+            raise GrammarTooComplex(f"The grammar took {self.mask_s:.1f} s to follow for one token.")
+        num_odd_bits = self._vocab_size % 32
+        if num_odd_bits:
+            # tokens that the logits lack
+            words[-1] &= np.uint32((1 << num_odd_bits) - 1)
+        if not words.any():
+            raise GrammarTooComplex(
+                "The grammar allows no token of this model after the answer so far.",
+                hint="A schema, regex or grammar that nothing satisfies can't be answered.",
+            )
+        self._num_slow = _NUM_SLOW_MASKS if self.mask_s > SLOW_MASK_S else max(0, self._num_slow - 1)
+
+    @staticmethod
+    def _consume(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+        if not matcher.consume_tokens(list(token_ids)):
+            raise _MatcherFailed(matcher.get_error())

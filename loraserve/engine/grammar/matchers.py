@@ -1,0 +1,119 @@
+"""Compiled grammars in memory, within a budget of bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+from loraserve.memory.timings import Timings
+from loraserve.text.grammar import GrammarCompiler
+from loraserve.types import Histogram
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+LEAST_BYTES, BYTES_PER_CHARACTER = 1 << 20, 64
+"""Bytes that a compiled grammar counts with at least: its lexer grows as it is used, by up to
+`MAX_LEXER_STATES`.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledGrammar:
+    """A grammar's lexer and rules, which all of its matchers share.
+
+    Attributes:
+        origin: a matcher at the grammar's beginning, to copy.
+        lock: held while a matcher works. The shared lexer has a lock of its own, which would be
+            waited for with the interpreter's.
+    """
+
+    origin: LLMatcher
+    num_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def new_matcher(self) -> LLMatcher:
+        """Return another matcher at the grammar's beginning. It takes microseconds."""
+        with self.lock:
+            return self.origin.deep_copy()
+
+
+class MatcherCache:
+    """Compiled grammars by their text, for one tokenizer; the least recently used is evicted first.
+
+    Safe to use from several threads.
+
+    Args:
+        compiler: makes what isn't there.
+        max_bytes: budget; a grammar that is larger is compiled for each request.
+
+    Attributes:
+        num_compiled: compilations so far, failed ones included.
+    """
+
+    def __init__(
+        self, compiler: GrammarCompiler, max_bytes: int, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.num_compiled = 0
+        self._compiler, self._clock = compiler, clock
+        self._lock = threading.Lock()
+        self._compiled: LRUCache[str, CompiledGrammar] = LRUCache(max_bytes, getsizeof=lambda one: one.num_bytes)
+        self._compile_s = Timings()
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._compiled.currsize)
+
+    @property
+    def num_grammars(self) -> int:
+        return len(self._compiled)
+
+    @property
+    def compile_s(self) -> Histogram:
+        """Seconds of each compilation."""
+        return self._compile_s.histogram
+
+    @property
+    def mask_num_words(self) -> int:
+        """Words of 32 bits of a matcher's mask: a bit for each token of tokenizer or logits."""
+        return -(-self._compiler.load().vocab_size // 32)
+
+    def get(self, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
+        """Return the compiled grammar, which is compiled now if it isn't there.
+
+        Args:
+            num_bytes: what it takes, as measured before; 0: unknown.
+
+        Raises:
+            InvalidRequest, ConfigError: as `GrammarCompiler.compile`.
+        """
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+        return self._compile(grammar, num_bytes) if compiled is None else compiled
+
+    def discard(self, grammar: str, compiled: CompiledGrammar) -> None:
+        """Forget a compiled grammar whose lexer failed: none of its matchers works any more."""
+        with self._lock:
+            if self._compiled.get(grammar) is compiled:
+                del self._compiled[grammar]
+
+    def _compile(self, grammar: str, num_bytes: int) -> CompiledGrammar:
+        # building the tokenizer isn't the grammar's time
+        self._compiler.load()
+        started = self._clock()
+        try:
+            matcher = self._compiler.compile(grammar)
+        finally:
+            with self._lock:
+                self.num_compiled += 1
+                self._compile_s.add(self._clock() - started)
+        compiled = CompiledGrammar(matcher, max(LEAST_BYTES, num_bytes or BYTES_PER_CHARACTER * len(grammar)))
+        with self._lock:
+            if compiled.num_bytes <= self._compiled.maxsize:
+                self._compiled[grammar] = compiled
+        return compiled

@@ -1,0 +1,279 @@
+"""One request's grammar: masks after its tokens, slow ones apart, failed lexers made anew."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from loraserve.engine.grammar.constraint import Constraint
+from loraserve.engine.grammar.matchers import LEAST_BYTES, MatcherCache
+from loraserve.engine.grammar.threads import MaskThreads
+from loraserve.errors import EngineError, GrammarTooComplex
+from loraserve.text.grammar import GrammarCompiler
+from loraserve.text.tokenizer import Tokenizer
+
+from .conftest import VOCAB, FakeLexer, Gate, make_grammar
+
+
+def next_of(tokens) -> set[int]:
+    """After n tokens, the tokens n and n + 40 may come."""
+    return {len(tokens), len(tokens) + 40}
+
+
+def lexer(_: str = "") -> FakeLexer:
+    return FakeLexer(next_of)
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    return set(np.flatnonzero(constraint.allowed()).tolist())
+
+
+def test_a_mask_follows_the_tokens_one_by_one(make_bench) -> None:
+    bench = make_bench(lexer)
+    constraint = bench.begin()
+    for number in range(5):
+        bench.settle(constraint)
+        assert constraint.error is None
+        assert constraint.num_output_tokens == number
+        assert allowed(constraint) == {number, number + 40}
+        assert [token for token in range(VOCAB) if constraint.allows(token)] == [number, number + 40]
+        constraint.advance(number)
+
+
+def test_output_that_there_is_already_is_followed_first(make_bench) -> None:
+    bench = make_bench(lexer)
+    constraint = bench.begin(tokens=range(25))
+    bench.settle(constraint)
+    assert constraint.num_output_tokens == 25
+    assert allowed(constraint) == {25, 65}
+    assert bench.num_wakes == 1
+
+
+@pytest.mark.parametrize("tokenizer_size", [VOCAB, 200])
+def test_tokens_that_the_logits_lack_are_never_allowed(make_bench, tokenizer_size: int) -> None:
+    bench = make_bench(lambda _: FakeLexer(lambda tokens: {0, VOCAB - 1, VOCAB, 95}), tokenizer_size=tokenizer_size)
+    constraint = bench.begin()
+    bench.settle(constraint)
+    assert len(constraint.words) == 3
+    assert constraint.words[2] == 1 << (VOCAB - 1 - 64)
+    assert allowed(constraint) == {0, VOCAB - 1}
+
+
+def test_unwanted_tokens_are_left_out_unless_there_are_no_others(make_bench) -> None:
+    bench = make_bench(lexer)
+    constraint = bench.begin()
+    bench.settle(constraint)
+    assert set(np.flatnonzero(constraint.allowed([40, 41])).tolist()) == {0}
+    assert set(np.flatnonzero(constraint.allowed([0, 40])).tolist()) == {0, 40}
+    assert allowed(constraint) == {0, 40}
+
+
+def test_a_grammar_that_allows_nothing_ends_its_request(make_bench) -> None:
+    bench = make_bench(lambda _: FakeLexer(lambda tokens: set() if tokens else {1}))
+    constraint = bench.begin()
+    bench.settle(constraint)
+    constraint.advance(1)
+    bench.settle(constraint)
+    assert isinstance(constraint.error, GrammarTooComplex)
+
+
+def test_a_lexer_that_failed_under_another_request_is_made_anew(make_bench) -> None:
+    """All matchers of a compiled grammar share its lexer, and its failure."""
+    bench = make_bench(lambda _: FakeLexer(next_of, fails=lambda tokens: list(tokens) == [40]))
+    culprit, other = bench.begin(), bench.begin()
+    bench.settle(culprit, other)
+    other.advance(0)
+    bench.settle(other)
+    culprit.advance(40)
+    bench.settle(culprit)
+    assert isinstance(culprit.error, GrammarTooComplex)
+    other.advance(1)
+    bench.settle(other)
+    assert other.error is None
+    assert allowed(other) == {2, 42}
+    # the first, one of the culprit's own, which failed after the same token, and one for the other
+    assert len(bench.compiler.compiled) == 3
+    later = bench.begin()
+    bench.settle(later)
+    assert later.error is None
+
+
+def test_a_lexer_that_is_full_is_emptied_and_the_answer_goes_on(make_bench) -> None:
+    """Each lexer takes three masks: an answer of ten tokens needs several."""
+
+    def limited(_: str) -> FakeLexer:
+        masks = []
+        return FakeLexer(next_of, fails=lambda tokens: bool(masks.append(1)) or len(masks) > 3)
+
+    bench = make_bench(limited)
+    constraint = bench.begin()
+    for number in range(10):
+        bench.settle(constraint)
+        assert allowed(constraint) == {number, number + 40}
+        constraint.advance(number)
+
+
+def test_lexers_are_not_made_without_end(make_bench) -> None:
+    def one_mask(_: str) -> FakeLexer:
+        masks = []
+        return FakeLexer(next_of, fails=lambda tokens: bool(masks.append(1)) or len(masks) > 1)
+
+    bench = make_bench(one_mask)
+    constraint = bench.begin()
+    for number in range(40):
+        bench.settle(constraint)
+        if constraint.error is not None:
+            break
+        constraint.advance(number)
+    assert isinstance(constraint.error, GrammarTooComplex)
+    assert len(bench.compiler.compiled) < 12
+
+
+def test_a_panic_of_the_matcher_is_an_error_of_its_request(make_bench, caplog) -> None:
+    class Panic(BaseException):
+        """As pyo3 reports Rust's."""
+
+    def panic(tokens) -> None:
+        if tokens:
+            raise Panic("at the disco")
+
+    bench = make_bench(lambda _: FakeLexer(next_of, gate=panic))
+    constraint = bench.begin()
+    bench.settle(constraint)
+    constraint.advance(0)
+    bench.settle(constraint)
+    assert isinstance(constraint.error, EngineError)
+    assert "disco" not in str(constraint.error)
+    other = bench.begin()
+    bench.settle(other)
+    assert other.error is None
+
+
+def test_a_mask_that_takes_too_long_ends_its_request(make_bench) -> None:
+    bench = make_bench(lambda _: FakeLexer(next_of, work_s=0.3))
+    constraint = bench.begin()
+    bench.settle(constraint)
+    assert isinstance(constraint.error, GrammarTooComplex)
+
+
+def test_masks_after_a_slow_one_leave_the_fast_threads_free(make_bench) -> None:
+    slow_gate = Gate()
+    bench = make_bench(
+        lambda name: (
+            FakeLexer(next_of, work_s=0.02, gate=lambda tokens: tokens[2:] and slow_gate())
+            if name == "slow"
+            else lexer()
+        )
+    )
+    slow = [bench.begin("slow") for _ in range(4)]
+    bench.settle(*slow)
+    for number in range(2):
+        for one in slow:
+            one.advance(number)
+        bench.settle(*slow)
+    for one in slow:
+        one.advance(2)
+    slow_gate.until_begun()
+    fast = bench.begin("fast")
+    bench.settle(fast)
+    for number in range(5):
+        fast.advance(number)
+        bench.settle(fast)
+    assert not any(one.is_ready for one in slow)
+    slow_gate.open()
+    bench.settle(*slow)
+
+
+def test_a_late_mask_holds_its_request_until_it_is_there(make_bench) -> None:
+    gate = Gate()
+    bench = make_bench(lambda _: FakeLexer(next_of, gate=lambda tokens: tokens and gate()))
+    constraint = bench.begin()
+    bench.settle(constraint)
+    constraint.advance(0)
+    assert not constraint.is_held
+    bench.threads.wait([constraint], 0.01)
+    assert constraint.is_held
+    gate.open()
+    bench.settle(constraint)
+    assert not constraint.is_held
+    assert allowed(constraint) == {1, 41}
+
+
+def test_a_request_that_ended_leaves_no_matcher_behind(make_bench) -> None:
+    bench = make_bench(lexer)
+    constraint = bench.begin()
+    bench.settle(constraint)
+    constraint.advance(0)
+    bench.settle(constraint)
+    matcher = weakref.ref(constraint._matcher)
+    bench.settle(bench.begin())
+    del constraint
+    gc.collect()
+    assert matcher() is None
+
+
+# compiled grammars
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(make_bench) -> None:
+    bench = make_bench(lexer, max_bytes=3 * LEAST_BYTES)
+    bench.settle(*(bench.begin("a") for _ in range(5)))
+    assert bench.compiler.compiled == ["a"]
+    for name in "bcad":
+        bench.settle(bench.begin(name))
+    assert bench.cache.num_grammars == 3
+    assert bench.cache.num_bytes <= 3 * LEAST_BYTES
+    bench.settle(bench.begin("a"), bench.begin("b"))
+    assert bench.compiler.compiled == ["a", "b", "c", "d", "b"]
+    assert bench.cache.compile_s.num == bench.cache.num_compiled == 5
+
+
+def test_a_grammar_counts_what_it_was_measured_to_take(make_bench) -> None:
+    bench = make_bench(lexer, max_bytes=10 * LEAST_BYTES)
+    bench.cache.get("large", 8 * LEAST_BYTES)
+    assert bench.cache.num_bytes == 8 * LEAST_BYTES
+    bench.cache.get("larger than all", 11 * LEAST_BYTES)
+    assert bench.cache.num_bytes == 8 * LEAST_BYTES
+
+
+# llguidance
+
+
+def test_a_real_matcher_allows_what_its_grammar_does(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, threads: MaskThreads
+) -> None:
+    bench_cache = MatcherCache(compiler, 1 << 26)
+    constraint = Constraint(make_grammar("choice", ["no", "nice"]), (), tokenizer.vocab_size, bench_cache, threads)
+    said = []
+    while True:
+        threads.wait([constraint], 10)
+        assert constraint.error is None
+        token_id = min(allowed(constraint))
+        if token_id == tokenizer.eos_token_id:
+            break
+        said.append(token_id)
+        constraint.advance(token_id)
+    assert tokenizer.decode(said) in ("no", "nice")
+    assert allowed(constraint) == {tokenizer.eos_token_id}
+    assert constraint.mask_s > 0
+
+
+def test_copies_of_a_real_matcher_go_their_own_ways(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, threads: MaskThreads
+) -> None:
+    cache = MatcherCache(compiler, 1 << 26)
+    grammar = make_grammar("regex", "[ab]{4}")
+    a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+    many = [Constraint(grammar, [a] * (i % 4), tokenizer.vocab_size, cache, threads) for i in range(16)]
+    threads.wait(many, 10)
+    # as many threads compile, so many may compile it at once
+    assert cache.num_compiled <= 2
+    for i, one in enumerate(many):
+        one.advance(b)
+        threads.wait([one], 10)
+        is_over = i % 4 == 3
+        assert one.allows(tokenizer.eos_token_id) is is_over
+        assert one.allows(a) is not is_over

@@ -1,0 +1,91 @@
+"""Threads of masks: lanes that don't wait for each other, and waits that end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from loraserve.engine.grammar.threads import Lane, MaskThreads
+
+from .conftest import Gate
+
+
+@dataclass
+class FakeMask:
+    is_ready: bool = False
+    mask_s: float = 0.001
+    is_late: bool = False
+
+    def note_late(self) -> None:
+        self.is_late = True
+
+
+def make_ready(mask: FakeMask, after: Gate | None = None):
+    def job() -> None:
+        if after is not None:
+            after()
+        mask.is_ready = True
+
+    return job
+
+
+def test_a_wait_ends_with_the_last_mask(threads: MaskThreads) -> None:
+    gate, masks = Gate(), [FakeMask(), FakeMask()]
+    threads.submit(make_ready(masks[0]), Lane.FAST)
+    threads.submit(make_ready(masks[1], gate), Lane.FAST)
+    gate.until_begun()
+    threading.Timer(0.05, gate.open).start()
+    threads.wait(masks, 10)
+    assert all(mask.is_ready and not mask.is_late for mask in masks)
+    assert threads.num_late == 0
+    assert threads.mask_s.histogram.num == 2
+
+
+def test_a_wait_ends_without_a_mask_that_is_late(threads: MaskThreads) -> None:
+    gate, slow, fast = Gate(), FakeMask(), FakeMask()
+    threads.submit(make_ready(slow, gate), Lane.FAST)
+    threads.submit(make_ready(fast), Lane.FAST)
+    started = time.monotonic()
+    threads.wait([slow, fast], 0.05)
+    assert time.monotonic() - started < 5
+    assert slow.is_late
+    assert not fast.is_late
+    assert threads.num_late == 1
+    assert threads.wait_s.histogram.num == 1
+    gate.open()
+
+
+@pytest.mark.parametrize("lane", [Lane.SLOW, Lane.COMPILE])
+def test_long_jobs_delay_no_short_ones(threads: MaskThreads, lane: Lane) -> None:
+    gate = Gate()
+    for _ in range(3):
+        threads.submit(gate, lane)
+    gate.until_begun()
+    for other in set(Lane) - {lane}:
+        mask = FakeMask()
+        threads.submit(make_ready(mask), other)
+        threads.wait([mask], 10)
+        assert mask.is_ready
+    gate.open()
+
+
+def test_a_job_that_fails_ends_no_thread(threads: MaskThreads, caplog) -> None:
+    for _ in range(4):
+        threads.submit(lambda: 1 // 0, Lane.FAST)
+    mask = FakeMask()
+    threads.submit(make_ready(mask), Lane.FAST)
+    threads.wait([mask], 10)
+    assert mask.is_ready
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_closing_waits_for_the_jobs() -> None:
+    threads, masks = MaskThreads(1), [FakeMask() for _ in range(20)]
+    for mask in masks:
+        threads.submit(make_ready(mask), Lane.FAST)
+    threads.close()
+    assert all(mask.is_ready for mask in masks)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mask-")]
