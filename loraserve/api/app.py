@@ -72,11 +72,12 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
     def shares() -> tuple[Shares, ...]:
         return (*services.rooms.all(), *services.registry.uploads.shares())
 
-    stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.VLLM)
+    stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.GRAMMARS, *tables.VLLM)
     return (
         TableCollector(tables.ENGINE, lambda: services.engine),
         TableCollector(stats_tables, lambda: services.engine.stats),
         TableCollector(tables.vllm_lora_info(services.settings.max_num_seqs), lambda: services.metrics.adapter_load),
+        TableCollector(tables.CHECKS, lambda: services.grammars),
         TableCollector(tables.ADMISSIONS, lambda: services.admissions),
         TableCollector(tables.SHARES, shares),
         TableCollector(tables.REGISTRY, lambda: services.registry),

@@ -95,6 +95,7 @@ async def _serve(settings: Settings) -> int:
                 registry.operations.close,
                 servers.close,
                 *([usage.close] if usage is not None else []),
+                services.grammars.close,
                 services.engine.stop,
                 registry.pins.close,
                 registry.certificate_backfill.close,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
+from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.shadow import ShadowRunner
@@ -16,6 +17,7 @@ from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.shares import Rooms
+from loraserve.text.grammar_worker import Setup
 
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
@@ -51,14 +53,20 @@ class Services:
     """
     is_closed: bool = False
     """New work is refused; what runs may finish."""
+    grammars: GrammarChecker = field(init=False)
     shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
+        self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.shadows = ShadowRunner(self.engine, self.registry, self.metrics, limits=self.limits)
         # those to which it granted adapters use them no more
         self.authenticator.tenants.on_delete = self.registry.forget_owner
+
+    def _grammar_setup(self) -> Setup:
+        base = self.engine.base
+        return Setup(str(self.tokenizer.model_dir), base.vocab_size, tuple(base.eos_token_ids))
 
     def check_open(self) -> None:
         """Check that the server takes new work.

@@ -123,7 +123,7 @@ async def services(
     await authenticator.open()
     store = LocalStore(tmp_path / "blobs")
     usage = UsageMeter(database, tmp_path / "usage")
-    yield Services(
+    services = Services(
         settings=Settings(model=str(model_dir), data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
         registry=Registry(database, store, lambda: engine.base, certify=engine.verify, pinning=engine),
@@ -133,6 +133,8 @@ async def services(
         chat_template=ChatTemplate(model_dir, tokenizer),
         usage=usage,
     )
+    yield services
+    await services.grammars.close()
     await usage.close()
     await database.dispose()
 

@@ -7,13 +7,13 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.limits import KIB
+from loraserve.tenancy.limits.turns import TenantTurns
 
 T = TypeVar("T")
 
@@ -42,17 +42,16 @@ class TextThreads:
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or _num_threads()
+        count = num_threads or _num_threads()
         self._pool = ThreadPoolExecutor(
-            self._num_threads, thread_name_prefix="text", initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
+            count, thread_name_prefix="text", initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
         )
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._running: Counter[str] = Counter()
+        self._turns = TenantTurns(count)
         self._trim_timer: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(line) for line in self._waiting.values())
+        return self._turns.num_waiting
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Return the result of `work`.
@@ -64,7 +63,7 @@ class TextThreads:
         """
         if num_bytes <= ON_LOOP_BYTES:
             return work()
-        await self._turn(tenant)
+        await self._turns.take(tenant)
         loop = asyncio.get_running_loop()
         job = self._pool.submit(work)
 
@@ -78,61 +77,10 @@ class TextThreads:
         job.add_done_callback(ended)
         return await asyncio.wrap_future(job)
 
-    async def _turn(self, tenant: str) -> None:
-        if not self._waiting and self._may_run(tenant):
-            self._running[tenant] += 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        line = self._waiting.setdefault(tenant, deque())
-        line.append(turn)
-        self._start_next()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._forget(tenant, turn)
-            else:
-                # it had its turn in the same moment
-                self._leave(tenant)
-            raise
-
-    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        line = self._waiting.get(tenant)
-        if line is not None and turn in line:
-            line.remove(turn)
-            if not line:
-                del self._waiting[tenant]
-
-    def _may_run(self, tenant: str) -> bool:
-        num_own = self._running[tenant]
-        return self._running.total() < self._num_threads and num_own < max(1, self._num_threads - 1)
-
     def _done(self, tenant: str, num_bytes: int) -> None:
-        self._leave(tenant)
+        self._turns.give_back(tenant)
         if num_bytes > _TRIMMED_BYTES and self._trim_timer is None:
             self._trim_timer = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
-
-    def _leave(self, tenant: str) -> None:
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
-        self._start_next()
-
-    def _start_next(self) -> None:
-        """Start waiting jobs while a thread is free, tenant by tenant in turn."""
-        while True:
-            tenant = next((tenant for tenant in self._waiting if self._may_run(tenant)), None)
-            if tenant is None:
-                return
-            line = self._waiting[tenant]
-            turn = line.popleft()
-            if not turn.cancelled():
-                turn.set_result(None)
-                self._running[tenant] += 1
-            if line:
-                self._waiting.move_to_end(tenant)
-            else:
-                del self._waiting[tenant]
 
     def _trim(self) -> None:
         self._trim_timer = None

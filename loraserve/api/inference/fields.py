@@ -27,12 +27,7 @@ _CHANGES_THE_ANSWER = frozenset(
             "tools",
             "functions",
             "function_call",
-            "response_format",
-            "structured_outputs",
             "grammar",
-            "json_schema",
-            "regex",
-            "ebnf",
         ),
         # sampling
         *(
@@ -88,7 +83,9 @@ _CHANGES_THE_ANSWER = frozenset(
         *("lora", "lora_path", "lora_request", "adapter_id", "adapter_source", "merged_adapters", "kv_transfer_params"),
     }
 )
-_REMOVED_GUIDED = re.compile(r"guided_[a-z_]+")
+_GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
+"""Fields of vLLM's before `structured_outputs`; those that are known have a model's field."""
+_HINTS = {"grammar": "Send it as structured_outputs.grammar."}
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
@@ -146,17 +143,11 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
             continue
         if name == "tools" and isinstance(value, list) and _wants_no_tools(model, given):
             continue
-        if _REMOVED_GUIDED.fullmatch(name):
-            raise UnsupportedParameter(
-                f"{name} is not supported.",
-                param=name,
-                hint="vLLM removed the guided_* fields in favour of structured_outputs.",
-            )
-        if name in _CHANGES_THE_ANSWER:
+        if name in _CHANGES_THE_ANSWER or _GUIDED.fullmatch(name):
             raise UnsupportedParameter(
                 f"{name} is not supported, and ignoring it would change the answer.",
                 param=name,
-                hint="Send the request without it.",
+                hint=_HINTS.get(name, "Send the request without it."),
             )
 
 
@@ -171,8 +162,6 @@ def _wants_no_tools(model: type[BaseModel], given: Mapping[str, Any]) -> bool:
 def _is_neutral(name: str, value: object) -> bool:
     """Return whether the field asks for the default behaviour."""
     match name:
-        case "response_format":
-            return not value or (isinstance(value, dict) and value.get("type") == "text")
         case "function_call":
             return value in ("none", "auto", "")
         case "repeat_penalty" | "length_penalty" | "typical_p" | "tfs_z" | "num_beams":

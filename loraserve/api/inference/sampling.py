@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from loraserve.api.grammar.checker import Grammar
 from loraserve.api.inference.schemas import InferenceBody
 from loraserve.errors import ContextLengthExceeded, InvalidRequest
 from loraserve.limits import LIMITS
@@ -31,6 +32,8 @@ class Sampling:
     stop: tuple[str, ...]
     logprobs: int | None
     prompt_logprobs: int | None
+    grammar: Grammar | None = None
+    """What the answers have to be; None: any text."""
 
     def params(self, *, max_tokens: int, seed: int) -> SamplingParams:
         body = self.body
@@ -51,7 +54,13 @@ class Sampling:
             ignore_eos=body.ignore_eos,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            grammar="" if self.grammar is None else self.grammar.text,
+            grammar_bytes=0 if self.grammar is None else self.grammar.num_bytes,
         )
+
+    def constrained(self, grammar: Grammar) -> Sampling:
+        """Return the same sampling of answers that follow a grammar."""
+        return replace(self, grammar=grammar)
 
 
 def read_sampling(

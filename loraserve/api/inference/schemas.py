@@ -79,6 +79,20 @@ class InferenceBody(_Body):
     """Seconds from its arrival, after which it ends with what there is."""
     return_token_ids: bool = False
 
+    # what the answer has to be: read by `structured_output`
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_whitespace_pattern: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    structural_tag: Any = None
+
 
 class CompletionBody(InferenceBody):
     prompt: Any

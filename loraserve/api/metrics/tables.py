@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from loraserve.api.grammar.checker import OUTCOMES
 from loraserve.api.metrics.adapter_load import AdapterLoad
 from loraserve.api.metrics.table import Table, counter, gauge, histogram
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
@@ -18,6 +19,7 @@ from loraserve.registry.operations import ENDED
 from loraserve.types import EngineStats
 
 if TYPE_CHECKING:
+    from loraserve.api.grammar.checker import GrammarChecker
     from loraserve.engine_client.client import EngineClient
     from loraserve.registry.registry import Registry
     from loraserve.tenancy.billing.meter import UsageMeter
@@ -168,6 +170,34 @@ MEMORY: Table[EngineStats] = (
     ),
 )
 
+GRAMMARS: Table[EngineStats] = (
+    gauge(
+        "loraserve_constrained_requests", "Live requests whose answers follow a grammar.", lambda s: s.num_constrained
+    ),
+    gauge("loraserve_grammars", "Compiled grammars in the engine's memory.", lambda s: s.num_grammars),
+    gauge("loraserve_grammar_bytes", "Bytes that they take, as estimated.", lambda s: s.grammar_bytes),
+    counter("loraserve_grammars_compiled", "Grammars compiled in the engine.", lambda s: s.grammars_compiled),
+    counter(
+        "loraserve_grammar_failures",
+        "Requests that ended because their grammar could not be followed.",
+        lambda s: s.grammar_failures,
+    ),
+    counter(
+        "loraserve_late_masks",
+        "Masks of allowed tokens that a step did not wait for: their rows were computed again.",
+        lambda s: s.late_masks,
+    ),
+    histogram(
+        "loraserve_grammar_compile_seconds", "Time of each compilation in the engine.", lambda s: s.grammar_compile_s
+    ),
+    histogram("loraserve_mask_seconds", "Processor time of each mask of allowed tokens.", lambda s: s.mask_s),
+    histogram(
+        "loraserve_mask_wait_seconds",
+        "Time that each step with masks waited for them after its forward pass.",
+        lambda s: s.mask_wait_s,
+    ),
+)
+
 VLLM: Table[EngineStats] = (
     gauge("vllm:num_requests_running", "As vLLM's.", lambda s: s.num_running),
     gauge("vllm:num_requests_waiting", "As vLLM's.", lambda s: s.num_waiting),
@@ -178,6 +208,22 @@ VLLM: Table[EngineStats] = (
     ),
     gauge("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.device_adapters),
     gauge("vllm:num_cpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.host_adapters),
+)
+
+
+CHECKS: Table[GrammarChecker] = (
+    counter(
+        "loraserve_grammar_checks",
+        "Grammars of requests by outcome: compiled, cached, refused, or too complex.",
+        lambda c: {outcome: c.num_by_outcome[outcome] for outcome in OUTCOMES},
+        "outcome",
+    ),
+    histogram("loraserve_grammar_check_seconds", "Time of each compilation before the engine.", lambda c: c.check_s),
+    gauge(
+        "loraserve_grammar_checks_waiting",
+        "Requests that wait until a grammar can be compiled.",
+        lambda c: c.num_waiting,
+    ),
 )
 
 

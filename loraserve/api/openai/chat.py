@@ -19,6 +19,7 @@ from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
+from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.openai.completions import finish_reason
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
@@ -53,6 +54,7 @@ async def create_chat_completion(
     check_priority(body, caller)
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
+    wanted = read_answer_format(body)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
     prompt = await PromptReader(services, caller.tenant, len(await request.body())).chat(
         body.messages,
@@ -61,6 +63,8 @@ async def create_chat_completion(
         variables=_template_variables(body),
     )
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
+    if wanted is not None:
+        sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
     admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=asked is not None)
 
     context = InferenceContext.begin("chatcmpl", services, body, model, [prompt], ignored)

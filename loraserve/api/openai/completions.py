@@ -19,6 +19,7 @@ from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
+from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.tenancy.identity.auth import Caller
@@ -52,6 +53,7 @@ async def create_completion(
     body, ignored = parse_body(CompletionBody, raw)
     _check_combination(body)
     check_priority(body, caller)
+    wanted = read_answer_format(body)
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     reader = PromptReader(services, caller.tenant, len(await request.body()))
@@ -60,6 +62,8 @@ async def create_completion(
     is_scoring = body.max_tokens == 0
     sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
+    if wanted is not None:
+        sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
     context = InferenceContext.begin("cmpl", services, body, model, prompts, ignored)

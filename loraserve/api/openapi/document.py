@@ -58,8 +58,82 @@ _LOGIT_BIAS: Node = {
     "anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}],
     "description": "Token id → the number that is added to its logit.",
 }
+_NULL: Node = {"type": "null"}
+_SCHEMA: Node = {"type": "object", "description": "A JSON schema."}
+_RESPONSE_FORMAT: Node = {
+    "description": "What the answer has to be; text: anything.",
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "type": {
+                    "enum": ["text", "json_object", "json_schema", "structural_tag", "regex", "grammar"],
+                },
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                        "schema": _SCHEMA,
+                        "strict": {"type": ["boolean", "null"]},
+                    },
+                    "required": ["schema"],
+                },
+            },
+            "required": ["type"],
+        },
+        _NULL,
+    ],
+}
+_STRUCTURED_OUTPUTS: Node = {
+    "description": "What the answer has to be, as vLLM says it: one of json, json_object, regex, choice, grammar"
+    " and structural_tag.",
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "json": {"type": ["object", "string"]},
+                "json_object": {"type": "boolean"},
+                "regex": {"type": "string"},
+                "choice": {"type": "array", "items": {"type": "string"}},
+                "grammar": {"type": "string"},
+                "structural_tag": {"type": ["object", "string"]},
+                "disable_any_whitespace": {"type": "boolean"},
+                "disable_additional_properties": {"type": "boolean"},
+                "whitespace_pattern": {"type": "string"},
+            },
+        },
+        _NULL,
+    ],
+}
+
+
+def _also(name: str, *types: str) -> Node:
+    return {"type": [*types, "null"], "description": f"As structured_outputs.{name}."}
+
+
+_CHOICE: Node = {
+    "anyOf": [{"type": "array", "items": {"type": "string"}}, _NULL],
+    "description": "As structured_outputs.choice.",
+}
 # Fields that the models leave to code with better messages.
-_FIELDS: Mapping[str, Node] = {"prompt": _PROMPT, "messages": _MESSAGES, "stop": _STOP, "logit_bias": _LOGIT_BIAS}
+_FIELDS: Mapping[str, Node] = {
+    "prompt": _PROMPT,
+    "messages": _MESSAGES,
+    "stop": _STOP,
+    "logit_bias": _LOGIT_BIAS,
+    "response_format": _RESPONSE_FORMAT,
+    "structured_outputs": _STRUCTURED_OUTPUTS,
+    "guided_json": _also("json", "object", "string"),
+    "guided_json_object": _also("json_object", "boolean"),
+    "guided_regex": _also("regex", "string"),
+    "guided_choice": _CHOICE,
+    "guided_grammar": _also("grammar", "string"),
+    "guided_whitespace_pattern": _also("whitespace_pattern", "string"),
+    "json_schema": _also("json", "object", "string"),
+    "regex": _also("regex", "string"),
+    "ebnf": _also("grammar", "string"),
+    "structural_tag": _also("structural_tag", "object", "string"),
+}
 
 
 def describe(app: FastAPI) -> Node:

@@ -52,6 +52,8 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool | None
     min_tokens: int | None
     skip_special_tokens: bool | None
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
     priority: int | None
     add_special_tokens: bool | None
     return_token_ids: bool | None
@@ -72,7 +74,6 @@ class ChatFields(SamplingFields, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
-    response_format: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
 

@@ -168,7 +168,7 @@ async def services(
     authenticator = Authenticator(database, admin_key=ADMIN_KEY)
     await authenticator.open()
     usage = UsageMeter(database, tmp_path / "usage")
-    yield Services(
+    services = Services(
         settings=Settings(model=str(model_dir), data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
         registry=Registry(database, store, lambda: base),
@@ -179,6 +179,8 @@ async def services(
         limits=limits,
         usage=usage,
     )
+    yield services
+    await services.grammars.close()
     await usage.close()
     await database.dispose()
 

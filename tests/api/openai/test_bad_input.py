@@ -154,10 +154,6 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
         for name, value in {
             "suffix": MARK,
             "tools": [{"type": "function"}],
-            "response_format": {"type": "json_object"},
-            "structured_outputs": {"regex": MARK},
-            "guided_json": {"a": MARK},
-            "guided_choice": [MARK],
             "bad_words": [MARK],
             "allowed_token_ids": [1],
             "truncate_prompt_tokens": 3,
@@ -168,6 +164,20 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
             "adapter_id": MARK,
         }.items()
     ),
+    # structured output
+    ("response_format a text", completion(response_format=MARK), 400, "response_format", "invalid_value"),
+    ("a format of its own", chat(response_format={"type": MARK}), 400, "response_format.type", "invalid_value"),
+    ("json_schema", chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema", "invalid_value"),
+    ("an unknown kind", completion(structured_outputs={MARK: "x"}), 400, "structured_outputs", "unsupported_parameter"),
+    (
+        "a bad regex",
+        completion(structured_outputs={"regex": f"({MARK}"}),
+        400,
+        "structured_outputs.regex",
+        "invalid_value",
+    ),
+    ("a bad schema", completion(guided_json={"type": MARK}), 400, "guided_json", "invalid_value"),
+    ("choices of numbers", completion(guided_choice=[MARK, 3]), 400, "guided_choice.1", "invalid_value"),
     # chat
     ("no messages", raw(b'{"model": "sql"}', "/v1/chat/completions"), 400, "messages", "invalid_value"),
     ("messages empty", chat(messages=[]), 400, "messages", "invalid_value"),
@@ -220,7 +230,6 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
     ("top_logprobs 21", chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "invalid_value"),
     ("chat logprobs a number", chat(logprobs=1), 400, "logprobs", "invalid_value"),
     ("tool_choice required", chat(tool_choice="required"), 400, "tool_choice", "invalid_value"),
-    ("json_schema", chat(response_format={"type": "json_schema"}), 400, "response_format", "unsupported_parameter"),
     ("a template of one's own", chat(chat_template=MARK), 400, "chat_template", "unsupported_parameter"),
     (
         "messages through a variable",

@@ -120,7 +120,7 @@ def test_a_scored_prompt_has_the_same_logprobs_as_when_it_was_made(client: opena
         ({"prompt": "word " * 5000}, openai.BadRequestError, "context_length_exceeded"),
         ({"n": 99}, openai.BadRequestError, "invalid_value"),
         ({"suffix": "x"}, openai.BadRequestError, "unsupported_parameter"),
-        ({"extra_body": {"guided_regex": "x"}}, openai.BadRequestError, "unsupported_parameter"),
+        ({"extra_body": {"guided_regex": "("}}, openai.BadRequestError, "invalid_value"),
     ],
 )
 def test_its_errors_are_of_the_right_class(

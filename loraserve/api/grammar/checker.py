@@ -1,0 +1,144 @@
+"""Check requests' grammars before the engine sees them: in turns, within bounds, once each."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from cachetools import LRUCache
+
+from loraserve.api.grammar.process import GrammarProcess
+from loraserve.errors import GrammarTooComplex, InvalidRequest, LoraserveError, error_from_code
+from loraserve.limits import LIMITS, Limits
+from loraserve.memory.timings import Timings
+from loraserve.tenancy.limits.turns import TenantTurns
+from loraserve.text.answer_format import AnswerFormat
+from loraserve.text.grammar_worker import Checked, Setup
+from loraserve.types import Histogram
+
+NUM_PROCESSES = 2
+"""Processes that compile grammars, started when they are needed. A tenant never has both."""
+_START_S = 30.0
+"""Seconds that a process may take to start and to read the tokenizer."""
+
+COMPILED, CACHED, REFUSED, TOO_COMPLEX = "compiled", "cached", "refused", "too_complex"
+OUTCOMES = (COMPILED, CACHED, REFUSED, TOO_COMPLEX)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that the engine can follow.
+
+    Attributes:
+        text: llguidance's JSON form.
+        num_bytes: memory that it keeps once it is compiled; 0: unknown.
+    """
+
+    text: str
+    num_bytes: int = 0
+
+
+class GrammarChecker:
+    """Compile the grammars of requests in processes of their own, once each.
+
+    Args:
+        setup: called when a process is made.
+
+    Attributes:
+        num_by_outcome: grammars that were asked for.
+    """
+
+    def __init__(
+        self,
+        setup: Callable[[], Setup],
+        *,
+        limits: Limits = LIMITS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.num_by_outcome: Counter[str] = Counter()
+        self._setup, self._limits, self._clock = setup, limits, clock
+        self._turns = TenantTurns(NUM_PROCESSES)
+        self._idle: list[GrammarProcess] = []
+        self._all: list[GrammarProcess] = []
+        self._known: LRUCache[bytes, Checked] = LRUCache(
+            limits.max_checked_grammar_bytes,
+            getsizeof=lambda checked: len(checked.grammar) + len(checked.message) + 256,
+        )
+        self._seconds = Timings()
+
+    @property
+    def check_s(self) -> Histogram:
+        """Seconds of each compilation, without the wait for a process."""
+        return self._seconds.histogram
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a process."""
+        return self._turns.num_waiting
+
+    async def check(self, tenant: str, wanted: AnswerFormat) -> Grammar:
+        """Return the grammar of a format, once it has been compiled.
+
+        Raises:
+            InvalidRequest: it is no grammar, or can't be enforced; `param` names the place.
+            GrammarTooComplex: compiling it takes more time or memory than it may.
+            ConfigError, UnsupportedParameter: this base can't follow grammars.
+        """
+        key = hashlib.sha256(msgspec.json.encode(wanted)).digest()
+        checked = self._known.get(key)
+        if checked is None:
+            checked = await self._compile(tenant, key, wanted)
+            outcome = COMPILED
+        else:
+            outcome = CACHED
+        if checked.error_code is None:
+            self.num_by_outcome[outcome] += 1
+            return Grammar(checked.grammar, checked.num_bytes)
+        error = _error(checked)
+        self.num_by_outcome[TOO_COMPLEX if isinstance(error, GrammarTooComplex) else REFUSED] += 1
+        raise error
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        for process in self._all:
+            await process.close()
+
+    async def _compile(self, tenant: str, key: bytes, wanted: AnswerFormat) -> Checked:
+        await self._turns.take(tenant)
+        try:
+            # while this one waited, another may have asked for the same
+            known = self._known.get(key)
+            if known is not None:
+                return known
+            if not self._idle:
+                self._all.append(GrammarProcess(self._setup()))
+                self._idle.append(self._all[-1])
+            process = self._idle.pop()
+            started = self._clock()
+            try:
+                checked = await process.ask(wanted, self._limits.grammar_timeout_s, _START_S)
+            except GrammarTooComplex as error:
+                # not remembered: it may be this machine that was slow
+                self._seconds.add(self._clock() - started)
+                return Checked(error_code=error.code, message=error.message, hint=error.hint, param=wanted.param)
+            finally:
+                self._idle.append(process)
+        finally:
+            self._turns.give_back(tenant)
+        self._seconds.add(checked.seconds)
+        if len(checked.grammar) < self._known.maxsize:
+            self._known[key] = checked
+        return checked
+
+
+def _error(checked: Checked) -> LoraserveError:
+    """Return the error that a process answered with."""
+    error = error_from_code(checked.error_code or "", checked.message)
+    error.hint = checked.hint
+    if isinstance(error, InvalidRequest):
+        error.param = checked.param
+    return error
