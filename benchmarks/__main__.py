@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 
-PARTS = ("registered", "churn", "trace", "metering", "fairness")
+PARTS = ("registered", "churn", "trace", "metering", "fairness", "structured")
 
 
 def main(arguments: list[str]) -> None:

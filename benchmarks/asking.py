@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,7 @@ class Asker:
         due_s: float | None = None,
         stop: asyncio.Event | None = None,
         into: list[Answer] | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Send one request and read its answer to the end, or until `stop` is set.
 
@@ -114,6 +115,7 @@ class Asker:
         Args:
             into: the answer is put there before it is sent for, so that others see how far it has
                 come.
+            fields: more of the request, or others.
         """
         body = {
             "model": self._name.format(ask.adapter),
@@ -123,6 +125,7 @@ class Asker:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            **(fields or {}),
         }
         now = time.perf_counter()
         answer = Answer(ask, now if due_s is None else due_s, now)
