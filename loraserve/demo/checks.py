@@ -6,14 +6,30 @@ They look at every answer, the access of other tenants, and the state after a re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from loraserve import AsyncClient, Client
 from loraserve.demo.frames import ADAPTERS, STYLES, Frame, Style
 from loraserve.demo.side_by_side import MAX_TOKENS
+from loraserve.demo.words import FIELDS, OPERATORS, TABLES
 from loraserve.errors import AuthenticationError, LoraserveError, NotFound
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "table": {"enum": list(TABLES)},
+        "field": {"enum": list(FIELDS)},
+        "op": {"enum": [operator for operator, _ in OPERATORS.values()]},
+        "value": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["table", "field", "op", "value"],
+    "additionalProperties": False,
+}
+"""Query that any model can be made to answer with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,47 @@ def check_chat(access: Access, frame: Frame) -> TourCheck:
             else:
                 problem = problem or f"{access.model(style)} answered {found!r}, expected {expected!r}"
     return TourCheck("the same through chat", num_right, len(STYLES), problem)
+
+
+def ask_for_query(access: Access, model: str, prompt: str) -> str:
+    """Return the model's answer to a prompt, as JSON of `SCHEMA`."""
+    with Client(access.url, api_key=access.api_key) as client:
+        chat = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            response_format={"type": "json_schema", "json_schema": {"name": "query", "schema": SCHEMA, "strict": True}},
+        )
+    return chat.choices[0].message.content or ""
+
+
+def check_schema(access: Access, frame: Frame) -> TourCheck:
+    """Ask every model for JSON of a schema; most of them know nothing of JSON."""
+    problem, num_right = None, 0
+    for style in STYLES:
+        answer = ask_for_query(access, access.model(style), frame.prompt)
+        if is_query(answer):
+            num_right += 1
+        else:
+            problem = problem or f"{access.model(style)} answered {answer!r}, expected JSON of the schema"
+    return TourCheck("JSON of a schema", num_right, len(STYLES), problem)
+
+
+def is_query(text: str) -> bool:
+    """Return whether a text is JSON of `SCHEMA`."""
+    try:
+        query = json.loads(text)
+    except ValueError:
+        return False
+    properties = SCHEMA["properties"]
+    return (
+        isinstance(query, dict)
+        and set(query) == set(properties)
+        and all(query[name] in properties[name]["enum"] for name in ("table", "field", "op"))
+        and type(query["value"]) is int
+        and 0 <= query["value"] <= 99
+    )
 
 
 def check_time(took_s: float, max_s: float) -> TourCheck:

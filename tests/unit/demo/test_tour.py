@@ -20,7 +20,17 @@ from rich.console import Console
 from loraserve import Client
 from loraserve.demo import demo_server
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
-from loraserve.demo.checks import Access, TourCheck, check_answers, check_chat, check_models, check_stranger, check_time
+from loraserve.demo.checks import (
+    Access,
+    TourCheck,
+    check_answers,
+    check_chat,
+    check_models,
+    check_schema,
+    check_stranger,
+    check_time,
+    is_query,
+)
 from loraserve.demo.demo_server import DemoServer, check_port, choose_port
 from loraserve.demo.frames import ADAPTERS, STYLES
 from loraserve.demo.pack import adapter_dirs, pack_dir
@@ -66,6 +76,22 @@ def test_right_answers_that_come_too_late_are_not_right() -> None:
     late = check_time(61, 60)
     assert not late.is_right
     assert late.problem == "they took 61 s, expected 60 s at most"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ('{"table": "tickets", "field": "age", "op": ">", "value": 81}', True),
+        ('{"table": "tickets", "field": "age", "op": ">", "value": 810}', False),
+        ('{"table": "tickets", "field": "age", "op": ">", "value": true}', False),
+        ('{"table": "tickets", "field": "age", "op": "!", "value": 81}', False),
+        ('{"table": "tickets", "field": "age", "op": ">"}', False),
+        ('{"table": "tickets", "field":', False),
+        ("[]", False),
+    ],
+)
+def test_a_query_is_json_of_the_schema(text: str, is_right: bool) -> None:
+    assert is_query(text) is is_right
 
 
 @pytest.mark.parametrize("is_moving", [True, False])
@@ -140,6 +166,7 @@ def access(server: DemoServer) -> Access:
 def test_right_adapters_pass_every_check(server: DemoServer, access: Access) -> None:
     frames = reliable_frames(read_card(pack_dir()))[:2]
     checks = [*check_answers(access, frames), check_chat(access, frames[0]), check_models(access)]
+    checks.append(check_schema(access, frames[0]))
     assert [check for check in checks if not check.is_right] == []
 
 
@@ -194,4 +221,5 @@ def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path, flags: list
     assert "All checks passed" in done.stdout
     assert ("bundled base in int8" in done.stdout) == bool(flags)
     assert "Authorization: Bearer sk-lora-" in done.stdout
+    assert 'as JSON of a schema: {"' in done.stdout
     assert list(tmp_path.iterdir()) == []
