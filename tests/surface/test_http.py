@@ -44,8 +44,8 @@ STANDARD = frozenset(
 """Headers whose names are nothing else in source; others, such as Location,
 are in `answers.txt` alone.
 """
-OTHER_WORDS = frozenset({"x-lora"})
-"""A kind of adapter."""
+OTHER_WORDS = frozenset({"x-lora", "x-guidance"})
+"""A kind of adapter, and a keyword of JSON schemas."""
 CLIENT_SIDE = ("loraserve/sdk/", "loraserve/cli/", "loraserve/demo/", "loraserve/doctor/")
 
 
