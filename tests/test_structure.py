@@ -26,6 +26,11 @@ STAND_ALONE = {
     "loraserve.cli.local.serve": "a command",
     "loraserve.cli.tenants.grant": "a command",
     "loraserve.text.passage": "a text",
+    "loraserve.text.tool_parsers.granite": "a table's entry",
+    "loraserve.text.tool_parsers.hermes": "a table's entry",
+    "loraserve.text.tool_parsers.llama3_json": "a table's entry",
+    "loraserve.text.tool_parsers.phi4_mini_json": "a table's entry",
+    "loraserve.text.tool_parsers.table": "a table",
 }
 """Modules that stay small and apart though one module reads them.
 

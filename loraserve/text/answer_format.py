@@ -28,6 +28,10 @@ allow, and the request fails.
 """
 
 
+ANSWER = "answer"
+"""Name of an answer's own form, in a grammar around it."""
+
+
 class AnswerKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -36,6 +40,27 @@ class AnswerKind(StrEnum):
     """Lark, or llama.cpp's GBNF."""
     LARK = "lark"
     STRUCTURAL_TAG = "structural_tag"
+
+
+class NamedSchema(Struct, frozen=True):
+    """A schema that a grammar refers to as ``@name``.
+
+    Attributes:
+        value: the schema, as `prepare` returns it, with llguidance's options.
+        param: the field that it came in.
+    """
+
+    name: str
+    value: dict[str, Any]
+    param: str
+
+    @property
+    def as_json_schema(self) -> dict[str, Any]:
+        """The schema as llguidance takes it."""
+        options = self.value.get("x-guidance", {})
+        is_lenient = bool(options.get("lenient"))
+        exclusive = {"coerce_one_of": is_lenient or has_exclusive_alternatives(self.value)}
+        return {**self.value, "x-guidance": {**options, **exclusive}}
 
 
 class AnswerFormat(Struct, frozen=True):
@@ -48,6 +73,8 @@ class AnswerFormat(Struct, frozen=True):
         has_no_more_properties: a schema's objects have the properties that are listed, where they
             don't say otherwise.
         whitespace: regex of what may stand between two tokens of JSON; None: nothing.
+        around: Lark of the whole answer, in which this format is ``@answer``; empty: it is all.
+        schemas: schemas that the Lark text or `around` refers to.
     """
 
     kind: AnswerKind
@@ -56,6 +83,8 @@ class AnswerFormat(Struct, frozen=True):
     is_lenient: bool = False
     has_no_more_properties: bool = False
     whitespace: str | None = WHITESPACE
+    around: str = ""
+    schemas: tuple[NamedSchema, ...] = ()
 
 
 def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda text: False) -> str:
@@ -71,17 +100,20 @@ def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda 
     """
     match wanted.kind:
         case AnswerKind.JSON_SCHEMA:
-            grammar = _grammars({"json_schema": json_schema_of(wanted)})
+            own: dict[str, Any] = {"json_schema": json_schema_of(wanted)}
         case AnswerKind.REGEX:
-            grammar = _grammars({"lark_grammar": f"start: /{_lark_regex(_text(wanted))}/"})
+            own = {"lark_grammar": f"start: /{_lark_regex(_text(wanted))}/"}
         case AnswerKind.CHOICE:
-            grammar = _grammars({"lark_grammar": f"start: {' | '.join(map(_quoted, _choices(wanted)))}"})
+            own = {"lark_grammar": f"start: {' | '.join(map(_quoted, _choices(wanted)))}"}
         case AnswerKind.GRAMMAR:
-            grammar = _grammars({"lark_grammar": _to_lark(_text(wanted), wanted.param)})
+            own = {"lark_grammar": _to_lark(_text(wanted), wanted.param)}
         case AnswerKind.LARK:
-            grammar = _grammars({"lark_grammar": _text(wanted)})
+            own = {"lark_grammar": _text(wanted)}
         case AnswerKind.STRUCTURAL_TAG:
-            grammar = _grammars({"lark_grammar": _structural_tag(wanted, is_special)})
+            own = {"lark_grammar": _structural_tag(wanted, is_special)}
+    grammars = [{"lark_grammar": wanted.around}, {**own, "name": ANSWER}] if wanted.around else [own]
+    grammars += [{"name": schema.name, "json_schema": schema.as_json_schema} for schema in wanted.schemas]
+    grammar = json.dumps({"grammars": [*grammars, _OPTIONS]}, ensure_ascii=False, separators=(",", ":"))
     _check_bytes(grammar, wanted.param)
     return grammar
 
@@ -103,10 +135,6 @@ def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
         options["whitespace_pattern"] = wanted.whitespace
     own = schema.get("x-guidance")
     return {**schema, "x-guidance": {**options, **own} if isinstance(own, dict) else options}
-
-
-def _grammars(grammar: Mapping[str, Any]) -> str:
-    return json.dumps({"grammars": [grammar, _OPTIONS]}, ensure_ascii=False, separators=(",", ":"))
 
 
 def _check_bytes(text: str, param: str) -> None:

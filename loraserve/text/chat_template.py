@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -26,6 +27,9 @@ _MAX_PRODUCT = 1 << 20
 """The longest string or list that ``*`` may make inside a template."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+_TOOLS_IN_MESSAGE = re.compile(r"""message(?:\.tools\b|\[['"]tools['"]\])""")
+"""Phi-4-mini's templates write the tools that the system's message has."""
 
 _deadline: ContextVar[float | None] = ContextVar("chat_template_deadline", default=None)
 
@@ -124,7 +128,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         self._templates: dict[str, jinja2.Template] = {}
         self._read: set[str] = set()
-        for name, source in _read_sources(Path(model_dir), config).items():
+        sources = _read_sources(Path(model_dir), config)
+        self.source = "\n".join(sources.values())
+        """Text of the template, or of all of them."""
+        self._has_tools_in_message = _TOOLS_IN_MESSAGE.search(self.source) is not None
+        for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
                 self._read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -138,6 +146,16 @@ class ChatTemplate:
     def reads(self, variable: str) -> bool:
         """Return whether a template looks at a variable of that name that it doesn't set itself."""
         return variable in self._read
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether tools reach the prompt."""
+        return self.reads("tools") or self._has_tools_in_message
+
+    @property
+    def takes_tool_calls(self) -> bool:
+        """Whether the calls of earlier messages reach the prompt."""
+        return "tool_calls" in self.source
 
     def render(
         self,
@@ -165,7 +183,7 @@ class ChatTemplate:
         context = {
             **self._special_tokens,
             **extra,
-            "messages": list(messages),
+            "messages": self._with_tools(messages, tools) if tools else list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -192,6 +210,17 @@ class ChatTemplate:
             ) from error
         finally:
             _deadline.reset(token)
+
+    def _with_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Return messages whose first holds the tools, for a template that looks for them there."""
+        if self.reads("tools") or not self._has_tools_in_message:
+            return list(messages)
+        functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+        has_system = bool(messages) and messages[0].get("role") == "system"
+        first = messages[0] if has_system else {"role": "system", "content": ""}
+        return [{**first, "tools": functions}, *messages[1 if has_system else 0 :]]
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         if has_tools and "tool_use" in self._templates:

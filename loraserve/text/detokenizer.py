@@ -8,7 +8,7 @@ a byte-fallback run turns out to be invalid ("Invalid prefix encountered").
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from loraserve.text.tokenizer import Tokenizer
@@ -48,9 +48,15 @@ class ByteLevelDetokenizer:
     Tokens are bytes, so a UTF-8 decoder suffices.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int] = (),
+        shown: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids.difference(shown) if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # A character that the prompt began and these tokens finish belongs to them: four bytes are
         # the longest character.
@@ -72,9 +78,15 @@ class WindowDetokenizer:
     because one invalid byte at its end turns the whole run into U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int] = (),
+        shown: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_token_ids.difference(shown) if skip_special_tokens else frozenset()
         self._context, self._pending = self._split_prompt(list(prompt_token_ids))
         # text of `_context`, and whether it pins down the decoder's view of "the beginning of the
         # text"
@@ -94,7 +106,7 @@ class WindowDetokenizer:
 
     def _is_open(self, token_id: int) -> bool:
         # A skipped special token inside a run doesn't end it: the decoder never sees it.
-        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+        if token_id in self._skipped:
             return True
         return self._tokenizer.is_fallback_byte(token_id) or self._tokenizer.id_to_token(token_id) is None
 
@@ -140,15 +152,22 @@ class WindowDetokenizer:
         return context, prompt[cut:]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+        return self._tokenizer.decode([id_ for id_ in token_ids if id_ not in self._skipped], skip_special_tokens=False)
 
 
 def decode_stream(
-    tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    skip_special_tokens: bool = True,
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    shown: Collection[int] = (),
 ) -> Detokenizer:
     """Return a detokenizer for tokens that follow `prompt_token_ids`.
 
     It gives the text that they add to the prompt's.
+
+    Args:
+        shown: special tokens that aren't skipped.
     """
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
-    return kind(tokenizer, skip_special_tokens, prompt_token_ids)
+    return kind(tokenizer, skip_special_tokens, prompt_token_ids, shown)

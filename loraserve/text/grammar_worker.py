@@ -141,9 +141,6 @@ def _is_special(compiler: GrammarCompiler, text: str) -> bool:
 
 def _fault(compiler: GrammarCompiler, wanted: AnswerFormat) -> str:
     """Return the place of a schema that can't be compiled; of anything else, the field."""
-    if wanted.kind is not AnswerKind.JSON_SCHEMA:
-        return wanted.param
-    schema = json_schema_of(wanted)
 
     def is_compilable(part: dict[str, object]) -> bool:
         try:
@@ -152,7 +149,12 @@ def _fault(compiler: GrammarCompiler, wanted: AnswerFormat) -> str:
             return False
         return True
 
-    return place(wanted.param, find_fault(schema, is_compilable))
+    for schema in wanted.schemas:
+        if not is_compilable(schema.as_json_schema):
+            return place(schema.param, find_fault(schema.as_json_schema, is_compilable))
+    if wanted.kind is not AnswerKind.JSON_SCHEMA:
+        return wanted.param
+    return place(wanted.param, find_fault(json_schema_of(wanted), is_compilable))
 
 
 class _MallInfo(ctypes.Structure):

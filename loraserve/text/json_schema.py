@@ -45,6 +45,9 @@ _UNENFORCED_FORMATS = frozenset(
 )
 """Formats that JSON Schema knows and llguidance doesn't. Others say nothing about an answer."""
 
+_NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
+"""Look-around and back-references, which pydantic writes for a Decimal. No grammar has them."""
+
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
 _MAX_DEPTH = 16
 """References and parts of alternatives that are compared."""
@@ -190,6 +193,9 @@ def _leave_out(node: Node, path: Path, param: str, *, is_lenient: bool) -> None:
             where = place(param, (*path, "format"))
             raise UnsupportedParameter(f"{where}: {name} can't be enforced.", param=where, hint=_LENIENT_HINT)
         del node["format"]
+    pattern = node.get("pattern")
+    if is_lenient and isinstance(pattern, str) and _NOT_REGULAR.search(pattern):
+        del node["pattern"]
 
 
 _LENIENT_HINT = "Leave it out, or let it be ignored with strict: false."

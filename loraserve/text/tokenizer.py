@@ -61,6 +61,7 @@ class Tokenizer:
         self._added_tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self._fallback_bytes = self._find_fallback_bytes()
         self._bytes_of: dict[int, bytes] = {}
+        self.added_token_ids = frozenset(self._added_tokens)
         self.special_token_ids = frozenset(id_ for id_, token in self._added_tokens.items() if token.special)
 
         self.bos_token = _token_content(self.config.get("bos_token"))

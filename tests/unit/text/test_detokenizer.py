@@ -55,6 +55,18 @@ def test_deltas_add_up_to_decoding_everything_at_once(case: tuple[str, list[int]
     assert "".join(stream(tokenizer, ids, sizes, skip)) == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma", "metaspace"])
+def test_special_tokens_can_be_shown_one_by_one(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    special = sorted(tokenizer.special_token_ids)
+    token_ids = [*special, tokenizer.vocab_size - 1, *special]
+    for shown in ([], special[:1], special):
+        detokenizer = decode_stream(tokenizer, True, shown=shown)
+        text = "".join([*(detokenizer.push([id_]) for id_ in token_ids), detokenizer.finish()])
+        kept = [id_ for id_ in token_ids if id_ not in special or id_ in shown]
+        assert text == tokenizer.decode(kept, skip_special_tokens=False)
+
+
 @st.composite
 def fallback_runs(draw: st.DrawFn) -> list[int]:
     """Mostly bytes, so that runs, broken runs and special tokens inside runs are common."""

@@ -68,6 +68,18 @@ def test_the_callers_schema_is_kept() -> None:
     assert isinstance(prepared["properties"]["a"]["items"]["minItems"], int)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "is_kept"),
+    [(r"^(?!^[-+.]*$)[+-]?0*\d*$", False), (r"(a)\1", False), (r"(?<=a)b", False), (r"^(?:a|\\0)=!$", True)],
+)
+def test_patterns_with_look_around_are_left_out_where_that_is_allowed(pattern: str, is_kept: bool) -> None:
+    """Pydantic writes the first for a Decimal."""
+    schema = nested(type="string", pattern=pattern)
+    assert prepare(schema, "schema") == schema
+    lenient = prepare(schema, "schema", is_lenient=True)
+    assert ("pattern" in lenient["properties"]["a"]["items"]) == is_kept
+
+
 def test_other_documents_are_not_fetched() -> None:
     with pytest.raises(UnsupportedParameter, match="another document") as caught:
         prepare(nested(**{"$ref": "http://127.0.0.1/schema"}), "schema")
