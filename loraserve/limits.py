@@ -52,6 +52,10 @@ class Limits:
     max_completion_logprobs: int = 20
     max_chat_top_logprobs: int = 20
     max_messages: int = 1024
+    max_tools: int = 128
+    """Tools in a request, and calls in one message."""
+    max_tools_bytes: int = 256 * KIB
+    """Size of a request's tools as JSON."""
     max_grammar_bytes: int = 128 * KIB
     """Size of a schema, regex, grammar or list of choices as it is compiled."""
     max_choices: int = 1024

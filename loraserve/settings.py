@@ -82,6 +82,26 @@ Names = Annotated[
 ]
 
 
+# The names of `loraserve.text`'s tables, which a test compares: settings load none of it.
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "functiongemma",
+    "granite",
+    "granite4",
+    "hermes",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "mistral",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "granite", "mistral", "qwen3"]
+
+
 class Settings(BaseSettings):
     """The settings of ``loraserve serve``, complete and checked. Make them with `Settings.load`.
 
@@ -114,6 +134,12 @@ class Settings(BaseSettings):
     """
     strict_base: bool = False
     """Reject adapters whose config names another base, instead of a warning."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format of the base's tool calls; auto: recognized in its chat template; none: tools are
+    refused."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Format of the base's reasoning; auto: recognized in its chat template; none: reasoning stays
+    in the answer."""
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)

@@ -35,6 +35,7 @@ from loraserve.tenancy.billing.meter import FOLDER, UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.servers import Servers
+from loraserve.text.chat_format import ChatFormat
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 
@@ -126,7 +127,12 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
     model_dir = await asyncio.to_thread(resolve_model_dir, settings.model)
     config = settings.engine_config(model_dir)
     tokenizer = Tokenizer(model_dir)
-    chat_template = ChatTemplate(model_dir, tokenizer)
+    chat_format = ChatFormat(
+        ChatTemplate(model_dir, tokenizer),
+        tokenizer,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
     try:
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -177,7 +183,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         authenticator=authenticator,
         store=store,
         tokenizer=tokenizer,
-        chat_template=chat_template,
+        chat_format=chat_format,
         usage=UsageMeter(database, settings.data_dir / FOLDER),
     )
     return services, database

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loraserve.settings import Settings
     from loraserve.tenancy.billing.meter import UsageMeter
     from loraserve.tenancy.identity.auth import Authenticator
-    from loraserve.text.chat_template import ChatTemplate
+    from loraserve.text.chat_format import ChatFormat
     from loraserve.text.tokenizer import Tokenizer
 
 
@@ -40,7 +40,8 @@ class Services:
     authenticator: Authenticator
     store: BlobStore
     tokenizer: Tokenizer
-    chat_template: ChatTemplate
+    chat_format: ChatFormat
+    """Format of chats with the base."""
     usage: UsageMeter | None = None
     """Meter of billed usage; None: nothing is billed."""
     admissions: Admissions = field(default_factory=Admissions)

@@ -31,6 +31,7 @@ class GenerateRequest(Struct, frozen=True):
         max_queued: cap on the tenant's requests without a first token while all slots are taken; 0:
             none.
         timeout_s: seconds from its arrival until it ends with what there is.
+        shown_token_ids: special tokens that stay in the text although the others are skipped.
         is_background: no client waits for it, and it doesn't count in the queue's bounds; its
             sender bounds such requests.
     """
@@ -43,6 +44,7 @@ class GenerateRequest(Struct, frozen=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_token_ids: tuple[int, ...] = ()
     priority: int = 0
     weight: float = 1.0
     kv_share: float = 1.0

@@ -31,6 +31,7 @@ from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.text.chat_format import ChatFormat
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
@@ -130,7 +131,7 @@ async def services(
         authenticator=authenticator,
         store=store,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(model_dir, tokenizer),
+        chat_format=ChatFormat(ChatTemplate(model_dir, tokenizer), tokenizer),
         usage=usage,
     )
     yield services

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB
 from loraserve.settings import Settings, parse_size
+from loraserve.text.reasoning import REASONING_FORMATS
+from loraserve.text.tool_parsers.table import TOOL_FORMATS
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +153,9 @@ def test_other_names_of_the_base_are_a_list_with_commas_between(
     monkeypatch.delenv("LORASERVE_BASE_NAMES")
     (tmp_path / "loraserve.toml").write_text('base-names = ["org/base", "b"]\n')
     assert Settings.load(model="m").base_names == ("org/base", "b")
+
+
+def test_parsers_are_named_as_their_tables_name_them() -> None:
+    fields = Settings.model_fields
+    assert set(get_args(fields["tool_call_parser"].annotation)) == {"auto", "none", *TOOL_FORMATS}
+    assert set(get_args(fields["reasoning_parser"].annotation)) == {"auto", "none", *REASONING_FORMATS}

@@ -133,8 +133,13 @@ class InferenceContext:
         ident = f"{prefix}-{ULID()}"
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 
-    def requests(self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int]) -> list[GenerateRequest]:
+    def requests(
+        self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int], *, shown_token_ids: tuple[int, ...] = ()
+    ) -> list[GenerateRequest]:
         """Return the engine's requests in the order of the choices, prompt by prompt.
+
+        Args:
+            shown_token_ids: special tokens that what reads the text looks for.
 
         Raises:
             QuotaExceeded: they are more than the tenant may have waiting: they would never pass
@@ -161,6 +166,7 @@ class InferenceContext:
                         stop=sampling.stop,
                         include_stop_str_in_output=self.body.include_stop_str_in_output,
                         skip_special_tokens=self.body.skip_special_tokens,
+                        shown_token_ids=shown_token_ids,
                         priority=self.body.priority,
                         timeout_s=self.body.timeout,
                         weight=policy.weight,

@@ -85,7 +85,11 @@ _CHANGES_THE_ANSWER = frozenset(
 )
 _GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
 """Fields of vLLM's before `structured_outputs`; those that are known have a model's field."""
-_HINTS = {"grammar": "Send it as structured_outputs.grammar."}
+_HINTS = {
+    "grammar": "Send it as structured_outputs.grammar.",
+    "functions": "Send tools instead.",
+    "function_call": "Send tools and tool_choice instead.",
+}
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
@@ -119,8 +123,6 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     # a field of the other kind that got so far asks for nothing, and so isn't ignored
     passed = given.keys() - model.model_fields.keys() - _CHANGES_THE_ANSWER
-    if given.get("tools"):
-        passed |= {"tools"}
     return fields, tuple(name for name in given if name in passed)
 
 
@@ -141,22 +143,12 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
     for name, value in given.items():
         if name in model.model_fields or _is_neutral(name, value):
             continue
-        if name == "tools" and isinstance(value, list) and _wants_no_tools(model, given):
-            continue
         if name in _CHANGES_THE_ANSWER or _GUIDED.fullmatch(name):
             raise UnsupportedParameter(
                 f"{name} is not supported, and ignoring it would change the answer.",
                 param=name,
                 hint=_HINTS.get(name, "Send the request without it."),
             )
-
-
-def _wants_no_tools(model: type[BaseModel], given: Mapping[str, Any]) -> bool:
-    """Return whether the request says itself that its tools aren't to be called.
-
-    Nothing is asked for then that isn't implemented.
-    """
-    return "tool_choice" in model.model_fields and given.get("tool_choice") == "none"
 
 
 def _is_neutral(name: str, value: object) -> bool:

@@ -261,6 +261,11 @@ def _without_token(chunk: Chunk) -> Chunk:
     )
 
 
+def finish_reason(chunk: Chunk) -> str | None:
+    """OpenAI's word: ``stop`` or ``length``; None while the choice goes on."""
+    return None if chunk.finish_reason is None else FinishReason(chunk.finish_reason).value
+
+
 async def answer(
     request: Request,
     generation: Generation,

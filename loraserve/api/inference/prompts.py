@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from loraserve.api.inference.messages import read_messages
 from loraserve.api.inference.sampling import check_token_ids, choose_max_tokens
 from loraserve.api.services import Services
-from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge, UnsupportedParameter
+from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
-
-_ROLES = frozenset({"system", "developer", "user", "assistant"})
+from loraserve.text.chat_format import ChatFormat, ToolUse
 
 T = TypeVar("T")
 
@@ -44,38 +44,42 @@ class PromptReader:
             PayloadTooLarge: the text is over `limits.max_prompt_bytes`.
             ContextLengthExceeded: a text can't be short enough, whatever its tokens.
         """
-        return await self._run(lambda: _read_prompts(value, self.services, add_special_tokens))
+        return await self.run(lambda: _read_prompts(value, self.services, add_special_tokens))
 
     async def chat(
         self,
         messages: object,
         *,
+        chat_format: ChatFormat,
         add_generation_prompt: bool,
         add_special_tokens: bool,
         variables: Mapping[str, Any],
+        tool_use: ToolUse | None = None,
         is_bounded: bool = True,
     ) -> Prompt:
         """Return the prompt that the model's chat template makes of `messages`.
 
         Args:
+            tool_use: tools that the template shows to the model.
             is_bounded: whether it has to fit the context.
 
         Raises:
             InvalidRequest: a message is wrong, or the template refuses them.
-            UnsupportedParameter: a message has something other than text.
+            UnsupportedParameter: a message has something other than text, or an old-style call.
             ContextLengthExceeded: they can't be short enough, whatever their tokens.
         """
 
         def render_and_encode() -> Prompt:
-            checked = _read_messages(messages)
+            checked = read_messages(messages, chat_format)
             _check_bytes(sum(len(message["content"].encode()) for message in checked), "messages")
-            text = self.services.chat_template.render(checked, add_generation_prompt, variables=variables)
+            tools = None if tool_use is None else tool_use.shown
+            text = chat_format.template.render(checked, add_generation_prompt, tools, variables)
             _check_bytes(len(text.encode()), "messages")
             if is_bounded:
                 _check_fits(text, self.services, "messages")
             return Prompt(tuple(self.services.tokenizer.encode(text, add_special_tokens)), text)
 
-        prompt = await self._run(render_and_encode)
+        prompt = await self.run(render_and_encode)
         if not prompt.token_ids:
             raise InvalidRequest("messages render to an empty prompt.", param="messages")
         # As in `_from_text`: a token that the logits lack would fail in the engine.
@@ -96,9 +100,10 @@ class PromptReader:
             _check_bytes(len(text.encode()), param)
             return self.services.tokenizer.encode(text, add_special_tokens)
 
-        return await self._run(encode)
+        return await self.run(encode)
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of work on the request's texts."""
         return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
 
 
@@ -178,53 +183,3 @@ def _check_length(value: list[Any], services: Services) -> None:
 
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _read_messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("messages should be a list of messages, not an empty one.", param="messages")
-    if len(value) > LIMITS.max_messages:
-        raise InvalidRequest(f"messages has more than {LIMITS.max_messages} messages.", param="messages")
-    return [_read_message(message, f"messages.{index}") for index, message in enumerate(value)]
-
-
-def _read_message(message: object, param: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{param} should be an object with role and content.", param=param)
-    role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        raise UnsupportedParameter(f"{param}: tool calls are not supported.", param=param)
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequest(f"{param}.role should be one of {', '.join(sorted(_ROLES))}.", param=f"{param}.role")
-    # OpenAI renamed "system"; templates know the old name.
-    checked = {
-        "role": "system" if role == "developer" else role,
-        "content": _read_content(message, role, f"{param}.content"),
-    }
-    name = message.get("name")
-    if name is not None:
-        if not isinstance(name, str) or len(name) > 64:
-            raise InvalidRequest(f"{param}.name should be a string of at most 64 characters.", param=f"{param}.name")
-        checked["name"] = name
-    return checked
-
-
-def _read_content(message: dict[str, Any], role: str, param: str) -> str:
-    content = message.get("content")
-    if content is None and role == "assistant":
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{param} should be a string or a list of parts.", param=param)
-    texts = []
-    for index, part in enumerate(content):
-        where = f"{param}.{index}"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise UnsupportedParameter(f"{where}: this model reads text only.", param=where)
-        text = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
-        if not isinstance(text, str):
-            raise InvalidRequest(f'{where} should be {{"type": "text", "text": "…"}}.', param=where)
-        texts.append(text)
-    return "\n".join(texts)

@@ -107,11 +107,10 @@ class ChatBody(InferenceBody):
     max_completion_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
-    tool_choice: Literal["none", "auto"] = "auto"
-    """Tool choice: without tools both values mean the same.
-
-    With tools, only "none" is served, and the tools are ignored.
-    """
+    # checked by `chat.tools`, which has clearer messages than a union
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
     modalities: list[Literal["text"]] = ["text"]
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
@@ -129,6 +128,7 @@ class TokenizeBody(_Body):
     model: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_LENGTH)
     prompt: str | None = None
     messages: Any = None
+    tools: Any = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)

@@ -48,6 +48,7 @@ class ServerMetrics:
         self.finished = counter(
             "loraserve_completions", "Choices that ended, by reason (abort: the client left).", ["reason"]
         )
+        self.tool_calls = counter("loraserve_tool_calls", "Tool calls in answers to chats.")
         self.fallbacks = counter(
             "loraserve_fallbacks",
             "Requests answered by another version or the base, by the error code of the requested version.",

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.http.sse import event
+from loraserve.api.inference.chat.choice import ChatChoice
+from loraserve.api.inference.chat.tools import read_tools
 from loraserve.api.inference.context import InferenceContext, check_priority, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer
-from loraserve.api.inference.logprobs import chat_logprobs
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
-from loraserve.api.openai.completions import finish_reason
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
@@ -48,20 +47,32 @@ async def create_chat_completion(
     """
     services = services_of(request)
     body, ignored = parse_body(ChatBody, raw)
-    if body.reasoning_effort is not None and not services.chat_template.reads("reasoning_effort"):
+    if body.reasoning_effort is not None and not services.chat_format.template.reads("reasoning_effort"):
         ignored = (*ignored, "reasoning_effort")
     asked = _asked_tokens(body)
     check_priority(body, caller)
     base = services.engine.base
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
+    chat_format = services.chat_format
+    reader = PromptReader(services, caller.tenant, len(await request.body()))
+    tool_use = await reader.run(
+        lambda: read_tools(body.tools, chat_format, choice=body.tool_choice, is_parallel=body.parallel_tool_calls)
+    )
+    if body.tools and tool_use is None:
+        ignored = (*ignored, "tools")
     wanted = read_answer_format(body)
     sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
-    prompt = await PromptReader(services, caller.tenant, len(await request.body())).chat(
+    prompt = await reader.chat(
         body.messages,
+        chat_format=chat_format,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
         variables=_template_variables(body),
+        tool_use=tool_use,
     )
+    answer_format = chat_format.answer_format(prompt.text or "", tool_use, skip_special_tokens=body.skip_special_tokens)
+    if answer_format is not None:
+        wanted = await reader.run(lambda: answer_format.whole(wanted))
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
     if wanted is not None:
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
@@ -70,11 +81,16 @@ async def create_chat_completion(
     context = InferenceContext.begin("chatcmpl", services, body, model, [prompt], ignored)
     generation = Generation(
         services,
-        context.requests(caller, sampling, [max_tokens]),
+        context.requests(
+            caller,
+            sampling,
+            [max_tokens],
+            shown_token_ids=() if answer_format is None else answer_format.shown_token_ids,
+        ),
         tenant_name=caller.tenant_name,
         target=context.target,
     )
-    choices = [_Choice(context, body, index) for index in range(body.n)]
+    choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
     usage = RequestUsage(context, caller, admitted)
 
     def add(index: int, chunk: Chunk) -> None:
@@ -117,7 +133,11 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 
 
 async def _stream(
-    context: InferenceContext, body: ChatBody, generation: Generation, choices: Sequence[_Choice], usage: RequestUsage
+    context: InferenceContext,
+    body: ChatBody,
+    generation: Generation,
+    choices: Sequence[ChatChoice],
+    usage: RequestUsage,
 ) -> AsyncGenerator[bytes, None]:
     head = _head(context, body, "chat.completion.chunk")
     wants_usage = body.stream_options.include_usage
@@ -141,83 +161,3 @@ async def _stream(
 
 def _head(context: InferenceContext, body: ChatBody, kind: str) -> dict[str, Any]:
     return {"id": context.id, "object": kind, "created": context.created, "model": body.model}
-
-
-@dataclass(slots=True)
-class _Choice:
-    """Collect one choice's chunks: joined for an answer in one piece, or as deltas for a stream."""
-
-    context: InferenceContext
-    body: ChatBody
-    index: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        self.texts.append(chunk.text)
-        self.token_ids.extend(chunk.token_ids)
-        self.logprobs.extend(self._logprobs(chunk))
-        self.finish_reason = finish_reason(chunk)
-        self.stop_reason = chunk.stop_reason
-
-    def whole(self) -> dict[str, Any]:
-        """Return the choice in one piece."""
-        whole: dict[str, Any] = {
-            "index": self.index,
-            "message": {"role": "assistant", "content": "".join(self.texts), "refusal": None},
-            "logprobs": {"content": self.logprobs, "refusal": None} if self.body.logprobs else None,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-        }
-        if self.body.return_token_ids:
-            whole["token_ids"] = self.token_ids
-        return whole
-
-    def opening(self) -> dict[str, Any]:
-        """Return the first delta, which holds the role."""
-        part: dict[str, Any] = {
-            "index": self.index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        if self.body.return_token_ids:
-            part["prompt_token_ids"] = list(self.context.prompt_of(self.index).token_ids)
-        return part
-
-    def parts_of(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the deltas of this chunk.
-
-        They are its text if it has any, and the end if it is the last.
-        """
-        parts: list[dict[str, Any]] = []
-        logprobs = self._logprobs(chunk)
-        if chunk.text or logprobs or (self.body.return_token_ids and chunk.token_ids):
-            part: dict[str, Any] = {
-                "index": self.index,
-                "delta": {"content": chunk.text},
-                "logprobs": {"content": logprobs, "refusal": None} if self.body.logprobs else None,
-                "finish_reason": None,
-            }
-            if self.body.return_token_ids:
-                part["token_ids"] = list(chunk.token_ids)
-            parts.append(part)
-        if chunk.finish_reason is not None:
-            parts.append(
-                {
-                    "index": self.index,
-                    "delta": {},
-                    "logprobs": None,
-                    "finish_reason": finish_reason(chunk),
-                    "stop_reason": chunk.stop_reason,
-                }
-            )
-        return parts
-
-    def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        if not self.body.logprobs or not chunk.logprobs:
-            return []
-        return chat_logprobs(self.context.services.tokenizer, chunk.logprobs, self.body.top_logprobs)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from loraserve.api.http.sse import event
 from loraserve.api.inference.context import InferenceContext, check_num_choices, check_priority, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
-from loraserve.api.inference.generation import Generation, answer
+from loraserve.api.inference.generation import Generation, answer, finish_reason
 from loraserve.api.inference.logprobs import CompletionLogprobs, join_logprobs
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
@@ -23,7 +23,6 @@ from loraserve.api.inference.structured_output import check_grammar, read_answer
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.types import FinishReason
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
@@ -207,8 +206,3 @@ class _Choice:
         if prompt.text is not None:
             return prompt.text
         return self.context.services.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)
-
-
-def finish_reason(chunk: Chunk) -> str | None:
-    """OpenAI's word: ``stop`` or ``length``; None while the choice goes on."""
-    return None if chunk.finish_reason is None else FinishReason(chunk.finish_reason).value

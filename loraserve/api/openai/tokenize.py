@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from loraserve.api.inference.chat.tools import read_tools
 from loraserve.api.inference.context import resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.prompts import PromptReader
@@ -49,6 +50,8 @@ async def tokenize(
     else:
         chat = await reader.chat(
             body.messages,
+            chat_format=services.chat_format,
+            tool_use=await reader.run(lambda: read_tools(body.tools, services.chat_format)),
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,

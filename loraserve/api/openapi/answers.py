@@ -45,7 +45,6 @@ class ListedLogprobs(_Answer):
 
 class _Choice(_Answer):
     index: int
-    finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
     """The stop token or string that ended it, or ``timeout``."""
     token_ids: list[int] = Field(default=[])
@@ -53,6 +52,7 @@ class _Choice(_Answer):
 
 
 class CompletionChoice(_Choice):
+    finish_reason: Literal["stop", "length"]
     text: str
     logprobs: ListedLogprobs | None
     prompt_token_ids: list[int] = Field(default=[])
@@ -67,10 +67,27 @@ class Completion(_Answer):
     usage: TokenUsage
 
 
+class CalledFunction(_Answer):
+    name: str
+    arguments: str
+    """JSON as the model wrote it."""
+
+
+class ToolCall(_Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(_Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Text of the answer; null if it has only tool calls or reasoning."""
     refusal: None
+    reasoning_content: str = ""
+    """Reasoning before the answer; missing if there is none."""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = Field(default=[])
 
 
 class ChatToken(_Answer):
@@ -89,6 +106,7 @@ class ChatLogprobs(_Answer):
 
 
 class ChatChoice(_Choice):
+    finish_reason: Literal["stop", "length", "tool_calls"]
     message: ChatMessage
     logprobs: ChatLogprobs | None
 

@@ -19,7 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 SERVE = "As for serve"
 """The section of these flags in the help of other commands."""
 SECTIONS = {
-    "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len",
+    "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len "
+    "tool_call_parser reasoning_parser",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
     "max_num_seqs max_num_batched_tokens enable_prefix_cache cuda_graphs num_threads loader_threads",
     "Storage": "data_dir database_url store_url retention_s pull_allow",

@@ -69,6 +69,8 @@ class ChatMessage(Result):
     role: str | None = None
     content: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    """Reasoning before the answer."""
     tool_calls: list[ToolCall] | None = None
 
 

@@ -97,7 +97,7 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
         authenticator=authenticator,
         store=store,
         tokenizer=None,  # type: ignore[arg-type]
-        chat_template=None,  # type: ignore[arg-type]
+        chat_format=None,  # type: ignore[arg-type]
         usage=usage,
     )
     await usage.close()

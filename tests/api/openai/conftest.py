@@ -32,6 +32,7 @@ from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator, Caller
+from loraserve.text.chat_format import ChatFormat
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import BaseSpec, EngineStats, FinishReason, TokenLogprobs, TokenOutput
@@ -175,7 +176,7 @@ async def services(
         authenticator=authenticator,
         store=store,
         tokenizer=engine.tokenizer,
-        chat_template=ChatTemplate(model_dir, engine.tokenizer),
+        chat_format=ChatFormat(ChatTemplate(model_dir, engine.tokenizer), engine.tokenizer),
         limits=limits,
         usage=usage,
     )

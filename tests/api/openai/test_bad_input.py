@@ -214,8 +214,8 @@ CASES: list[tuple[str, tuple[str, bytes], int, str | None, str]] = [
         "a tool's message",
         chat(messages=[{"role": "tool", "content": MARK}]),
         400,
-        "messages.0",
-        "unsupported_parameter",
+        "messages.0.tool_call_id",
+        "invalid_value",
     ),
     ("name too long", chat(messages=[MESSAGE | {"name": "x" * 65}]), 400, "messages.0.name", "invalid_value"),
     (
@@ -312,7 +312,7 @@ async def test_no_value_of_any_field_is_a_5xx(client: httpx2.AsyncClient, path: 
     good = {"model": "sql", "prompt": "x", "messages": [MESSAGE], "tokens": [1], "max_tokens": 2}
     good = {name: value for name, value in good.items() if path != "/tokenize" or name != "prompt"}
     names = sorted(
-        {*InferenceBody.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields, "prompt", "tools", "suffix"}
+        {*InferenceBody.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields, "prompt", "suffix"}
     )
     for name in names:
         for value in VALUES:
@@ -325,6 +325,11 @@ async def test_no_shape_of_a_message_is_a_5xx(client: httpx2.AsyncClient) -> Non
         for message in (
             {"role": "user", "content": value},
             {"role": value, "content": "x"},
+            {"role": "assistant", "tool_calls": value},
+            {"role": "assistant", "tool_calls": [value]},
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": value}]},
+            {"role": "assistant", "reasoning_content": value},
+            {"role": "tool", "content": value, "tool_call_id": value},
             {"role": "user", "content": [value]},
             value,
         ):

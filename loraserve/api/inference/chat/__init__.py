@@ -1,0 +1,1 @@
+"""Chats: messages and tools of a request, and the choices of its answer."""

@@ -1,0 +1,155 @@
+"""Messages of a chat, checked, in the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from loraserve.errors import InvalidRequest, UnsupportedParameter
+from loraserve.limits import LIMITS
+from loraserve.text.chat_format import ChatFormat
+
+_ROLES = ("assistant", "developer", "system", "tool", "user")
+_MAX_NAME_LENGTH = 64
+_MAX_ID_LENGTH = 256
+_REASONING = ("reasoning_content", "reasoning")
+
+
+def read_messages(value: object, chat_format: ChatFormat) -> list[dict[str, Any]]:
+    """Return the messages as the model's template takes them.
+
+    Raises:
+        InvalidRequest: one is wrong; `param` names it.
+        UnsupportedParameter: one has something other than text, or the older form of a tool call.
+    """
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("messages should be a list of messages, not an empty one.", param="messages")
+    if len(value) > LIMITS.max_messages:
+        raise InvalidRequest(f"messages has more than {LIMITS.max_messages} messages.", param="messages")
+    reader = _Reader(chat_format)
+    return [reader.read(message, f"messages.{index}") for index, message in enumerate(value)]
+
+
+class _Reader:
+    """Read messages in their order: a tool's result is for a call before it."""
+
+    def __init__(self, chat_format: ChatFormat) -> None:
+        self._format = chat_format
+        self._call_id: Callable[[str], str] = (
+            (lambda call_id: call_id) if chat_format.tools is None else chat_format.tools.template_call_id
+        )
+        self._names: dict[str, str] = {}
+
+    def read(self, message: object, param: str) -> dict[str, Any]:
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"{param} should be an object with role and content.", param=param)
+        role = message.get("role")
+        if role == "function" or message.get("function_call"):
+            raise UnsupportedParameter(
+                f"{param}: function_call and the role function are not supported.",
+                param=param,
+                hint='Send tool_calls in the assistant\'s message, and its result with "role": "tool".',
+            )
+        if not isinstance(role, str) or role not in _ROLES:
+            raise InvalidRequest(f"{param}.role should be one of {', '.join(_ROLES)}.", param=f"{param}.role")
+        # OpenAI renamed "system"; templates know the old name.
+        checked: dict[str, Any] = {
+            "role": "system" if role == "developer" else role,
+            "content": _read_content(message, role, f"{param}.content"),
+        }
+        name = message.get("name")
+        if name is not None:
+            checked["name"] = _text(name, f"{param}.name", _MAX_NAME_LENGTH)
+        if role == "assistant":
+            self._add_calls(message, checked, param)
+        elif message.get("tool_calls"):
+            raise InvalidRequest(
+                f"{param}: only the assistant's messages have tool_calls.", param=f"{param}.tool_calls"
+            )
+        elif role == "tool":
+            call_id = _text(message.get("tool_call_id"), f"{param}.tool_call_id", _MAX_ID_LENGTH)
+            checked["tool_call_id"] = self._call_id(call_id)
+            if call_id in self._names:
+                checked.setdefault("name", self._names[call_id])
+        return checked
+
+    def _add_calls(self, message: dict[str, Any], checked: dict[str, Any], param: str) -> None:
+        """Add the assistant's tool calls and reasoning."""
+        for field in _REASONING:
+            reasoning = message.get(field)
+            if reasoning is not None:
+                if not isinstance(reasoning, str):
+                    raise InvalidRequest(f"{param}.{field} should be a string.", param=f"{param}.{field}")
+                checked.setdefault("reasoning_content", reasoning)
+        calls = message.get("tool_calls")
+        if not calls:
+            return
+        where = f"{param}.tool_calls"
+        if not isinstance(calls, list) or len(calls) > LIMITS.max_tools:
+            raise InvalidRequest(f"{where} should be a list of at most {LIMITS.max_tools} calls.", param=where)
+        read = [self._read_call(call, f"{where}.{index}") for index, call in enumerate(calls)]
+        if self._format.tools is not None and not self._format.template.takes_tool_calls:
+            checked["content"] += self._format.tools.written([call["function"] for call in read])
+        else:
+            checked["tool_calls"] = read
+
+    def _read_call(self, call: object, param: str) -> dict[str, Any]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise InvalidRequest(
+                f'{param} should be {{"id": "…", "type": "function", "function": {{"name": "…", "arguments": "…"}}}}.',
+                param=param,
+            )
+        call_id = _text(call.get("id"), f"{param}.id", _MAX_ID_LENGTH)
+        name = _text(function.get("name"), f"{param}.function.name", _MAX_NAME_LENGTH)
+        self._names[call_id] = name
+        arguments = _read_arguments(function.get("arguments"), f"{param}.function.arguments")
+        return {
+            "id": self._call_id(call_id),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
+
+def _read_arguments(value: object, param: str) -> dict[str, Any] | str:
+    """Return the object that arguments hold, which templates write in their own way.
+
+    What isn't JSON, as a model may have written it, stays a string.
+    """
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{param} should be a string that holds a JSON object.", param=param)
+    try:
+        arguments = json.loads(value) if value.strip() else {}
+    except (ValueError, RecursionError):
+        return value
+    return arguments if isinstance(arguments, dict) else value
+
+
+def _read_content(message: dict[str, Any], role: str, param: str) -> str:
+    content = message.get("content")
+    if content is None and role in ("assistant", "tool"):
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{param} should be a string or a list of parts.", param=param)
+    texts = []
+    for index, part in enumerate(content):
+        where = f"{param}.{index}"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise UnsupportedParameter(f"{where}: this model reads text only.", param=where)
+        text = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+        if not isinstance(text, str):
+            raise InvalidRequest(f'{where} should be {{"type": "text", "text": "…"}}.', param=where)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _text(value: object, param: str, max_length: int) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= max_length:
+        raise InvalidRequest(f"{param} should be a string of 1 to {max_length} characters.", param=param)
+    return value
