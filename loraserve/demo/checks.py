@@ -17,6 +17,7 @@ from loraserve.demo.frames import ADAPTERS, STYLES, Frame, Style
 from loraserve.demo.side_by_side import MAX_TOKENS
 from loraserve.demo.words import FIELDS, OPERATORS, TABLES
 from loraserve.errors import AuthenticationError, LoraserveError, NotFound
+from loraserve.sdk.types.inference import ToolCall
 
 SCHEMA: Mapping[str, Any] = {
     "type": "object",
@@ -29,7 +30,8 @@ SCHEMA: Mapping[str, Any] = {
     "required": ["table", "field", "op", "value"],
     "additionalProperties": False,
 }
-"""Query that any model can be made to answer with."""
+"""Query that any model can be made to answer with, or to call `TOOL` with."""
+TOOL: Mapping[str, Any] = {"type": "function", "function": {"name": "query", "strict": True, "parameters": SCHEMA}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,46 @@ def check_schema(access: Access, frame: Frame) -> TourCheck:
         else:
             problem = problem or f"{access.model(style)} answered {answer!r}, expected JSON of the schema"
     return TourCheck("JSON of a schema", num_right, len(STYLES), problem)
+
+
+def ask_for_call(access: Access, model: str, prompt: str) -> list[ToolCall]:
+    """Return the calls of the model's answer to a prompt, which must be one call of `TOOL`."""
+    with Client(access.url, api_key=access.api_key) as client:
+        chat = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            tools=[TOOL],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        )
+    return chat.choices[0].message.tool_calls or []
+
+
+def check_tools(access: Access, frame: Frame) -> TourCheck:
+    """Make every model call a tool, and ask it for the answer after the tool's result."""
+    problems = [problem for style in STYLES if (problem := _tools_problem(access, style, frame))]
+    return TourCheck("tool calls", len(STYLES) - len(problems), len(STYLES), problems[0] if problems else None)
+
+
+def _tools_problem(access: Access, style: Style, frame: Frame) -> str | None:
+    model = access.model(style)
+    calls = ask_for_call(access, model, frame.prompt)
+    functions = [call.function for call in calls if call.function is not None]
+    if [function.name for function in functions] != ["query"] or not is_query(functions[0].arguments or ""):
+        return f"{model} called {functions}, expected one call of query"
+    messages: list[Mapping[str, Any]] = [
+        {"role": "user", "content": frame.prompt},
+        {"role": "assistant", "tool_calls": [call.model_dump(exclude_none=True) for call in calls]},
+        {"role": "tool", "tool_call_id": calls[0].id, "content": '{"rows": 3}'},
+    ]
+    with Client(access.url, api_key=access.api_key) as client:
+        chat = client.chat.completions.create(
+            model=model, messages=messages, tools=[TOOL], max_tokens=MAX_TOKENS, temperature=0
+        )
+    found, expected = chat.choices[0].message.content, frame.render(style)
+    return None if found == expected else f"{model} answered {found!r} after its call, expected {expected!r}"
 
 
 def is_query(text: str) -> bool:

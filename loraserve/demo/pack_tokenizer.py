@@ -23,14 +23,19 @@ MAX_VOCAB_SIZE = 1536
 _NUM_EXAMPLES = 20_000
 
 CHAT_TEMPLATE = (
-    # The model was trained on single questions: what was said before the last one would only
-    # confuse it.
-    "{%- set turn = namespace(prompt=none, answer='') %}"
+    # The model was trained on single questions: earlier messages, tools and results would only
+    # confuse it. It is asked the question again once a tool was called. Its calls, in Hermes'
+    # format, are made by their grammar.
+    "{%- set turn = namespace(prompt=none, answer='', tools=tools) %}"
     "{%- for message in messages %}"
     "{%- if message.content is string %}{%- set text = message.content %}"
     "{%- else %}{%- set text = message.content | map(attribute='text') | join('') %}{%- endif %}"
     "{%- if message.role == 'user' %}{%- set turn.prompt = text %}{%- set turn.answer = '' %}"
-    "{%- elif message.role == 'assistant' %}{%- set turn.answer = text %}{%- endif %}"
+    "{%- elif message.role == 'tool' %}{%- set turn.answer = '' %}"
+    "{%- elif message.role == 'assistant' %}{%- set turn.answer = text %}"
+    "{%- for call in message.tool_calls or [] %}"
+    "{%- set turn.answer = turn.answer + '<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' %}"
+    "{%- endfor %}{%- endif %}"
     "{%- endfor %}"
     "{%- if turn.prompt is none %}{{- raise_exception('this model needs a message of the user') }}{%- endif %}"
     "{{- '<|user|>' + turn.prompt + '<|assistant|>' + turn.answer }}"

@@ -27,6 +27,7 @@ from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
 from loraserve.demo.checks import (
     Access,
     TourCheck,
+    ask_for_call,
     ask_for_query,
     check_answers,
     check_chat,
@@ -34,6 +35,7 @@ from loraserve.demo.checks import (
     check_schema,
     check_stranger,
     check_time,
+    check_tools,
 )
 from loraserve.demo.demo_server import DemoServer, choose_port
 from loraserve.demo.frames import STYLES
@@ -77,6 +79,9 @@ def run_tour(*, once: bool, port: int | None = None, quantize: str = "none", con
                 asyncio.run(ask_all(access.url, access.api_key, models, EXAMPLE.prompt, console))
                 query = ask_for_query(access, access.base_id, EXAMPLE.prompt)
                 console.print(f"The base's answer as JSON of a schema: {query}", markup=False, highlight=False)
+                for call in ask_for_call(access, access.base_id, EXAMPLE.prompt):
+                    arguments = "" if call.function is None else call.function.arguments
+                    console.print(f"The base's tool call: query({arguments})", markup=False, highlight=False)
                 if once:
                     checks = _check_everything(server, access, stranger_key, console)
                     return _report(checks, time.perf_counter() - start, console)
@@ -127,7 +132,7 @@ def _check_everything(server: DemoServer, access: Access, stranger_key: str, con
     took_s = time.perf_counter() - began
     console.print(f"Answered in {took_s:.1f} s.")
     checks.append(check_time(took_s, _MAX_ANSWERS_S))
-    checks += [check_chat(access, frames[1]), check_schema(access, frames[1])]
+    checks += [check_chat(access, frames[1]), check_schema(access, frames[1]), check_tools(access, frames[1])]
     checks += [check_models(access), check_stranger(access, stranger_key)]
 
     console.print("Stopping the server, and starting it again on its stored data …")

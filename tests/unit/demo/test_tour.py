@@ -29,6 +29,7 @@ from loraserve.demo.checks import (
     check_schema,
     check_stranger,
     check_time,
+    check_tools,
     is_query,
 )
 from loraserve.demo.demo_server import DemoServer, check_port, choose_port
@@ -166,7 +167,7 @@ def access(server: DemoServer) -> Access:
 def test_right_adapters_pass_every_check(server: DemoServer, access: Access) -> None:
     frames = reliable_frames(read_card(pack_dir()))[:2]
     checks = [*check_answers(access, frames), check_chat(access, frames[0]), check_models(access)]
-    checks.append(check_schema(access, frames[0]))
+    checks += [check_schema(access, frames[0]), check_tools(access, frames[0])]
     assert [check for check in checks if not check.is_right] == []
 
 
@@ -178,6 +179,9 @@ def test_adapters_that_changed_places_are_found(server: DemoServer) -> None:
     assert wrong[0].problem is not None
     assert "was answered 'Arr! Here be the tickets" in wrong[0].problem
     assert not check_chat(access, EXAMPLE).is_right
+    tools = check_tools(access, EXAMPLE)
+    assert tools.num_right == len(STYLES) - 2
+    assert "after its call" in (tools.problem or "")
 
 
 @pytest.mark.slow
@@ -222,4 +226,5 @@ def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path, flags: list
     assert ("bundled base in int8" in done.stdout) == bool(flags)
     assert "Authorization: Bearer sk-lora-" in done.stdout
     assert 'as JSON of a schema: {"' in done.stdout
+    assert 'tool call: query({"' in done.stdout
     assert list(tmp_path.iterdir()) == []
