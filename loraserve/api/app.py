@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
 from loraserve import __version__
-from loraserve.api import errors, management, monitoring, openai, openapi, scopes
+from loraserve.api import errors, lorax, management, monitoring, openai, openapi, scopes
 from loraserve.api.http.guard import Guard
 from loraserve.api.metrics import tables
 from loraserve.api.metrics.table import TableCollector
@@ -58,6 +58,7 @@ def _routes() -> tuple[BaseRoute, ...]:
     router.include_router(monitoring.router)
     for prefix in ("", "/t/{tenant}"):
         router.include_router(openai.router, prefix=prefix)
+        router.include_router(lorax.router, prefix=prefix)
     router.include_router(management.router, prefix=errors.MANAGEMENT_PREFIX)
     router.include_router(openapi.router)
     return tuple(router.routes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -51,6 +52,19 @@ _STATUS: dict[type[LoraserveError], int] = {
 # OpenAI's `type` for a status.
 _OPENAI_TYPE = {403: "permission_error", 503: "server_error"}
 
+# `error_type` on LoRAX's and TGI's routes, by the first class that fits.
+_GENERATE_TYPES: tuple[tuple[type[LoraserveError], str], ...] = (
+    (errors.InvalidRequest, "validation"),
+    (errors.AuthenticationError, "authentication"),
+    (errors.PermissionDenied, "permission"),
+    (errors.NotFound, "not_found"),
+    (errors.Overloaded, "overloaded"),
+    (errors.RateLimited, "rate_limited"),
+    (errors.DeadlineExceeded, "incomplete_generation"),
+    (LoraserveError, "generation"),
+)
+_GENERATE_PATH = re.compile(r"(/t/[^/]+)?/(generate|generate_stream)?")
+
 # A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise
 # repeat every 409 and 5xx.
 _NOT_WORTH_RETRYING = (
@@ -88,6 +102,16 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
             "code": error.code,
         }
     }
+
+
+def generate_envelope(error: LoraserveError) -> dict[str, Any]:
+    """Return ``{"error", "error_type", …}`` as LoRAX's and TGI's clients read it.
+
+    They choose an exception by ``error_type`` if they know it, otherwise by the status.
+    """
+    kind = next(kind for cls, kind in _GENERATE_TYPES if isinstance(error, cls))
+    param = "parameters.adapter_id" if isinstance(error, errors.ModelNotFound) else getattr(error, "param", None)
+    return {"error": str(error), "error_type": kind, "code": error.code, "param": param}
 
 
 def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
@@ -137,9 +161,13 @@ def headers_of(error: LoraserveError) -> dict[str, str]:
 def error_response(
     error: LoraserveError, *, path: str, request_id: str | None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return the response for `error`: problem+json under /api/v1, OpenAI's envelope elsewhere."""
+    """Return the response for `error`.
+
+    It is problem+json under /api/v1, LoRAX's form on its routes, and OpenAI's envelope elsewhere.
+    """
     is_management = path == MANAGEMENT_PREFIX or path.startswith(MANAGEMENT_PREFIX + "/")
-    body = problem(error, request_id) if is_management else openai_envelope(error)
+    envelope = generate_envelope if _GENERATE_PATH.fullmatch(path) else openai_envelope
+    body = problem(error, request_id) if is_management else envelope(error)
     media_type = "application/problem+json" if is_management else "application/json"
     return Response(
         orjson.dumps(body),

@@ -194,6 +194,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {
         "json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     },
+    **{
+        f"POST {path}": {"json": {"inputs": "x", "parameters": {"adapter_id": "{model}", "max_new_tokens": 1}}}
+        for path in ("/", "/generate", "/generate_stream")
+    },
     "POST /tokenize": {"json": {"model": "{model}", "prompt": "x"}},
     "POST /detokenize": {"json": {"model": "{model}", "tokens": [1]}},
     "POST /api/v1/adapters/{name}/versions": {"json": {"config": {}, "blob": "{sha256}"}},

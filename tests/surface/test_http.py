@@ -128,12 +128,17 @@ async def test_inference_answers(client: httpx2.AsyncClient, app: FastAPI, golde
     assert tenant.status_code == 201, tenant.text
     model = app.state.services.engine.base.id
     lines = []
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        body = BODIES[f"POST {path}"]["json"] | {"model": model}
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate", "/"):
+        is_lorax = path in ("/generate", "/")
+        body = BODIES[f"POST {path}"]["json"] | ({"parameters": {}} if is_lorax else {"model": model})
         forms: list[dict[str, Any]] = [{}]
         if path.startswith("/v1"):
             logprobs = {"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}
             forms = [{}, {"stream": True, "stream_options": {"include_usage": True}}, {"no_such_field": 1}, logprobs]
+        if is_lorax:
+            details = {"details": True, "decoder_input_details": True, "return_k_alternatives": 1, "top_n_tokens": 1}
+            streamed = {"parameters": {"details": True}, "stream": True}
+            forms = [{}, {"parameters": details}, streamed, {"parameters": {"typical_p": 0.5}}]
         for form in forms:
             answer = await client.post(path, json=body | form, headers=admin | {"x-tenant": "acme"})
             lines.append(f"POST {path} {json.dumps(form)} -> {answer.status_code}")

@@ -31,12 +31,16 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events`, then ``[DONE]``; an error on the way is an event of its own before it.
+    """Sends `events`, then `ending`; an error on the way is an event of its own before it.
 
     `close` is called at every end.
 
     `on_deliver` is called before each event, once it is certain that the client is there and the
     event goes out.
+
+    Args:
+        envelope: returns the body of an error's event.
+        ending: what ends the stream after its last event.
     """
 
     media_type = "text/event-stream"
@@ -47,12 +51,17 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
         on_deliver: Callable[[], None],
+        *,
+        envelope: Callable[[LoraserveError], Mapping[str, Any]] = openai_envelope,
+        ending: bytes = DONE,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
         self._on_deliver = on_deliver
+        self._envelope = envelope
+        self._ending = ending
         # x-accel-buffering: nginx would hold the tokens back otherwise
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -82,12 +91,12 @@ class EventStream(Response):
                 self._on_deliver()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except LoraserveError as error:
-            await send({"type": "http.response.body", "body": event(openai_envelope(error)), "more_body": True})
+            await send({"type": "http.response.body", "body": event(self._envelope(error)), "more_body": True})
         except Exception as error:
-            failure = openai_envelope(unforeseen(error))
+            failure = self._envelope(unforeseen(error))
             with contextlib.suppress(OSError):
                 await send({"type": "http.response.body", "body": event(failure), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._ending, "more_body": False})
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

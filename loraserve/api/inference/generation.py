@@ -14,7 +14,8 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import EventStream, JSONAnswer
+from loraserve.api.errors import openai_envelope
+from loraserve.api.http.sse import DONE, EventStream, JSONAnswer
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
@@ -274,12 +275,17 @@ async def answer(
     headers: Callable[[Chunk], dict[str, str]],
     events: Callable[[], AsyncGenerator[bytes, None]] | None,
     add: Callable[[int, Chunk], None],
-    whole: Callable[[], dict[str, Any]],
+    whole: Callable[[], Any],
+    envelope: Callable[[LoraserveError], Mapping[str, Any]] = openai_envelope,
+    ending: bytes = DONE,
 ) -> Response:
     """Return the response of a generation.
 
     It is a stream of `events`, or `whole` once every chunk was added. However it ends, the
     generation is closed, and its usage: at the latest when the stream is.
+
+    Args:
+        envelope, ending: form of a stream, as in `EventStream`.
 
     Raises:
         LoraserveError: it failed before the first byte of the answer.
@@ -298,7 +304,7 @@ async def answer(
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            return EventStream(events(), close, headers(first), usage.bill_last)
+            return EventStream(events(), close, headers(first), usage.bill_last, envelope=envelope, ending=ending)
         await while_connected(request, _collect(generation, add))
         await generation.close()
         return JSONAnswer(orjson.dumps(whole()), headers(first), usage.bill_all, end)

@@ -35,16 +35,16 @@ class CompletionLogprobs:
         tokens, logprobs, top_logprobs, offsets = [], [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
             tokens.append(self._text(token_id))
-            logprobs.append(None if entry is None else _finite(entry.logprob))
+            logprobs.append(None if entry is None else finite_logprob(entry.logprob))
             top_logprobs.append(None if entry is None else self._top(entry))
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token_id]))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        top = {self._text(token_id): _finite(logprob) for token_id, logprob in entry.top}
+        top = {self._text(token_id): finite_logprob(logprob) for token_id, logprob in entry.top}
         # the sampled token is there even when it isn't among the likeliest
-        top.setdefault(self._text(entry.token_id), _finite(entry.logprob))
+        top.setdefault(self._text(entry.token_id), finite_logprob(entry.logprob))
         return top
 
     def _text(self, token_id: int) -> str:
@@ -82,9 +82,10 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_to
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+    return {"token": data.decode("utf-8", "replace"), "logprob": finite_logprob(logprob), "bytes": list(data)}
 
 
-def _finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
+    """Return the log probability as JSON can have it."""
     # a NaN compares as False, too
     return logprob if logprob > _LOWEST else _LOWEST

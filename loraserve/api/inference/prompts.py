@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Prompt:
     token_ids: tuple[int, ...]
     text: str | None
-    """Text of the prompt; None: the caller gave tokens."""
+    """Text of the prompt; None: the caller gave tokens, or not all of the text is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,18 @@ class PromptReader:
     num_bytes: int
     """Size of the request's body: what reading it takes, whichever field is long."""
 
-    async def prompts(self, value: object, *, add_special_tokens: bool) -> list[Prompt]:
+    async def prompts(self, value: object, *, add_special_tokens: bool, keep: int | None = None) -> list[Prompt]:
         """Return the prompts of ``str | [str] | [int] | [[int]]``, in order.
+
+        Args:
+            keep: tokens of each prompt's end that are kept; None: all, which have to fit.
 
         Raises:
             InvalidRequest: it is none of these, or empty, or has ids that the model doesn't have.
             PayloadTooLarge: the text is over `limits.max_prompt_bytes`.
             ContextLengthExceeded: a text can't be short enough, whatever its tokens.
         """
-        return await self.run(lambda: _read_prompts(value, self.services, add_special_tokens))
+        return await self.run(lambda: _read_prompts(value, self.services, add_special_tokens, keep))
 
     async def chat(
         self,
@@ -107,27 +110,32 @@ class PromptReader:
         return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
 
 
-def _read_prompts(value: object, services: Services, add_special_tokens: bool) -> list[Prompt]:
+def _read_prompts(value: object, services: Services, add_special_tokens: bool, keep: int | None) -> list[Prompt]:
     vocab_size = services.engine.base.vocab_size
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts:
-        _check_length(texts, services)
+        _check_length(texts, services, keep)
         if all(_is_token_id(item) for item in texts):
-            return [_from_token_ids(texts, vocab_size, "prompt")]
+            return [_from_token_ids(_kept(texts, keep), vocab_size, "prompt")]
         if all(isinstance(item, str) for item in texts):
             names = ["prompt"] if isinstance(value, str) else [f"prompt.{index}" for index in range(len(texts))]
             _check_bytes(sum(len(text.encode()) for text in texts), "prompt")
             # all of them, before any takes time
             for text, name in zip(texts, names, strict=True):
-                _check_fits(text, services, name)
+                if keep is None:
+                    _check_fits(text, services, name)
             return [
-                _from_text(text, services, add_special_tokens, name) for text, name in zip(texts, names, strict=True)
+                _from_text(text, services, add_special_tokens, keep, name)
+                for text, name in zip(texts, names, strict=True)
             ]
         if all(isinstance(item, list) and item for item in texts):
             for item in texts:
-                _check_length(item, services)
+                _check_length(item, services, keep)
             if all(_is_token_id(id_) for item in texts for id_ in item):
-                return [_from_token_ids(item, vocab_size, f"prompt.{index}") for index, item in enumerate(texts)]
+                return [
+                    _from_token_ids(_kept(item, keep), vocab_size, f"prompt.{index}")
+                    for index, item in enumerate(texts)
+                ]
     raise InvalidRequest(
         "prompt should be a string, a list of strings, a list of token ids or a list of lists of token ids, "
         "none of them empty.",
@@ -157,14 +165,20 @@ def _check_fits(text: str, services: Services, param: str) -> None:
         )
 
 
-def _from_text(text: str, services: Services, add_special_tokens: bool, param: str) -> Prompt:
-    token_ids = services.tokenizer.encode(text, add_special_tokens)
+def _from_text(text: str, services: Services, add_special_tokens: bool, keep: int | None, param: str) -> Prompt:
+    whole = services.tokenizer.encode(text, add_special_tokens)
+    token_ids = _kept(whole, keep)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
     # The tokenizer may know tokens that were added after the model was trained, and that its logits
     # lack.
     check_token_ids(token_ids, services.engine.base.vocab_size, param)
-    return Prompt(tuple(token_ids), text)
+    return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)
+
+
+def _kept(token_ids: list[int], keep: int | None) -> list[int]:
+    """Return the prompt's end."""
+    return token_ids if keep is None else token_ids[-keep:]
 
 
 def _from_token_ids(token_ids: list[int], vocab_size: int, param: str) -> Prompt:
@@ -172,10 +186,10 @@ def _from_token_ids(token_ids: list[int], vocab_size: int, param: str) -> Prompt
     return Prompt(tuple(token_ids), None)
 
 
-def _check_length(value: list[Any], services: Services) -> None:
+def _check_length(value: list[Any], services: Services, keep: int | None) -> None:
     """Check the number of items before looking at each: a body may have a million."""
     is_tokens = _is_token_id(value[0])
-    if is_tokens and len(value) > services.engine.base.max_model_len:
+    if is_tokens and keep is None and len(value) > services.engine.base.max_model_len:
         choose_max_tokens(1, None, len(value), services.engine.base, "prompt")
     if not is_tokens and len(value) > LIMITS.max_prompts:
         raise InvalidRequest(f"prompt has more than {LIMITS.max_prompts} prompts.", param="prompt")

@@ -82,3 +82,10 @@ class TargetSelector:
         else:
             return {}
         return {HEADER: quote(told, safe=_PLAIN + ";=")}
+
+    def lorax_headers(self) -> dict[str, str]:
+        """Return LoRAX's headers: the base, and the adapter that answers."""
+        headers = {"x-model-id": quote(self._base_id, safe=_PLAIN)}
+        if self.adapter is not None:
+            headers |= {"x-adapter-id": quote(self.label(self.adapter), safe=_PLAIN), "x-adapter-source": "local"}
+        return headers

@@ -121,6 +121,64 @@ class ChatCompletion(_Answer):
     prompt_token_ids: list[int] = Field(default=[])
 
 
+class PromptToken(_Answer):
+    id: int
+    text: str
+    logprob: float | None
+    """Null: nothing predicts the first token."""
+
+
+class CandidateToken(_Answer):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class GeneratedToken(CandidateToken):
+    skipped: Literal[False]
+    alternative_tokens: list[CandidateToken] = Field(default=[])
+    """Likeliest tokens; only with return_k_alternatives."""
+
+
+class GeneratedSequence(_Answer):
+    generated_text: str
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    generated_tokens: int
+    seed: int | None
+    """Null: the likeliest token was always taken."""
+    prefill: list[PromptToken]
+    tokens: list[GeneratedToken]
+    top_tokens: list[list[CandidateToken]] = Field(default=[])
+    """Likeliest tokens at each place; only with top_n_tokens."""
+
+
+class GeneratedDetails(_Answer):
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    prompt_tokens: int
+    generated_tokens: int
+    skipped_tokens: Literal[0]
+    seed: int | None
+    prefill: list[PromptToken]
+    tokens: list[GeneratedToken]
+    top_tokens: list[list[CandidateToken]] = Field(default=[])
+    best_of_sequences: list[GeneratedSequence] = Field(default=[])
+
+
+class Generated(_Answer):
+    generated_text: str
+    details: GeneratedDetails | None = None
+
+
+class GenerateError(_Answer):
+    """LoRAX's and TGI's error."""
+
+    error: str
+    error_type: str
+    code: str
+    param: str | None
+
+
 class Tokens(_Answer):
     count: int
     max_model_len: int

@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from loraserve.api import scopes
 from loraserve.api.errors import MANAGEMENT_PREFIX
 from loraserve.api.openapi import operations
-from loraserve.api.openapi.answers import Error, Problem
+from loraserve.api.openapi.answers import Error, GenerateError, Problem
 from loraserve.api.openapi.operations import JSON, Content
 
 Node = dict[str, Any]
@@ -262,10 +262,11 @@ def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Nod
         return responses | {"503": answer | {"description": "Not now."}}
     if is_management and key.startswith("GET "):
         responses["304"] = {"description": "Not modified: If-None-Match names the current state."}
+    error = GenerateError if key in operations.GENERATING else Error
     for status in _errors(key, is_management):
         responses[str(status)] = {
             "description": HTTPStatus(status).phrase,
-            "content": {_PROBLEM: _named(Problem)} if is_management else {JSON: _named(Error)},
+            "content": {_PROBLEM: _named(Problem)} if is_management else {JSON: _named(error)},
         }
     return responses
 
@@ -274,7 +275,8 @@ def _errors(key: str, is_management: bool) -> set[int]:
     found = set(_ANY)
     if not is_management:
         # a version in quarantine or of another base; a timeout of the request's own
-        return found | {409} | ({504} if "completions" in key else set())
+        is_generating = "completions" in key or key in operations.GENERATING
+        return found | {409} | ({504} if is_generating else set())
     if not key.startswith("GET "):
         found |= set(_CHANGES)
     if key in operations.CONDITIONAL:
@@ -297,7 +299,7 @@ def _named(model: type[BaseModel]) -> Node:
 def _schemas() -> Node:
     """Return the schemas of the models in `operations`, and of the models in them."""
     bodies = [kind for content in operations.BODIES.values() for kind in content.values() if isinstance(kind, type)]
-    answers: list[type[BaseModel]] = [Error, Problem]
+    answers: list[type[BaseModel]] = [Error, GenerateError, Problem]
     answers += [kind for content in operations.ANSWERS.values() for kind in content.values() if isinstance(kind, type)]
     _, read = models_json_schema([(model, "validation") for model in bodies], ref_template=_REFERENCE)
     _, written = models_json_schema([(model, "serialization") for model in answers], ref_template=_REFERENCE)

@@ -8,12 +8,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from loraserve.api.inference.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from loraserve.api.lorax.schemas import GenerateBody
 from loraserve.api.management.aliases import AliasChange
 from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
 from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
-from loraserve.api.openapi.answers import ChatCompletion, Completion, Health, Text, Tokens
+from loraserve.api.openapi.answers import ChatCompletion, Completion, Generated, Health, Text, Tokens
 
 Schema = Mapping[str, Any]
 Content = Mapping[str, type[BaseModel] | Schema]
@@ -23,6 +24,8 @@ JSON, BYTES, EVENTS, CSV = "application/json", "application/octet-stream", "text
 METRICS = "text/plain"
 _BINARY: Schema = {"type": "string", "format": "binary"}
 _EVENTS: Schema = {"type": "string", "description": "`data: {…}` lines, and `data: [DONE]` at the end."}
+_GENERATED: Schema = {"$ref": "#/components/schemas/Generated"}
+_TOKENS: Schema = {"description": "`data: {…}` lines, one per token; the last has the generated text and its details."}
 _SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 
 _UPLOADED_FILES: Schema = {
@@ -40,6 +43,9 @@ _STORED_UPLOAD: Schema = {
 BODIES: Mapping[str, Content] = {
     "POST /v1/completions": {JSON: CompletionBody},
     "POST /v1/chat/completions": {JSON: ChatBody},
+    "POST /": {JSON: GenerateBody},
+    "POST /generate": {JSON: GenerateBody},
+    "POST /generate_stream": {JSON: GenerateBody},
     "POST /tokenize": {JSON: TokenizeBody},
     "POST /detokenize": {JSON: DetokenizeBody},
     "POST /api/v1/adapters/{name}/versions": {"multipart/form-data": _UPLOADED_FILES, JSON: _STORED_UPLOAD},
@@ -76,6 +82,9 @@ ANSWERS: Mapping[str, Content] = {
     "GET /metrics": {METRICS: {"type": "string"}},
     "POST /v1/completions": {JSON: Completion, EVENTS: _EVENTS},
     "POST /v1/chat/completions": {JSON: ChatCompletion, EVENTS: _EVENTS},
+    "POST /": {JSON: {"type": "array", "items": _GENERATED}, EVENTS: _TOKENS},
+    "POST /generate": {JSON: Generated, EVENTS: _TOKENS},
+    "POST /generate_stream": {EVENTS: _TOKENS},
     "POST /tokenize": {JSON: Tokens},
     "POST /detokenize": {JSON: Text},
     "GET /api/v1/adapters/{name}/versions/{number}/files/{file}": {JSON: {"type": "object"}, BYTES: _BINARY},
@@ -105,6 +114,9 @@ CONDITIONAL = frozenset(
     }
 )
 """Routes that heed ``If-Match``."""
+
+GENERATING = frozenset({"POST /", "POST /generate", "POST /generate_stream"})
+"""Routes with LoRAX's and TGI's errors."""
 
 STORING = frozenset(
     {
