@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from loraserve import errors
-from loraserve.errors import InvalidRequest, LoraserveError, NotFound
+from loraserve.api.unknown_routes import RouteTable, not_allowed
+from loraserve.errors import InvalidRequest, LoraserveError
 
 logger = logging.getLogger(__name__)
 
@@ -179,10 +180,6 @@ def error_response(
 
 def from_http_exception(error: HTTPException) -> LoraserveError:
     """Translate the framework's own refusals. The message never repeats what was sent."""
-    if error.status_code == 404:
-        return NotFound("There is no such route.")
-    if error.status_code == 405:
-        return errors.MethodNotAllowed("This route doesn't accept this method.")
     if error.status_code == 413:
         return errors.PayloadTooLarge("The request's body is too large.")
     if 400 <= error.status_code < 500:
@@ -204,10 +201,12 @@ def from_validation_error(error: RequestValidationError) -> InvalidRequest:
 
 
 def install(app: FastAPI) -> None:
-    """Install the handlers of every error that a route raises.
+    """Install the handlers of every error that a route raises, or that no route answers.
 
     An unforeseen error is logged, and its response only says that it happened.
     """
+
+    routes = RouteTable(app)
 
     def respond(request: Request, error: LoraserveError, headers: Mapping[str, str] | None = None) -> Response:
         request_id = request.scope.get("state", {}).get("request_id")
@@ -221,8 +220,13 @@ def install(app: FastAPI) -> None:
     async def on_http_exception(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return respond(request, unforeseen(error))
-        headers = {"allow": _allowed(request)} if error.status_code == 405 else None
-        return respond(request, from_http_exception(error), headers)
+        method, path = request.method, request.scope["path"]
+        if error.status_code == 404:
+            return respond(request, routes.not_found(method, path))
+        if error.status_code == 405:
+            allowed = _allowed(request)
+            return respond(request, not_allowed(method, path, allowed), {"allow": ", ".join(allowed)})
+        return respond(request, from_http_exception(error))
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, RequestValidationError):
@@ -234,7 +238,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation_error)
 
 
-def _allowed(request: Request) -> str:
+def _allowed(request: Request) -> list[str]:
     """Return the methods of every route with the request's path.
 
     The framework names only the first's.
@@ -244,7 +248,7 @@ def _allowed(request: Request) -> str:
     for context in iter_route_contexts(request.app.routes):
         if context.path_regex is not None and context.path_regex.match(path):
             methods |= context.methods or set()
-    return ", ".join(sorted(methods))
+    return sorted(methods)
 
 
 def unforeseen(error: BaseException) -> LoraserveError:

@@ -1,6 +1,6 @@
-"""Probes and metrics.
+"""Probes, the version and metrics.
 
-Probes need no key, and say nothing about tenants or models; metrics need a key.
+Probes need no key, and say nothing about tenants or models; the version and metrics need a key.
 """
 
 from __future__ import annotations
@@ -8,12 +8,18 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends, Request
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
+from loraserve import __version__
 from loraserve.api import scopes
 from loraserve.api.services import services_of
 
 router = APIRouter()
+
+
+class Version(BaseModel):
+    version: str
 
 
 @router.get("/livez")
@@ -50,6 +56,26 @@ async def readyz(request: Request) -> JSONResponse:
 async def health(request: Request) -> JSONResponse:
     """Answer as /readyz, for clients that ask here."""
     return await readyz(request)
+
+
+@router.get("/ping")
+@scopes.open
+async def ping(request: Request) -> JSONResponse:
+    """Answer as /readyz, for SageMaker and clients of vLLM, LoRAX and TGI."""
+    return await readyz(request)
+
+
+@router.post("/ping")
+@scopes.open
+async def post_ping(request: Request) -> JSONResponse:
+    """Answer as /readyz, for clients that ask with a POST, as vLLM lets them."""
+    return await readyz(request)
+
+
+@router.get("/version", dependencies=[Depends(scopes.require(scopes.INFERENCE))])
+async def version() -> Version:
+    """Return the server's version, in vLLM's form."""
+    return Version(version=__version__)
 
 
 @router.get("/metrics", dependencies=[Depends(scopes.require(scopes.METRICS_READ))])

@@ -128,11 +128,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         self._templates: dict[str, jinja2.Template] = {}
         self._read: set[str] = set()
-        sources = _read_sources(Path(model_dir), config)
-        self.source = "\n".join(sources.values())
+        self.sources: Mapping[str, str] = _read_sources(Path(model_dir), config)
+        """Text of each template, by its name; the usual one is called ``default``."""
+        self.source = "\n".join(self.sources.values())
         """Text of the template, or of all of them."""
         self._has_tools_in_message = _TOOLS_IN_MESSAGE.search(self.source) is not None
-        for name, source in sources.items():
+        for name, source in self.sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
                 self._read |= jinja2.meta.find_undeclared_variables(environment.parse(source))

@@ -212,7 +212,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
 }
 """What each route with a body is sent; braces stand for things of the world."""
-WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}")
+WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}", "ping")
 
 
 def filled(path: str, things: dict[str, str]) -> str:

@@ -40,7 +40,7 @@ access_log = structlog.stdlib.get_logger("loraserve.access")
 logger = logging.getLogger(__name__)
 
 _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_PROBES = frozenset({"/livez", "/readyz", "/health"})
+_PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
 _UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)")

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: benchmark tools count prompts with these."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from loraserve.api import scopes
 from loraserve.api.inference.chat.tools import read_tools
 from loraserve.api.inference.context import resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
@@ -16,11 +17,16 @@ from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.inference.sampling import check_token_ids
 from loraserve.api.inference.schemas import DetokenizeBody, TokenizeBody
-from loraserve.api.services import services_of
+from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
+
+_PATHS = frozenset(
+    {"name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "added_tokens_file"}
+)
+"""Fields of a tokenizer's config that say where its files were, on whichever machine."""
 
 
 @router.post("/tokenize", response_model=None)
@@ -97,6 +103,34 @@ async def detokenize(
         return orjson.dumps({"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     return _json(await run(caller.tenant, num_bytes, answer))
+
+
+@router.get("/tokenizer_info", response_model=None, dependencies=[Depends(scopes.require(scopes.INFERENCE))])
+async def get_tokenizer_info(request: Request) -> Response:
+    """Return the base's tokenizer_config.json with its chat template and without its paths.
+
+    Added tokens are given as their text. It's the same for every key, until the server is started
+    with another base.
+    """
+    state = request.app.state
+    if not hasattr(state, "tokenizer_info"):
+        state.tokenizer_info = orjson.dumps(_tokenizer_info(services_of(request)))
+    return _json(state.tokenizer_info)
+
+
+def _tokenizer_info(services: Services) -> dict[str, Any]:
+    config = {name: _plain(value) for name, value in services.tokenizer.config.items() if name not in _PATHS}
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    template = services.chat_template.sources.get("default")
+    return config | ({} if template is None else {"chat_template": template})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of the file, with added tokens as their text."""
+    if isinstance(value, dict):
+        content = value.get("content")
+        return content if isinstance(content, str) else {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _json(content: bytes) -> Response:

@@ -25,6 +25,8 @@ _PROBLEM = "application/problem+json"
 _REFERENCE = "#/components/schemas/{model}"
 _SECURITY = "key"
 
+_SERVER = frozenset({"/livez", "/readyz", "/health", "/ping", "/version", "/metrics"})
+
 # Refusals of the guard and of the key, which any route with one may give; 429: a rate or a quota.
 _ANY = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503)
 _CHANGES = (409, 422)
@@ -200,7 +202,7 @@ def _complete(operation: Node, path: str, method: str, scope: str) -> None:
 
 def _tag(path: str) -> str:
     if not path.startswith(MANAGEMENT_PREFIX):
-        return "server" if path in ("/livez", "/readyz", "/health", "/metrics") else "inference"
+        return "server" if path in _SERVER else "inference"
     return path.removeprefix(MANAGEMENT_PREFIX).split("/")[1].removesuffix(".json")
 
 

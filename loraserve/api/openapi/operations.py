@@ -24,6 +24,12 @@ JSON, BYTES, EVENTS, CSV = "application/json", "application/octet-stream", "text
 METRICS = "text/plain"
 _BINARY: Schema = {"type": "string", "format": "binary"}
 _EVENTS: Schema = {"type": "string", "description": "`data: {…}` lines, and `data: [DONE]` at the end."}
+_TOKENIZER_INFO: Schema = {
+    "type": "object",
+    "properties": {"tokenizer_class": {"type": "string"}, "chat_template": {"type": "string"}},
+    "required": ["tokenizer_class"],
+    "additionalProperties": True,
+}
 _GENERATED: Schema = {"$ref": "#/components/schemas/Generated"}
 _TOKENS: Schema = {"description": "`data: {…}` lines, one per token; the last has the generated text and its details."}
 _SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
@@ -71,6 +77,7 @@ NO_BODY = frozenset(
         "POST /api/v1/adapters/{name}/versions/{number}/pin",
         "POST /api/v1/adapters/{name}/versions/{number}/unpin",
         "POST /api/v1/adapters/{name}/aliases/{alias}/rollback",
+        "POST /ping",
     }
 )
 """Routes that could have a body, and take none."""
@@ -79,6 +86,8 @@ ANSWERS: Mapping[str, Content] = {
     "GET /livez": {JSON: Health},
     "GET /readyz": {JSON: Health},
     "GET /health": {JSON: Health},
+    "GET /ping": {JSON: Health},
+    "POST /ping": {JSON: Health},
     "GET /metrics": {METRICS: {"type": "string"}},
     "POST /v1/completions": {JSON: Completion, EVENTS: _EVENTS},
     "POST /v1/chat/completions": {JSON: ChatCompletion, EVENTS: _EVENTS},
@@ -87,6 +96,7 @@ ANSWERS: Mapping[str, Content] = {
     "POST /generate_stream": {EVENTS: _TOKENS},
     "POST /tokenize": {JSON: Tokens},
     "POST /detokenize": {JSON: Text},
+    "GET /tokenizer_info": {JSON: _TOKENIZER_INFO},
     "GET /api/v1/adapters/{name}/versions/{number}/files/{file}": {JSON: {"type": "object"}, BYTES: _BINARY},
 }
 """Answers that the routes' signatures don't declare."""

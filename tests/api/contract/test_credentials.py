@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 from whole_app import ADMIN_KEY, OPERATORS, SCOPES, World, bearer, filled, routes_of, send
 
-OPEN = {"GET /livez", "GET /readyz", "GET /health"}
+OPEN = {"GET /livez", "GET /readyz", "GET /health", "GET /ping", "POST /ping"}
 
 
 async def statuses(client: httpx2.AsyncClient, app: FastAPI, world: World, headers: dict[str, str]) -> dict[str, int]:
@@ -24,8 +24,9 @@ def test_no_route_is_open_but_the_probes(app: FastAPI) -> None:
 
 
 async def test_probes_answer_without_a_key(client: httpx2.AsyncClient, app: FastAPI) -> None:
-    for path in ("/livez", "/readyz", "/health"):
-        assert (await client.get(path)).status_code == 200
+    for route in OPEN:
+        method, path = route.split()
+        assert (await client.request(method, path)).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["none", "made up", "malformed", "revoked", "expired"])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from fastapi import APIRouter
 
+from loraserve import __version__
 from loraserve.api import app as application
 from loraserve.api import management, scopes
 from loraserve.api.app import create_app
@@ -79,7 +80,7 @@ async def test_every_route_needs_a_good_key(url: str, method: str, path: str, ke
     assert response.headers["www-authenticate"].startswith("Bearer")
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health"])
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/ping"])
 async def test_health_needs_no_key(url: str, engine: Any, path: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         assert (await client.get(path)).status_code == 200
@@ -223,15 +224,80 @@ async def test_messages_can_be_tokenized(client: httpx2.AsyncClient) -> None:
 
 
 async def test_no_such_route_and_no_such_method_have_envelopes(client: httpx2.AsyncClient) -> None:
-    absent = await client.get("/v1/SECRETMARKER")
+    absent = await client.get("/v1/nothing?SECRETMARKER", headers={"x-any": "SECRETMARKER"})
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
     assert "SECRETMARKER" not in absent.text
     wrong = await client.get("/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
+    message = wrong.json()["error"]["message"]
+    assert message == "The route /v1/completions doesn't accept GET. It accepts POST."
     problem = await client.get("/api/v1/absent")
     assert problem.headers["content-type"] == "application/problem+json"
     assert problem.json()["code"] == "not_found"
+
+
+NEAREST = {
+    "GET /v1/model": "GET /v1/models",
+    "POST /v1/completions/": "POST /v1/completions",
+    "POST /chat/completions": "POST /v1/chat/completions",
+    "POST /v1/chat/completion": "POST /v1/chat/completions",
+    "POST /V1/Completions": "POST /v1/completions",
+    "POST /t/acme/v1/completion": "POST /t/{tenant}/v1/completions",
+    "POST /api/v1/adapter/sql/version": "POST /api/v1/adapters/{name}/versions",
+    "DELETE /v1/completion": "POST /v1/completions",
+    "GET /generate_streams": "POST /generate_stream",
+}
+
+
+async def test_an_unknown_route_is_named_with_the_nearest_one(client: httpx2.AsyncClient) -> None:
+    for route, nearest in NEAREST.items():
+        method, path = route.split()
+        answer = await client.request(method, path)
+        assert answer.status_code == 404, route
+        body = answer.json()
+        text = body.get("detail") or body["error"]["message"]
+        assert text.startswith(f"There is no route {route}. Did you mean {nearest}?"), text
+    far = (await client.get("/nothing/of/the/kind")).json()["error"]["message"]
+    assert far == "There is no route GET /nothing/of/the/kind. GET /api/v1/openapi.json lists all routes."
+
+
+async def test_an_unknown_route_is_shown_plain_and_short(client: httpx2.AsyncClient) -> None:
+    odd = (await client.get("/v1/%3Cb%3E%0A%22%C3%A9")).json()["error"]["message"]
+    assert odd.startswith("There is no route GET /v1/%3Cb%3E%0A%22%C3%A9.")
+    long = (await client.get("/v1/" + "x" * 4000)).json()["error"]["message"]
+    assert len(long) < 300
+    assert "xxx…" in long
+
+
+async def test_ping_takes_both_methods_and_the_version_takes_a_key(url: str, client: httpx2.AsyncClient) -> None:
+    assert (await client.post("/ping", content=b"{}")).json() == {"status": "ok"}
+    assert (await client.get("/version")).json() == {"version": __version__}
+    async with httpx2.AsyncClient(base_url=url) as stranger:
+        for path in ("/version", "/tokenizer_info"):
+            assert (await stranger.get(path)).status_code == 401
+
+
+async def test_tokenizer_info_is_the_config_with_plain_tokens_and_the_template(
+    client: httpx2.AsyncClient, services: Services
+) -> None:
+    services.tokenizer.config = {
+        "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False},
+        "added_tokens_decoder": {"7": {"content": "<|x|>", "special": True}},
+        "model_max_length": 4096,
+        "name_or_path": "/home/someone/model",
+        "vocab_file": "/home/someone/vocab.json",
+        "chat_template": "an older one",
+    }
+    info = (await client.get("/tokenizer_info")).json()
+    assert info == {
+        "bos_token": "<s>",
+        "added_tokens_decoder": {"7": "<|x|>"},
+        "model_max_length": 4096,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": (services.tokenizer.model_dir / "chat_template.jinja").read_text(),
+    }
+    assert (await client.get("/t/acme/tokenizer_info")).json() == info
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/redoc", "/v1/models/"])

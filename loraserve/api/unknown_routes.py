@@ -1,0 +1,64 @@
+"""Refusals of unknown routes and methods, which name the nearest route that exists."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+
+from loraserve.errors import MethodNotAllowed, NotFound
+
+_TENANT_PREFIX = "/t/{tenant}"
+_TENANT_PATH = re.compile(r"/t/[^/]+(?=/|$)")
+_MAX_COMPARED = 64
+"""Characters of a path that are compared with routes: more would take longer, and tell no more."""
+_MAX_SHOWN = 128
+_LIKENESS = 0.7
+"""Likeness, by `difflib`, from which a route is taken for the one that was meant."""
+
+
+class RouteTable:
+    """Routes by path, to find the one that an unknown path is nearest to."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._methods: dict[str, set[str]] = {}
+        for context in iter_route_contexts(app.routes):
+            path = context.path_format or ""
+            if not path.startswith(_TENANT_PREFIX):
+                self._methods.setdefault(path, set()).update(context.methods or ())
+
+    def not_found(self, method: str, path: str) -> NotFound:
+        """Return the error of a path that no route has."""
+        nearest = self._nearest(path)
+        hint = "GET /api/v1/openapi.json lists all routes."
+        if nearest is not None:
+            methods = {method} if method in self._methods[nearest] else self._methods[nearest]
+            prefix = _TENANT_PREFIX if _TENANT_PATH.match(path) and not nearest.startswith("/api/") else ""
+            hint = f"Did you mean {_listed(methods)} {prefix}{nearest}? {hint}"
+        return NotFound(f"There is no route {method} {_shown(path)}.", hint=hint)
+
+    def _nearest(self, path: str) -> str | None:
+        own = _TENANT_PATH.sub("", path, count=1)[:_MAX_COMPARED].lower().rstrip("/")
+        near = difflib.get_close_matches(own, self._methods, n=1, cutoff=_LIKENESS)
+        return near[0] if near else None
+
+
+def not_allowed(method: str, path: str, allowed: Iterable[str]) -> MethodNotAllowed:
+    """Return the error of a path whose routes take other methods."""
+    return MethodNotAllowed(
+        f"The route {_shown(path)} doesn't accept {method}.", hint=f"It accepts {_listed(allowed)}."
+    )
+
+
+def _shown(path: str) -> str:
+    """Return a client's path as plain characters, cut to a bounded length."""
+    text = quote(path[:_MAX_SHOWN], safe="/:@")
+    return text if len(path) <= _MAX_SHOWN and len(text) <= 2 * _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def _listed(methods: Iterable[str]) -> str:
+    return " or ".join(sorted(methods))
