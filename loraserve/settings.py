@@ -77,6 +77,26 @@ Patterns = Annotated[
     tuple[Annotated[str, AfterValidator(check_pattern)], ...], NoDecode, BeforeValidator(parse_patterns)
 ]
 
+
+def check_origins(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the origins if a browser could send each, or if they are ``*`` alone.
+
+    Raises:
+        ValueError: one isn't an origin, or ``*`` stands beside others.
+    """
+    if values == ("*",):
+        return values
+    for value in values:
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]{0,31}://[a-z0-9._:\[\]-]{1,253}", value):
+            raise ValueError(
+                "should be origins such as https://app.example.org or http://localhost:3000, in lower case and "
+                "without a path, or * alone"
+            )
+    return values
+
+
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_patterns), AfterValidator(check_origins)]
+
 Names = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], NoDecode, BeforeValidator(parse_patterns)
 ]
@@ -162,6 +182,11 @@ class Settings(BaseSettings):
     """
     admin_key: SecretStr | None = None
     """The first admin key, of 32 characters or more. Default: one is made and printed."""
+    cors_allow_origins: Origins = ()
+    """Web pages that may call this server from a browser, by origin, separated by commas; *: all.
+
+    Default: none.
+    """
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM."""
     engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)

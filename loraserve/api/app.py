@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import iter_route_contexts
 from prometheus_client.registry import Collector
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from loraserve import __version__
@@ -17,6 +18,15 @@ from loraserve.api.metrics import tables
 from loraserve.api.metrics.table import TableCollector
 from loraserve.api.services import Services
 from loraserve.tenancy.limits.shares import Shares
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_EXPOSED_HEADERS = (
+    *("x-request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
+    *("retry-after", "retry-after-ms", "x-should-retry", "etag", "idempotent-replayed", "content-disposition"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+)
+"""Headers of answers that a web page may read, beside those that browsers always show."""
 
 
 def create_app(services: Services) -> FastAPI:
@@ -44,6 +54,17 @@ def create_app(services: Services) -> FastAPI:
     app.add_middleware(
         Guard, metrics=services.metrics, limits=services.limits, rooms=services.rooms, route_names=_route_names(app)
     )
+    if services.settings.cors_allow_origins:
+        # Around the guard, whose refusals need these headers too; a preflight has no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=services.settings.cors_allow_origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            expose_headers=_EXPOSED_HEADERS,
+            # A key is sent as a header by the page itself; no cookie ever is one.
+            allow_credentials=False,
+        )
     return app
 
 

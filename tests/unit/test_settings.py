@@ -51,6 +51,9 @@ def test_sizes_are_read(text: object, expected: int) -> None:
         ({"retention_s": -1}, "--retention-s: "),
         ({"pull_allow": "https://example.org/*"}, "--pull-allow: should be patterns"),
         ({"pull_allow": "s3://models/../*"}, "--pull-allow: should be patterns"),
+        ({"cors_allow_origins": "https://a.example/"}, "--cors-allow-origins: should be origins"),
+        ({"cors_allow_origins": "a.example"}, "--cors-allow-origins: should be origins"),
+        ({"cors_allow_origins": "https://a.example,*"}, "--cors-allow-origins: should be origins"),
     ],
 )
 def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
@@ -127,6 +130,13 @@ def test_a_gpu_holds_no_adapter_in_fp32() -> None:
 def test_an_error_of_ranks_is_a_part_of_one(value: str) -> None:
     with pytest.raises(ConfigError, match="--adapter-rank-error: "):
         Settings.load(model="m", adapter_rank_error=value)
+
+
+def test_origins_are_read_from_a_list_with_commas() -> None:
+    origins = ("https://a.example", "http://localhost:3000", "tauri://localhost")
+    assert Settings.load(model="m").cors_allow_origins == ()
+    assert Settings.load(model="m", cors_allow_origins=", ".join(origins)).cors_allow_origins == origins
+    assert Settings.load(model="m", cors_allow_origins="*").cors_allow_origins == ("*",)
 
 
 def test_patterns_of_what_may_be_pulled_are_read_from_each_place(

@@ -1,4 +1,4 @@
-"""Outermost middleware.
+"""Outermost middleware, but for the one that lets web pages in.
 
 It bounds headers and bodies, gives request ids, writes the access log, and is the last resort for
 errors.

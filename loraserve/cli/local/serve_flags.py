@@ -24,7 +24,7 @@ SECTIONS = {
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
     "max_num_seqs max_num_batched_tokens enable_prefix_cache cuda_graphs num_threads loader_threads",
     "Storage": "data_dir database_url store_url retention_s pull_allow",
-    "Server": "host port grace_s engine_hang_timeout log_level config",
+    "Server": "host port cors_allow_origins grace_s engine_hang_timeout log_level config",
 }
 """Flags of `serve`, by their section in its help.
 
@@ -43,6 +43,7 @@ VALUES = {
     "NAME": "model_id",
     "NAME,…": "base_names",
     "PATTERN,…": "pull_allow",
+    "ORIGIN,…": "cors_allow_origins",
     "ADDRESS": "host",
 }
 """Names of values in the help; those with a choice show it."""
