@@ -151,6 +151,8 @@ class Limits:
     """How often a server compares what its engine keeps on the device with what operators have
     pinned, on whichever server.
     """
+    max_named_residents: int = 256
+    """Adapters that vllm:lora_adapter_loaded names: those that were requested last."""
     max_listed_models: int = 10_000
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8

@@ -353,6 +353,10 @@ class EngineStats(Struct, frozen=True):
     """Referenced by a sequence."""
     num_kv_blocks_cached: int = 0
     """Idle, kept for prefix hits."""
+    num_kv_blocks_available: int = 0
+    """Blocks that sequences could be given now, after evicting what is idle."""
+    kv_block_size: int = 0
+    """Tokens of a block."""
     prefix_tokens_hit: int = 0
     prefix_tokens_queried: int = 0
     base_prefix_tokens_hit: int = 0
@@ -364,6 +368,10 @@ class EngineStats(Struct, frozen=True):
     device_adapters: int = 0
     device_adapter_bytes: int = 0
     device_adapter_budget_bytes: int = 0
+    num_arriving_adapters: int = 0
+    """Adapters on the device that steps can't use yet: their copies run."""
+    max_device_adapters: int = 0
+    """Number of adapters of the mean size of those on the device that fit; 0: none is there."""
     host_adapters: int = 0
     host_adapter_bytes: int = 0
     host_adapter_budget_bytes: int = 0

@@ -98,7 +98,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
     return (
         TableCollector(tables.ENGINE, lambda: services.engine),
         TableCollector(stats_tables, lambda: services.engine.stats),
-        TableCollector(tables.vllm_lora_info(services.settings.max_num_seqs), lambda: services.metrics.adapter_load),
+        TableCollector(tables.ROUTING, lambda: services.routing),
         TableCollector(tables.CHECKS, lambda: services.grammars),
         TableCollector(tables.ADMISSIONS, lambda: services.admissions),
         TableCollector(tables.SHARES, shares),

@@ -84,7 +84,9 @@ async def metrics(request: Request) -> Response:
 
     It names all tenants' adapters: it needs an admin key, or one with this scope alone.
     """
-    return Response(generate_latest(services_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    services = services_of(request)
+    await services.routing.refresh()
+    return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _answer(is_fine: bool, detail: str | None, *, is_database_available: bool = True) -> JSONResponse:

@@ -12,6 +12,7 @@ from starlette.requests import HTTPConnection
 from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
+from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.shadow import ShadowRunner
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
@@ -57,10 +58,12 @@ class Services:
     grammars: GrammarChecker = field(init=False)
     shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
+    routing: AdapterRouting = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
+        self.routing = AdapterRouting(self.engine, self.metrics.adapter_load, self.settings.max_num_seqs)
         self.shadows = ShadowRunner(self.engine, self.registry, self.metrics, limits=self.limits)
         # those to which it granted adapters use them no more
         self.authenticator.tenants.on_delete = self.registry.forget_owner

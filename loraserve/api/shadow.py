@@ -205,7 +205,7 @@ class ShadowRunner:
         self._num_waiting += 1
         is_waiting = True
         # no client asked for the shadow, so that no router is told its name
-        use = self._metrics.adapter_load.begin(copy.request.adapter, {})
+        use = self._metrics.adapter_load.begin(copy.request.adapter, ())
         try:
             async with aclosing(self._engine.generate(copy.request)) as chunks:
                 async for chunk in chunks:

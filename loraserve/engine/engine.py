@@ -293,6 +293,8 @@ class Engine:
             num_kv_blocks=kv.num_blocks,
             num_kv_blocks_used=kv.num_held,
             num_kv_blocks_cached=kv.num_idle,
+            num_kv_blocks_available=kv.num_available,
+            kv_block_size=kv.block_size,
             prefix_tokens_hit=kv.prefix_cache.num_tokens_hit,
             prefix_tokens_queried=kv.prefix_cache.num_tokens_queried,
             base_prefix_tokens_hit=scheduler.base_prefix_tokens_hit,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from typing import Any
 
 from loraserve.config import EngineConfig
@@ -202,9 +202,12 @@ class EngineClient:
         self._supervisor.pins.pop(ref.digest, None)
         await self._call(lambda call_id: m.PinAdapter(call_id=call_id, adapter=ref, is_pinned=False))
 
-    async def residency(self) -> tuple[AdapterResidency, ...]:
-        """Return every adapter that the engine has in host or device memory."""
-        adapters: tuple[AdapterResidency, ...] = await self._call(lambda call_id: m.QueryResidency(call_id=call_id))
+    async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
+        """Return every adapter that the engine has in memory; with `only`, those of these."""
+        wanted = None if only is None else frozenset(only)
+        adapters: tuple[AdapterResidency, ...] = await self._call(
+            lambda call_id: m.QueryResidency(call_id=call_id, only=wanted)
+        )
         return adapters
 
     async def verify(self, ref: AdapterRef) -> Certificate:

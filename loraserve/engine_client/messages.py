@@ -108,9 +108,14 @@ class AbortVerification(Struct, frozen=True, tag="abort_verify"):
 
 
 class QueryResidency(Struct, frozen=True, tag="residency"):
-    """Ask which adapters are in memory; answered by ResidencyReply."""
+    """Ask which adapters are in memory; answered by ResidencyReply.
+
+    Attributes:
+        only: adapters that are asked for; None: all.
+    """
 
     call_id: int
+    only: frozenset[Digest] | None = None
 
 
 class Shutdown(Struct, frozen=True, tag="shutdown"):

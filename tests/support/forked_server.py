@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,7 +154,7 @@ def main() -> None:
     from loraserve.engine_client.output import Chunk
     from loraserve.faults import arm
     from loraserve.settings import Settings
-    from loraserve.types import AdapterRef, AdapterResidency, Certificate, FinishReason
+    from loraserve.types import AdapterRef, AdapterResidency, Certificate, Digest, FinishReason
 
     base = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BaseSpec)
     settings = Settings.load(**given)
@@ -209,7 +209,7 @@ def main() -> None:
         async def unpin(self, ref: AdapterRef) -> None:
             return None
 
-        async def residency(self) -> tuple[AdapterResidency, ...]:
+        async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
             return ()
 
     server.EngineClient = StandIn  # type: ignore[misc]

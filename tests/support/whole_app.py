@@ -8,7 +8,7 @@ and `services`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from loraserve.types import (
     AdapterResidency,
     BaseSpec,
     Certificate,
+    Digest,
     EngineStats,
     FinishReason,
     TokenLogprobs,
@@ -87,7 +88,7 @@ class StillEngine:
     async def verify(self, ref: AdapterRef) -> Certificate:
         return self.certificate
 
-    async def residency(self) -> tuple[AdapterResidency, ...]:
+    async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
         return ()
 
 

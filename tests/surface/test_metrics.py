@@ -9,15 +9,19 @@ from fastapi import FastAPI
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-OPEN_ENDED = frozenset({"max_lora", "running_lora_adapters", "waiting_lora_adapters"})
+OPEN_ENDED = frozenset(
+    ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "adapter_name", "block_size", "num_gpu_blocks")
+)
 """Labels whose values are names or numbers of a deployment."""
 
 
 @pytest.fixture
-def families(app: FastAPI) -> list[Metric]:
+def families(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> list[Metric]:
     """Every family of the application; one with labels and nothing counted has a sample all the
     same.
     """
+    loaded = {("<adapter_name>", level, "false"): 1.0 for level in ("cpu", "gpu")}
+    monkeypatch.setattr(app.state.services.routing, "loaded", lambda: loaded)
     registry = app.state.services.metrics.registry
     for metric in list(registry._collector_to_names):
         if isinstance(metric, MetricWrapperBase) and metric._labelnames and not metric._metrics:

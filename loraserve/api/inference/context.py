@@ -33,6 +33,8 @@ class ResolvedModel:
     binding: Binding
     granted: tuple[str, ...] = ()
     """``OWNER/NAME`` of those that were asked for under another tenant's name."""
+    asked: str | None = None
+    """Name under which it was asked for."""
 
 
 async def resolve_model(
@@ -67,7 +69,8 @@ async def resolve_model(
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
-    return ResolvedModel(binding, tuple(term.adapter.path for term in terms if term.adapter.owner is not None))
+    granted = tuple(term.adapter.path for term in terms if term.adapter.owner is not None)
+    return ResolvedModel(binding, granted, model)
 
 
 def check_priority(body: InferenceBody, caller: Caller) -> None:
@@ -129,7 +132,7 @@ class InferenceContext:
         prompts: Sequence[Prompt],
         ignored: tuple[str, ...],
     ) -> InferenceContext:
-        target = TargetSelector(model.binding, services.engine.base.id)
+        target = TargetSelector(model.binding, services.engine.base.id, model.asked)
         ident = f"{prefix}-{ULID()}"
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 

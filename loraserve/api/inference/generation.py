@@ -32,7 +32,7 @@ from loraserve.errors import (
     LoraserveError,
 )
 from loraserve.registry.composition import label
-from loraserve.types import AdapterRef, FinishReason, RequestId, TenantId
+from loraserve.types import AdapterRef, FinishReason, RequestId
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk, GenerateRequest
@@ -52,7 +52,6 @@ class Generation:
     returns once the engine was told.
 
     Args:
-        tenant_name: the tenant that the requests are made for, as operators know it.
         target: told when the adapter can't answer; where it has a fallback, that answers in the
             adapter's place.
         is_scoring: only the prompts' log probabilities are wanted: the one token that the engine
@@ -64,13 +63,11 @@ class Generation:
         services: Services,
         requests: Sequence[GenerateRequest],
         *,
-        tenant_name: str,
         target: TargetSelector | None = None,
         is_scoring: bool = False,
     ) -> None:
         self._services = services
         self._requests = requests
-        self._tenant_name = tenant_name
         self._target = target
         self._is_scoring = is_scoring
         self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
@@ -190,16 +187,11 @@ class Generation:
         shadow = None if self._target is None or self._is_scoring else self._target.shadow
         return None if shadow is None else self._services.shadows.start_copy(request, shadow)
 
-    def _owners(self, request: GenerateRequest) -> Mapping[TenantId, str]:
-        """Return the names of the tenants that the request's adapters may belong to."""
-        granted = {} if self._target is None else self._target.owners
-        return {request.tenant: self._tenant_name, **granted}
-
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
         copy: ShadowCopy | None = None
-        use = metrics.adapter_load.begin(request.adapter, self._owners(request))
+        use = metrics.adapter_load.begin(request.adapter, () if self._target is None else self._target.names())
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
                 async for chunk in chunks:

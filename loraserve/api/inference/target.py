@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from loraserve.errors import AdapterUnavailable
 from loraserve.registry.binding import Binding, Shadow
-from loraserve.registry.composition import label
+from loraserve.registry.composition import label, versions_of
 from loraserve.types import AdapterRef
 
 HEADER = "x-loraserve-adapter"
@@ -24,7 +24,13 @@ class TargetSelector:
     It changes once at most, from the version that was asked for to its fallback.
     """
 
-    def __init__(self, binding: Binding, base_id: str) -> None:
+    def __init__(self, binding: Binding, base_id: str, asked: str | None = None) -> None:
+        """Select what `binding` says.
+
+        Args:
+            asked: name under which the client requested it.
+        """
+        self._asked = asked
         self.adapter = binding.adapter
         """Adapter that answers; None: the base."""
         self.reason = binding.fell_back_for
@@ -61,6 +67,19 @@ class TargetSelector:
         self._fallback = None
         self.reason = error.code
         return True
+
+    def names(self) -> list[str]:
+        """Return the names by which a router would request what answers: of a sum, its parts'.
+
+        None for the base.
+        """
+        if self.adapter is None:
+            return []
+        # a comma separates names, and a base's id may have one
+        if self._asked not in (None, self._base_id) and not self.adapter.parts and "," not in self._asked:
+            return [self._asked]
+        paths = ((self.owners.get(one.tenant), one.name) for one in versions_of(self.adapter))
+        return [name if owner is None else f"{owner}/{name}" for owner, name in paths]
 
     def label(self, adapter: AdapterRef) -> str:
         """Return the name by which the client can request it.

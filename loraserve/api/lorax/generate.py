@@ -101,7 +101,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
 
     context = InferenceContext.begin("gen", services, asked, model, prompts, (*ignored, *more_ignored))
     requests = context.requests(caller, sampling, max_tokens)
-    generation = Generation(services, requests, tenant_name=caller.tenant_name, target=context.target)
+    generation = Generation(services, requests, target=context.target)
     seeds = [one.params.seed if parameters.is_sampled else None for one in requests]
     sequences = [Sequence(context, parameters, index, seed) for index, seed in enumerate(seeds)]
     usage = RequestUsage(context, caller, admitted)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from loraserve.limits import LIMITS
 from loraserve.memory.eviction import MAX_NAMES, NEVER, Uses
 from loraserve.registry.catalog.last_used import UsedVersion, VersionKey, version_key
 from loraserve.registry.composition import versions_of
-from loraserve.types import AdapterRef, TenantId
+from loraserve.types import AdapterRef, Digest
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -29,13 +30,15 @@ class AdapterLoad:
         self._running_names: Counter[str] = Counter()
         # the last used last
         self._uses: OrderedDict[VersionKey, Uses] = OrderedDict()
+        self._digests: OrderedDict[str, Digest] = OrderedDict()
 
-    def begin(self, adapter: AdapterRef | None, owners: Mapping[TenantId, str]) -> AdapterUse:
+    def begin(self, adapter: AdapterRef | None, names: Sequence[str]) -> AdapterUse:
         """Count one request for the adapter as waiting; `end` must follow.
 
         Args:
             adapter: None: the base, which isn't counted. A sum counts for each of its parts.
-            owners: names of tenants; adapters of others are counted without being named.
+            names: under which a router would request it, one for each part; none: it is counted
+                without being named.
         """
         versions = versions_of(adapter)
         now_s = self._clock()
@@ -44,9 +47,14 @@ class AdapterLoad:
             self._uses.move_to_end(key)
         while len(self._uses) > self._max_versions:
             self._uses.popitem(last=False)
-        names = [f"{owners[one.tenant]}/{one.name}" for one in versions if one.tenant in owners]
+        if names:
+            for name, one in zip(names, versions, strict=True):
+                self._digests[name] = one.digest
+                self._digests.move_to_end(name)
+        while len(self._digests) > LIMITS.max_named_residents:
+            self._digests.popitem(last=False)
         self._waiting_names.update(names)
-        return AdapterUse(self, [version_key(one) for one in versions], names)
+        return AdapterUse(self, [version_key(one) for one in versions], list(names))
 
     def num_running(self, version: UsedVersion) -> int:
         """Return how many of the version's requests are past their first token and not done."""
@@ -57,12 +65,16 @@ class AdapterLoad:
         return self._uses.get(version_key(version), NEVER).per_second(self._clock())
 
     def waiting_names(self) -> list[str]:
-        """Return ``OWNER/NAME`` of each adapter with a request before its first token, sorted."""
+        """Return the names of the adapters with a request before its first token, sorted."""
         return sorted(self._waiting_names)
 
     def running_names(self) -> list[str]:
-        """Return ``OWNER/NAME`` of each adapter with a request past its first token, sorted."""
+        """Return the names of the adapters with a request past its first token, sorted."""
         return sorted(self._running_names)
+
+    def named_digests(self) -> dict[str, Digest]:
+        """Return the digests of the adapters that were requested last, by their names."""
+        return dict(self._digests)
 
     def _answer(self, keys: Iterable[VersionKey], names: Iterable[str]) -> None:
         _subtract(self._waiting_names, names)

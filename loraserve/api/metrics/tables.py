@@ -6,12 +6,11 @@ tenants there are. Only vLLM's own names label adapters.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from loraserve.api.grammar.checker import OUTCOMES
-from loraserve.api.metrics.adapter_load import AdapterLoad
+from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.metrics.table import Table, counter, gauge, histogram
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
 from loraserve.registry.health.checks import FAILED, PASSED
@@ -198,15 +197,30 @@ GRAMMARS: Table[EngineStats] = (
     ),
 )
 
+def _kv_usage(stats: EngineStats) -> float:
+    """Return which part of the KV blocks that sequences could have is in use."""
+    if not stats.num_kv_blocks_available:
+        # without an engine there are none at all
+        return 1.0 if stats.num_kv_blocks else 0.0
+    return stats.num_kv_blocks_used / (stats.num_kv_blocks_used + stats.num_kv_blocks_available)
+
+
 VLLM: Table[EngineStats] = (
     gauge("vllm:num_requests_running", "As vLLM's.", lambda s: s.num_running),
     gauge("vllm:num_requests_waiting", "As vLLM's.", lambda s: s.num_waiting),
     gauge(
         "vllm:kv_cache_usage_perc",
         "As vLLM's: 1 is full.",
-        lambda s: s.num_kv_blocks_used / s.num_kv_blocks if s.num_kv_blocks else 0.0,
+        _kv_usage,
     ),
-    gauge("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.device_adapters),
+    gauge(
+        "vllm:cache_config_info",
+        "As vLLM's: the value is 1.",
+        lambda s: {(str(s.kv_block_size), str(s.num_kv_blocks)): 1.0},
+        "block_size",
+        "num_gpu_blocks",
+    ),
+    gauge("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.device_adapters - s.num_arriving_adapters),
     gauge("vllm:num_cpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.host_adapters),
 )
 
@@ -227,23 +241,26 @@ CHECKS: Table[GrammarChecker] = (
 )
 
 
-def vllm_lora_info(max_lora: int) -> Table[AdapterLoad]:
-    """Return the table for routers of the Gateway API Inference Extension: the adapters in use.
-
-    Args:
-        max_lora: the maximum number of sequences in a step: adapters have no slots here, each
-            sequence may use its own.
-    """
-    return (
-        gauge(
-            "vllm:lora_requests_info",
-            "As vLLM's: the value is the time.",
-            lambda load: {(str(max_lora), ",".join(load.running_names()), ",".join(load.waiting_names())): time.time()},
-            "max_lora",
-            "running_lora_adapters",
-            "waiting_lora_adapters",
-        ),
-    )
+ROUTING: Table[AdapterRouting] = (
+    gauge(
+        "vllm:lora_requests_info",
+        "As vLLM's: the value is the time.",
+        lambda routing: routing.requests_info(),
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+    ),
+    gauge("vllm:max_gpu_lora_adapters", "As vLLM's.", lambda routing: routing.max_lora),
+    gauge(
+        "vllm:lora_adapter_loaded",
+        "As vLLM's: 1 for each adapter in memory, of those that were requested last.",
+        lambda routing: routing.loaded(),
+        "adapter_name",
+        "level",
+        "pinned",
+    ),
+)
+"""Table for routers with adapters, such as those of the Gateway API Inference Extension."""
 
 
 ADMISSIONS: Table[Admissions] = (

@@ -87,7 +87,6 @@ async def create_chat_completion(
             [max_tokens],
             shown_token_ids=() if answer_format is None else answer_format.shown_token_ids,
         ),
-        tenant_name=caller.tenant_name,
         target=context.target,
     )
     choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]

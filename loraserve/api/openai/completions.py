@@ -69,7 +69,6 @@ async def create_completion(
     generation = Generation(
         services,
         context.requests(caller, sampling, max_tokens),
-        tenant_name=caller.tenant_name,
         target=context.target,
         is_scoring=is_scoring,
     )

@@ -187,8 +187,8 @@ class Worker:
                     self._warming[call_id] = adapter
                 else:
                     self._send(m.CallReply(call_id=call_id))
-            case m.QueryResidency(call_id=call_id):
-                adapters = tuple(self._engine.pager.residency())
+            case m.QueryResidency(call_id=call_id, only=only):
+                adapters = tuple(self._engine.pager.residency(only))
                 self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))
             case m.Shutdown():
                 self._is_stopping = True

@@ -139,6 +139,17 @@ class DeviceCache:
         return len(self._arriving)
 
     @property
+    def max_residents(self) -> int:
+        """Number of adapters of the residents' mean size that fit; 0 without a resident."""
+        limits, used, count = self.device.limits, self.used, len(self._residents)
+        sizes = (
+            (limits.num_bytes, used.num_bytes),
+            (limits.num_tiles, used.num_tiles),
+            (limits.num_slots, used.num_slots),
+        )
+        return min((limit * count // size for limit, size in sizes if size), default=0)
+
+    @property
     def draining(self) -> KeysView[Digest]:
         """Adapters that take no new requests, in the order in which they were chosen."""
         return self._draining.keys()
@@ -359,6 +370,10 @@ class DeviceCache:
     def items(self) -> Iterator[tuple[Digest, ResidentAdapter]]:
         """Yield the residents, the least recently used first."""
         yield from self._residents.items()
+
+    def find(self, digests: Iterable[Digest]) -> dict[Digest, ResidentAdapter]:
+        """Return those of the adapters that are residents."""
+        return {digest: self._residents[digest] for digest in digests if digest in self._residents}
 
     def check(self) -> list[str]:
         """Return every broken invariant, in words; empty when all hold."""

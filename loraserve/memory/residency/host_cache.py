@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cachetools import Cache
@@ -164,6 +164,15 @@ class HostCache:
     def items(self) -> Iterator[tuple[Digest, HostEntry]]:
         yield from self._held.items()
         yield from self._evictable.items()
+
+    def find(self, digests: Iterable[Digest]) -> dict[Digest, HostEntry]:
+        """Return those of the adapters that are here."""
+        found = {}
+        for digest in digests:
+            where = self._held if digest in self._held else self._evictable
+            if digest in where:
+                found[digest] = where[digest]
+        return found
 
     def check(self) -> list[str]:
         """Return every broken invariant, in words; empty when all hold."""

@@ -20,7 +20,7 @@ lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
 from adapters_store import BlobStore
@@ -284,9 +284,11 @@ class Pager:
         else:
             self._operator_pins.discard(digest)
 
-    def residency(self) -> list[AdapterResidency]:
-        """Return where each adapter is that is in memory or on its way."""
-        return residency_rows(self._pool, self._host, self._queue, self._loaders, self._operator_pins, self._clock())
+    def residency(self, only: Collection[Digest] | None = None) -> list[AdapterResidency]:
+        """Return where each adapter is that is in memory or on its way, or each of `only`."""
+        return residency_rows(
+            self._pool, self._host, self._queue, self._loaders, self._operator_pins, self._clock(), only
+        )
 
     def stats(self) -> dict[str, int | float | Histogram]:
         """Return the adapters' fields of EngineStats."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.loading.adapter_metadata import LoadedAdapter
@@ -20,6 +20,7 @@ def residency_rows(
     loading: Container[Digest],
     operator_pins: Container[Digest],
     now_s: float,
+    only: Collection[Digest] | None = None,
 ) -> list[AdapterResidency]:
     """Return a row for each adapter that is on the device, in host memory or in the queue.
 
@@ -27,9 +28,11 @@ def residency_rows(
         loading: adapters whose loads are in flight.
         operator_pins: adapters that an operator has pinned, wherever they are.
         now_s: time of the pool's and the queue's clock.
+        only: adapters to return rows for; None: all.
     """
-    on_device, in_host = dict(pool.items()), dict(host_cache.items())
-    waiting = {pending.ref.digest: pending for pending in queue}
+    on_device = dict(pool.items()) if only is None else pool.find(only)
+    in_host = dict(host_cache.items()) if only is None else host_cache.find(only)
+    waiting = {pending.ref.digest: pending for pending in queue if only is None or pending.ref.digest in only}
 
     def row(
         digest: Digest,
@@ -84,6 +87,8 @@ def adapter_usage(pool: DeviceCache, host_cache: HostCache) -> dict[str, int]:
         "device_adapters": len(pool),
         "device_adapter_bytes": pool.num_bytes,
         "device_adapter_budget_bytes": pool.budget_bytes,
+        "num_arriving_adapters": pool.num_arriving,
+        "max_device_adapters": pool.max_residents,
         "host_adapters": len(host_cache),
         "host_adapter_bytes": host_cache.num_bytes,
         "host_adapter_budget_bytes": host_cache.budget_bytes,

@@ -5,7 +5,7 @@ only the engine is a stand-in.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class FakeEngine:
             raise self.certificate
         return self.certificate
 
-    async def residency(self) -> tuple[AdapterResidency, ...]:
-        return tuple(self.resident.values())
+    async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
+        return tuple(row for digest, row in self.resident.items() if only is None or digest in only)
 
     def _put(self, ref: AdapterRef, *, is_pinned: bool) -> None:
         self.resident[ref.digest] = AdapterResidency(

@@ -73,7 +73,7 @@ async def test_what_uses_a_version_is_not_shown_of_another_of_the_same_bytes(
         row for row in (await registry.list_owned(None, limit=9, cursor=None, digests=None)).items if row.name == "a"
     ]
     adapter = await registry.resolve(one.tenant, ParsedModel(name="a", version=1))
-    use = services.metrics.adapter_load.begin(adapter, {})
+    use = services.metrics.adapter_load.begin(adapter, ())
     use.answer()
 
     async def told(client: httpx2.AsyncClient, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,15 @@ from loraserve.tenancy.identity.auth import Authenticator, Caller
 from loraserve.text.chat_format import ChatFormat
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
-from loraserve.types import BaseSpec, EngineStats, FinishReason, TokenLogprobs, TokenOutput
+from loraserve.types import (
+    AdapterResidency,
+    BaseSpec,
+    Digest,
+    EngineStats,
+    FinishReason,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 ADMIN_KEY = "admin-key-of-the-tests-" + "x" * 20
 EOS = "<|eos|>"
@@ -84,6 +92,12 @@ class FakeEngine:
     num_restarts: int = 0
     num_hangs: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
+    resident: dict[Digest, AdapterResidency] = field(default_factory=dict)
+    num_residency_queries: int = 0
+
+    async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
+        self.num_residency_queries += 1
+        return tuple(row for digest, row in self.resident.items() if only is None or digest in only)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.seen.append(request)

@@ -17,6 +17,7 @@ from loraserve.api.app import create_app
 from loraserve.api.services import Services
 from loraserve.errors import ConfigError
 from loraserve.limits import Limits
+from loraserve.types import AdapterResidency, Tier
 
 ADMIN = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20}
 
@@ -163,7 +164,7 @@ async def test_metrics_count_what_happened(client: httpx2.AsyncClient) -> None:
         assert line in text
 
 
-async def test_lora_requests_info_names_what_waits_and_what_runs_by_owner(
+async def test_lora_requests_info_names_what_waits_and_what_runs_as_routers_send_it(
     client: httpx2.AsyncClient,
     services: Services,
     engine: Any,
@@ -190,25 +191,51 @@ async def test_lora_requests_info_names_what_waits_and_what_runs_by_owner(
         text = (await client.get("/metrics", headers=ADMIN)).text
         return next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
 
-    async def says(running: str, waiting: str) -> None:
-        # as the configuration says, whatever is loaded
-        labels = f'max_lora="64",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+    async def says(running: str, waiting: str, max_lora: int = 64) -> None:
+        labels = f'max_lora="{max_lora}",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
         async with asyncio.timeout(10):
             while f"{{{labels}}}" not in (line := await info()):
                 assert line
                 await asyncio.sleep(0.01)
 
-    body = {"model": "sql", "prompt": "list", "max_tokens": 5}
+    body = {"prompt": "list", "max_tokens": 5}
     requests = [
-        asyncio.create_task(client.post("/v1/completions", json=body, headers=one.headers)) for one in (acme, globex)
+        asyncio.create_task(client.post("/v1/completions", json=body | {"model": model}, headers=one.headers))
+        for one, model in ((acme, "sql"), (acme, "sql@1"), (acme, engine.base.id), (globex, "org/base:1:sql"))
     ]
-    await says("acme/sql", "globex/sql")
-    engine.stats = msgspec.structs.replace(engine.stats, device_adapters=3)
+    await says("sql,sql@1", "org/base:1:sql")
+    # what fits, once there is an adapter to measure
+    engine.stats = msgspec.structs.replace(engine.stats, device_adapters=3, max_device_adapters=40)
     may_begin.set()
-    await says("acme/sql,globex/sql", "")
+    await says("org/base:1:sql,sql,sql@1", "", max_lora=40)
     may_end.set()
-    assert [(await request).status_code for request in requests] == [200, 200]
-    await says("", "")
+    assert [(await request).status_code for request in requests] == [200] * 4
+    await says("", "", max_lora=40)
+
+
+async def test_adapters_in_memory_are_named_as_they_are_requested(
+    client: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraserve.api.metrics.routing.MAX_AGE_S", 0.0)
+    await client.post("/v1/completions", json={"model": "sql@1", "prompt": "list", "max_tokens": 1})
+    digest = engine.seen[-1].adapter.digest
+    row = AdapterResidency(
+        digest=digest,
+        tier=Tier.HOST,
+        device_bytes=0,
+        host_bytes=9,
+        num_pins=0,
+        is_pinned=False,
+        last_used_s=1.0,
+    )
+    for tier, level in ((Tier.HOST, "cpu"), (Tier.DEVICE, "gpu")):
+        engine.resident = {digest: msgspec.structs.replace(row, tier=tier)}
+        text = (await client.get("/metrics", headers=ADMIN)).text
+        assert f'vllm:lora_adapter_loaded{{adapter_name="sql@1",level="{level}",pinned="false"}} 1.0' in text
+    engine.resident = {}
+    assert "vllm:lora_adapter_loaded{" not in (await client.get("/metrics", headers=ADMIN)).text
+    # probes and metrics don't ask the engine for what no request has named
+    assert engine.num_residency_queries == 3
 
 
 async def test_tokenize_and_detokenize_are_inverse(client: httpx2.AsyncClient) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from loraserve.api.metrics.adapter_load import AdapterLoad
+from loraserve.limits import LIMITS
 from loraserve.types import AdapterPart, AdapterRef, Digest, TenantId
 
 ACME, GLOBEX = TenantId("1"), TenantId("2")
-OWNERS = {ACME: "acme", GLOBEX: "globex"}
+NAMES = ("sql",)
 
 
 def make_ref(tenant: TenantId = ACME, name: str = "sql", *, version: int = 1, digest: str = "aa") -> AdapterRef:
@@ -24,11 +25,11 @@ def load() -> AdapterLoad:
 
 
 def test_a_request_waits_until_its_first_token_and_runs_until_its_end(load: AdapterLoad) -> None:
-    use = load.begin(make_ref(), OWNERS)
-    assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == (["acme/sql"], [], 0)
+    use = load.begin(make_ref(), NAMES)
+    assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == (["sql"], [], 0)
     for _ in range(2):
         use.answer()
-        assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == ([], ["acme/sql"], 1)
+        assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == ([], ["sql"], 1)
     for _ in range(2):
         use.end()
         assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == ([], [], 0)
@@ -37,24 +38,23 @@ def test_a_request_waits_until_its_first_token_and_runs_until_its_end(load: Adap
 
 
 def test_a_request_that_never_had_a_token_leaves_nothing(load: AdapterLoad) -> None:
-    first, second = load.begin(make_ref(), OWNERS), load.begin(make_ref(), OWNERS)
+    first, second = load.begin(make_ref(), NAMES), load.begin(make_ref(), NAMES)
     first.end()
-    assert load.waiting_names() == ["acme/sql"]
+    assert load.waiting_names() == ["sql"]
     second.end()
     assert load.waiting_names() == load.running_names() == []
 
 
-def test_equal_names_and_equal_bytes_of_two_tenants_are_counted_apart(load: AdapterLoad) -> None:
+def test_equal_bytes_of_two_tenants_are_counted_apart_under_the_name_that_each_sends(load: AdapterLoad) -> None:
     mine, theirs = make_ref(ACME), make_ref(GLOBEX)
-    use = load.begin(mine, OWNERS)
-    use.answer()
-    load.begin(theirs, OWNERS)
-    assert (load.running_names(), load.waiting_names()) == (["acme/sql"], ["globex/sql"])
+    load.begin(mine, ["sql"]).answer()
+    load.begin(theirs, ["acme/sql"])
+    assert (load.running_names(), load.waiting_names()) == (["sql"], ["acme/sql"])
     assert (load.num_running(mine), load.num_running(theirs)) == (1, 0)
 
 
 def test_equal_bytes_under_two_names_and_versions_are_counted_apart(load: AdapterLoad) -> None:
-    load.begin(make_ref(), OWNERS).answer()
+    load.begin(make_ref(), NAMES).answer()
     for other in (make_ref(name="copy"), make_ref(version=2), make_ref(digest="cc")):
         assert (load.num_running(other), load.uses_per_s(other)) == (0, 0.0)
 
@@ -70,23 +70,33 @@ def test_a_sum_counts_for_each_part_and_the_base_for_nothing(load: AdapterLoad) 
         weights_blob=Digest(""),
         parts=tuple(AdapterPart(adapter=part, weight=0.5) for part in parts),
     )
-    load.begin(None, OWNERS).answer()
-    load.begin(total, OWNERS).answer()
-    assert load.running_names() == ["acme/a", "globex/b"]
+    load.begin(None, ()).answer()
+    load.begin(total, ["a", "globex/b"]).answer()
+    assert load.running_names() == ["a", "globex/b"]
     assert [load.num_running(part) for part in parts] == [1, 1]
 
 
-def test_adapters_of_tenants_without_a_name_are_counted_unnamed(load: AdapterLoad) -> None:
-    load.begin(make_ref(), {}).answer()
+def test_an_adapter_that_no_client_asked_for_is_counted_unnamed(load: AdapterLoad) -> None:
+    load.begin(make_ref(), ()).answer()
     assert (load.running_names(), load.num_running(make_ref())) == ([], 1)
 
 
 def test_uses_fade_and_the_longest_unused_are_forgotten() -> None:
     now_s = 0.0
     load = AdapterLoad(max_versions=1, clock=lambda: now_s)
-    load.begin(make_ref(), OWNERS).end()
+    load.begin(make_ref(), NAMES).end()
     fresh = load.uses_per_s(make_ref())
     now_s = 600.0
     assert 0.0 < load.uses_per_s(make_ref()) < fresh / 7
-    load.begin(make_ref(name="other"), OWNERS).end()
+    load.begin(make_ref(name="other"), NAMES).end()
     assert load.uses_per_s(make_ref()) == 0.0
+
+
+def test_the_names_that_were_requested_last_lead_to_digests(load: AdapterLoad) -> None:
+    for number in range(LIMITS.max_named_residents + 2):
+        load.begin(make_ref(digest=f"d{number}"), [f"a{number}"]).end()
+    load.begin(make_ref(digest="new"), ["a2"]).end()
+    known = load.named_digests()
+    assert len(known) == LIMITS.max_named_residents
+    assert "a1" not in known
+    assert known["a2"] == "new"

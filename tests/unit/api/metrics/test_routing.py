@@ -1,0 +1,127 @@
+"""Routers are told of adapters by the names that they request, wherever the engine has each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from loraserve.api.metrics.adapter_load import AdapterLoad
+from loraserve.api.metrics.routing import MAX_AGE_S, AdapterRouting
+from loraserve.errors import EngineUnavailable
+from loraserve.types import AdapterRef, AdapterResidency, Digest, EngineStats, TenantId, Tier
+
+
+def make_row(digest: str, tier: Tier, *, is_pinned: bool = False) -> AdapterResidency:
+    return AdapterResidency(
+        digest=Digest(digest),
+        tier=tier,
+        device_bytes=0,
+        host_bytes=0,
+        num_pins=0,
+        is_pinned=is_pinned,
+        last_used_s=0.0,
+    )
+
+
+@dataclass
+class Engine:
+    rows: list[AdapterResidency] = field(default_factory=list)
+    failure: Exception | None = None
+    stats: EngineStats = field(default_factory=EngineStats)
+    asked: list[set[Digest]] = field(default_factory=list)
+
+    async def residency(self, only: Collection[Digest]) -> tuple[AdapterResidency, ...]:
+        self.asked.append(set(only))
+        if self.failure is not None:
+            raise self.failure
+        return tuple(row for row in self.rows if row.digest in only)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def routing(engine: Any, clock: Clock) -> AdapterRouting:
+    load = AdapterLoad()
+    for name in ("a", "b", "c", "d"):
+        ref = AdapterRef(
+            tenant=TenantId("1"),
+            name=name,
+            version=1,
+            digest=Digest(f"digest-{name}"),
+            config_blob=Digest(""),
+            weights_blob=Digest(""),
+        )
+        load.begin(ref, [name]).end()
+    return AdapterRouting(engine, load, 64, clock=clock)
+
+
+async def test_adapters_in_memory_are_named_with_their_level(routing: AdapterRouting, engine: Engine) -> None:
+    engine.rows = [
+        make_row("digest-a", Tier.DEVICE, is_pinned=True),
+        make_row("digest-b", Tier.HOST),
+        make_row("digest-c", Tier.LOADING),
+        make_row("digest-nobody-asked-for", Tier.DEVICE),
+    ]
+    await routing.refresh()
+    assert routing.loaded() == {("a", "gpu", "true"): 1.0, ("b", "cpu", "false"): 1.0}
+    assert engine.asked == [{f"digest-{name}" for name in "abcd"}]
+
+
+async def test_the_engine_is_asked_seldom_however_often_routers_scrape(
+    routing: AdapterRouting, engine: Engine, clock: Clock
+) -> None:
+    for _ in range(5):
+        await routing.refresh()
+    assert len(engine.asked) == 1
+    clock.now_s += MAX_AGE_S
+    await routing.refresh()
+    assert len(engine.asked) == 2
+
+
+async def test_nothing_is_told_while_the_engine_is_away(
+    routing: AdapterRouting, engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.rows = [make_row("digest-a", Tier.DEVICE)]
+    await routing.refresh()
+    assert routing.loaded()
+    clock.now_s += MAX_AGE_S
+    engine.failure = EngineUnavailable("It restarts.")
+    await routing.refresh()
+    assert routing.loaded() == {}
+
+    async def hang(only: Collection[Digest]) -> tuple[AdapterResidency, ...]:
+        await asyncio.Event().wait()
+        return ()
+
+    monkeypatch.setattr(engine, "residency", hang)
+    monkeypatch.setattr("loraserve.api.metrics.routing._TIMEOUT_S", 0.01)
+    clock.now_s += MAX_AGE_S
+    await routing.refresh()
+    assert routing.loaded() == {}
+
+
+def test_max_lora_is_what_fits_or_as_many_as_a_step_has_sequences(routing: AdapterRouting, engine: Engine) -> None:
+    ((unknown, _, _),) = routing.requests_info()
+    assert (unknown, routing.max_lora) == ("64", 64)
+    engine.stats = EngineStats(max_device_adapters=812)
+    ((known, running, waiting),) = routing.requests_info()
+    assert (known, running, waiting) == ("812", "", "")
