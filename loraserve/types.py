@@ -237,6 +237,10 @@ class SamplingParams(Struct, frozen=True):
     """Grammar of the answer in llguidance's JSON form, checked by the API; empty: any text."""
     grammar_bytes: int = 0
     """Bytes that the compiled grammar takes, as the API measured; 0: unknown."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Tokens that may be chosen; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens whose last token isn't chosen after the others."""
 
 
 class TokenLogprobs(Struct, frozen=True):

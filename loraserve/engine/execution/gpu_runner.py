@@ -270,4 +270,5 @@ def needs_host(request: Request) -> bool:
     params = request.params
     if request.probe is not None:
         return True
-    return has_penalties(params) or bool(params.logit_bias) or request.num_output_tokens < params.min_tokens
+    is_biased = bool(params.logit_bias) or bool(params.allowed_token_ids)
+    return has_penalties(params) or is_biased or request.num_output_tokens < params.min_tokens

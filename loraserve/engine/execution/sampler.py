@@ -110,9 +110,13 @@ class Sampler:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
+        chosen_from = _restrict(row, entry.request) if params.allowed_token_ids or params.bad_words else row
         if constraint is not None:
             allowed = torch.from_numpy(constraint.allowed(self.end_tokens(entry)))
-            row = torch.where(allowed, row, -inf)
+            both = torch.where(allowed, chosen_from, -inf)
+            # the grammar decides where it allows none of the tokens that the request wants
+            chosen_from = both if bool((both > -inf).any()) else torch.where(allowed, row, -inf)
+        row = chosen_from
         if params.temperature <= MIN_TEMPERATURE:
             return int(row.argmax())
         return draw(row, params, uniform(params.seed, entry.end))
@@ -180,7 +184,12 @@ def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None
 
 def has_penalties(params: SamplingParams) -> bool:
     """Return whether a token's choice depends on the tokens before it."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or bool(params.bad_words)
+    )
 
 
 def wait_for_masks(entries: Sequence[ScheduledRequest]) -> None:
@@ -218,6 +227,7 @@ def _is_plain_greedy(entry: ScheduledRequest, greedy: int) -> bool:
         params.temperature <= MIN_TEMPERATURE
         and not _is_too_early_to_end(entry)
         and not params.logit_bias
+        and not params.allowed_token_ids
         and not has_penalties(params)
         # the likeliest of all tokens is the likeliest of those that are allowed
         and (constraint is None or (constraint.allows(greedy) and not params.ignore_eos))
@@ -240,6 +250,35 @@ def _apply_penalties(row: Tensor, request: Request) -> None:
         output = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64)
         ids, counts = torch.unique(output, return_counts=True)
         row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _restrict(row: Tensor, request: Request) -> Tensor:
+    """Return the logits of the tokens that may be chosen; of others, -inf.
+
+    Bad words are ignored where no other token is left. So are the tokens that mustn't end the
+    answer yet, if only they are allowed.
+    """
+    params = request.params
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids, dtype=torch.int64)
+        kept = row[allowed]
+        row = torch.full_like(row, -inf)
+        row[allowed] = kept if bool((kept > -inf).any()) else 0.0
+    banned = _bad_word_ends(request)
+    if not banned:
+        return row
+    rest = row.clone()
+    rest[torch.tensor(banned, dtype=torch.int64)] = -inf
+    return rest if bool((rest > -inf).any()) else row
+
+
+def _bad_word_ends(request: Request) -> list[int]:
+    """Return the tokens that would complete a bad word after the output."""
+    bad_words, num_tokens = request.params.bad_words, len(request.token_ids)
+    longest = max((len(word) for word in bad_words), default=1) - 1
+    end = tuple(request.token_ids[max(request.num_prompt_tokens, num_tokens - longest) :])
+    # an output shorter than the word's beginning equals none of it
+    return [word[-1] for word in bad_words if end[max(0, len(end) + 1 - len(word)) :] == word[:-1]]
 
 
 def _score_prompt(entry: ScheduledRequest, logits: Tensor) -> tuple[TokenLogprobs, ...]:

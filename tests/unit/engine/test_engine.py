@@ -321,3 +321,26 @@ def test_a_lent_adapter_is_loaded_in_the_turn_of_who_asks(world, make_engine, mo
     while engine.has_requests:
         engine.step()
     assert set(asked) == {"borrower"}
+
+
+def test_restricted_requests_keep_to_their_tokens_and_change_no_other(world, make_engine):
+    prompt = prompts(1, seed=3, low=8, high=8)[0]
+    engine = make_engine()
+    plain = add(engine, world, prompt, "r8")
+    free = run(engine)[plain]
+    word = tuple(free[1:3])
+    asked = {
+        add(engine, world, prompt, "r8"): None,
+        add(engine, world, prompt, "r8", allowed_token_ids=(3, 5, 8)): {3, 5, 8},
+        add(engine, world, prompt, "r8", allowed_token_ids=(3, 5, 8), temperature=1.0, seed=4): {3, 5, 8},
+        add(engine, world, prompt, "r8", bad_words=(word,)): None,
+        add(engine, world, prompt, "r8", bad_words=((free[0],), (free[1],)), temperature=0.9, seed=1): None,
+    }
+    texts = run(engine)
+    same, narrow, drawn, clean, cleaner = (texts[request_id] for request_id in asked)
+    assert same == free
+    for text in (narrow, drawn):
+        assert set(text) <= {3, 5, 8}
+    assert clean[:2] == free[:2]
+    assert word not in list(itertools.pairwise(clean))
+    assert not {free[0], free[1]} & set(cleaner)

@@ -95,6 +95,7 @@ def test_steps_that_are_chosen_on_the_host_and_steps_in_flight_give_one_text(wor
     """
     prompt = prompts(1, seed=9, low=8, high=8)[0]
     hard = {"repetition_penalty": 1.3, "logit_bias": {3: 2.0}, "min_tokens": 2}
+    hard |= {"allowed_token_ids": tuple(range(100)), "bad_words": ((5,), (3, 3))}
     engine = make_gpu_engine()
     plain, biased = (
         add(engine, world, prompt, "r8", max_tokens=3),
@@ -105,6 +106,7 @@ def test_steps_that_are_chosen_on_the_host_and_steps_in_flight_give_one_text(wor
     assert run(engine)[again] == both[plain]
     again = add(engine, world, prompt, "r8", max_tokens=3, **hard)
     assert run(engine)[again] == both[biased]
+    assert max(both[biased]) < 100
 
 
 def test_prompts_are_scored_as_peft_scores_them(world, make_gpu_engine):

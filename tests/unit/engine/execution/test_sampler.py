@@ -3,10 +3,12 @@ from collections import Counter
 import pytest
 import torch
 
-from loraserve.engine.execution.sampler import _apply_penalties, draw, uniform
+from loraserve.engine.execution.sampler import _apply_penalties, _restrict, draw, has_penalties, uniform
 from loraserve.types import SamplingParams
 
 from ..conftest import make_request
+
+INF = float("inf")
 
 
 def shares(logits: list[float], params: SamplingParams, count: int = 4000) -> dict[int, float]:
@@ -80,3 +82,42 @@ def test_penalties_follow_their_definitions():
     _apply_penalties(row, request)
     # repetition over all of 0, 1, 2; presence and frequency (twice) over the output's 2 alone
     assert row.tolist() == [2.0, -8.0, 0.5 - 0.5 - 2 * 0.25, 1.0]
+
+
+def restricted(logits: list[float], output: list[int], **params: object) -> list[float]:
+    request = make_request(tokens=[7, 8], **params)
+    request.token_ids += output
+    row = torch.tensor(logits)
+    found = _restrict(row, request).tolist()
+    assert row.tolist() == logits
+    return found
+
+
+def test_only_allowed_tokens_keep_their_logits():
+    assert restricted([4.0, 3.0, 2.0, 1.0], [], allowed_token_ids=(3, 1)) == [-INF, 3.0, -INF, 1.0]
+    # what mustn't end the answer yet is taken where nothing else is allowed
+    assert restricted([-INF, 3.0, 2.0, 1.0], [], allowed_token_ids=(0,)) == [0.0, -INF, -INF, -INF]
+
+
+def test_the_end_of_a_bad_word_is_not_chosen_after_its_beginning():
+    words = ((2,), (0, 1, 3), (1, 0))
+    logits = [4.0, 3.0, 2.0, 1.0]
+    for output, banned in (
+        ([], {2}),
+        ([0], {2}),
+        ([0, 1], {2, 3, 0}),
+        ([3, 0, 1], {2, 3, 0}),
+        ([0, 1, 3], {2}),
+        ([1], {2, 0}),
+    ):
+        expected = [-INF if token in banned else logit for token, logit in enumerate(logits)]
+        assert restricted(logits, output, bad_words=words) == expected, output
+    # the prompt is no part of what was said
+    assert restricted(logits, [], bad_words=((7, 8, 1), (8, 1))) == logits
+    assert has_penalties(SamplingParams(bad_words=words))
+
+
+def test_bad_words_yield_where_no_other_token_is_left():
+    logits = [4.0, 3.0, 2.0, 1.0]
+    assert restricted(logits, [], bad_words=((0,), (1,), (2,), (3,))) == logits
+    assert restricted(logits, [], allowed_token_ids=(1,), bad_words=((1,),)) == [-INF, 3.0, -INF, -INF]
