@@ -167,6 +167,8 @@ class NotFound(LoraserveError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+    param: str | None = None
+    """Field that names it, where that isn't `model`."""
 
 
 class AdapterNotFound(NotFound):

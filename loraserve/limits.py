@@ -49,7 +49,12 @@ class Limits:
     max_stop_bytes: int = 512
     max_stop_token_ids: int = 64
     max_logit_bias: int = 300
+    max_allowed_token_ids: int = 1024
+    max_bad_words: int = 64
+    max_bad_word_bytes: int = 128
     max_completion_logprobs: int = 20
+    max_prompt_candidates: int = 1024 * 1024
+    """Log probabilities of prompts' tokens in one answer: their own and those of the likeliest."""
     max_chat_top_logprobs: int = 20
     max_messages: int = 1024
     max_tools: int = 128

@@ -95,11 +95,12 @@ def openai_envelope(error: LoraserveError) -> dict[str, Any]:
     """
     status = status_of(error)
     default = "server_error" if status >= 500 else "invalid_request_error"
+    param = getattr(error, "param", None)
     return {
         "error": {
             "message": str(error),
             "type": error.kind if isinstance(error, errors.RateLimited) else _OPENAI_TYPE.get(status, default),
-            "param": "model" if isinstance(error, errors.ModelNotFound) else getattr(error, "param", None),
+            "param": param or "model" if isinstance(error, errors.ModelNotFound) else param,
             "code": error.code,
         }
     }

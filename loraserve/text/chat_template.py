@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -222,6 +223,29 @@ class ChatTemplate:
         has_system = bool(messages) and messages[0].get("role") == "system"
         first = messages[0] if has_system else {"role": "system", "content": ""}
         return [{**first, "tools": functions}, *messages[1 if has_system else 0 :]]
+
+    def render_continued(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt for `messages` up to the end of the last one's text, left open.
+
+        Raises:
+            NoChatTemplate, InvalidRequest: as `render`; or the template leaves that text out.
+        """
+        mark = f"CONTINUES{secrets.token_hex(8)}"
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}]
+        text, found, after = self.render(marked, False, tools, variables).rpartition(mark)
+        if not found:
+            raise InvalidRequest(
+                "The model's chat template leaves out the last message, so it can't be continued.",
+                param="continue_final_message",
+            )
+        # a template that trims messages would have trimmed this one's end, too
+        return text if after.startswith(" ") else text.rstrip()
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         if has_tools and "tool_use" in self._templates:

@@ -11,11 +11,11 @@ from ulid import ULID
 from loraserve.api.inference.fields import ignored_header
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.inference.sampling import Sampling, choose_seeds
-from loraserve.api.inference.schemas import InferenceBody, WeightedAdapter
+from loraserve.api.inference.schemas import MAX_MODEL_LENGTH, InferenceBody, WeightedAdapter
 from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
 from loraserve.engine_client.messages import GenerateRequest
-from loraserve.errors import InvalidRequest, PermissionDenied, QuotaExceeded
+from loraserve.errors import InvalidRequest, ModelNotFound, PermissionDenied, QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Binding
 from loraserve.registry.model_name import parse_terms, terms_of
@@ -73,6 +73,68 @@ async def resolve_model(
     return ResolvedModel(binding, granted, model)
 
 
+_BASE_NAMES = {"lora_path": ("",), "adapter_id": ("", "__base_model__")}
+"""Values of SGLang's and LoRAX's fields that choose no adapter."""
+
+
+async def resolve_asked(services: Services, caller: Caller, body: InferenceBody) -> ResolvedModel:
+    """Bind what `body` asks for, in `model` or in SGLang's or LoRAX's field.
+
+    Raises:
+        ModelNotFound, AdapterQuarantined: as `resolve_model`.
+        InvalidRequest: a field is wrong, or the fields name different adapters.
+    """
+    base_id = services.engine.base.id
+    model, field = _asked_model(body, base_id)
+    try:
+        return await resolve_model(services, caller, model, body.adapters, user=body.user)
+    except ModelNotFound as error:
+        error.param = field
+        raise
+    except InvalidRequest as error:
+        if error.param == "model":
+            error.param = field
+        raise
+
+
+def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:
+    """Return the model's name, and the field that it stands in."""
+    model, by = body.model, "model"
+    for field in _BASE_NAMES:
+        name = _named_adapter(body, field)
+        if name is None:
+            continue
+        if model == base_id:
+            model, by = name, field
+        elif name not in (model, model.removeprefix(f"{base_id}:")):
+            raise InvalidRequest(
+                f"{field} and {by} name different adapters; only one field may choose the adapter.",
+                param=field,
+                hint=f"Send the base's id as model, or the request without {field}.",
+            )
+    return model, by
+
+
+def _named_adapter(body: InferenceBody, field: str) -> str | None:
+    """Return the adapter that the field names; None: the base, or it leaves that to `model`."""
+    value = getattr(body, field)
+    values = value if isinstance(value, list) else [value]
+    if len(values) > LIMITS.max_prompts or not all(
+        name is None or (isinstance(name, str) and len(name) <= MAX_MODEL_LENGTH) for name in values
+    ):
+        raise InvalidRequest(
+            f"{field} should be the name of an adapter, or a list with the same name for each prompt.", param=field
+        )
+    names = {None if name in _BASE_NAMES[field] else name for name in values}
+    if len(names) > 1:
+        raise InvalidRequest(
+            f"{field} differs between prompts; one adapter is used for all prompts of a request.",
+            param=field,
+            hint="Send a request for each adapter.",
+        )
+    return names.pop() if names else None
+
+
 def check_priority(body: InferenceBody, caller: Caller) -> None:
     """Check that a tenant doesn't put its request before everyone else's.
 
@@ -97,6 +159,25 @@ def check_num_choices(num_prompts: int, n: int) -> None:
             f"{num_prompts} prompts with n = {n} make {num_prompts * n} choices; "
             f"at most {LIMITS.max_prompts} are allowed in one request.",
             param="n",
+        )
+
+
+def check_num_candidates(prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    """Check how many log probabilities of the prompts' tokens the choices report.
+
+    Raises:
+        InvalidRequest: they are more than one answer may have.
+    """
+    if sampling.prompt_logprobs is None:
+        return
+    num_tokens = sampling.body.n * sum(len(prompt.token_ids) for prompt in prompts)
+    num_candidates = num_tokens * (1 + sampling.prompt_logprobs)
+    if num_candidates > LIMITS.max_prompt_candidates:
+        raise InvalidRequest(
+            f"The request asks for {num_candidates} log probabilities of its prompts' tokens; "
+            f"at most {LIMITS.max_prompt_candidates} are allowed in one request.",
+            param="logprobs" if sampling.body.prompt_logprobs is None else "prompt_logprobs",
+            hint="Send fewer prompts at once, or ask for fewer of the likeliest tokens.",
         )
 
 

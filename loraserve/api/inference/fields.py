@@ -57,12 +57,15 @@ _CHANGES_THE_ANSWER = frozenset(
             "logits_processors",
             "logit_processors",
             "thinking_token_budget",
+            "repetition_detection",
+            "logprob_token_ids",
         ),
         # the prompt
         *(
             "suffix",
             "truncate",
             "truncate_prompt_tokens",
+            "truncation_side",
             "chat_template",
             "documents",
             "continue_final_message",
@@ -160,6 +163,10 @@ def _is_neutral(name: str, value: object) -> bool:
             return value == 1
         case "do_sample":
             return value is True
+        case "truncation_side":
+            return value == "left"
+        case "adapter_source":
+            return value in ("", "local")
         case "prompt_logprobs" | "max_new_tokens" | "n_predict" | "max_length":
             # 0 asks for something, too
             return value is False

@@ -42,6 +42,9 @@ _QUEUE_SIZE = 16
 
 _LEAST_TIMEOUT_S = 0.001
 
+_BYTES_PER_CANDIDATE = 64
+"""Size of a log probability in an answer, with its token."""
+
 T = TypeVar("T")
 
 
@@ -141,6 +144,14 @@ class Generation:
         while item is not None:
             yield item
             item = await self._next()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which renders the whole answer.
+
+        Many log probabilities take long, and so are a thread's.
+        """
+        num_bytes = sum(_BYTES_PER_CANDIDATE * _num_candidates(request) for request in self._requests)
+        return await self._services.text_threads.run(self._requests[0].tenant, num_bytes, work)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -299,10 +310,17 @@ async def answer(
             return EventStream(events(), close, headers(first), usage.bill_last, envelope=envelope, ending=ending)
         await while_connected(request, _collect(generation, add))
         await generation.close()
-        return JSONAnswer(orjson.dumps(whole()), headers(first), usage.bill_all, end)
+        return JSONAnswer(await generation.run(lambda: orjson.dumps(whole())), headers(first), usage.bill_all, end)
     except BaseException:
         await close()
         raise
+
+
+def _num_candidates(request: GenerateRequest) -> int:
+    """Return how many log probabilities the request's choice has at most."""
+    params = request.params
+    num_prompt = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
+    return num_prompt + (0 if params.logprobs is None else params.max_tokens * (1 + params.logprobs))
 
 
 async def _collect(generation: Generation, add: Callable[[int, Chunk], None]) -> None:

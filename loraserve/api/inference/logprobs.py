@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import orjson
+
 from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import TokenLogprobs
@@ -20,10 +22,24 @@ class CompletionLogprobs:
     """Render one choice's logprobs as they grow.
 
     Offsets are into the choice's own text, which starts with the prompt under echo.
+
+    Args:
+        num_top: how many of the likeliest tokens are shown beside each.
+        as_ids: whether tokens are shown as ``token_id:7``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_top: int,
+        as_ids: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._as_ids = as_ids
         self._detokenizer = decode_stream(tokenizer, skip_special_tokens, prompt_token_ids)
         self._offset = 0
 
@@ -42,7 +58,10 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        top = {self._text(token_id): finite_logprob(logprob) for token_id, logprob in entry.top}
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.top[: self._num_top]:
+            # of two tokens with the same text, the likelier
+            top.setdefault(self._text(token_id), finite_logprob(logprob))
         # the sampled token is there even when it isn't among the likeliest
         top.setdefault(self._text(entry.token_id), finite_logprob(entry.logprob))
         return top
@@ -51,9 +70,11 @@ class CompletionLogprobs:
         """Return the token's text.
 
         Part of a character is spelled ``bytes:\\xe4\\xb8``, as OpenAI's did, so that two of them
-        differ.
+        differ, and a token without text (one that is kept in reserve) as ``token_id:7``.
         """
         data = self._tokenizer.token_bytes(token_id)
+        if self._as_ids or not data:
+            return _id_text(token_id)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
@@ -69,20 +90,61 @@ def join_logprobs(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]]
     return joined
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int) -> list[dict[str, Any]]:
-    """``content`` of a chat choice's logprobs."""
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], num_top: int, *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """``content`` of a chat choice's logprobs.
+
+    Args:
+        as_ids: whether tokens are shown as ``token_id:7``.
+    """
     return [
         {
-            **_chat_token(tokenizer, entry.token_id, entry.logprob),
-            "top_logprobs": [_chat_token(tokenizer, *candidate) for candidate in entry.top[:num_top]],
+            **_chat_token(tokenizer, entry.token_id, entry.logprob, as_ids),
+            "top_logprobs": [_chat_token(tokenizer, *candidate, as_ids) for candidate in entry.top[:num_top]],
         }
         for entry in entries
     ]
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode("utf-8", "replace"), "logprob": finite_logprob(logprob), "bytes": list(data)}
+    text = _id_text(token_id) if as_ids or not data else data.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(data)}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, entries: Iterable[TokenLogprobs | None], num_top: int
+) -> list[orjson.Fragment | None]:
+    """Return vLLM's ``prompt_logprobs``: of each token of the prompt, the likeliest and itself.
+
+    They are by id. The first token has none, since nothing predicts it. Each is JSON already, a
+    sixth of the size of its objects.
+    """
+    return [
+        None if entry is None else orjson.Fragment(orjson.dumps(_prompt_token(tokenizer, entry, num_top)))
+        for entry in entries
+    ]
+
+
+def _prompt_token(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, dict[str, Any]]:
+    known: dict[int, tuple[float, int | None]]
+    known = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)}
+    # where it isn't one of the likeliest, how many are likelier wasn't counted
+    known.setdefault(entry.token_id, (entry.logprob, None))
+    return {
+        str(token_id): {
+            "logprob": finite_logprob(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+        }
+        for token_id, (logprob, rank) in known.items()
+    }
+
+
+def _id_text(token_id: int) -> str:
+    """Return vLLM's spelling of a token by its id."""
+    return f"token_id:{token_id}"
 
 
 def finite_logprob(logprob: float) -> float:

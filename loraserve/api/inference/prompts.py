@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -59,12 +59,16 @@ class PromptReader:
         variables: Mapping[str, Any],
         tool_use: ToolUse | None = None,
         is_bounded: bool = True,
+        continues_last: bool = False,
+        keep: int | None = None,
     ) -> Prompt:
         """Return the prompt that the model's chat template makes of `messages`.
 
         Args:
             tool_use: tools that the template shows to the model.
             is_bounded: whether it has to fit the context.
+            continues_last: whether it ends with the last message's text, which is continued.
+            keep: tokens of its end that are kept; None: all.
 
         Raises:
             InvalidRequest: a message is wrong, or the template refuses them.
@@ -75,12 +79,17 @@ class PromptReader:
         def render_and_encode() -> Prompt:
             checked = read_messages(messages, chat_format)
             _check_bytes(sum(len(message["content"].encode()) for message in checked), "messages")
-            tools = None if tool_use is None else tool_use.shown
-            text = chat_format.template.render(checked, add_generation_prompt, tools, variables)
+            template, tools = chat_format.template, None if tool_use is None else tool_use.shown
+            if continues_last:
+                text = template.render_continued(checked, tools, variables)
+            else:
+                text = template.render(checked, add_generation_prompt, tools, variables)
             _check_bytes(len(text.encode()), "messages")
-            if is_bounded:
+            if is_bounded and keep is None:
                 _check_fits(text, self.services, "messages")
-            return Prompt(tuple(self.services.tokenizer.encode(text, add_special_tokens)), text)
+            token_ids = self.services.tokenizer.encode(text, add_special_tokens)
+            kept = _kept(token_ids, keep)
+            return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
         prompt = await self.run(render_and_encode)
         if not prompt.token_ids:
@@ -91,6 +100,24 @@ class PromptReader:
                 "messages contain a token that the tokenizer has and this model doesn't.", param="messages"
             )
         return prompt
+
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words that an answer mustn't have, by vLLM's rule.
+
+        A word is refused where a space precedes it, too, if that makes another token of its
+        beginning.
+
+        Raises:
+            InvalidRequest: one is too long, or has no token.
+        """
+        if not words:
+            return ()
+        for index, word in enumerate(words):
+            if len(word.encode()) > LIMITS.max_bad_word_bytes:
+                raise InvalidRequest(
+                    f"bad_words.{index} is longer than {LIMITS.max_bad_word_bytes} bytes.", param=f"bad_words.{index}"
+                )
+        return await self.run(lambda: _bad_words(words, self.services))
 
     async def text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Return the tokens of `text`, however many.
@@ -141,6 +168,21 @@ def _read_prompts(value: object, services: Services, add_special_tokens: bool, k
         "none of them empty.",
         param="prompt",
     )
+
+
+def _bad_words(words: Sequence[str], services: Services) -> tuple[tuple[int, ...], ...]:
+    vocab_size = services.engine.base.vocab_size
+    found: list[tuple[int, ...]] = []
+    for index, word in enumerate(words):
+        bare, spaced = (
+            tuple(services.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+        )
+        if not bare or max(bare) >= vocab_size:
+            raise InvalidRequest(f"bad_words.{index} has no tokens of this model.", param=f"bad_words.{index}")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0] and max(spaced) < vocab_size:
+            found.append(spaced)
+    return tuple(found)
 
 
 def _check_bytes(num_bytes: int, param: str) -> None:

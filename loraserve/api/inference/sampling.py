@@ -34,6 +34,7 @@ class Sampling:
     prompt_logprobs: int | None
     grammar: Grammar | None = None
     """What the answers have to be; None: any text."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def params(self, *, max_tokens: int, seed: int) -> SamplingParams:
         body = self.body
@@ -56,6 +57,8 @@ class Sampling:
             prompt_logprobs=self.prompt_logprobs,
             grammar="" if self.grammar is None else self.grammar.text,
             grammar_bytes=0 if self.grammar is None else self.grammar.num_bytes,
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            bad_words=self.bad_words,
         )
 
     def constrained(self, grammar: Grammar) -> Sampling:
@@ -64,21 +67,57 @@ class Sampling:
 
 
 def read_sampling(
-    body: InferenceBody, base: BaseSpec, *, logprobs: int | None, prompt_logprobs: int | None = None
+    body: InferenceBody,
+    base: BaseSpec,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
     """Return the sampling parameters that the body asks for.
+
+    Args:
+        logprobs, prompt_logprobs: how many of the likeliest tokens the route shows; what the body
+            asks for beside it is added.
+        bad_words: tokens of the body's, from `PromptReader.bad_words`.
 
     Raises:
         InvalidRequest: a field is out of range for this base; `param` names it.
     """
     check_token_ids(body.stop_token_ids, base.vocab_size, "stop_token_ids")
+    check_token_ids(body.allowed_token_ids or (), base.vocab_size, "allowed_token_ids")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs isn't for streams: send stream: false.", param="prompt_logprobs")
+    wanted = [number for number in (prompt_logprobs, body.prompt_logprobs) if number is not None]
     return Sampling(
         body=body,
         logit_bias=_read_logit_bias(body.logit_bias, base.vocab_size),
         stop=_read_stop(body.stop),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=max(wanted, default=None),
+        bad_words=bad_words,
     )
+
+
+def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int | None:
+    """Return how many tokens of the prompt's end `truncate_prompt_tokens` keeps; None: all.
+
+    Args:
+        asked: tokens that the answer may have; None: as many as there is room for.
+
+    Raises:
+        InvalidRequest: it keeps none, or more than the context has.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return None
+    if keep == -1:
+        return max(1, base.max_model_len - max(1, asked or 0))
+    if not 1 <= keep <= base.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens should be -1, or from 1 to {base.max_model_len}.", param="truncate_prompt_tokens"
+        )
+    return keep
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

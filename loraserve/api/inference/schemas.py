@@ -78,6 +78,16 @@ class InferenceBody(_Body):
     timeout: float | None = Field(default=None, gt=0, le=LIMITS.max_request_timeout_s)
     """Seconds from its arrival, after which it ends with what there is."""
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Show tokens in logprobs as ``token_id:7``."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    """Tokens of the prompt's end that are kept; -1: as many as fit."""
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=LIMITS.max_allowed_token_ids)
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=LIMITS.max_bad_words)
+    # the adapter, as SGLang's and LoRAX's clients name it beside the base's id in `model`
+    lora_path: Any = None
+    adapter_id: str | None = Field(default=None, max_length=MAX_MODEL_LENGTH)
 
     # what the answer has to be: read by `structured_output`
     response_format: Any = None
@@ -96,7 +106,7 @@ class InferenceBody(_Body):
 
 class CompletionBody(InferenceBody):
     prompt: Any
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: int | None = Field(default=None, ge=1, le=LIMITS.max_n)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
     add_special_tokens: bool = True
@@ -113,6 +123,8 @@ class ChatBody(InferenceBody):
     parallel_tool_calls: bool = True
     modalities: list[Literal["text"]] = ["text"]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer continues the last message, in place of a new one."""
     add_special_tokens: bool = False
     """A chat template writes the special tokens itself."""
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
@@ -131,6 +143,7 @@ class TokenizeBody(_Body):
     tools: Any = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
     return_token_strs: bool = False
 

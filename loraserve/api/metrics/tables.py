@@ -197,6 +197,7 @@ GRAMMARS: Table[EngineStats] = (
     ),
 )
 
+
 def _kv_usage(stats: EngineStats) -> float:
     """Return which part of the KV blocks that sequences could have is in use."""
     if not stats.num_kv_blocks_available:

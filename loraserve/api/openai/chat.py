@@ -11,13 +11,14 @@ from starlette.responses import Response
 from loraserve.api.http.sse import event
 from loraserve.api.inference.chat.choice import ChatChoice
 from loraserve.api.inference.chat.tools import read_tools
-from loraserve.api.inference.context import InferenceContext, check_priority, resolve_model
+from loraserve.api.inference.context import InferenceContext, check_num_candidates, check_priority, resolve_asked
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer
+from loraserve.api.inference.logprobs import prompt_logprobs
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
+from loraserve.api.inference.sampling import choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import services_of
@@ -52,7 +53,7 @@ async def create_chat_completion(
     asked = _asked_tokens(body)
     check_priority(body, caller)
     base = services.engine.base
-    model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
+    model = await resolve_asked(services, caller, body)
     chat_format = services.chat_format
     reader = PromptReader(services, caller.tenant, len(await request.body()))
     tool_use = await reader.run(
@@ -61,7 +62,8 @@ async def create_chat_completion(
     if body.tools and tool_use is None:
         ignored = (*ignored, "tools")
     wanted = read_answer_format(body)
-    sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None)
+    bad_words = await reader.bad_words(body.bad_words)
+    sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None, bad_words=bad_words)
     prompt = await reader.chat(
         body.messages,
         chat_format=chat_format,
@@ -69,8 +71,12 @@ async def create_chat_completion(
         add_special_tokens=body.add_special_tokens,
         variables=_template_variables(body),
         tool_use=tool_use,
+        continues_last=body.continue_final_message,
+        keep=kept_tokens(body, asked, base),
     )
-    answer_format = chat_format.answer_format(prompt.text or "", tool_use, skip_special_tokens=body.skip_special_tokens)
+    check_num_candidates([prompt], sampling)
+    prompt_text = services.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+    answer_format = chat_format.answer_format(prompt_text, tool_use, skip_special_tokens=body.skip_special_tokens)
     if answer_format is not None:
         wanted = await reader.run(lambda: answer_format.whole(wanted))
     max_tokens = choose_max_tokens(asked, None, len(prompt.token_ids), base, "messages")
@@ -99,6 +105,10 @@ async def create_chat_completion(
     def whole() -> dict[str, Any]:
         message = _head(context, body, "chat.completion")
         message |= {"choices": [choice.whole() for choice in choices], "usage": usage.as_dict()}
+        if body.prompt_logprobs is not None:
+            # the same for every choice
+            entries = choices[0].prompt_logprobs
+            message["prompt_logprobs"] = prompt_logprobs(services.tokenizer, entries, body.prompt_logprobs)
         return message | ({"prompt_token_ids": list(prompt.token_ids)} if body.return_token_ids else {})
 
     return await answer(
@@ -121,6 +131,10 @@ def _asked_tokens(body: ChatBody) -> int | None:
         raise InvalidRequest(f"min_tokens exceeds {param}.", param="min_tokens")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+    if body.continue_final_message and "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt contradict each other.", param="continue_final_message"
+        )
     return asked
 
 

@@ -10,18 +10,24 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.http.sse import event
-from loraserve.api.inference.context import InferenceContext, check_num_choices, check_priority, resolve_model
+from loraserve.api.inference.context import (
+    InferenceContext,
+    check_num_candidates,
+    check_num_choices,
+    check_priority,
+    resolve_asked,
+)
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer, finish_reason
-from loraserve.api.inference.logprobs import CompletionLogprobs, join_logprobs
+from loraserve.api.inference.logprobs import CompletionLogprobs, finite_logprob, join_logprobs, prompt_logprobs
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
+from loraserve.api.inference.sampling import choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import Services, services_of
-from loraserve.errors import InvalidRequest, UnsupportedParameter
+from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
 
 if TYPE_CHECKING:
@@ -49,17 +55,28 @@ async def create_completion(
         RateLimited: the tenant's share is used up.
     """
     services = services_of(request)
-    body, ignored = parse_body(CompletionBody, raw)
-    _check_combination(body)
+    asked, ignored = parse_body(CompletionBody, raw)
+    _check_combination(asked)
+    # the best n of so many are answered
+    body = asked.model_copy(update={"n": asked.best_of or asked.n})
     check_priority(body, caller)
     wanted = read_answer_format(body)
     base = services.engine.base
-    model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
+    model = await resolve_asked(services, caller, body)
     reader = PromptReader(services, caller.tenant, len(await request.body()))
-    prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens)
+    keep = kept_tokens(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, base)
+    prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
-    sampling = read_sampling(body, base, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
+    is_ranked = body.n > asked.n
+    sampling = read_sampling(
+        body,
+        base,
+        logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        bad_words=await reader.bad_words(body.bad_words),
+    )
+    check_num_candidates(prompts, sampling)
     max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
@@ -87,14 +104,18 @@ async def create_completion(
         events=(lambda: _stream(context, body, generation, choices, usage)) if body.stream else None,
         add=add,
         whole=lambda: (
-            _head(context, body) | {"choices": [choice.whole() for choice in choices], "usage": usage.as_dict()}
+            _head(context, body)
+            | {"choices": _shown(choices, body.n, asked.n) if is_ranked else [choice.whole() for choice in choices]}
+            | {"usage": usage.as_dict()}
         ),
     )
 
 
 def _check_combination(body: CompletionBody) -> None:
-    if body.best_of is not None and body.best_of != body.n:
-        raise UnsupportedParameter("best_of other than n is not supported.", param="best_of", hint="Set n alone.")
+    if body.best_of is not None and body.best_of < body.n:
+        raise InvalidRequest("best_of should be n or more.", param="best_of")
+    if body.best_of is not None and body.best_of > body.n and body.stream:
+        raise InvalidRequest("best_of over n is for answers in one piece; this one is a stream.", param="best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens should be 1 or more; 0 only scores a prompt, with echo.", param="max_tokens")
     if body.max_tokens is not None and body.min_tokens > max(1, body.max_tokens):
@@ -131,6 +152,15 @@ async def _stream(
         yield event(head | {"choices": [], "usage": usage.as_dict()})
 
 
+def _shown(choices: Sequence[_Choice], num_made: int, num_shown: int) -> list[dict[str, Any]]:
+    """Return of each prompt's choices those of the highest log probability per token."""
+    shown: list[dict[str, Any]] = []
+    for start in range(0, len(choices), num_made):
+        ranked = sorted(choices[start : start + num_made], key=lambda choice: choice.mean_logprob, reverse=True)
+        shown += [choice.whole() | {"index": len(shown) + place} for place, choice in enumerate(ranked[:num_shown])]
+    return shown
+
+
 def _head(context: InferenceContext, body: CompletionBody) -> dict[str, Any]:
     return {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
 
@@ -143,18 +173,33 @@ class _Choice:
     body: CompletionBody
     index: int
     logprobs: CompletionLogprobs | None = None
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    num_tokens: int = 0
+    sum_logprobs: float = 0.0
     has_begun: bool = False
 
     def __post_init__(self) -> None:
         if self.body.logprobs is not None:
             prompt = () if self.body.echo else self.context.prompt_of(self.index).token_ids
-            self.logprobs = CompletionLogprobs(self.context.services.tokenizer, self.body.skip_special_tokens, prompt)
+            self.logprobs = CompletionLogprobs(
+                self.context.services.tokenizer,
+                self.body.skip_special_tokens,
+                prompt,
+                num_top=self.body.logprobs,
+                as_ids=self.body.return_tokens_as_token_ids,
+            )
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token."""
+        return self.sum_logprobs / max(1, self.num_tokens)
 
     def add(self, chunk: Chunk) -> None:
-        part = self.part(chunk)
-        if part is not None:
-            self.parts.append(part)
+        """Take a chunk of an answer in one piece."""
+        self.chunks.append(chunk)
+        if chunk.logprobs is not None:
+            self.num_tokens += len(chunk.logprobs)
+            self.sum_logprobs += sum(finite_logprob(entry.logprob) for entry in chunk.logprobs)
 
     def part(self, chunk: Chunk) -> dict[str, Any] | None:
         """Return the part that this chunk adds to a stream; None if it adds nothing."""
@@ -186,17 +231,21 @@ class _Choice:
 
     def whole(self) -> dict[str, Any]:
         """Return the choice in one piece."""
+        parts = [part for part in map(self.part, self.chunks) if part is not None]
         whole: dict[str, Any] = {
             "index": self.index,
-            "text": "".join(part["text"] for part in self.parts),
+            "text": "".join(part["text"] for part in parts),
             "logprobs": None,
-            "finish_reason": self.parts[-1]["finish_reason"],
-            "stop_reason": self.parts[-1]["stop_reason"],
+            "finish_reason": parts[-1]["finish_reason"],
+            "stop_reason": parts[-1]["stop_reason"],
         }
+        if self.body.prompt_logprobs is not None:
+            entries, num_top = self.chunks[0].prompt_logprobs, self.body.prompt_logprobs
+            whole["prompt_logprobs"] = prompt_logprobs(self.context.services.tokenizer, entries or (), num_top)
         if self.logprobs is not None:
-            whole["logprobs"] = join_logprobs(part["logprobs"] for part in self.parts)
+            whole["logprobs"] = join_logprobs(part["logprobs"] for part in parts)
         if self.body.return_token_ids:
-            whole["token_ids"] = [token_id for part in self.parts for token_id in part["token_ids"]]
+            whole["token_ids"] = [token_id for part in parts for token_id in part["token_ids"]]
             whole["prompt_token_ids"] = list(self.context.prompt_of(self.index).token_ids)
         return whole
 

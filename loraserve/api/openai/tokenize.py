@@ -62,6 +62,7 @@ async def tokenize(
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,
             is_bounded=False,
+            continues_last=body.continue_final_message,
         )
         tokens = chat.token_ids
 
@@ -121,7 +122,7 @@ async def get_tokenizer_info(request: Request) -> Response:
 def _tokenizer_info(services: Services) -> dict[str, Any]:
     config = {name: _plain(value) for name, value in services.tokenizer.config.items() if name not in _PATHS}
     config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    template = services.chat_template.sources.get("default")
+    template = services.chat_format.template.sources.get("default")
     return config | ({} if template is None else {"chat_template": template})
 
 

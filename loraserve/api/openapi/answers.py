@@ -51,11 +51,20 @@ class _Choice(_Answer):
     """Tokens of the answer; only with return_token_ids, as `prompt_token_ids`."""
 
 
+class PromptTokenLogprob(_Answer):
+    logprob: float
+    rank: int | None
+    """Null: more tokens are likelier than were asked for."""
+    decoded_token: str
+
+
 class CompletionChoice(_Choice):
     finish_reason: Literal["stop", "length"]
     text: str
     logprobs: ListedLogprobs | None
     prompt_token_ids: list[int] = Field(default=[])
+    prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | None = None
+    """Log probabilities by the token's id; only if asked for."""
 
 
 class Completion(_Answer):
@@ -119,6 +128,7 @@ class ChatCompletion(_Answer):
     choices: list[ChatChoice]
     usage: TokenUsage
     prompt_token_ids: list[int] = Field(default=[])
+    prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | None = None
 
 
 class PromptToken(_Answer):

@@ -117,6 +117,14 @@ _CHOICE: Node = {
     "anyOf": [{"type": "array", "items": {"type": "string"}}, _NULL],
     "description": "As structured_outputs.choice.",
 }
+_NAMES: Node = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+        {"type": "null"},
+    ],
+    "description": "The adapter, or the same one for each prompt.",
+}
 # Fields that the models leave to code with better messages.
 _FIELDS: Mapping[str, Node] = {
     "prompt": _PROMPT,
@@ -135,6 +143,7 @@ _FIELDS: Mapping[str, Node] = {
     "regex": _also("regex", "string"),
     "ebnf": _also("grammar", "string"),
     "structural_tag": _also("structural_tag", "object", "string"),
+    "lora_path": _NAMES,
 }
 
 

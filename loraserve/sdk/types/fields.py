@@ -57,6 +57,11 @@ class SamplingFields(TypedDict, total=False):
     priority: int | None
     add_special_tokens: bool | None
     return_token_ids: bool | None
+    return_tokens_as_token_ids: bool | None
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
 
 
 class CompletionFields(SamplingFields, total=False):
@@ -64,7 +69,6 @@ class CompletionFields(SamplingFields, total=False):
     echo: bool | None
     best_of: int | None
     suffix: str | None
-    prompt_logprobs: int | None
 
 
 class ChatFields(SamplingFields, total=False):
@@ -75,6 +79,7 @@ class ChatFields(SamplingFields, total=False):
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
     add_generation_prompt: bool | None
+    continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -30,12 +30,21 @@ class CompletionLogprobs(Result):
     text_offset: list[int] | None = None
 
 
+class PromptLogprob(Result):
+    logprob: float
+    rank: int | None = None
+    """None: more tokens are likelier than were asked for."""
+    decoded_token: str
+
+
 class CompletionChoice(Result):
     index: int
     text: str
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Log probabilities of the prompt's tokens, by id."""
 
 
 class Completion(Result):
@@ -105,6 +114,7 @@ class ChatCompletion(Result):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class ChatChunkChoice(Result):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -111,6 +112,35 @@ def test_a_scored_prompt_has_the_same_logprobs_as_when_it_was_made(client: opena
     assert scored.choices[0].logprobs.token_logprobs is not None
     again = scored.choices[0].logprobs.token_logprobs[len(choice["prompt_token_ids"]) :]
     assert again == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+def test_vllms_fields_change_what_the_engine_does(client: openai.OpenAI) -> None:
+    def complete(**fields: object) -> dict[str, Any]:
+        answer = client.completions.create(
+            model="sql",
+            prompt=QUESTION,
+            max_tokens=8,
+            temperature=0,
+            logprobs=0,
+            echo=True,
+            extra_body={"return_token_ids": True, **fields},
+        )
+        return answer.choices[0].model_dump()
+
+    plain = complete(prompt_logprobs=2)
+    prompt, made = plain["prompt_token_ids"], plain["token_ids"]
+    for token_id, logprob, known in zip(
+        prompt, plain["logprobs"]["token_logprobs"], plain["prompt_logprobs"], strict=False
+    ):
+        assert logprob == (None if known is None else pytest.approx(known[str(token_id)]["logprob"], abs=1e-3))
+    narrow = complete(allowed_token_ids=made[1:3])
+    assert set(narrow["token_ids"]) <= set(made[1:3])
+    assert SQL.split()[0] in plain["text"]
+    assert SQL.split()[0] not in complete(bad_words=[SQL.split()[0]])["text"]
+    cut = complete(truncate_prompt_tokens=5)
+    assert cut["prompt_token_ids"] == prompt[-5:]
+    sums = [sum(complete(best_of=number)["logprobs"]["token_logprobs"][len(prompt) :]) for number in (1, 3)]
+    assert sums[0] == pytest.approx(sums[1], abs=1e-3)
 
 
 @pytest.mark.parametrize(

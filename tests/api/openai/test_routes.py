@@ -250,6 +250,13 @@ async def test_messages_can_be_tokenized(client: httpx2.AsyncClient) -> None:
     assert answer["token_strs"] == ["<|user|>", "h", "i", "Ċ", "<|assistant|>"]
 
 
+async def test_a_continued_message_can_be_tokenized(client: httpx2.AsyncClient, services: Services) -> None:
+    messages = [{"role": "user", "content": "list"}, {"role": "assistant", "content": "The tickets: "}]
+    body = {"messages": messages, "continue_final_message": True}
+    tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+    assert services.tokenizer.decode(tokens, skip_special_tokens=False) == "<|user|>list\n<|assistant|>The tickets: "
+
+
 async def test_no_such_route_and_no_such_method_have_envelopes(client: httpx2.AsyncClient) -> None:
     absent = await client.get("/v1/nothing?SECRETMARKER", headers={"x-any": "SECRETMARKER"})
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")

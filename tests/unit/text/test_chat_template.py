@@ -49,6 +49,30 @@ def test_it_renders_as_transformers_does(make_model_dir: MakeDir) -> None:
     assert ours.render(MESSAGES, True, tools) == theirs[0]
 
 
+@pytest.mark.parametrize("source", [LLAMA_LIKE, LLAMA_LIKE.replace(" | trim", "")])
+@pytest.mark.parametrize("content", ["The tickets are: ", "  one\n", "<|eot|> is said"])
+def test_a_last_message_is_continued_as_transformers_does(make_model_dir: MakeDir, source: str, content: str) -> None:
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    path = make_model_dir("byte_level", {"bos_token": "<|bos|>"})
+    (path / "chat_template.jinja").write_text(source)
+    messages = [*MESSAGES, {"role": "assistant", "content": content}]
+    theirs, _ = transformers.render_jinja_template(
+        [messages],
+        chat_template=source,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        bos_token="<|bos|>",
+    )
+    assert ChatTemplate(path).render_continued(messages) == theirs[0]
+
+
+def test_a_last_message_that_the_template_leaves_out_is_not_continued(tmp_path: Path) -> None:
+    template = make_template(tmp_path, "{{ messages[0].content }}")
+    with pytest.raises(InvalidRequest, match="leaves out the last message") as caught:
+        template.render_continued(MESSAGES)
+    assert caught.value.param == "continue_final_message"
+
+
 def test_the_generation_prompt_is_optional(tmp_path: Path) -> None:
     template = make_template(tmp_path, LLAMA_LIKE)
     assert template.render(MESSAGES, True).endswith("<|assistant|>\n2031")

@@ -16,6 +16,7 @@ from loraserve.types import FinishReason
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
+    from loraserve.types import TokenLogprobs
 
 TOOL_CALLS = "tool_calls"
 """Finish reason of an answer with tool calls."""
@@ -33,6 +34,9 @@ class ChatChoice:
 
     Args:
         answer_format: format of its text; None: all of it is content.
+
+    Attributes:
+        prompt_logprobs: log probabilities of the prompt's tokens, as far as they came.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class ChatChoice:
         self._calls: list[_Call] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
@@ -58,6 +63,7 @@ class ChatChoice:
                 self._take(delta)
         self._token_ids.extend(chunk.token_ids)
         self._logprobs.extend(self._chunk_logprobs(chunk))
+        self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         self._finish_reason = self._reason(chunk)
         self._stop_reason = chunk.stop_reason
 
@@ -172,4 +178,9 @@ class ChatChoice:
     def _chunk_logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
         if not self._body.logprobs or not chunk.logprobs:
             return []
-        return chat_logprobs(self._context.services.tokenizer, chunk.logprobs, self._body.top_logprobs)
+        return chat_logprobs(
+            self._context.services.tokenizer,
+            chunk.logprobs,
+            self._body.top_logprobs,
+            as_ids=self._body.return_tokens_as_token_ids,
+        )
