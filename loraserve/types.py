@@ -243,6 +243,29 @@ class SamplingParams(Struct, frozen=True):
     """Sequences of tokens whose last token isn't chosen after the others."""
 
 
+class PoolingKind(StrEnum):
+    """Hidden states, after the last norm, of which a sequence's one vector is made."""
+
+    MEAN = "mean"
+    LAST = "last"
+    CLS = "cls"
+    """The first token's."""
+
+
+class PoolingParams(Struct, frozen=True):
+    """How to make one vector of a sequence, in the place of tokens."""
+
+    kind: PoolingKind
+    dimensions: int | None = None
+    """How many of the vector's first numbers are kept; None: all."""
+    normalize: bool = True
+    """Whether the vector, cut to its dimensions, is divided by its length."""
+    classify: bool = False
+    """Whether the adapter's classification head is applied to the whole vector: a number for each
+    label, before any activation. `dimensions` and `normalize` say nothing then.
+    """
+
+
 class TokenLogprobs(Struct, frozen=True):
     """The sampled (or given) token's log probability, and the likeliest tokens, best first.
 
@@ -267,6 +290,8 @@ class TokenOutput(Struct, frozen=True):
     """The stop token id or stop string that ended it; None for EOS or length."""
     error_code: str | None = None
     error_message: str | None = None
+    pooled: bytes | None = None
+    """Vector of a request that pools, as float32 in little-endian order; sent once, at its end."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
     queue_s: float = 0.0

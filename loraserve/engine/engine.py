@@ -17,6 +17,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine.activation import find_activation
 from loraserve.engine.execution.runner import StepRunner
 from loraserve.engine.grammar.constraints import Constraints
+from loraserve.engine.pooler import Pooler
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.scheduling.results import failed_output
@@ -188,6 +189,7 @@ class Engine:
             weight=message.weight,
             kv_share=message.kv_share,
             timeout_s=message.timeout_s,
+            pooler=None if message.pooling is None else Pooler(message.pooling),
         )
         self._prompt_tokens += len(message.prompt_token_ids)
         if message.params.grammar:

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from loraserve.engine.grammar.constraint import Constraint
+from loraserve.engine.pooler import Pooler
 from loraserve.engine.probe import Probe
 from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
@@ -81,6 +82,8 @@ class Request:
     """Collects the logits of an internal request."""
     constraint: Constraint | None = None
     """Tokens that its grammar allows next; None: it has no grammar."""
+    pooler: Pooler | None = None
+    """Makes a vector of the prompt, in the place of tokens."""
     is_internal: bool = field(init=False)
     """Whether the engine itself made the request, as a probe.
 
@@ -145,8 +148,9 @@ class Request:
 
     @property
     def can_use_prefix_cache(self) -> bool:
-        """Return whether cached blocks may replace its first tokens: their logits aren't needed."""
-        return not (self.wants_prompt_logprobs or self.is_internal)
+        """Return whether cached blocks may replace its first tokens: nothing of them is needed."""
+        is_needed = self.wants_prompt_logprobs or self.is_internal
+        return not is_needed and (self.pooler is None or self.pooler.needs_last_token_alone)
 
     @property
     def order(self) -> tuple[int, int]:

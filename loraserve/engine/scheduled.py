@@ -24,7 +24,10 @@ class ScheduledRequest:
     start: int
     num_tokens: int
     is_sampled: bool
-    """Whether the step computes the last token, and so samples the next one, at position `end`."""
+    """Whether the step computes the last token, and so samples the next one, at position `end`.
+
+    Of a request that pools, no step does.
+    """
     is_scored: bool
     """Whether the prompt tokens that the step's rows predict are scored."""
     epoch: int
@@ -44,6 +47,12 @@ class ScheduledRequest:
         if activation.start <= self.start:
             return 0
         return min(activation.start - self.start, self.num_tokens)
+
+    @property
+    def pooled_tokens(self) -> tuple[int, int]:
+        """Range of the entry's tokens, counted from `start`, whose hidden states are pooled."""
+        pooler = self.request.pooler
+        return (0, 0) if pooler is None else pooler.tokens_of(self.start, self.end, self.request.num_prompt_tokens)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -73,5 +82,9 @@ class StepResult:
     """
     error: LoraserveError | None = None
     """Reason why the request's grammar can't be followed any more, which ends the request."""
+    hidden: Tensor | None = None
+    """Hidden states of `ScheduledRequest.pooled_tokens`, after the last norm, on the host:
+    [num_pooled, hidden_size], in the dtype of the activations.
+    """
     logits: Tensor | None = None
     """Logits of a probe's rows up to the entry's end: [num_rows, vocab_size] float32 on host."""

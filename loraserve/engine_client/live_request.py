@@ -72,6 +72,7 @@ class LiveRequest:
             weight=request.weight,
             kv_share=request.kv_share,
             timeout_s=self.remaining_s(time.monotonic()),
+            pooling=request.pooling,
         )
 
     def receive(self, output: TokenOutput) -> None:

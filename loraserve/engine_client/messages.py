@@ -12,6 +12,7 @@ from loraserve.types import (
     Digest,
     EngineStats,
     KernelChoice,
+    PoolingParams,
     RequestId,
     SamplingParams,
     Struct,
@@ -32,6 +33,7 @@ class GenerateRequest(Struct, frozen=True):
             none.
         timeout_s: seconds from its arrival until it ends with what there is.
         shown_token_ids: special tokens that stay in the text although the others are skipped.
+        pooling: the vector to make of the prompt; None: tokens are made, as `params` says.
         is_background: no client waits for it, and it doesn't count in the queue's bounds; its
             sender bounds such requests.
     """
@@ -50,6 +52,7 @@ class GenerateRequest(Struct, frozen=True):
     kv_share: float = 1.0
     max_queued: int = 0
     timeout_s: float | None = None
+    pooling: PoolingParams | None = None
     is_background: bool = False
 
 
@@ -59,6 +62,7 @@ class AddRequest(Struct, frozen=True, tag="add"):
     Attributes:
         output_token_ids: tokens that its client already has.
         timeout_s: seconds left of its timeout.
+        pooling: as `GenerateRequest`'s.
     """
 
     request_id: RequestId
@@ -71,6 +75,7 @@ class AddRequest(Struct, frozen=True, tag="add"):
     weight: float = 1.0
     kv_share: float = 1.0
     timeout_s: float | None = None
+    pooling: PoolingParams | None = None
 
 
 class AbortRequest(Struct, frozen=True, tag="abort"):

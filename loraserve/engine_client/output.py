@@ -19,6 +19,8 @@ class Chunk(Struct, frozen=True):
         prompt_logprobs: with the first chunk, if asked for.
         stop_reason: the stop string or stop token id that ended the text; None for EOS and length.
         queue_s, adapter_s, prefill_s: with the first chunk.
+        pooled: vector of a request that pools, as float32 in little-endian order; with its only
+            chunk.
     """
 
     text: str
@@ -31,6 +33,7 @@ class Chunk(Struct, frozen=True):
     queue_s: float
     adapter_s: float
     prefill_s: float
+    pooled: bytes | None = None
 
 
 class StopStrings:
@@ -109,6 +112,7 @@ class OutputProcessor:
             queue_s=output.queue_s,
             adapter_s=output.adapter_s,
             prefill_s=output.prefill_s,
+            pooled=output.pooled,
         )
 
     def _take(self, output: TokenOutput) -> tuple[str, int, str | None]:
@@ -152,4 +156,5 @@ def merge(outputs: Sequence[TokenOutput]) -> TokenOutput:
         queue_s=first.queue_s,
         adapter_s=first.adapter_s,
         prefill_s=first.prefill_s,
+        pooled=last.pooled,
     )

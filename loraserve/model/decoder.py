@@ -139,6 +139,15 @@ class Decoder:
                 ``logits_rows`` ascending.
             kv: the cache. Slots past a sequence's context are neither read nor written.
         """
+        return self.forward_pooled(inputs, kv)[0]
+
+    @torch.inference_mode()
+    def forward_pooled(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
+        """Return the logits, as `forward` does, and the hidden states of the pooled rows.
+
+        These have passed the last norm, with adapters' own weights of it: [num_pooled, hidden_size]
+        in the dtype of the activations; None where nothing is pooled.
+        """
         step = self.backend.begin(inputs, kv)
         hidden = step.embed(self._embedding)
         if inputs.lora is not None:
@@ -159,22 +168,28 @@ class Decoder:
 
     def _last_layer(
         self, step: BackendStep, hidden: Tensor, x: Tensor, inputs: ModelInputs | GpuInputs, kv: KVTensors
-    ) -> Tensor:
-        layer, rows, lora = self._layers[-1], inputs.logits_rows, inputs.lora
+    ) -> tuple[Tensor, Tensor | None]:
+        layer, rows, lora = self._layers[-1], inputs.kept_rows, inputs.lora
         qkv = layer.qkv(self._with_own_norms(x, hidden, lora, len(self._layers) - 1, "attention_norm"), lora)
         self._progress.tick()
         if rows is not None and rows.shape[0] == 0:
             step.store(layer, qkv, kv.k[-1], kv.v[-1])
-            return hidden.new_empty(0, self.spec.vocab_size)
+            return hidden.new_empty(0, self.spec.vocab_size), None
         attended = step.attend(layer, qkv, kv.k[-1], kv.v[-1])
         if rows is not None and rows.shape[0] < hidden.shape[0]:
             # nobody reads the other rows from here on
-            hidden, attended, lora = hidden[rows], attended[rows], inputs.logits_lora
+            hidden, attended, lora = hidden[rows], attended[rows], inputs.kept_lora
         last = len(self._layers) - 1
         delta = self._finish(last, hidden, attended, lora)
         x = self._add(self._norm, hidden, delta, lora, last, "mlp_out_norm")
         x = self._with_own_norms(x, hidden, lora, 0, "norm")
-        return self._finish_logits(self._head(x, lora))
+        pooled = inputs.pooled
+        if pooled is None:
+            return self._finish_logits(self._head(x, lora)), None
+        states = x[pooled.hidden_places]
+        if pooled.logits_places.shape[0] == 0:
+            return hidden.new_empty(0, self.spec.vocab_size), states
+        return self._finish_logits(self._head(x[pooled.logits_places], inputs.logits_lora)), states
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         if self.config.logits_scale != 1.0:

@@ -31,6 +31,27 @@ class KVTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a step whose hidden states after the last norm are wanted, beside others' logits.
+
+    The last layer goes on with both kinds: the kept rows.
+
+    Attributes:
+        kept: [num_kept] int64, ascending: rows of the step.
+        logits_places: [num_logits] int64: which of the kept rows the head reads.
+        hidden_places: [num_pooled] int64: which of them are pooled.
+    """
+
+    kept: Tensor
+    logits_places: Tensor
+    hidden_places: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.kept, self.logits_places, self.hidden_places
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInputs:
     """Rows of a step on a CPU.
 
@@ -48,6 +69,7 @@ class ModelInputs:
         block_tables: [num_seqs, max_blocks] int32, padded with 0.
         logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
+        pooled: rows whose hidden states are wanted; None: none.
     """
 
     token_ids: Tensor
@@ -58,16 +80,30 @@ class ModelInputs:
     block_tables: Tensor
     logits_rows: Tensor | None
     lora: LoraPlan | None
+    pooled: PooledRows | None = None
+
+    @property
+    def kept_rows(self) -> Tensor | None:
+        """Rows that the last layer goes on with; None: all."""
+        return self.logits_rows if self.pooled is None else self.pooled.kept
+
+    @property
+    def kept_lora(self) -> LoraPlan | None:
+        """The plan of a step that goes on with the rows of `kept_rows` alone."""
+        return self._lora_of(self.kept_rows)
 
     @property
     def logits_lora(self) -> LoraPlan | None:
         """The plan of a step that goes on with the rows of `logits_rows` alone."""
-        if self.lora is None or self.logits_rows is None:
+        return self._lora_of(self.logits_rows)
+
+    def _lora_of(self, rows: Tensor | None) -> LoraPlan | None:
+        if self.lora is None or rows is None:
             return self.lora
-        rows: list[int] = self.logits_rows.tolist()
-        if any(a >= b for a, b in pairwise(rows)):
-            raise InvariantViolation(f"logits_rows must ascend; they are {rows[:16]}")
-        return select_rows(self.lora, rows)
+        numbers: list[int] = rows.tolist()
+        if any(a >= b for a, b in pairwise(numbers)):
+            raise InvariantViolation(f"rows that go on must ascend; they are {numbers[:16]}")
+        return select_rows(self.lora, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +120,9 @@ class GpuInputs:
         attention: which rows see which keys.
         logits_rows: [num_logits] int64: the rows whose logits are wanted; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
-        logits_lora: the same of the rows whose logits are wanted, counted among themselves.
+        logits_lora: the same of the rows that the last layer goes on with, counted among
+            themselves, and of those whose logits are wanted among these.
+        pooled: rows whose hidden states are wanted; None: none.
     """
 
     token_ids: Tensor
@@ -94,6 +132,17 @@ class GpuInputs:
     logits_rows: Tensor | None
     lora: GpuLoraPlan | None
     logits_lora: GpuLoraPlan | None
+    pooled: PooledRows | None = None
+
+    @property
+    def kept_rows(self) -> Tensor | None:
+        """Rows that the last layer goes on with; None: all."""
+        return self.logits_rows if self.pooled is None else self.pooled.kept
+
+    @property
+    def kept_lora(self) -> GpuLoraPlan | None:
+        """The plan of the rows of `kept_rows`."""
+        return self.logits_lora
 
 
 def select_rows(lora: LoraPlan, rows: Sequence[int]) -> LoraPlan | None:

@@ -18,6 +18,8 @@ from loraserve_kernels.cpu.lora.layout import PackedAdapter
 AdapterHandle = PackedAdapter | int
 """An adapter as the kernels take it: its weights on a CPU, its slot in the pool on a GPU."""
 
+_NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
 
 class DeferredTokens(NamedTuple):
     """Rows that wait for a token of the step in flight, which the host doesn't know yet.
@@ -50,6 +52,9 @@ class Batch:
         logits_rows: [num_logits] int64, ascending: rows whose logits are wanted.
         logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
             reach its last token.
+        pooled_rows: [num_pooled] int64, ascending: rows whose hidden states after the last norm are
+            wanted; none of them is in `logits_rows`.
+        pooled_ranges: each entry's range ``[start, end)`` of these rows.
         adapters: (adapter, row_start, row_end), in row order; other rows are the base's. One for
             each adapter, and one more for each of its sequences that begins with rows of the base.
         deferred_tokens: rows that the runner fills in; empty unless another step is in flight.
@@ -64,6 +69,8 @@ class Batch:
     block_tables: npt.NDArray[np.int32]
     logits_rows: npt.NDArray[np.int64]
     logits_ranges: list[tuple[int, int]]
+    pooled_rows: npt.NDArray[np.int64]
+    pooled_ranges: list[tuple[int, int]]
     adapters: list[tuple[AdapterHandle, int, int]]
     deferred_tokens: DeferredTokens
 
@@ -98,6 +105,7 @@ def build_batch(
     logits_ends = np.cumsum(num_logits)
     logits_rows = np.arange(logits_ends[-1]) + np.repeat(ends - logits_ends, num_logits)
     query_starts = [0, *ends.tolist()]
+    pooled_rows, pooled_ranges = _pooled(entries, query_starts)
     return Batch(
         entries=entries,
         token_ids=_token_ids(entries),
@@ -108,9 +116,25 @@ def build_batch(
         block_tables=tables,
         logits_rows=logits_rows,
         logits_ranges=[(end - count, end) for end, count in zip(logits_ends.tolist(), num_logits, strict=True)],
+        pooled_rows=pooled_rows,
+        pooled_ranges=pooled_ranges,
         adapters=_adapters(entries, query_starts, handle_of),
         deferred_tokens=_deferred_tokens(entries, query_starts, previous),
     )
+
+
+def _pooled(
+    entries: Sequence[ScheduledRequest], query_starts: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
+    """Return the rows that are pooled, and each entry's range of them."""
+    pieces, ranges, count = [_NO_ROWS], [], 0
+    for entry, first in zip(entries, query_starts, strict=False):
+        start, end = entry.pooled_tokens
+        ranges.append((count, count + end - start))
+        if start < end:
+            pieces.append(np.arange(first + start, first + end))
+            count += end - start
+    return np.concatenate(pieces), ranges
 
 
 def _token_ids(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int64]:

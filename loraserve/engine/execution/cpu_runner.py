@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from loraserve.engine.execution.batch import AdapterHandle, Batch
+from loraserve.engine.execution.pooled_rows import pooled_rows, with_hidden
 from loraserve.engine.execution.runner import FinishedStep
 from loraserve.engine.execution.sampler import Sampler, has_penalties
 from loraserve.engine.request import Request
 from loraserve.errors import InvariantViolation
 from loraserve.model.decoder import Decoder
-from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.inputs import KVTensors, ModelInputs, PooledRows
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
@@ -32,7 +33,11 @@ class CpuRunner:
         """Compute the step, and return it finished."""
         if len(batch.deferred_tokens.rows):
             batch.token_ids[batch.deferred_tokens.rows] = self._token_ids[batch.deferred_tokens.previous_entries]
-        results = self._sampler.sample(self.forward(batch), batch)
+        if len(batch.pooled_rows):
+            logits, hidden = self.forward_pooled(batch)
+            results = with_hidden(self._sampler.sample(logits, batch), hidden, batch.pooled_ranges)
+        else:
+            results = self._sampler.sample(self.forward(batch), batch)
         # a row that sampled nothing feeds no other, or one whose result is dropped
         self._token_ids = np.array([result.token_id or 0 for result in results], dtype=np.int64)
         return FinishedStep(results)
@@ -43,7 +48,22 @@ class CpuRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch's rows, write their KV, and return [num_logits, vocab_size] float32."""
-        inputs = ModelInputs(
+        with torch.inference_mode():
+            return self._decoder.forward(self._inputs(batch, None), self._kv)
+
+    def forward_pooled(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute the rows of a batch that pools; return the logits, and the pooled hidden states.
+
+        The latter are [num_pooled, hidden_size] float32.
+        """
+        with torch.inference_mode():
+            logits, hidden = self._decoder.forward_pooled(self._inputs(batch, pooled_rows(batch)), self._kv)
+        if hidden is None:
+            raise InvariantViolation("A step that pools gave no hidden states.")
+        return logits, hidden
+
+    def _inputs(self, batch: Batch, pooled: PooledRows | None) -> ModelInputs:
+        return ModelInputs(
             token_ids=torch.from_numpy(batch.token_ids),
             positions=torch.from_numpy(batch.positions),
             slot_mapping=torch.from_numpy(batch.slots),
@@ -52,9 +72,8 @@ class CpuRunner:
             block_tables=torch.from_numpy(batch.block_tables),
             logits_rows=torch.from_numpy(batch.logits_rows),
             lora=make_plan([_packed(*segment) for segment in batch.adapters], len(batch.token_ids)),
+            pooled=pooled,
         )
-        with torch.inference_mode():
-            return self._decoder.forward(inputs, self._kv)
 
 
 def _packed(adapter: AdapterHandle, row_start: int, row_end: int) -> tuple[PackedAdapter, int, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loraserve.engine.execution.batch import Batch
+from loraserve.engine.execution.pooled_rows import with_hidden
 from loraserve.engine.execution.runner import DeviceLost
 from loraserve.engine.execution.sampler import Sampler
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
@@ -48,6 +49,11 @@ def to_host(tensor: Tensor) -> Tensor:
     return out.copy_(tensor, non_blocking=True)
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, which nothing waits for."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 class HostResults:
     """Pinned memory for a step's sampled tokens."""
 
@@ -68,6 +74,7 @@ class GpuStepHandle:
     logits: dict[int, Tensor]
     refused: dict[int, StepResult]
     """Results of entries whose mask of allowed tokens wasn't there."""
+    hidden: Tensor | None
     sampler: Sampler
     event: torch.cuda.Event | None
 
@@ -91,7 +98,7 @@ class GpuStepHandle:
                 results[i] = StepResult(tokens[place], self._logprobs(place, entry, tokens[place]))
         for i, logits in self.logits.items():
             results[i] = self.sampler.sample_entry(self.batch.entries[i], logits)
-        return results
+        return results if self.hidden is None else with_hidden(results, self.hidden, self.batch.pooled_ranges)
 
     def _logprobs(self, place: int, entry: ScheduledRequest, token_id: int) -> TokenLogprobs | None:
         count = entry.request.params.logprobs

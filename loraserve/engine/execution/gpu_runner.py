@@ -17,8 +17,9 @@ from torch import Tensor
 from loraserve.config import MAX_LORA_WORK_ITEMS, EngineConfig
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
-from loraserve.engine.execution.gpu_io import GpuStepHandle, HostResults, Top, lost, send_logprobs, to_host
+from loraserve.engine.execution.gpu_io import GpuStepHandle, HostResults, Top, lost, send_logprobs, to_device, to_host
 from loraserve.engine.execution.gpu_memory import attention_plan
+from loraserve.engine.execution.pooled_rows import pooled_rows
 from loraserve.engine.execution.sampler import Sampler, has_penalties, wait_for_masks, without_mask
 from loraserve.engine.execution.step_rows import StepRows
 from loraserve.engine.request import Request
@@ -26,7 +27,7 @@ from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import InvariantViolation
 from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.model.decoder import Decoder
-from loraserve.model.inputs import GpuInputs, KVTensors
+from loraserve.model.inputs import GpuInputs, KVTensors, PooledRows
 from loraserve.types import SamplingParams
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 from loraserve_kernels.gpu.sampling.masks import MaskRows, allowed_logits
@@ -132,13 +133,14 @@ class GpuRunner:
         num_rows = len(row_slots)
         sampled = [i for i, entry in enumerate(batch.entries) if entry.is_sampled]
         bucket = self._graphs.bucket(num_rows) if num_rows == len(sampled) else None
+        hidden: Tensor | None = None
         if bucket is None:
-            logits = self._run_mixed(batch, row_slots, [batch.logits_ranges[i][1] - 1 for i in sampled])
+            logits, hidden = self._run_mixed(batch, row_slots, [batch.logits_ranges[i][1] - 1 for i in sampled])
             rows = self._mixed_rows.sampled(logits, len(sampled))
         else:
             logits = self._run_decode(batch, row_slots, bucket)
             rows = logits[:num_rows]
-        return self._sample(batch, sampled, logits, rows)
+        return self._sample(batch, sampled, logits, rows, hidden)
 
     def needs_results_first(self, request: Request) -> bool:
         """Return whether the next token is chosen on the host, or from what a grammar allows."""
@@ -171,7 +173,10 @@ class GpuRunner:
         )
         self._decode_lora.fill(np.zeros(num_rows, dtype=np.int32))
 
-    def _run_mixed(self, batch: Batch, row_slots: npt.NDArray[np.int32], sampled_rows: list[int]) -> Tensor:
+    def _run_mixed(
+        self, batch: Batch, row_slots: npt.NDArray[np.int32], sampled_rows: list[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute a step of any rows; return its logits, and the hidden states of pooled rows."""
         num_rows, logits_rows = len(row_slots), batch.logits_rows
         self._mixed_rows.fill(batch, self._places, sampled_rows, num_rows)
         self._attention.fill(
@@ -180,10 +185,16 @@ class GpuRunner:
             batch.block_tables,
         )
         lora = self._mixed_lora if self._mixed_lora.fill(row_slots) else None
-        logits_lora = self._logits_lora if self._logits_lora.fill(row_slots[logits_rows]) else None
         wanted = self._mixed_rows.logits_rows(len(logits_rows))
-        inputs = self._inputs(self._mixed_rows, num_rows, wanted, lora, logits_lora)
-        return self._decoder.forward(inputs, self._kv)
+        pooled = pooled_rows(batch) if len(batch.pooled_rows) else None
+        if pooled is None:
+            has_lora = self._logits_lora.fill(row_slots[logits_rows])
+        else:
+            has_lora = self._logits_lora.fill(row_slots[pooled.kept.numpy()], pooled.logits_places.int().numpy())
+            pooled = PooledRows(*(to_device(rows, self._device) for rows in pooled.tensors))
+        logits_lora = self._logits_lora if has_lora else None
+        inputs = self._inputs(self._mixed_rows, num_rows, wanted, lora, logits_lora, pooled)
+        return self._decoder.forward_pooled(inputs, self._kv)
 
     def _inputs(
         self,
@@ -192,6 +203,7 @@ class GpuRunner:
         logits_rows: Tensor | None,
         lora: GpuLoraPlan | None,
         logits_lora: GpuLoraPlan | None,
+        pooled: PooledRows | None = None,
     ) -> GpuInputs:
         return GpuInputs(
             token_ids=rows.token_ids(num_rows, self._sampled),
@@ -201,15 +213,21 @@ class GpuRunner:
             logits_rows=logits_rows,
             lora=lora,
             logits_lora=logits_lora,
+            pooled=pooled,
         )
 
-    def _sample(self, batch: Batch, sampled: list[int], logits: Tensor, rows: Tensor) -> GpuStepHandle:
+    def _sample(
+        self, batch: Batch, sampled: list[int], logits: Tensor, rows: Tensor, hidden: Tensor | None
+    ) -> GpuStepHandle:
         """Sample tokens on the device; send the logits of entries that are sampled on the host.
+
+        Hidden states are pooled there too.
 
         Args:
             sampled: entries that reach their last token.
             logits: [num_logits, vocab_size] float32; padding rows may follow.
             rows: [num_sampled, vocab_size]: logits of the sampled entries.
+            hidden: [num_pooled, hidden_size], of the pooled rows.
         """
         entries, count = [batch.entries[i] for i in sampled], len(sampled)
         self._places = np.zeros(len(batch.entries), dtype=np.int64)
@@ -230,11 +248,12 @@ class GpuRunner:
             for i, (start, end) in enumerate(batch.logits_ranges)
             if end > start and (batch.entries[i].is_scored or needs_host(batch.entries[i].request))
         }
+        pooled = None if hidden is None else to_host(hidden)
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return GpuStepHandle(batch, sampled, host, top, on_host, refused, self._sampler, event)
+        return GpuStepHandle(batch, sampled, host, top, on_host, refused, pooled, self._sampler, event)
 
     def _mask(
         self, entries: Sequence[ScheduledRequest], places: Sequence[int], rows: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from loraserve.engine.pooler import Pooler
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import AdapterNotReady, AdapterNumerics, EngineError, InvariantViolation, LoraserveError
@@ -24,8 +25,13 @@ class ResultProcessor:
         """Add a finite result to a live request; return what its client gets, if anything.
 
         The caller ends the request if the output has a finish reason.
+
+        Raises:
+            LoraserveError: the request has no answer, and fails.
         """
         request = entry.request
+        if request.pooler is not None:
+            return self._pool(entry, result, request.pooler)
         request.prompt_logprobs.extend(result.prompt_logprobs)
         if request.probe is not None and result.logits is not None:
             request.probe.capture(entry.end, result.logits)
@@ -53,6 +59,28 @@ class ResultProcessor:
             finish_reason=reason,
             stop_reason=stop_reason,
             **self._first_token_facts(request) if is_first else {},
+        )
+
+    def _pool(self, entry: ScheduledRequest, result: StepResult, pooler: Pooler) -> TokenOutput | None:
+        """Add hidden states; return the request's only output once all of its tokens are computed.
+
+        Blocks are published if a request of its kind can use them.
+        """
+        request = entry.request
+        if result.hidden is not None:
+            pooler.add(result.hidden)
+        if entry.end < request.num_prompt_tokens:
+            return None
+        pooled = pooler.finish()
+        if pooled is None:
+            raise numerics_error(request)
+        if entry.is_current and request.can_use_prefix_cache:
+            self._publish(request, entry.end)
+        return TokenOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.STOP,
+            pooled=pooled,
+            **self._first_token_facts(request),
         )
 
     def _publish(self, request: Request, num_tokens: int) -> None:
@@ -117,10 +145,11 @@ def adapter_overdue_error(request: Request, state: Residency, deadline_s: float)
 
 
 def numerics_error(request: Request) -> LoraserveError:
-    """Return the error of a request with NaN or infinite logits."""
+    """Return the error of a request with NaN or infinite logits, or hidden states."""
+    what = "logits" if request.pooler is None else "hidden states"
     if request.adapter is None or request.activation is None:
-        return EngineError("The base model's logits for this request were not finite.")
+        return EngineError(f"The base model's {what} for this request were not finite.")
     return AdapterNumerics(
-        f'The logits of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',
+        f'The {what} of adapter "{request.adapter.name}@{request.adapter.version}" for this request were not finite.',
         hint="Check the adapter's weights. Other requests were not affected.",
     )

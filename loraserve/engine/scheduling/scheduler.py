@@ -381,8 +381,10 @@ class Scheduler:
         """Move a waiting request that has what it needs to the running ones, and into the step."""
         self._queue.remove(request)
         request.status = RequestStatus.RUNNING
-        # scores from before a preemption
+        # scores and hidden states from before a preemption
         request.prompt_logprobs.clear()
+        if request.pooler is not None:
+            request.pooler.reset()
         # cached tokens cost nothing, even those that others computed while the request was
         # preempted
         request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
@@ -506,7 +508,10 @@ class Scheduler:
             return self.fail(request, numerics_error(request))
         if result.error is not None:
             return self.fail(request, result.error)
-        output = self._outputs.process(entry, result)
+        try:
+            output = self._outputs.process(entry, result)
+        except LoraserveError as error:
+            return self.fail(request, error)
         if output is not None and output.finish_reason is not None:
             self._end(request)
         return output

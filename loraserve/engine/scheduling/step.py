@@ -58,7 +58,7 @@ class Step:
             request,
             start=request.num_computed_tokens,
             num_tokens=count,
-            is_sampled=count == request.num_pending_tokens,
+            is_sampled=count == request.num_pending_tokens and request.pooler is None,
             is_scored=request.wants_prompt_logprobs,
             epoch=request.num_preemptions,
         )

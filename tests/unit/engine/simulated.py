@@ -16,16 +16,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from loraserve.config import EngineConfig
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.request import Request
-from loraserve.engine.scheduled import StepResult
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Stopwatch
-from loraserve.types import BaseSpec, Digest, RequestId, SamplingParams, TenantId, Tier, TokenLogprobs, TokenOutput
+from loraserve.types import (
+    BaseSpec,
+    Digest,
+    PoolingParams,
+    RequestId,
+    SamplingParams,
+    TenantId,
+    Tier,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 from .conftest import Adapters, make_ref
 
@@ -165,9 +176,23 @@ class SimulatedDevice:
             wanted = entry.num_tokens if entry.is_scored else int(entry.is_sampled)
             last_row = batch.query_starts[i + 1]
             assert batch.logits_rows[start:end].tolist() == list(range(last_row - wanted, last_row))
+            assert batch.pooled_rows[slice(*batch.pooled_ranges[i])].tolist() == self._pooled_rows(batch, i)
+            if entry.request.pooler is not None:
+                results.append(self._pooled(entry, [self._kv[slot] for slot in slots]))
+                continue
             results.append(self._result(entry, adapters[last_row - 1], context, step.histories[i]))
         self._sampled = [result.token_id or 0 for result in results]
         step.step_results = results
+
+    def _pooled_rows(self, batch: Batch, i: int) -> list[int]:
+        first, last = batch.entries[i].pooled_tokens
+        return list(range(batch.query_starts[i] + first, batch.query_starts[i] + last))
+
+    def _pooled(self, entry: ScheduledRequest, kv: list[int]) -> StepResult:
+        if (entry.request.request_id, entry.end) in self.bad:
+            return StepResult(is_finite=False)
+        first, last = entry.pooled_tokens
+        return StepResult(hidden=hidden_states(kv[entry.start + first : entry.start + last]) if first < last else None)
 
     def _plain_kv(self, request: Request, tokens: list[int]) -> list[int]:
         """What the slots of these tokens hold, had the request been alone in the world and computed
@@ -196,6 +221,11 @@ class SimulatedDevice:
             return StepResult(is_finite=False)
         token = next_token(adapter, context, history if params.presence_penalty else None) % self.vocab
         return StepResult(token, None if params.logprobs is None else score(token, context), prompt_logprobs)
+
+
+def hidden_states(kv: list[int]) -> torch.Tensor:
+    """What is pooled of slots that hold these numbers."""
+    return torch.tensor([[number % 997 / 997, number % 1009 / 1009] for number in kv])
 
 
 class SimulatedPager(Adapters):
@@ -254,6 +284,7 @@ class Received:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     ending: tuple[object, ...] | None = None
+    pooled: bytes | None = None
 
 
 class Simulation:
@@ -288,7 +319,13 @@ class Simulation:
         self.received: dict[RequestId, Received] = {}
 
     def add(
-        self, name: str, prompt: list[int], adapter: str | None = None, output: tuple[int, ...] = (), **params: object
+        self,
+        name: str,
+        prompt: list[int],
+        adapter: str | None = None,
+        output: tuple[int, ...] = (),
+        pooling: PoolingParams | None = None,
+        **params: object,
     ) -> RequestId:
         request_id = RequestId(name)
         self.received[request_id] = Received()
@@ -299,6 +336,7 @@ class Simulation:
             prompt_token_ids=tuple(prompt),
             output_token_ids=output,
             params=SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params}),  # type: ignore[arg-type]
+            pooling=pooling,
         )
         self.engine.add(msgspec.structs.replace(message, priority=0))
         return request_id
@@ -315,6 +353,7 @@ class Simulation:
             assert got.ending is None, "an output after the last"
             got.token_ids.extend(output.token_ids)
             got.logprobs.extend(output.logprobs or ())
+            got.pooled = output.pooled
             if output.prompt_logprobs is not None:
                 assert got.prompt_logprobs is None
                 got.prompt_logprobs = output.prompt_logprobs
