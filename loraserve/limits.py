@@ -45,6 +45,10 @@ class Limits:
     max_prompt_bytes: int = 1 * MIB
     max_n: int = 16
     max_prompts: int = 128
+    max_pooled_inputs: int = 2048
+    """Texts of one request for embeddings, pairs or documents of one for scores."""
+    max_live_pooled_inputs: int = 64
+    """Of one request's inputs, those that are in the engine at once; the others follow them."""
     max_stop_strings: int = 8
     max_stop_bytes: int = 512
     max_stop_token_ids: int = 64

@@ -36,6 +36,8 @@ class AdapterRef(Struct, frozen=True):
     digest: Digest
     config_blob: Digest
     weights_blob: Digest
+    has_head: bool = False
+    """Whether it has a classification head."""
     parts: tuple[AdapterPart, ...] = ()
     """Of a composition, which has no blobs of its own: the weighted sum of what these change."""
 

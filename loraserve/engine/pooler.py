@@ -61,11 +61,11 @@ class Pooler:
 
     def add(self, hidden: Tensor) -> None:
         """Add the hidden states of the next tokens, [num_tokens, hidden_size], on the host."""
-        for tile in hidden.split(_TILE_TOKENS):
-            rows: Vector = tile.double().numpy()
+        for start in range(0, hidden.shape[0], _TILE_TOKENS):
+            rows: Vector = hidden[start : start + _TILE_TOKENS].double().numpy()
             # NumPy adds the rows of a matrix one after the other, not in pairs
             self._sum = (rows if self._sum is None else np.concatenate([self._sum[None], rows])).sum(0)
-            self._num_tokens += tile.shape[0]
+            self._num_tokens += len(rows)
 
     def finish(self) -> bytes | None:
         """Return the vector, as float32 in little-endian order; None if it isn't finite.

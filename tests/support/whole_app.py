@@ -77,6 +77,7 @@ class StillEngine:
             queue_s=0.0,
             adapter_s=0.0,
             prefill_s=0.0,
+            pooled=None if request.pooling is None else bytes(4 * self.base.hidden_size),
         )
 
     async def warm(self, ref: AdapterRef) -> None: ...
@@ -198,6 +199,14 @@ BODIES: dict[str, dict[str, Any]] = {
     **{
         f"POST {path}": {"json": {"inputs": "x", "parameters": {"adapter_id": "{model}", "max_new_tokens": 1}}}
         for path in ("/", "/generate", "/generate_stream")
+    },
+    "POST /v1/embeddings": {"json": {"model": "{model}", "input": "x"}},
+    **{
+        f"POST {path}": {"json": {"model": "{model}", "text_1": "x", "text_2": "y"}} for path in ("/v1/score", "/score")
+    },
+    **{
+        f"POST {path}": {"json": {"model": "{model}", "query": "x", "documents": ["y"]}}
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
     },
     "POST /tokenize": {"json": {"model": "{model}", "prompt": "x"}},
     "POST /detokenize": {"json": {"model": "{model}", "tokens": [1]}},

@@ -11,7 +11,7 @@ from ulid import ULID
 from loraserve.api.inference.fields import ignored_header
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.inference.sampling import Sampling, choose_seeds
-from loraserve.api.inference.schemas import MAX_MODEL_LENGTH, InferenceBody, WeightedAdapter
+from loraserve.api.inference.schemas import MAX_MODEL_LENGTH, InferenceBody, PoolingBody, WeightedAdapter
 from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
 from loraserve.engine_client.messages import GenerateRequest
@@ -135,7 +135,7 @@ def _named_adapter(body: InferenceBody, field: str) -> str | None:
     return names.pop() if names else None
 
 
-def check_priority(body: InferenceBody, caller: Caller) -> None:
+def check_priority(body: InferenceBody | PoolingBody, caller: Caller) -> None:
     """Check that a tenant doesn't put its request before everyone else's.
 
     Raises:
@@ -266,6 +266,11 @@ class InferenceContext:
 
     def headers(self, first: Chunk) -> dict[str, str]:
         """Return the headers of the response; `first` is its first chunk."""
-        timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
-        headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
-        return {**headers, **self.target.headers(), **ignored_header(self.ignored)}
+        return response_headers(first, self.target, self.ignored)
+
+
+def response_headers(first: Chunk, target: TargetSelector, ignored: Sequence[str]) -> dict[str, str]:
+    """Return the headers of a response: its timing, who answered, and what was ignored."""
+    timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
+    headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
+    return {**headers, **target.headers(), **ignored_header(ignored)}

@@ -71,6 +71,7 @@ _CHANGES_THE_ANSWER = frozenset(
             "continue_final_message",
             "web_search_options",
         ),
+        *("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields", "instruction", "padding"),
         *("mm_processor_kwargs", "prompt_embeds", "input_extra", "verbosity", "audio"),
         # the answer's form
         *(

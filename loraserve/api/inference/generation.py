@@ -59,6 +59,7 @@ class Generation:
             adapter's place.
         is_scoring: only the prompts' log probabilities are wanted: the one token that the engine
             makes is left out.
+        max_live: requests that are in the engine at once; None: all.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class Generation:
         *,
         target: TargetSelector | None = None,
         is_scoring: bool = False,
+        max_live: int | None = None,
     ) -> None:
         self._services = services
         self._requests = requests
         self._target = target
         self._is_scoring = is_scoring
+        self._turns = asyncio.Semaphore(max_live or max(1, len(requests)))
         self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
         self._first: tuple[int, Chunk] | None = None
@@ -172,7 +175,7 @@ class Generation:
     async def _pump(self, index: int) -> None:
         """Move one engine request's chunks to the queue, then None or the error that ended them."""
         try:
-            async with aclosing(self._measured(self._requests[index])) as chunks:
+            async with self._turns, aclosing(self._measured(self._requests[index])) as chunks:
                 async for chunk in chunks:
                     await self._queue.put((index, chunk))
         except Exception as error:
@@ -195,7 +198,8 @@ class Generation:
 
     def _start_copy(self, request: GenerateRequest) -> ShadowCopy | None:
         """Start the request's copy on the shadow version, if it has one."""
-        shadow = None if self._target is None or self._is_scoring else self._target.shadow
+        has_none = self._target is None or self._is_scoring or request.pooling is not None
+        shadow = None if has_none or self._target is None else self._target.shadow
         return None if shadow is None else self._services.shadows.start_copy(request, shadow)
 
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -211,7 +215,7 @@ class Generation:
                         first_at = time.monotonic()
                         use.answer()
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-                        metrics.ttft_s.observe(first_at - started)
+                        (metrics.ttft_s if request.pooling is None else metrics.pooling_s).observe(first_at - started)
                         copy = self._start_copy(request)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine aborted this request.", hint="Try again.")
@@ -241,7 +245,11 @@ class Generation:
             if copy is not None:
                 copy.abandon()
             use.end()
-            metrics.finished.labels(reason).inc()
+            if request.pooling is None:
+                metrics.finished.labels(reason).inc()
+            else:
+                kind = "classify" if request.pooling.classify else request.pooling.kind.value
+                metrics.pooled_inputs.labels(kind, reason).inc()
 
     def _explained(self, error: Exception, request: GenerateRequest) -> Exception:
         """Return the error to show the client.

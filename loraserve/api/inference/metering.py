@@ -15,6 +15,7 @@ from loraserve.tenancy.prices import highest
 
 if TYPE_CHECKING:
     from loraserve.api.inference.context import InferenceContext
+    from loraserve.api.inference.pooling_context import PoolingContext
     from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.identity.auth import Caller
     from loraserve.tenancy.limits.admission import Admitted
@@ -34,7 +35,7 @@ class RequestUsage:
     when the first piece is handed over.
     """
 
-    def __init__(self, context: InferenceContext, caller: Caller, admitted: Admitted) -> None:
+    def __init__(self, context: InferenceContext | PoolingContext, caller: Caller, admitted: Admitted) -> None:
         self._context = context
         self._caller = caller
         self._admitted = admitted

@@ -5,11 +5,12 @@ What isn't here is `fields`' business.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from loraserve.limits import LIMITS
+from loraserve.types import PoolingKind
 
 _INT64 = 1 << 63
 MAX_NAME_LENGTH = 3 * LIMITS.max_name_length + 2
@@ -134,6 +135,63 @@ class ChatBody(InferenceBody):
     A template that doesn't read it ignores it, and the answer's header says so.
     """
     echo: Literal[False] = False
+
+
+class PoolingBody(_Body):
+    """Fields that embeddings, scores and rerankings have in common."""
+
+    n: ClassVar[int] = 1
+    """Vectors of an input."""
+    model: str = Field(min_length=1, max_length=MAX_MODEL_LENGTH)
+    adapters: list[Annotated[WeightedAdapter, BeforeValidator(_drop_nulls)]] | None = Field(
+        default=None, max_length=LIMITS.max_composition_terms
+    )
+    """A sum of adapters, as in `InferenceBody`; so are the next three."""
+    user: str | None = None
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    timeout: float | None = Field(default=None, gt=0, le=LIMITS.max_request_timeout_s)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    """Tokens that a longer input is cut to; -1: the model's context."""
+    truncation_side: Literal["left", "right"] = "right"
+    """End of a longer input that is cut off."""
+    pooling: PoolingKind = Field(default=PoolingKind.LAST, strict=False)
+    """Hidden states that a vector is made of. A classification head reads the last token's."""
+    use_activation: bool = True
+    """Whether vectors are normalized, and a head's numbers made probabilities."""
+
+
+class EmbeddingBody(PoolingBody):
+    # checked by `inputs`, as prompts are by `prompts`
+    input: Any
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1)
+    """Numbers of a vector that are kept, before it is normalized."""
+    normalize: bool = True
+    add_special_tokens: bool = True
+    embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "little"
+    """Byte order of base64, which is every client's own."""
+
+
+class ScoreBody(PoolingBody):
+    """Two texts or lists of texts, by any of the pairs of names that vLLM has for them."""
+
+    text_1: Any = None
+    text_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    items: Any = None
+    data_1: Any = None
+    data_2: Any = None
+
+
+class RerankBody(PoolingBody):
+    query: str
+    documents: Any
+    """Strings, or objects with a ``text``."""
+    top_n: int = Field(default=0, ge=0)
+    """Most results; 0: all."""
+    return_documents: bool = True
 
 
 class TokenizeBody(_Body):

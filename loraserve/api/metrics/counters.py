@@ -49,6 +49,16 @@ class ServerMetrics:
             "loraserve_completions", "Choices that ended, by reason (abort: the client left).", ["reason"]
         )
         self.tool_calls = counter("loraserve_tool_calls", "Tool calls in answers to chats.")
+        self.pooling_s = histogram(
+            "loraserve_pooling_duration_seconds",
+            "Time from an input's admission to its vector or scores.",
+            buckets=_TTFT_BUCKETS,
+        )
+        self.pooled_inputs = counter(
+            "loraserve_pooled_inputs",
+            "Inputs of embeddings and scores that ended, by pooling (classify: by an adapter's head) and reason.",
+            ["pooling", "reason"],
+        )
         self.fallbacks = counter(
             "loraserve_fallbacks",
             "Requests answered by another version or the base, by the error code of the requested version.",

@@ -1,15 +1,17 @@
-"""The routes that OpenAI's clients call: /v1, and /tokenize and /detokenize beside it."""
+"""The routes that OpenAI's clients call: /v1, and those that vLLM has beside it."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 
-from loraserve.api.openai import chat, completions, models, tokenize
+from loraserve.api.openai import chat, completions, embeddings, models, scoring, tokenize
 
 router = APIRouter()
 router.include_router(models.router, prefix="/v1")
 router.include_router(completions.router, prefix="/v1")
 router.include_router(chat.router, prefix="/v1")
+router.include_router(embeddings.router, prefix="/v1")
+router.include_router(scoring.router)
 router.include_router(tokenize.router)
 
 __all__ = ["router"]

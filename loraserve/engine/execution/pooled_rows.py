@@ -21,9 +21,7 @@ def pooled_rows(batch: Batch) -> PooledRows:
     return PooledRows(*(torch.from_numpy(numbers) for numbers in (kept, *places)))
 
 
-def with_hidden(
-    results: Sequence[StepResult], hidden: Tensor, ranges: Sequence[tuple[int, int]]
-) -> list[StepResult]:
+def with_hidden(results: Sequence[StepResult], hidden: Tensor, ranges: Sequence[tuple[int, int]]) -> list[StepResult]:
     """Return an entry's result each, with the hidden states of its pooled rows.
 
     Args:

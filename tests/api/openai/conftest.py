@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import msgspec
+import numpy as np
 import pytest
 import uvicorn
 from tokenizers import Tokenizer as HFTokenizer
@@ -41,6 +42,7 @@ from loraserve.types import (
     Digest,
     EngineStats,
     FinishReason,
+    PoolingKind,
     TokenLogprobs,
     TokenOutput,
 )
@@ -71,6 +73,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def pooled_by_fake(request: GenerateRequest, hidden_size: int) -> np.ndarray:
+    """The fake engine's vector of a prompt, or the numbers of two labels."""
+    pooling = request.pooling
+    assert pooling is not None
+    # a token's hidden state is drawn from its id and its adapter
+    shift = len(request.adapter.name) if request.adapter else 0
+    states = np.stack(
+        [np.random.default_rng(id_ + 1000 * shift).normal(size=hidden_size) for id_ in request.prompt_token_ids]
+    )
+    pooled = {PoolingKind.MEAN: states.mean(0), PoolingKind.LAST: states[-1], PoolingKind.CLS: states[0]}[pooling.kind]
+    if pooling.classify:
+        return pooled[:2].astype("<f4")
+    pooled = pooled[: pooling.dimensions]
+    return (pooled / np.linalg.norm(pooled) if pooling.normalize else pooled).astype("<f4")
+
+
 @dataclass
 class FakeEngine:
     """Answers with ``{model} says {seed}: …`` in the real tokenizer's tokens, one per step; and
@@ -86,6 +104,8 @@ class FakeEngine:
     seen: list[GenerateRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     num_aborted: int = 0
+    most_live: int = 0
+    """Requests that were there at once, of those that pool."""
     is_ready: bool = True
     is_live: bool = True
     status: str | None = None
@@ -116,6 +136,20 @@ class FakeEngine:
             self.num_aborted += not is_over
 
     async def _steps(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        if request.pooling is not None:
+            await asyncio.sleep(self.step_s)
+            if self.fail_after is not None:
+                raise self.failure
+            self.most_live = max(self.most_live, len(self.live))
+            pooled = pooled_by_fake(request, self.base.hidden_size)
+            yield TokenOutput(
+                request_id=request.request_id,
+                finish_reason=FinishReason.STOP,
+                pooled=pooled.tobytes(),
+                queue_s=0.001,
+                prefill_s=0.003,
+            )
+            return
         model = request.adapter.name if request.adapter else "base"
         text = self.script or f"{model} says {request.params.seed % 1000}: the quick brown fox jumps over the lazy dog"
         eos = self.base.eos_token_ids[0]

@@ -39,7 +39,9 @@ def make_engine(world: World) -> Iterator[Any]:
         engine.pager.close()
 
 
-def add(engine: Engine, world: World, prompt: list[int], adapter: str | None = None, max_tokens: int = 12, **params: Any) -> RequestId:
+def add(
+    engine: Engine, world: World, prompt: list[int], adapter: str | None = None, max_tokens: int = 12, **params: Any
+) -> RequestId:
     pooling = PoolingParams(**{"kind": PoolingKind.MEAN, **params}) if params.get("kind") != "none" else None
     request_id = RequestId(f"p{next(_ids)}")
     engine.add(
