@@ -255,11 +255,11 @@ class PoolingKind(StrEnum):
 
 
 class PoolingParams(Struct, frozen=True):
-    """How to make one vector of a sequence, in the place of tokens."""
+    """Parameters of a vector that is made of a sequence, in the place of tokens."""
 
     kind: PoolingKind
     dimensions: int | None = None
-    """How many of the vector's first numbers are kept; None: all."""
+    """Number of the vector's first components to keep; None: all."""
     normalize: bool = True
     """Whether the vector, cut to its dimensions, is divided by its length."""
     classify: bool = False

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import base64
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loraserve import AsyncClient, Client
@@ -80,6 +82,33 @@ async def test_async_chat_sends_the_same(server: Any, async_client: AsyncClient)
         "messages": [{"role": "user", "content": "hi"}],
         "stream": False,
     }
+
+
+def test_vectors_come_as_base64_and_are_numbers(server: Any, client: Client) -> None:
+    data = base64.b64encode(np.array([0.5, -2.0], dtype="<f4").tobytes()).decode()
+    answer = {"object": "list", "model": "sql", "usage": {"prompt_tokens": 2, "total_tokens": 2}}
+    server.answer(answer | {"data": [{"object": "embedding", "index": 0, "embedding": data}]})
+    server.answer(answer | {"data": [{"object": "embedding", "index": 0, "embedding": [0.5, -2.0]}]})
+    for fields in ({}, {"encoding_format": "float", "pooling": "mean"}):
+        embeddings = client.embeddings.create(model="sql", input=["a"], dimensions=2, **fields)
+        assert embeddings.data[0].embedding == [0.5, -2.0]
+    assert (server.asked[0].method, server.asked[0].path) == ("POST", "/v1/embeddings")
+    assert server.asked[0].json == {"model": "sql", "input": ["a"], "encoding_format": "base64", "dimensions": 2}
+    assert server.asked[1].json["encoding_format"] == "float"
+    with pytest.raises(TypeError, match="pooling"):
+        client.embeddings.create(model="sql", input="a", poling="mean")  # type: ignore[call-arg]
+
+
+def test_scores_and_rerankings_say_how_they_were_made(server: Any, client: Client) -> None:
+    server.answer({"model": "sql", "scoring": "cosine", "data": [{"object": "score", "index": 0, "score": 0.5}]})
+    scores = client.scores.create(model="sql", text_1="a", text_2=["b"])
+    assert (scores.scoring, scores.data[0].score) == ("cosine", 0.5)
+    assert (server.asked[0].path, server.asked[0].json["text_2"]) == ("/v1/score", ["b"])
+    results = [{"index": 1, "relevance_score": 0.5, "document": {"text": "c"}}, {"index": 0, "relevance_score": 0.1}]
+    server.answer({"id": "r", "model": "sql", "scoring": "classification_head", "results": results})
+    reranking = client.rerankings.create(model="sql", query="a", documents=["b", "c"], top_n=2)
+    assert [(item.index, item.document and item.document.text) for item in reranking.results] == [(1, "c"), (0, None)]
+    assert server.asked[1].json == {"model": "sql", "query": "a", "documents": ["b", "c"], "top_n": 2}
 
 
 def test_model_ids_with_slashes_and_colons_reach_their_route(server: Any, client: Client) -> None:

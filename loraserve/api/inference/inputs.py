@@ -80,6 +80,8 @@ class InputReader:
             raise PayloadTooLarge(f"{param} is longer than {LIMITS.max_prompt_bytes} bytes.", param=param)
         # all of them, before any takes time
         for named in texts:
+            if not named.text or named.pair == "":
+                raise InvalidRequest(f"{named.param} is empty.", param=named.param)
             self._check_can_fit(named)
         return [self._from_text(named, add_special_tokens) for named in texts]
 

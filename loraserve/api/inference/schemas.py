@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from loraserve.limits import LIMITS
 from loraserve.types import PoolingKind
@@ -160,9 +160,19 @@ class PoolingBody(_Body):
     """Whether vectors are normalized, and a head's numbers made probabilities."""
 
 
+_TEXT = {"type": "string", "minLength": 1}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_MANY = {"type": "array", "minItems": 1, "maxItems": LIMITS.max_pooled_inputs}
+_OBJECT = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+# checked by `inputs` and `scoring`, which have clearer messages than a union
+Inputs = Annotated[
+    Any, WithJsonSchema({"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _TOKENS, {**_MANY, "items": _TOKENS}]})
+]
+Texts = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _OBJECT, {**_MANY, "items": {"anyOf": [_TEXT, _OBJECT]}}]})]
+
+
 class EmbeddingBody(PoolingBody):
-    # checked by `inputs`, as prompts are by `prompts`
-    input: Any
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     """Numbers of a vector that are kept, before it is normalized."""
@@ -176,19 +186,18 @@ class EmbeddingBody(PoolingBody):
 class ScoreBody(PoolingBody):
     """Two texts or lists of texts, by any of the pairs of names that vLLM has for them."""
 
-    text_1: Any = None
-    text_2: Any = None
-    queries: Any = None
-    documents: Any = None
-    items: Any = None
-    data_1: Any = None
-    data_2: Any = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
 
 
 class RerankBody(PoolingBody):
-    query: str
-    documents: Any
-    """Strings, or objects with a ``text``."""
+    query: str = Field(min_length=1)
+    documents: Texts
     top_n: int = Field(default=0, ge=0)
     """Most results; 0: all."""
     return_documents: bool = True

@@ -189,6 +189,60 @@ class GenerateError(_Answer):
     param: str | None
 
 
+class Embedding(_Answer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Numbers, or float32 in little-endian order as base64."""
+
+
+class Embeddings(_Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: TokenUsage
+
+
+class Score(_Answer):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(_Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    scoring: Literal["classification_head", "cosine"]
+    """What the scores were made by: the adapter's head, or the cosine of the texts' vectors."""
+    data: list[Score]
+    usage: TokenUsage
+
+
+class RerankedDocument(_Answer):
+    text: str
+
+
+class RerankResult(_Answer):
+    index: int
+    document: RerankedDocument | None = None
+    """Absent if return_documents is false."""
+    relevance_score: float
+
+
+class Reranking(_Answer):
+    """The best first."""
+
+    id: str
+    model: str
+    scoring: Literal["classification_head", "cosine"]
+    results: list[RerankResult]
+    usage: TokenUsage
+
+
 class Tokens(_Answer):
     count: int
     max_model_len: int

@@ -7,14 +7,32 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from loraserve.api.inference.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from loraserve.api.inference.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from loraserve.api.lorax.schemas import GenerateBody
 from loraserve.api.management.aliases import AliasChange
 from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
 from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
-from loraserve.api.openapi.answers import ChatCompletion, Completion, Generated, Health, Text, Tokens
+from loraserve.api.openapi.answers import (
+    ChatCompletion,
+    Completion,
+    Embeddings,
+    Generated,
+    Health,
+    Reranking,
+    Scores,
+    Text,
+    Tokens,
+)
 
 Schema = Mapping[str, Any]
 Content = Mapping[str, type[BaseModel] | Schema]
@@ -46,12 +64,18 @@ _STORED_UPLOAD: Schema = {
     "additionalProperties": False,
 }
 
+_SCORE = ("/v1/score", "/score")
+_RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")
+
 BODIES: Mapping[str, Content] = {
     "POST /v1/completions": {JSON: CompletionBody},
     "POST /v1/chat/completions": {JSON: ChatBody},
     "POST /": {JSON: GenerateBody},
     "POST /generate": {JSON: GenerateBody},
     "POST /generate_stream": {JSON: GenerateBody},
+    "POST /v1/embeddings": {JSON: EmbeddingBody},
+    **{f"POST {path}": {JSON: ScoreBody} for path in _SCORE},
+    **{f"POST {path}": {JSON: RerankBody} for path in _RERANK},
     "POST /tokenize": {JSON: TokenizeBody},
     "POST /detokenize": {JSON: DetokenizeBody},
     "POST /api/v1/adapters/{name}/versions": {"multipart/form-data": _UPLOADED_FILES, JSON: _STORED_UPLOAD},
@@ -94,6 +118,9 @@ ANSWERS: Mapping[str, Content] = {
     "POST /": {JSON: {"type": "array", "items": _GENERATED}, EVENTS: _TOKENS},
     "POST /generate": {JSON: Generated, EVENTS: _TOKENS},
     "POST /generate_stream": {EVENTS: _TOKENS},
+    "POST /v1/embeddings": {JSON: Embeddings},
+    **{f"POST {path}": {JSON: Scores} for path in _SCORE},
+    **{f"POST {path}": {JSON: Reranking} for path in _RERANK},
     "POST /tokenize": {JSON: Tokens},
     "POST /detokenize": {JSON: Text},
     "GET /tokenizer_info": {JSON: _TOKENIZER_INFO},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
@@ -81,6 +81,29 @@ class ChatFields(SamplingFields, total=False):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
+
+
+class PoolingFields(TypedDict, total=False):
+    adapters: Sequence[WeightedAdapter] | None
+    user: str | None
+    pooling: Literal["mean", "last", "cls"] | None
+    """Hidden states that a vector is made of; the last token's where it isn't said."""
+    truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"] | None
+    use_activation: bool | None
+    priority: int | None
+
+
+class EmbeddingFields(PoolingFields, total=False):
+    dimensions: int | None
+    encoding_format: Literal["float", "base64"] | None
+    normalize: bool | None
+    add_special_tokens: bool | None
+
+
+class RerankFields(PoolingFields, total=False):
+    top_n: int | None
+    return_documents: bool | None
 
 
 def merge(

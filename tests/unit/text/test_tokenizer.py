@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from loraserve.errors import ConfigError
 from loraserve.text.tokenizer import Tokenizer
@@ -35,6 +36,29 @@ def test_add_bos_token_false_takes_the_template_bos_away(make_model_dir: MakeDir
 def test_add_bos_token_true_never_doubles_it(make_model_dir: MakeDir) -> None:
     tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": {"content": "<|bos|>"}, "add_bos_token": True}))
     assert tokenizer.encode("a").count(0) == 1
+
+
+@pytest.mark.parametrize("config", [{}, {"bos_token": "<|bos|>", "add_bos_token": False}])
+@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
+def test_texts_and_pairs_are_cut_as_tokenizers_cuts_them(
+    make_model_dir: MakeDir, kind: str, config: dict[str, object]
+) -> None:
+    path = make_model_dir(kind, config)
+    tokenizer, other = Tokenizer(path), tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    long, short = "a longer text, in many tokens", "two words"
+    for text, pair in ((long, None), (long, short), (short, long), (long, long)):
+        assert len(tokenizer.encode_within(text, pair, max_tokens=None)) <= 200
+        for max_tokens in (1, 2, 3, 5, 8, 13, 21, 40, 200):
+            for direction in ("left", "right"):
+                ids = tokenizer.encode_within(text, pair, max_tokens=max_tokens, keeps_end=direction == "left")
+                assert len(ids) <= max_tokens
+                if config or max_tokens < 3:
+                    continue
+                other.enable_truncation(max_tokens, direction=direction)
+                assert ids == other.encode(text, pair).ids
+    assert tokenizer.encode_within(long, max_tokens=None) == tokenizer.encode(long)
+    bare = tokenizer.encode_within(long, max_tokens=4, add_special_tokens=False)
+    assert bare == tokenizer.encode(long, add_special_tokens=False)[:4]
 
 
 def test_token_bytes_concatenate_to_the_text(make_model_dir: MakeDir) -> None:
