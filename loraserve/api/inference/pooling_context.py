@@ -87,7 +87,6 @@ class PoolingContext:
         generation = Generation(
             self.services,
             self._requests(caller, pooling, max_queued),
-            tenant_name=caller.tenant_name,
             target=self.target,
             # no more than its tenant may have waiting
             max_live=min(LIMITS.max_live_pooled_inputs, max_queued or LIMITS.max_live_pooled_inputs),
