@@ -100,6 +100,8 @@ class Limits:
     max_adapter_tensors: int = 8192
     max_tensor_name_bytes: int = 512
     max_rank: int = 512
+    max_labels: int = 128
+    """Of an adapter's classification head."""
     max_adapter_patterns: int = 2048
     max_adapter_regexes: int = 64
     """Of those that are no plain text."""

@@ -9,14 +9,25 @@ of PEFT's kinds has a module in `tuners`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from loraserve.adapters.config.kinds import check_kind
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
-from loraserve.adapters.ir import AdapterIR, TensorView
+from loraserve.adapters.format.tensor_names import PREFIX
+from loraserve.adapters.ir import SCORE, AdapterIR, TensorView
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.saved_modules import shape_words
 from loraserve.adapters.tuners import TUNERS
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
+
+_HEAD = f"{PREFIX}{SCORE}.weight"
+"""Weight of the linear without a bias by which transformers' models for sequence classification
+read the last token's hidden state. PEFT saves it with an adapter of the task SEQ_CLS; it is no part
+of the base.
+"""
 
 
 def compile_adapter(
@@ -40,7 +51,19 @@ def compile_adapter(
             With several kinds of problems, the first of these; `problems` lists all.
     """
     check_kind(config)
-    return TUNERS[str(config["peft_type"])](config, tensors, base, limits)
+    compiled = TUNERS[str(config["peft_type"])]
+    head, others = _split_head(tensors)
+    if head is None:
+        return compiled(config, tensors, base, limits)
+    problems = Problems()
+    _check_head(head, config, base, limits, problems)
+    try:
+        ir = compiled(config, others, base, limits)
+    except AdapterRejected as error:
+        error.problems = (*error.problems, *problems.texts)
+        raise
+    problems.raise_if_any()
+    return replace(ir, head=head)
 
 
 def open_adapter(config: Buffer, weights: Buffer, base: BaseSpec) -> AdapterIR:
@@ -51,3 +74,34 @@ def open_adapter(config: Buffer, weights: Buffer, base: BaseSpec) -> AdapterIR:
     """
     adapter = read_adapter(config, weights)
     return compile_adapter(adapter.config, adapter.tensors, base)
+
+
+def _split_head(tensors: Mapping[str, TensorView]) -> tuple[TensorView | None, dict[str, TensorView]]:
+    """Return the head's weight, if the file has one, and all other tensors."""
+    return tensors.get(_HEAD), {name: tensor for name, tensor in tensors.items() if name != _HEAD}
+
+
+def _check_head(
+    head: TensorView, config: Mapping[str, Any], base: BaseSpec, limits: Limits, problems: Problems
+) -> None:
+    """Add a problem for each reason why the head can't be served."""
+    saved = config.get("modules_to_save")
+    names = [name for name in saved if isinstance(name, str) and name] if isinstance(saved, list) else []
+    # as `is_saved` reads them
+    if not any(SCORE.endswith(name) for name in names):
+        problems.add(
+            AdapterFormatError,
+            f"The file holds a weight of {SCORE}, a classification head, which the config's modules_to_save doesn't "
+            "name.",
+        )
+    if len(head.shape) != 2 or head.shape[1] != base.hidden_size:
+        problems.add(
+            AdapterBaseMismatch,
+            f"{SCORE}.weight is {shape_words(head)}; expected a row of {base.hidden_size} numbers for each label on "
+            "this base.",
+        )
+    elif head.shape[0] > limits.max_labels:
+        problems.add(
+            AdapterUnsupported,
+            f"{SCORE}.weight has {head.shape[0]:,} labels; at most {limits.max_labels} are served.",
+        )

@@ -20,6 +20,9 @@ ITEM_SIZES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 OUTSIDE_LAYERS: tuple[str, ...] = ("lm_head", "embed_tokens")
 """The modules that are in no layer."""
 
+SCORE = "score"
+"""Name of a classification head, as transformers calls the module."""
+
 NUMPY_DTYPES: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -120,6 +123,7 @@ class AdapterIR:
         invocation_token_ids: aLoRA's: the adapter acts from their last occurrence in a prompt on,
             and not at all where they don't occur. Empty: it acts on every token.
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …
+        head: weight of its classification head, [num_labels, hidden_size].
     """
 
     modules: tuple[ModuleIR, ...]
@@ -128,6 +132,7 @@ class AdapterIR:
     norms: tuple[NormIR, ...] = ()
     invocation_token_ids: tuple[int, ...] = ()
     kind: str = "LORA"
+    head: TensorView | None = None
 
     @property
     def rank(self) -> int:
@@ -136,8 +141,11 @@ class AdapterIR:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Short names of the modules that carry an update anywhere, in first-seen order."""
-        return tuple(dict.fromkeys(m.module for m in self.modules))
+        """Short names of the modules that carry an update anywhere, in first-seen order.
+
+        The head's comes last.
+        """
+        return (*dict.fromkeys(m.module for m in self.modules), *((SCORE,) if self.head is not None else ()))
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -158,3 +166,5 @@ class AdapterIR:
             yield from m.tensors.values()
         for norm in self.norms:
             yield norm.weight
+        if self.head is not None:
+            yield self.head

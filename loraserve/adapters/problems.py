@@ -34,6 +34,14 @@ class Problems:
         if layer is not None:
             layers.append(layer)
 
+    @property
+    def texts(self) -> list[str]:
+        """Every problem, for people."""
+        return [
+            message.replace(" {layers}", f" in {_ranges(layers)}" if layers else "")
+            for (_, message), layers in self.by_message.items()
+        ]
+
     def raise_if_any(self) -> None:
         """Return if there are none.
 
@@ -44,10 +52,7 @@ class Problems:
         """
         if not self.by_message:
             return
-        texts = [
-            message.replace(" {layers}", f" in {_ranges(layers)}" if layers else "")
-            for (_, message), layers in self.by_message.items()
-        ]
+        texts = self.texts
         kinds = {kind for kind, _ in self.by_message}
         kind = next(k for k in _ORDER if k in kinds)
         more = len(texts) - _MAX_PROBLEMS

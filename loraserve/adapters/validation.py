@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, NormIR, TensorView
+from loraserve.adapters.ir import OUTSIDE_LAYERS, SCORE, AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import AdapterNotFinite
 from loraserve.limits import LIMITS, Limits
 
@@ -70,10 +70,13 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
         if math.isfinite(shift) and shift > limits.max_delta:
             problems.append(_too_large(_name(m, "lora_bias"), shift, limits))
         pause()
-    for norm in adapter.norms:
-        name, greatest = _norm_name(norm), _largest(norm.weight)
+    others = [(_norm_name(norm), norm.weight) for norm in adapter.norms]
+    if adapter.head is not None:
+        others.append((f"{SCORE}.weight", adapter.head))
+    for name, weight in others:
+        greatest = _largest(weight)
         if not math.isfinite(greatest):
-            problems.append(_where(name, norm.weight))
+            problems.append(_where(name, weight))
         elif greatest > limits.max_delta:
             problems.append(_too_large(name, greatest, limits))
     if problems:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from loraserve.errors import InvariantViolation
+from loraserve.errors import InvalidRequest, InvariantViolation
 from loraserve.types import PoolingKind, PoolingParams
 
 _TILE_TOKENS = 256
@@ -30,11 +30,6 @@ class Pooler:
         """Classification head of the request's adapter, [num_labels, hidden_size] float32, known
         once that is pinned; None where there is none.
         """
-
-    @property
-    def classifies(self) -> bool:
-        """Whether the adapter's head is needed."""
-        return self._params.classify
 
     @property
     def needs_last_token_alone(self) -> bool:
@@ -71,14 +66,15 @@ class Pooler:
         """Return the vector, as float32 in little-endian order; None if it isn't finite.
 
         Raises:
-            InvariantViolation: no token was added, or a head is missing.
+            InvalidRequest: the adapter has no head to classify with.
+            InvariantViolation: no token was added.
         """
         if self._sum is None:
             raise InvariantViolation("A sequence was pooled of which no hidden state was computed.")
         vector = self._sum / self._num_tokens
         if self._params.classify:
             if self.head is None:
-                raise InvariantViolation("A sequence was classified by an adapter without a head.")
+                raise InvalidRequest("This adapter has no classification head.", param="model")
             # row by row: a product of matrices may round otherwise by their shapes
             vector = (self.head.double().numpy() * vector).sum(1)
         else:

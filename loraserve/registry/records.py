@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from loraserve.adapters.ir import SCORE
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.types import AdapterRef, Digest, TenantId
@@ -67,6 +68,7 @@ class VersionRecord:
             digest=self.digest,
             config_blob=self.config_blob,
             weights_blob=self.weights_blob,
+            has_head=SCORE in self.target_modules,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import BindParameter, ColumnElement, Integer, Row, Select, bindparam, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from loraserve.adapters.ir import SCORE
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.registry.binding import Route, SplitTarget, Target
 from loraserve.registry.model_name import BASE_FALLBACK, LIVE, ParsedModel
@@ -123,6 +124,7 @@ class RouteRepository:
             digest=Digest(row.digest),
             config_blob=Digest(row.config_blob),
             weights_blob=Digest(row.weights_blob),
+            has_head=SCORE in row.target_modules,
         )
         return Target(ref, row.created_at, row.state, tuple(row.checks), Digest(row.base_digest), self._served)
 
@@ -133,6 +135,7 @@ _TARGET_COLUMNS = (
     AdapterVersion.digest,
     AdapterVersion.config_blob,
     AdapterVersion.weights_blob,
+    AdapterVersion.target_modules,
     AdapterVersion.created_at,
     AdapterVersion.state,
     AdapterVersion.checks,

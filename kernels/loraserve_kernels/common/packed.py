@@ -60,6 +60,7 @@ class PackedAdapter:
         in_features, out_features: 9 numbers each.
         norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
             the base's.
+        head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
         work: site → how much there is to do.
         addresses: where data, floats, row_ids and records lie, for kernels that address memory by
             number.
@@ -72,6 +73,7 @@ class PackedAdapter:
     in_features: tuple[int, ...]
     out_features: tuple[int, ...]
     norms: Mapping[tuple[int, str], Tensor]
+    head: Tensor | None = None
     work: Mapping[str, SiteWork] = field(init=False)
     addresses: tuple[int, int, int, int] = field(init=False)
 
@@ -82,12 +84,13 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, norms and all, alignment gaps included.
+        """Bytes of weights, norms, head and all, alignment gaps included.
 
         The records (some KiB) aren't counted.
         """
         buffers = self.data.nbytes + self.floats.nbytes + self.row_ids.nbytes
-        return buffers + sum(weight.nbytes for weight in self.norms.values())
+        head_bytes = 0 if self.head is None else self.head.nbytes
+        return buffers + sum(weight.nbytes for weight in self.norms.values()) + head_bytes
 
     @property
     def ranks(self) -> npt.NDArray[np.int64]:

@@ -459,9 +459,11 @@ class Scheduler:
                 # holds KV can run.
                 digest = request.adapter.digest
                 request.pin = self._adapters.pin(digest, is_use=not request.is_internal)
-                invocation_token_ids = self._adapters.metadata(digest).invocation_token_ids
+                metadata = self._adapters.metadata(digest)
                 # in the prompt alone: neither an answer nor output from before a crash moves it
-                request.activation = find_activation(digest, invocation_token_ids, request.prompt_token_ids)
+                request.activation = find_activation(digest, metadata.invocation_token_ids, request.prompt_token_ids)
+                if request.pooler is not None:
+                    request.pooler.head = metadata.head
                 self._waits.end(request)
                 if request.is_fair_queued:
                     flow.num_pinned += 1

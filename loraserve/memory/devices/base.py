@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from loraserve.errors import AdapterUnservable
 from loraserve.memory.arena import ArenaClient
@@ -73,6 +74,11 @@ class HostAdapter(Protocol):
         """Bytes of host memory."""
         ...
 
+    @property
+    def head(self) -> Tensor | None:
+        """Classification head, [num_labels, hidden_size] float32, counted in `num_bytes`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedAdapter:
@@ -123,9 +129,15 @@ class AdapterDevice(Protocol):
         ...
 
     def footprint(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
     ) -> Footprint:
         """Return what these modules and norms take once they are packed, without reading a weight.
+
+        A classification head takes memory where prompts are pooled: in the host's.
 
         Raises:
             TensorMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels
@@ -134,7 +146,11 @@ class AdapterDevice(Protocol):
         ...
 
     def pack(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
     ) -> HostAdapter:
         """Pack the adapter in host memory, ready to be placed. A loader's thread does this.
 

@@ -87,7 +87,11 @@ class CpuDevice:
         return self._dtype if self._dtype is not None else stored
 
     def footprint(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
     ) -> Footprint:
         num_bytes = packed_num_bytes(
             modules,
@@ -95,16 +99,26 @@ class CpuDevice:
             module_shapes=self._base.modules,
             dtype=self.held_dtype(stored),
             norms=norms,
+            head=head,
         )
         return self._whole_pages(num_bytes)
 
     def pack(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
     ) -> PackedAdapter:
         dtype = self.held_dtype(stored)
         refuse_out_of_range(modules, stored, dtype)
         return pack_adapter(
-            modules, num_layers=self._base.num_layers, module_shapes=self._base.modules, dtype=dtype, norms=norms
+            modules,
+            num_layers=self._base.num_layers,
+            module_shapes=self._base.modules,
+            dtype=dtype,
+            norms=norms,
+            head=head,
         )
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:

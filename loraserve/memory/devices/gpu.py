@@ -37,11 +37,13 @@ class HostPages:
     """An adapter's pages in host memory, pinned where a GPU copies from them.
 
     Attributes:
-        num_bytes: bytes of host memory, with records and the allocator's rounding.
+        num_bytes: bytes of host memory, with records, the head and the allocator's rounding.
+        head: classification head, [num_labels, hidden_size] float32.
     """
 
     pages: AdapterPages
     num_bytes: int
+    head: Tensor | None = None
 
 
 def adapter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
@@ -159,7 +161,11 @@ class GpuDevice:
         return self._dtype
 
     def footprint(
-        self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
     ) -> Footprint:
         _refuse_norms(norms)
         sizes, num_layers = [size_of(m) for m in modules], self._base.num_layers
@@ -172,7 +178,13 @@ class GpuDevice:
         )
         return Footprint(num_pages * self.pool.page_num_bytes, num_tiles_of(sizes, num_layers=num_layers), 1)
 
-    def pack(self, modules: Sequence[LoraModule], stored: torch.dtype, norms: Sequence[ReplacedNorm] = ()) -> HostPages:
+    def pack(
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
+    ) -> HostPages:
         _refuse_norms(norms)
         with threads.alone():
             refuse_out_of_range(modules, stored, self._dtype)
@@ -186,7 +198,10 @@ class GpuDevice:
             )
         _refuse_infinite_multipliers(pages)
         self._copies.trim()
-        return HostPages(pages, self._copies.host_bytes((pages.pages, pages.records)))
+        num_bytes = self._copies.host_bytes((pages.pages, pages.records))
+        # prompts are pooled on the host
+        held = None if head is None else head.to(torch.float32, copy=True)
+        return HostPages(pages, num_bytes + (0 if held is None else held.nbytes), held)
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:
         pages = self._host_pages(packed).pages

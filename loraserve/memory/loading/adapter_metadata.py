@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from loraserve.memory.devices.base import HostAdapter
 
@@ -17,11 +19,14 @@ class AdapterMetadata:
         precision_loss: largest relative error, over the adapter's modules, of ``scaling · B A`` as
             served against as uploaded; see `loading.precision`.
         dtype: name of the dtype that its matrices are held in: fp32, bf16, fp16 or int8.
+        head: classification head, [num_labels, hidden_size] float32 in the host's memory, a part of
+            the packed adapter; None: it has none.
     """
 
     invocation_token_ids: tuple[int, ...] = ()
     precision_loss: float = 0.0
     dtype: str = ""
+    head: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -85,6 +85,8 @@ class Composer:
 def _what_does_not_add_up(lowered: LoweredAdapter) -> str | None:
     if lowered.invocation_token_ids:
         return "an invocation (aLoRA)"
+    if lowered.head is not None:
+        return "a classification head (score)"
     if lowered.norms:
         return f"a trained norm ({lowered.norms[0].norm})"
     for m in lowered.modules:

@@ -74,7 +74,7 @@ def load_adapter(
         if precision.rank_error is not None:
             modules = [truncate(m, precision.rank_error) for m in modules]
     try:
-        footprint = device.footprint(modules, uploaded.stored, uploaded.norms)
+        footprint = device.footprint(modules, uploaded.stored, uploaded.norms, uploaded.head)
         if not footprint.fits(device.limits):
             raise AdapterTooLarge(
                 f"This adapter version needs {footprint.excess(device.limits)}.",
@@ -83,13 +83,13 @@ def load_adapter(
         with threads.alone():
             refuse_out_of_range(modules, uploaded.stored, dtype)
         modules, lost = _as_served(uploaded, modules, dtype, base_weights, precision)
-        host = device.pack(modules, uploaded.stored, uploaded.norms)
+        host = device.pack(modules, uploaded.stored, uploaded.norms, uploaded.head)
     except TensorMismatch as error:
         raise AdapterUnservable(
             f"This adapter version can't be served on this device: {error}",
             hint="Train it with other settings and push it again.",
         ) from error
-    return LoadedAdapter(host, AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype]))
+    return LoadedAdapter(host, AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype], host.head))
 
 
 def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryview]:

@@ -42,6 +42,7 @@ class LoweredAdapter:
             δ: last, because it costs most and depends on how the update is held; see
             `loading.precision`.
         invocation_token_ids: tokens that activate an aLoRA.
+        head: classification head, [num_labels, hidden_size].
     """
 
     modules: tuple[LoraModule, ...]
@@ -49,6 +50,7 @@ class LoweredAdapter:
     stored: torch.dtype
     magnitudes: Mapping[tuple[int, str], Tensor]
     invocation_token_ids: tuple[int, ...] = ()
+    head: Tensor | None = None
 
 
 def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> LoweredAdapter:
@@ -83,7 +85,8 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
             if m.lora_a.shape[0] or (m.dora_delta, m.bias_delta, m.row_overrides) != (None, None, None)
         )
         norms = tuple(ReplacedNorm(n.layer, n.norm, as_tensor(n.weight).float() + base.norm_offset) for n in ir.norms)
-    return LoweredAdapter(changing, norms, stored, magnitudes, ir.invocation_token_ids)
+    head = None if ir.head is None else as_tensor(ir.head)
+    return LoweredAdapter(changing, norms, stored, magnitudes, ir.invocation_token_ids, head)
 
 
 def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> AdapterIR:

@@ -87,10 +87,16 @@ def _kind(ir: AdapterIR) -> str:
         ("whole weights", any(module.weight is not None for module in modules)),
         ("token rows", any(module.token_rows is not None for module in modules)),
         ("norms", bool(ir.norms)),
+        (f"a classification head of {_labels(ir)}", ir.head is not None),
         (f"the invocation tokens {_some(ir.invocation_token_ids)} (aLoRA)", bool(ir.invocation_token_ids)),
     )
     has = ", ".join(name for name, is_there in features if is_there)
     return f"{ir.kind} with {has}" if has else ir.kind
+
+
+def _labels(ir: AdapterIR) -> str:
+    count = 0 if ir.head is None else ir.head.shape[0]
+    return f"{count} label{'s' * (count != 1)}"
 
 
 def _some(ids: tuple[int, ...]) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.adapters.ir import SCORE
 from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
@@ -227,6 +228,7 @@ class Publisher:
             digest=push.inspected.digest,
             config_blob=stored.config_blob,
             weights_blob=stored.weights_blob,
+            has_head=SCORE in push.inspected.target_modules,
         )
         return await self._certificates.check_upload(ref)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
-import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from loraserve.limits import LIMITS
 
@@ -28,16 +30,16 @@ async def vectors(client: httpx2.AsyncClient, *texts: str, **body: Any) -> np.nd
 
 
 @pytest.fixture
-def head(services: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every version has a classification head, the fake engine's of two labels."""
-    bind = services.registry.bind
-
-    async def bind_with_head(*args: Any, **fields: Any) -> Any:
-        binding = await bind(*args, **fields)
-        adapter = None if binding.adapter is None else msgspec.structs.replace(binding.adapter, has_head=True)
-        return type(binding)(adapter, binding.fallback)
-
-    monkeypatch.setattr(services.registry, "bind", bind_with_head)
+async def head(client: httpx2.AsyncClient, services: Any, acme: Any, make_upload: Callable[..., Any]) -> None:
+    """The newest version of ``sql`` has a classification head, the fake engine's of two labels."""
+    config, weights = make_upload(1)
+    config = json.dumps(json.loads(config) | {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]})
+    weights = save(load(weights) | {"base_model.model.score.weight": np.ones((2, 8), np.float32)})
+    uploads = services.registry.uploads
+    staged = await uploads.stage(acme.caller.tenant)
+    staged.write(weights)
+    await services.registry.publisher.publish(acme.caller.tenant, "sql", config.encode(), staged, actor="test")
+    await uploads.release(acme.caller.tenant, staged)
 
 
 async def test_a_score_is_the_cosine_of_the_texts_vectors(client: httpx2.AsyncClient, engine: Any) -> None:

@@ -14,7 +14,14 @@ import pytest
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_tensors
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR
-from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
+from loraserve.adapters.validation import check_finite
+from loraserve.errors import (
+    AdapterBaseMismatch,
+    AdapterFormatError,
+    AdapterNotFinite,
+    AdapterRejected,
+    AdapterUnsupported,
+)
 from loraserve.types import BaseSpec
 
 QV = {(layer, module): 4 for layer in range(3) for module in ("q_proj", "v_proj")}
@@ -166,7 +173,7 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
             AdapterUnsupported,
             "model.layers.0.self_attn.q_norm', which this server doesn't replace",
         ),
-        ("base_model.model.score.weight", AdapterUnsupported, "It replaces those of self_attn.q_proj"),
+        ("base_model.model.score.weight", AdapterFormatError, "modules_to_save doesn't name"),
         ("base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight", AdapterUnsupported, "mixture's experts"),
         ("base_model.model.model.layers.0.self_attn.k_proj.weight", AdapterFormatError, "modules_to_save doesn't name"),
         ("base_model.model.model.layers.0.self_attn.q_proj.weight", AdapterFormatError, "trains only one of the two"),
@@ -344,3 +351,24 @@ def test_mixed_dtypes_are_kept_and_summed_up_as_float32(
     ir = compiled(half)
     assert ir.dtype == "F32"
     assert {m.lora_a.dtype for m in ir.modules} == {"F16", "F32"}
+
+
+def test_a_classification_head_is_kept_if_it_fits(
+    compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
+) -> None:
+    def head(*shape: int, fill: float = 1.0) -> Arrays:
+        return make_tensors(QV) | {"base_model.model.score.weight": np.full(shape, fill, np.float32)}
+
+    ir = compiled(head(3, 32), modules_to_save=["classifier", "score"])
+    assert ir.head is not None
+    assert (ir.head.shape, ir.target_modules[-1]) == ((3, 32), "score")
+    for shape, kind, reason in (
+        ((3, 31), AdapterBaseMismatch, "expected a row of 32 numbers"),
+        ((32,), AdapterBaseMismatch, "expected a row of 32 numbers"),
+        ((129, 32), AdapterUnsupported, "at most 128"),
+    ):
+        error = refused(head(*shape), modules_to_save=["score"])
+        assert isinstance(error, kind)
+        assert reason in error.problems[0]
+    with pytest.raises(AdapterNotFinite, match=r"score\.weight"):
+        check_finite(compiled(head(3, 32, fill=float("nan")), modules_to_save=["score"]))

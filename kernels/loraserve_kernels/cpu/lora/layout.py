@@ -78,15 +78,16 @@ def packed_num_bytes(
     module_shapes: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
+    head: Tensor | None = None,
 ) -> int:
-    """Bytes that `pack_adapter` will allocate for these modules and norms. Reads shapes alone.
+    """Bytes that `pack_adapter` will allocate for all of these. Reads shapes alone.
 
     Raises:
         TensorMismatch: as `pack_adapter`, but for the ids of rows.
     """
     layout = _lay_out(modules, num_layers, module_shapes, dtype)
     check_norms(norms, num_layers, module_shapes)
-    return layout.num_bytes(dtype, sum(n.weight.shape[0] for n in norms))
+    return layout.num_bytes(dtype, sum(n.weight.shape[0] for n in norms) + (0 if head is None else head.numel()))
 
 
 def pack_adapter(
@@ -96,6 +97,7 @@ def pack_adapter(
     module_shapes: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
+    head: Tensor | None = None,
 ) -> PackedAdapter:
     """Copy an adapter's matrices into new buffers; gaps are zero.
 
@@ -109,6 +111,7 @@ def pack_adapter(
         dtype: what the weights are stored in. int8: each rank's row of A and of B and each replaced
             row is rounded, with a scale of its own; the rest is float32 always.
         norms: in any order.
+        head: a classification head, [num_labels, hidden_size], which no kernel reads.
 
     Raises:
         TensorMismatch: a module or a norm that doesn't fit the base, or one given twice.
@@ -127,6 +130,7 @@ def pack_adapter(
             in_features=tuple(shape[1] for shape in shapes),
             out_features=tuple(shape[0] for shape in shapes),
             norms={(n.layer, n.norm): n.weight.to(torch.float32, copy=True) for n in norms},
+            head=None if head is None else head.to(torch.float32, copy=True),
         )
         for m in modules:
             _fill(packed, m)
