@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from loraserve.registry.composition import label
 from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
 
 if TYPE_CHECKING:
-    from loraserve.api.inference.context import InferenceContext
-    from loraserve.api.inference.pooling_context import PoolingContext
+    from loraserve.api.inference.prompts import Prompt
+    from loraserve.api.inference.target import TargetSelector
+    from loraserve.api.services import Services
     from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.identity.auth import Caller
     from loraserve.tenancy.limits.admission import Admitted
@@ -24,6 +25,39 @@ if TYPE_CHECKING:
 
 _MAX_LABEL = 255
 """Maximum length of a sum's name in usage."""
+
+
+class MeteredBody(Protocol):
+    """Body of a request.
+
+    Attributes:
+        n: answers to each prompt.
+    """
+
+    @property
+    def n(self) -> int: ...
+
+
+class MeteredRequest(Protocol):
+    """Admitted HTTP request, as far as it is metered: one for tokens, or one for vectors."""
+
+    @property
+    def services(self) -> Services: ...
+
+    @property
+    def body(self) -> MeteredBody: ...
+
+    @property
+    def target(self) -> TargetSelector: ...
+
+    @property
+    def prompts(self) -> Sequence[Prompt]: ...
+
+    @property
+    def granted(self) -> tuple[str, ...]: ...
+
+    @property
+    def adapter(self) -> AdapterRef | None: ...
 
 
 class RequestUsage:
@@ -35,7 +69,7 @@ class RequestUsage:
     when the first piece is handed over.
     """
 
-    def __init__(self, context: InferenceContext | PoolingContext, caller: Caller, admitted: Admitted) -> None:
+    def __init__(self, context: MeteredRequest, caller: Caller, admitted: Admitted) -> None:
         self._context = context
         self._caller = caller
         self._admitted = admitted
