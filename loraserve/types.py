@@ -23,11 +23,26 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of every value: frozen, keyword-only."""
 
 
-class AdapterRef(Struct, frozen=True):
+class MemoryFile(Struct, frozen=True):
+    """Anonymous memory of the server that holds the two files of an ephemeral version."""
+
+    path: str
+    """Path by which the engine opens it while the server lives: ``/proc/PID/fd/NUMBER``."""
+    weights_bytes: int
+    """Bytes of the weights, which come first."""
+    config_bytes: int
+    """Bytes of the config after them."""
+
+
+class AdapterRef(Struct, frozen=True, weakref=True):
     """One immutable adapter version, as the engine needs it.
 
     It is its identity and the blobs that hold it. `digest` is the identity (caches, KV prefixes and
     pins use it); `name` and `version` are for people.
+
+    Of an ephemeral version the registry hands out one object, and frees the memory when the last
+    holder has dropped it: pass it on, don't copy it
+    (`loraserve.registry.catalog.ephemeral_adapters`).
     """
 
     tenant: TenantId
@@ -40,6 +55,13 @@ class AdapterRef(Struct, frozen=True):
     """Whether it has a classification head."""
     parts: tuple[AdapterPart, ...] = ()
     """Of a composition, which has no blobs of its own: the weighted sum of what these change."""
+    memory: MemoryFile | None = None
+    """Memory that holds an ephemeral version; None: the store does."""
+
+    @property
+    def is_ephemeral(self) -> bool:
+        """Whether it is held in the server's memory, or is a sum with such a part."""
+        return self.memory is not None or any(part.adapter.is_ephemeral for part in self.parts)
 
 
 class AdapterPart(Struct, frozen=True):

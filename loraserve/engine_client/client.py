@@ -202,6 +202,12 @@ class EngineClient:
         self._supervisor.pins.pop(ref.digest, None)
         await self._call(lambda call_id: m.PinAdapter(call_id=call_id, adapter=ref, is_pinned=False))
 
+    def discard(self, digest: Digest) -> None:
+        """Let the engine free an ephemeral adapter that no request uses any more."""
+        # an engine that is started again has nothing of it
+        if self._supervisor.is_up:
+            self._supervisor.send(m.DiscardAdapter(digest=digest))
+
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
         """Return every adapter that the engine has in memory; with `only`, those of these."""
         wanted = None if only is None else frozenset(only)

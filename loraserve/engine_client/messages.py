@@ -99,6 +99,12 @@ class PinAdapter(Struct, frozen=True, tag="pin"):
     is_pinned: bool
 
 
+class DiscardAdapter(Struct, frozen=True, tag="discard"):
+    """Free what an ephemeral adapter occupies once no request uses it; it isn't answered."""
+
+    digest: Digest
+
+
 class VerifyAdapter(Struct, frozen=True, tag="verify"):
     """Compare an adapter's logits with their reference; answered by VerifyReply."""
 
@@ -128,7 +134,15 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
 
 
 EngineInput = (
-    AddRequest | AbortRequest | WarmAdapter | PinAdapter | VerifyAdapter | AbortVerification | QueryResidency | Shutdown
+    AddRequest
+    | AbortRequest
+    | WarmAdapter
+    | PinAdapter
+    | DiscardAdapter
+    | VerifyAdapter
+    | AbortVerification
+    | QueryResidency
+    | Shutdown
 )
 
 

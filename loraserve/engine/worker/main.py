@@ -187,6 +187,8 @@ class Worker:
                     self._warming[call_id] = adapter
                 else:
                     self._send(m.CallReply(call_id=call_id))
+            case m.DiscardAdapter(digest=digest):
+                self._engine.pager.discard(digest)
             case m.QueryResidency(call_id=call_id, only=only):
                 adapters = tuple(self._engine.pager.residency(only))
                 self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from adapters_store import BlobStore
+from adapters_store import BlobStore, read_memory
 from loraserve import faults
 from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.composition import merged
@@ -32,7 +32,7 @@ from loraserve.memory.loading.base_weights import BaseWeights, background_comput
 from loraserve.memory.loading.composition import Composer
 from loraserve.memory.loading.lowering import LoweredAdapter, lower, require_base_weights
 from loraserve.memory.loading.precision import EXACT, Precision, loss, refuse_lossy, round_to_held, truncate
-from loraserve.types import AdapterRef, BaseSpec
+from loraserve.types import AdapterRef, BaseSpec, MemoryFile
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.layout import LoraModule
 from loraserve_kernels.errors import TensorMismatch
@@ -97,11 +97,13 @@ def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryvie
 
     Raises:
         AdapterCorrupt: one is gone, or damaged; the error says which.
-        AdapterUnavailable: the store can't be read.
+        AdapterUnavailable: the store can't be read, or an ephemeral version's memory is gone.
     """
     blob = ref.config_blob
     try:
         faults.hit("pager.load")
+        if ref.memory is not None:
+            return _read_memory(ref, ref.memory)
         config = store.read(blob)
         blob = ref.weights_blob
         return config, store.read(blob)
@@ -115,6 +117,21 @@ def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryvie
     except (StorageError, OSError) as error:
         raise AdapterUnavailable(
             "The stored bytes of this adapter version can't be read now.", hint="Try again."
+        ) from error
+
+
+def _read_memory(ref: AdapterRef, memory: MemoryFile) -> tuple[memoryview, memoryview]:
+    """Return the config and the weights of an ephemeral version.
+
+    Raises:
+        AdapterUnavailable: they are gone. That isn't `AdapterCorrupt`: the store may have the same
+            bytes, and they are sound.
+    """
+    try:
+        return read_memory(memory, ref.config_blob, ref.weights_blob)
+    except StorageError as error:
+        raise AdapterUnavailable(
+            "The memory of this ephemeral version was freed.", hint="Load the adapter again."
         ) from error
 
 

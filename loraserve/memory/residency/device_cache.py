@@ -315,6 +315,16 @@ class DeviceCache:
             self._load_s.add(self._clock() - started_s)
         return evicted
 
+    def discard(self, digest: Digest) -> bool:
+        """Free an adapter's memory without keeping a copy, if no pin holds it.
+
+        Return whether it has no memory on the device now.
+        """
+        resident = self._residents.get(digest)
+        if resident is not None and resident.is_evictable:
+            self._remove(digest)
+        return digest not in self._residents
+
     def take_landed(self) -> list[Digest]:
         """Return the adapters that landed since the last call, in the order of their admission.
 
@@ -428,15 +438,18 @@ class DeviceCache:
     def _uses_per_second(self, digest: Digest, resident: ResidentAdapter, now_s: float) -> float:
         return self.popularity.per_second(digest, now_s) + resident.pending_use.per_second(now_s)
 
-    def _evict(self, digest: Digest, cause: Owner) -> None:
+    def _remove(self, digest: Digest) -> EvictedAdapter:
         resident = self._residents.pop(digest)
         self._draining.pop(digest, None)
         self._account(resident, -1)
         self.used -= resident.footprint
-        self.num_evictions_for[cause] += 1
         host = self.device.remove(resident.placed)
         moved = None if host is None else LoadedAdapter(host, resident.metadata)
-        evicted = EvictedAdapter(digest, resident.last_used_s, moved)
+        return EvictedAdapter(digest, resident.last_used_s, moved)
+
+    def _evict(self, digest: Digest, cause: Owner) -> None:
+        evicted = self._remove(digest)
+        self.num_evictions_for[cause] += 1
         if cause is Owner.ADAPTERS:
             self._evicted.append(evicted)
         elif self.on_evicted is not None:

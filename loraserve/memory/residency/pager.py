@@ -106,6 +106,8 @@ class Pager:
         self._queue = LoadQueue()
         self._prefetcher = Prefetcher(pool, host_cache, self._queue, self._loaders, self._history)
         self._operator_pins: set[Digest] = set()
+        # to be freed once nothing uses them
+        self._discarded: set[Digest] = set()
         pool.on_evicted = self._note_evicted
         self.stopwatch = Stopwatch()
 
@@ -158,6 +160,7 @@ class Pager:
         `STALE_AFTER_S`, or the adapter leaves the queue (and `poll` says so).
         """
         digest, now = ref.digest, self._clock()
+        self._discarded.discard(digest)
         if self._pool.state(digest) is AdapterState.ARRIVING:
             return Residency.LOADING
         if self._pool.takes_requests(digest):
@@ -214,6 +217,8 @@ class Pager:
             self._host.put(digest, loaded[digest], now)
         self._start_loads()
         self._prefetcher.rewarm(now)
+        if self._discarded:
+            self._free_discarded()
         return changed
 
     @timed
@@ -284,6 +289,16 @@ class Pager:
         else:
             self._operator_pins.discard(digest)
 
+    def discard(self, digest: Digest) -> None:
+        """Free an ephemeral adapter's memory in every tier, and that of sums with it.
+
+        One in use is freed after its last pin's release. No-op where requests have asked for a
+        stored version of the same bytes, and undone by the next request for it.
+        """
+        if not self._prefetcher.is_stored(digest):
+            self._discarded.update((digest, *self._prefetcher.sums_of(digest)))
+            self._free_discarded()
+
     def residency(self, only: Collection[Digest] | None = None) -> list[AdapterResidency]:
         """Return where each adapter is that is in memory or on its way, or each of `only`."""
         return residency_rows(
@@ -317,6 +332,16 @@ class Pager:
     def close(self) -> None:
         """Wait for the loads in flight, drop their results and end the loader threads."""
         self._loaders.close()
+
+    def _free_discarded(self) -> None:
+        self._discarded.difference_update(self._operator_pins)
+        for digest in list(self._discarded):
+            self._prefetcher.forget(digest)
+            self._leave_queue(digest)
+            self._host.take(digest)
+            # what a loader reads arrives later
+            if digest not in self._loaders and self._pool.discard(digest):
+                self._discarded.remove(digest)
 
     def _start_loads(self) -> None:
         """Give free loaders the adapters that may be loaded, tenants in turn."""

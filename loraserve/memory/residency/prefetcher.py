@@ -38,8 +38,13 @@ class HotSet:
         self._next_look_s = 0.0
 
     def note_request(self, ref: AdapterRef) -> None:
-        """Note that a request asks for this adapter."""
-        self._refs[ref.digest] = ref
+        """Note that a request asks for this adapter.
+
+        Of an ephemeral and a stored version of the same bytes the stored one is remembered: it can
+        be read for longer.
+        """
+        if ref.memory is None or ref.digest not in self._refs:
+            self._refs[ref.digest] = ref
         self._refs.move_to_end(ref.digest)
         if len(self._refs) > MAX_REFS:
             self._refs.popitem(last=False)
@@ -47,6 +52,15 @@ class HotSet:
     def forget(self, digest: Digest) -> None:
         """Don't read the adapter again until a request asks for it."""
         self._refs.pop(digest, None)
+
+    def is_stored(self, digest: Digest) -> bool:
+        """Return whether requests have asked for a version of these bytes that isn't ephemeral."""
+        ref = self._refs.get(digest)
+        return ref is not None and not ref.is_ephemeral
+
+    def sums_of(self, digest: Digest) -> list[Digest]:
+        """Return the sums that this adapter is a part of."""
+        return [one for one, ref in self._refs.items() if any(part.adapter.digest == digest for part in ref.parts)]
 
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
         """Return the adapter to read first: of the tenant whose turn is longest ago, the most used.
@@ -101,6 +115,14 @@ class Prefetcher:
     def forget(self, digest: Digest) -> None:
         """Don't read the adapter again until a request asks for it."""
         self._hot_set.forget(digest)
+
+    def is_stored(self, digest: Digest) -> bool:
+        """Return whether requests have asked for a version of these bytes that isn't ephemeral."""
+        return self._hot_set.is_stored(digest)
+
+    def sums_of(self, digest: Digest) -> list[Digest]:
+        """Return the sums that requests have asked for with this adapter as a part."""
+        return self._hot_set.sums_of(digest)
 
     def prefetch(self, refs: Sequence[AdapterRef], now_s: float) -> None:
         """Read adapters that will be requested, soonest first.

@@ -1,0 +1,155 @@
+"""Blobs in anonymous memory (memfd): they have no name, and the kernel frees them with the process.
+
+So nothing is written to a disk, and a killed server leaves nothing to sweep. The engine opens the
+memory by its descriptor's path in ``/proc``, which needs the same user and a server that lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from adapters_store.base import corrupt
+from adapters_store.files import storage_errors, write_all
+from loraserve.errors import BlobNotFound, StorageError
+from loraserve.types import Digest, MemoryFile
+
+
+class MemoryBlob:
+    """Weights that are written to memory, and then the config behind them.
+
+    It owns the memory until `close`. A thread may close it while another one writes.
+
+    Args:
+        take: called with the number of bytes before memory is taken; may refuse by raising.
+        give_back: called with the number of bytes that were taken, when they are freed.
+    """
+
+    def __init__(
+        self, *, take: Callable[[int], None] = lambda _: None, give_back: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Create an empty one.
+
+        Raises:
+            StorageError: the system has no anonymous memory of this kind, or no descriptors.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise StorageError("This system has no anonymous memory for ephemeral adapters; Linux has.")
+        self._take = take
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._sha = hashlib.sha256()
+        self._num_weights_bytes = 0
+        self._num_taken = 0
+        with storage_errors("Memory for the adapter can't be had"):
+            self._fd: int | None = os.memfd_create("loraserve-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self._num_weights_bytes
+
+    @property
+    def digest(self) -> Digest:
+        """SHA-256 of the weights."""
+        return Digest(self._sha.hexdigest())
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append to the weights.
+
+        Raises:
+            StorageError: it is closed, or the system has no memory.
+            RateLimited, Overloaded: `take` refuses.
+        """
+        view = memoryview(data).cast("B")
+        self._append(view)
+        self._sha.update(view)
+        self._num_weights_bytes += len(view)
+
+    def read(self) -> memoryview:
+        """Return the weights, read-only, without copying them.
+
+        Raises:
+            StorageError: it is closed, or the memory can't be mapped.
+        """
+        with self._lock, storage_errors("The adapter's memory can't be read"):
+            fd = self._open_fd()
+            if not self._num_weights_bytes:
+                return memoryview(b"")
+            # private: a shared mapping would forbid the seal
+            pages = mmap.mmap(fd, self._num_weights_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        return memoryview(pages)
+
+    def seal(self, config: bytes) -> MemoryFile:
+        """Append the config, forbid any further change, and return where the engine finds both.
+
+        Raises:
+            StorageError: it is closed, or the system has no memory.
+            RateLimited, Overloaded: `take` refuses.
+        """
+        self._append(memoryview(config))
+        with self._lock, storage_errors("The adapter's memory can't be sealed"):
+            fd = self._open_fd()
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            return MemoryFile(
+                path=f"/proc/{os.getpid()}/fd/{fd}",
+                weights_bytes=self._num_weights_bytes,
+                config_bytes=len(config),
+            )
+
+    def close(self) -> None:
+        """Free the memory, once no mapping of it is left; no-op if called again."""
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is None:
+                return
+            os.close(fd)
+            self._give_back(self._num_taken)
+
+    def _append(self, view: memoryview) -> None:
+        with self._lock:
+            fd = self._open_fd()
+            self._take(len(view))
+            self._num_taken += len(view)
+            with storage_errors("The adapter can't be held in memory"):
+                write_all(fd, view)
+
+    def _open_fd(self) -> int:
+        if self._fd is None:
+            raise StorageError("The adapter's memory was freed while it was being filled.")
+        return self._fd
+
+
+def read_memory(file: MemoryFile, config: Digest, weights: Digest) -> tuple[memoryview, memoryview]:
+    """Return the config and the weights in `file`, each verified against its digest.
+
+    Both are in writable memory of the caller, which is shared with the file until it is written to.
+
+    Raises:
+        BlobNotFound: the memory was freed, or its server has ended.
+        BlobCorrupt: the bytes are others: the descriptor was used again.
+        StorageError: the memory can't be read.
+    """
+    size = file.weights_bytes + file.config_bytes
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise BlobNotFound(f"The memory of the ephemeral version {weights} is gone.") from error
+    try:
+        with storage_errors("The memory of an ephemeral version can't be read"):
+            found = os.fstat(fd).st_size
+            if found != size:
+                raise corrupt(weights, found, "another size")
+            pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    view = memoryview(pages)
+    parts = view[file.weights_bytes :], view[: file.weights_bytes]
+    for part, digest in zip(parts, (config, weights), strict=True):
+        if (sha := hashlib.sha256(part).hexdigest()) != digest:
+            raise corrupt(digest, len(part), sha)
+    return parts
