@@ -202,6 +202,16 @@ class Limits:
     operation_heartbeat_s: float = 2.0
     operation_lost_s: float = 60.0
     """After so long without a sign of its server, an operation has failed."""
+    max_ephemeral_versions: int = 1024
+    """Of one server. Each takes a descriptor."""
+    max_ephemeral_versions_per_tenant: int = 256
+    min_ephemeral_ttl_s: float = 1.0
+    max_ephemeral_ttl_s: float = 7 * 86_400.0
+    ephemeral_sweep_s: float = 1.0
+    """After so long at most, an ephemeral adapter's memory is free once its time is over or its
+    last request has ended.
+    """
+    max_lora_path_bytes: int = 4096
     max_concurrent_downloads: int = 16
     max_concurrent_downloads_per_tenant: int = 4
     max_idempotency_key_bytes: int = 255
@@ -228,6 +238,9 @@ class Limits:
 
 
 LIMITS = Limits()
+
+DEFAULT_EPHEMERAL_BYTES = 1 * GIB
+DEFAULT_EPHEMERAL_TTL_S = 3600.0
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 """Names of adapters, tenants and aliases."""

@@ -29,6 +29,7 @@ async def check_quota(
     is_counted: bool = True,
     blob: Digest | None = None,
     restorable_since: datetime | None = None,
+    num_ephemeral: int = 0,
 ) -> None:
     """Check that the tenant may also hold this.
 
@@ -39,6 +40,7 @@ async def check_quota(
         blob: digest of the weights, whose own upload isn't counted.
         restorable_since: versions deleted after this still have their bytes, which may add up to
             the tenant's quota once more. None: don't check them.
+        num_ephemeral: adapters beside those in the database.
 
     Raises:
         QuotaExceeded
@@ -46,11 +48,13 @@ async def check_quota(
     max_adapters = min(
         LIMITS.max_adapters_per_tenant, _or_none(limits.get("max_adapters"), LIMITS.max_adapters_per_tenant)
     )
-    if is_new_adapter and (others := await _num_adapters(session, repository.tenant) - is_counted) >= max_adapters:
-        raise QuotaExceeded(
-            f"The tenant has {others} adapters; at most {max_adapters} are allowed.",
-            hint="Delete one, or ask an admin for a higher limit.",
-        )
+    if is_new_adapter:
+        others = await _num_adapters(session, repository.tenant) - is_counted + num_ephemeral
+        if others >= max_adapters:
+            raise QuotaExceeded(
+                f"The tenant has {others} adapters; at most {max_adapters} are allowed.",
+                hint="Delete one, or ask an admin for a higher limit.",
+            )
     max_bytes = limits.get("max_stored_bytes")
     if max_bytes is None:
         return

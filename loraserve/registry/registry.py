@@ -19,9 +19,10 @@ from loraserve.db.lookup import LookupCache
 from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined, AdapterUnavailable, Conflict
-from loraserve.limits import LIMITS
+from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, LIMITS
 from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.catalog.aliases import Aliases
+from loraserve.registry.catalog.ephemeral_adapters import EphemeralAdapters
 from loraserve.registry.catalog.grants import Grants
 from loraserve.registry.catalog.last_used import LastUsed
 from loraserve.registry.catalog.metadata import MetadataEditor
@@ -37,6 +38,7 @@ from loraserve.registry.health.corruption import CorruptionQuarantine
 from loraserve.registry.health.numeric_failures import NumericFailures
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.operations import Operations
+from loraserve.registry.publishing.local_folder import LocalFolders
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.pulls import Pulls
 from loraserve.registry.records import (
@@ -65,9 +67,9 @@ class Registry:
     `LIMITS.resolve_cache_s` in others.
 
     Its parts: `uploads` and `publisher` take in versions, `aliases`, `metadata`, `restorer`,
-    `grants` and `pins` manage them; `certificates` and `certificate_backfill` verify them,
-    `corruption` and `numeric_failures` quarantine them; `shadow_hours` compares shadows, and
-    `claim` guards the store.
+    `grants` and `pins` manage them; `ephemeral` has versions without a row; `certificates` and
+    `certificate_backfill` verify versions, `corruption` and `numeric_failures` quarantine them;
+    `shadow_hours` compares shadows, and `claim` guards the store.
 
     Args:
         base: returns the resident base model; may raise `EngineUnavailable` while there is none.
@@ -80,6 +82,10 @@ class Registry:
         base_names: names of the base in adapters' configs; None: its id alone.
         throttle: pauses uploads while an engine computes on this machine's processors; None: never.
         claim: the registry's claim on `store`; None: a new one.
+        lora_dir: folder below which requests may name adapters by their path; None: none.
+        ephemeral_memory_bytes: memory for ephemeral adapters.
+        ephemeral_ttl_s: seconds after which an ephemeral adapter is unloaded.
+        on_ephemeral_unused: called with the digest of bytes that no ephemeral version has any more.
         draw: uniform in [0, 1); chooses a split's version for requests that state no user.
     """
 
@@ -97,6 +103,10 @@ class Registry:
         base_names: BaseNames | None = None,
         throttle: Throttle | None = None,
         claim: StoreClaim | None = None,
+        lora_dir: str | None = None,
+        ephemeral_memory_bytes: int = DEFAULT_EPHEMERAL_BYTES,
+        ephemeral_ttl_s: float = DEFAULT_EPHEMERAL_TTL_S,
+        on_ephemeral_unused: Callable[[Digest], None] = lambda _: None,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -141,6 +151,17 @@ class Registry:
             clock=clock,
             throttle=throttle,
             names=names,
+            is_taken=lambda tenant, name: self.ephemeral.has(tenant, name),
+        )
+        self.ephemeral = EphemeralAdapters(
+            database,
+            base,
+            self.publisher,
+            on_ephemeral_unused,
+            memory_bytes=ephemeral_memory_bytes,
+            ttl_s=ephemeral_ttl_s,
+            clock=clock,
+            monotonic=monotonic,
         )
         self.aliases = Aliases(database, self.served_base, self.forget, clock=clock)
         self.metadata = MetadataEditor(database, self.forget, clock=clock)
@@ -149,8 +170,15 @@ class Registry:
         self.corruption = CorruptionQuarantine(database, self.forget, clock=clock)
         self.operations = Operations(database, clock=clock)
         self.pulls = Pulls(self.uploads, self.publisher, self.operations, pull_allow)
+        self.local_folders = LocalFolders(lora_dir)
         self.grants = Grants(database, self.forget, clock=clock)
-        self.numeric_failures = NumericFailures(database, self.served_base, self.forget, clock=clock)
+        self.numeric_failures = NumericFailures(
+            database,
+            self.served_base,
+            self.forget,
+            on_ephemeral=self.ephemeral.note_numeric_failure,
+            clock=clock,
+        )
         self.shadow_hours = ShadowHours(database, clock=clock)
         self.num_quarantined_refused = 0
         """Refused uses of quarantined versions since the start."""
@@ -244,19 +272,24 @@ class Registry:
         return route.main
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
-        """List the adapters that a bare name reaches, then those granted to the tenant.
+        """List the ephemeral adapters and those that a bare name reaches, then granted ones.
 
         At most `LIMITS.max_listed_models`.
         """
         served = self.served_base.spec
+        ephemeral = self.ephemeral.servable(tenant)
         async with self._database.read_columns() as connection:
-            return await RouteRepository(connection, tenant, served).servable(LIMITS.max_listed_models)
+            stored = await RouteRepository(connection, tenant, served).servable(LIMITS.max_listed_models)
+        return [*ephemeral, *stored][: LIMITS.max_listed_models]
 
     def _count(self, refusal: AdapterUnavailable) -> None:
         self.num_quarantined_refused += isinstance(refusal, AdapterQuarantined)
         self.num_of_another_base_refused += isinstance(refusal, AdapterOfAnotherBase)
 
     async def _route(self, tenant: TenantId, model: ParsedModel) -> Route:
+        ephemeral = self.ephemeral.route(tenant, model)
+        if ephemeral is not None:
+            return ephemeral
         return await self._routes.get((tenant, model), lambda: self._look_up(tenant, model), holder=tenant)
 
     async def _look_up(self, tenant: TenantId, model: ParsedModel) -> Route:
@@ -274,10 +307,21 @@ class Registry:
         )
 
     def forget_owner(self, tenant: TenantId) -> None:
-        """Invalidate the cached routes of all adapters of `tenant`, for all tenants."""
+        """Invalidate the cached routes of all adapters of `tenant`, for all tenants.
+
+        Its ephemeral adapters are unloaded.
+        """
+        self.ephemeral.unload_tenant(tenant)
         self._routes.forget(lambda key: key[0] == tenant or key[1].owner is not None)
 
     # --- reading ---
+
+    async def has(self, tenant: TenantId, name: str) -> bool:
+        """Return whether the tenant has an adapter of this name, ephemeral or not."""
+        if self.ephemeral.has(tenant, name):
+            return True
+        async with self._database.read() as session:
+            return await AdapterRepository(session, tenant).has_adapter(name)
 
     async def get(self, tenant: TenantId, name: str) -> AdapterRecord:
         """Return the tenant's adapter.
@@ -375,6 +419,17 @@ class Registry:
                 await once.finish(session, result)
 
     # --- changing ---
+
+    async def unload(self, tenant: TenantId, name: str, *, actor: str) -> None:
+        """Unload the ephemeral adapter of this name, or delete the adapter as `delete` does.
+
+        Raises:
+            AdapterNotFound
+        """
+        if self.ephemeral.has(tenant, name):
+            self.ephemeral.unload(tenant, name)
+        else:
+            await self.delete(tenant, name, actor=actor)
 
     async def delete(self, tenant: TenantId, name: str, *, actor: str) -> None:
         """Delete the adapter with all its versions.

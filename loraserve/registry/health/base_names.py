@@ -74,6 +74,10 @@ class BaseNames:
             )
         return {"name": BASE_NAME, "status": status, "detail": detail, "named": named}
 
+    def is_name_of(self, name: str, base: BaseSpec) -> bool:
+        """Return whether `name` names this base."""
+        return self._is_the_same(name.strip()[:MAX_NAME_LENGTH], base)
+
     def again(self, checks: Sequence[Mapping[str, Any]], base: BaseSpec) -> list[Mapping[str, Any]]:
         """Return the checks of a version that is moved to `base`, its name compared anew."""
         return [self.check(check["named"], base) if check["name"] == BASE_NAME else check for check in checks]

@@ -36,6 +36,7 @@ class NumericFailures:
         served_base: base of this server; failures of versions that have moved to another base
             aren't counted.
         on_change: called with tenant and adapter name after a quarantine is durable.
+        on_ephemeral: called in place of all that with an ephemeral version, which has no row.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class NumericFailures:
         served_base: ServedBase,
         on_change: Callable[[TenantId, str], None],
         *,
+        on_ephemeral: Callable[[AdapterRef], None] = lambda _: None,
         clock: Clock,
     ) -> None:
         self.num_failures = 0
@@ -52,6 +54,7 @@ class NumericFailures:
         self._database = database
         self._served_base = served_base
         self._on_change = on_change
+        self._on_ephemeral = on_ephemeral
         self._clock = clock
         self._pending: set[asyncio.Task[None]] = set()
 
@@ -62,6 +65,10 @@ class NumericFailures:
         it with crafted prompts. A sum doesn't count, because its failing part isn't known.
         """
         if ref.tenant != tenant or ref.parts or len(self._pending) >= MAX_PENDING:
+            return
+        if ref.memory is not None:
+            self.num_failures += 1
+            self._on_ephemeral(ref)
             return
         task = asyncio.create_task(self._take(ref), name="numeric failure")
         self._pending.add(task)
@@ -91,7 +98,7 @@ class NumericFailures:
                 if is_another or row.state == QUARANTINED:
                     return num_failures(row.checks)
                 num = num_failures(row.checks) + 1
-                set_checks(row, replace_check(row.checks, _as_check(num)))
+                set_checks(row, replace_check(row.checks, as_check(num)))
                 is_out = row.state == QUARANTINED
                 repository.touch(adapter, now)
                 if is_out:
@@ -131,7 +138,8 @@ def num_failures(checks: Iterable[Mapping[str, Any]]) -> int:
     return 0 if check is None else int(check["strikes"])
 
 
-def _as_check(num: int) -> dict[str, Any]:
+def as_check(num: int) -> dict[str, Any]:
+    """Return the check of a version with so many failures."""
     status = FAILED if num >= MAX_NUMERIC_FAILURES else WARNED
     noun = "answer was" if num == 1 else "answers were"
     detail = (

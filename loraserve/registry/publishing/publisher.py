@@ -16,7 +16,7 @@ from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
-from loraserve.errors import Overloaded
+from loraserve.errors import AlreadyExists, Conflict, Overloaded
 from loraserve.registry.blob_references import retain, retain_stored
 from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
@@ -48,6 +48,7 @@ class Publisher:
         retention_s: time for which the bytes of deleted versions are retained.
         throttle: pauses work while an engine computes on this machine's processors.
         names: names of the base.
+        is_taken: returns whether the tenant has something else of this name.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Publisher:
         clock: Clock,
         throttle: Throttle,
         names: BaseNames,
+        is_taken: Callable[[TenantId, str], bool] = lambda tenant, name: False,
     ) -> None:
+        self._is_taken = is_taken
         self._database = database
         self._certificates = certificates
         self._store = store
@@ -82,6 +85,10 @@ class Publisher:
         """
         return check_adapter_name(name, self._base().id)
 
+    def names_base(self, name: str) -> bool:
+        """Return whether this is a name of the resident base."""
+        return self._names.is_name_of(name, self._base())
+
     async def publish(
         self,
         tenant: TenantId,
@@ -92,6 +99,7 @@ class Publisher:
         actor: str,
         is_promoting: bool = True,
         is_dry_run: bool = False,
+        is_new_name: bool = False,
         once: Once[Published] | None = None,
     ) -> Published:
         """Publish these files as a version: durable, checked against the base and certified.
@@ -103,12 +111,17 @@ class Publisher:
         checks except for the certificate, which needs stored bytes, and leaves nothing behind. The
         caller still has to `Uploads.release` staged `weights`.
 
+        Args:
+            is_new_name: refuse the files if the tenant has the adapter.
+
         Raises:
             AdapterRejected: the files can't be served, according to inspection or the engine; lists
                 every reason.
             AdapterOfAnotherBase: the version with these bytes belongs to another base, which other
                 servers may serve.
             InvalidRequest: the name isn't valid for an adapter.
+            AlreadyExists: the tenant has the adapter, and `is_new_name`.
+            Conflict: the name is an ephemeral adapter's.
             QuotaExceeded: another adapter or these bytes would exceed the tenant's quota.
             StorageFull, StorageError: the bytes can't be stored.
             Conflict: the bytes in the store are corrupt and must be uploaded again.
@@ -120,10 +133,10 @@ class Publisher:
         if once is not None:
             async with self._database.read() as session:
                 await once.check(session)
+        self._check_free(tenant, name)
         base = self._base()
-        async with self._inspections:
-            inspected = await self._throttle.run_in_pieces(partial(_inspect, config, weights, base, self._names))
-        push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting)
+        inspected = await self.inspect(config, weights.read, base)
+        push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting, is_new_name)
         if is_dry_run:
             return await self._preview(push)
         known = await self._look(push)
@@ -134,6 +147,19 @@ class Publisher:
         published = await self._record(push, known, stored, outcome, once)
         self._on_change(tenant, name)
         return published
+
+    async def inspect(self, config: bytes, read: Callable[[], memoryview], base: BaseSpec) -> Inspected:
+        """Inspect the two files for `base`, on a thread.
+
+        Args:
+            read: returns the weights, on the thread.
+
+        Raises:
+            AdapterRejected: they can't be served; lists every reason.
+            StorageError: the weights can't be read.
+        """
+        async with self._inspections:
+            return await self._throttle.run_in_pieces(partial(_inspect, config, read, base, self._names))
 
     async def _preview(self, push: Push) -> Published:
         """Return what a publish would return, without the certificate."""
@@ -170,10 +196,12 @@ class Publisher:
         engine. The check under the lock in `_record` is the one that counts.
 
         Raises:
-            AdapterOfAnotherBase, QuotaExceeded
+            AlreadyExists, AdapterOfAnotherBase, QuotaExceeded
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
+            if push.is_new_name and await repository.has_adapter(push.name):
+                raise _has_name(push.name)
             found = await repository.version_of_digest(push.name, push.inspected.digest)
             next_number = await repository.next_number(push.name)
             if found is not None:
@@ -252,6 +280,8 @@ class Publisher:
             repository = AdapterRepository(session, push.tenant)
             limits = (await repository.lock_tenant()).limits
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
+            if push.is_new_name and not is_new_adapter:
+                raise _has_name(name)
             found = await repository.version_of_digest(name, push.inspected.digest)
             if found is None:
                 if known.version is not None and outcome is None:
@@ -292,6 +322,12 @@ class Publisher:
         faults.hit("registry.after_commit")
         return published
 
+    def _check_free(self, tenant: TenantId, name: str) -> None:
+        if self._is_taken(tenant, name):
+            raise Conflict(
+                f'"{name}" is an ephemeral adapter on this server.', hint="Unload it first, or choose another name."
+            )
+
     def _commit(self, config: bytes, weights: Weights) -> None:
         staged_config = self._store.stage()
         try:
@@ -316,8 +352,14 @@ class _Known:
         return self.version is not None and is_corrupt(self.version.checks)
 
 
-def _inspect(config: bytes, weights: Weights, base: BaseSpec, names: BaseNames, pause: Pause) -> Inspected:
-    data = weights.read()
+def _has_name(name: str) -> AlreadyExists:
+    return AlreadyExists(f'The tenant has an adapter "{name}" already.')
+
+
+def _inspect(
+    config: bytes, read: Callable[[], memoryview], base: BaseSpec, names: BaseNames, pause: Pause
+) -> Inspected:
+    data = read()
     pause()
     return inspect_upload(config, data, base, names=names, pause=pause)
 

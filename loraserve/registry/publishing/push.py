@@ -48,6 +48,8 @@ class Push:
     inspected: Inspected
     actor: str
     is_promoting: bool
+    is_new_name: bool = False
+    """Whether the adapter must not exist yet."""
 
     @property
     def size_bytes(self) -> int:

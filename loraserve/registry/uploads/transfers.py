@@ -71,13 +71,16 @@ class Uploads:
             self._senders[id(staged)] = sender
         return staged
 
-    def slot(self, tenant: TenantId) -> AbstractAsyncContextManager[None]:
-        """Hold an upload's slot to publish stored bytes, which occupy memory as an upload's do.
+    def slot(self, tenant: TenantId, sender: Sender | None = None) -> AbstractAsyncContextManager[None]:
+        """Hold an upload's slot for bytes that occupy memory as an upload's do.
+
+        Args:
+            sender: client that sends them; None if they are here.
 
         Raises:
             RateLimited, Overloaded: as `stage`.
         """
-        return self._slots.slot(tenant)
+        return self._slots.slot(tenant, sender)
 
     async def release(self, tenant: TenantId, staged: StagedBlob) -> None:
         """Release the slot that `stage` took, and discard the blob if it isn't committed."""

@@ -1,0 +1,137 @@
+"""Folders of this machine that a request may name, below the one that the operator allows.
+
+A path in a request is taken apart, and each of its folders is opened in the one before, so that
+neither ``..`` nor a symbolic link leads out of the allowed folder, also while the folders change.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from adapters_store.files import CHUNK_BYTES, storage_errors
+from loraserve.errors import AdapterFormatError, InvalidRequest, NotFound, PermissionDenied
+from loraserve.limits import LIMITS
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TENANT = "{tenant}"
+"""Part of the allowed folder's path that stands for the name of the request's tenant."""
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe must not wait for its writer
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class LocalFolders:
+    """Reads adapters below one folder.
+
+    Args:
+        root: the folder, maybe with `TENANT` in it; None: nothing may be read.
+    """
+
+    def __init__(self, root: str | None) -> None:
+        self._root = root
+
+    def read(self, path: str, tenant_name: str, write: Callable[[bytes], object]) -> bytes:
+        """Give the weights below `path` to `write`, piece by piece, and return the config.
+
+        It blocks, so call it on a thread.
+
+        Args:
+            path: absolute, or below the allowed folder.
+
+        Raises:
+            PermissionDenied: no folder is allowed, or the path isn't below it.
+            InvalidRequest: the path can't be one.
+            NotFound: there is no such folder, or a symbolic link is on the way.
+            AdapterFormatError: the folder has no adapter in the form that is read, or a too large
+                one.
+            StorageError: a file can't be read.
+        """
+        folder = self._open(path, tenant_name)
+        try:
+            found = os.listdir(folder)
+            if WEIGHTS not in found and (pickles := [name for name in _PICKLES if name in found]):
+                raise AdapterFormatError(
+                    f"lora_path has {pickles[0]}, which is a pickle: this server reads none.",
+                    hint="Save the adapter with safe_serialization=True.",
+                )
+            config = bytearray()
+            _read(folder, CONFIG, LIMITS.max_adapter_config_bytes, config.extend)
+            _read(folder, WEIGHTS, LIMITS.max_upload_bytes, write)
+        finally:
+            os.close(folder)
+        return bytes(config)
+
+    def _open(self, path: str, tenant_name: str) -> int:
+        if self._root is None:
+            raise PermissionDenied(
+                "This server reads no adapters from its own folders.",
+                hint="The server's operator allows a folder with: --lora-dir DIR. Or upload the adapter: "
+                "loraserve adapter push.",
+            )
+        if "\0" in path or not path or len(os.fsencode(path)) > LIMITS.max_lora_path_bytes:
+            raise InvalidRequest("lora_path isn't a path.", param="lora_path")
+        root = os.path.abspath(self._root.replace(TENANT, tenant_name))
+        parts = _below(PurePosixPath(path), root)
+        try:
+            folder = os.open(root, _FOLDER_FLAGS)
+            for part in parts:
+                parent = folder
+                try:
+                    folder = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=parent)
+                finally:
+                    os.close(parent)
+        except OSError as error:
+            raise NotFound(
+                "There is no folder at lora_path on this server.",
+                hint="It must be below the server's --lora-dir, with no symbolic link on the way.",
+            ) from error
+        return folder
+
+
+def _below(path: PurePosixPath, root: str) -> tuple[str, ...]:
+    """Return the path's components below `root`.
+
+    Raises:
+        PermissionDenied: it isn't below it.
+    """
+    if path.is_absolute():
+        for known in (PurePosixPath(root), PurePosixPath(os.path.realpath(root))):
+            if path.is_relative_to(known):
+                path = path.relative_to(known)
+                break
+    if path.is_absolute() or ".." in path.parts:
+        raise PermissionDenied(
+            "lora_path isn't below the folder that this server reads adapters from.",
+            hint="The server's operator sets it with: --lora-dir DIR.",
+        )
+    return path.parts
+
+
+def _read(folder: int, name: str, max_bytes: int, write: Callable[[bytes], object]) -> None:
+    try:
+        fd = os.open(name, _FILE_FLAGS, dir_fd=folder)
+    except OSError as error:
+        raise AdapterFormatError(
+            f"lora_path has no file {name}.", hint="Expected a PEFT adapter saved as safetensors."
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise AdapterFormatError(f"{name} in lora_path isn't a regular file.")
+        # the file may grow while it is read
+        num_bytes = 0
+        while True:
+            with storage_errors(f"{name} in lora_path can't be read"):
+                piece = os.read(fd, CHUNK_BYTES)
+            num_bytes += len(piece)
+            if max(num_bytes, status.st_size) > max_bytes:
+                raise AdapterFormatError(f"{name} in lora_path exceeds the limit of {max_bytes} bytes.")
+            if not piece:
+                return
+            write(piece)
+    finally:
+        os.close(fd)
