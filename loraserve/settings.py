@@ -20,7 +20,7 @@ from pydantic_settings import (
 
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError
-from loraserve.limits import GIB
+from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, GIB, LIMITS
 
 ENV_PREFIX = "LORASERVE_"
 DEFAULT_CONFIG_FILE = "loraserve.toml"
@@ -180,6 +180,20 @@ class Settings(BaseSettings):
 
     Default: none.
     """
+    lora_dir: str | None = Field(default=None, min_length=1)
+    """Directory below which requests to /v1/load_lora_adapter may name adapters by their path;
+    {tenant} in it stands for the name of the request's tenant. Default: none.
+    """
+    ephemeral_loads: bool = False
+    """Hold adapters that vLLM's and SGLang's routes load in memory alone, unless the request says
+    otherwise: nothing of them is stored, and a restart forgets them.
+    """
+    ephemeral_ttl_s: float = Field(
+        default=DEFAULT_EPHEMERAL_TTL_S, ge=LIMITS.min_ephemeral_ttl_s, le=LIMITS.max_ephemeral_ttl_s
+    )
+    """How long after its load an ephemeral adapter is unloaded, unless the request says."""
+    ephemeral_memory: Size = DEFAULT_EPHEMERAL_BYTES
+    """Memory of the server for ephemeral adapters; a tenant may have as much of it as is free."""
     admin_key: SecretStr | None = None
     """The first admin key, of 32 characters or more. Default: one is made and printed."""
     cors_allow_origins: Origins = ()

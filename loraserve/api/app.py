@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from loraserve import __version__
-from loraserve.api import errors, lorax, management, monitoring, openai, openapi, scopes
+from loraserve.api import errors, live_adapters, lorax, management, monitoring, openai, openapi, scopes
 from loraserve.api.http.guard import Guard
 from loraserve.api.metrics import tables
 from loraserve.api.metrics.table import TableCollector
@@ -80,6 +80,7 @@ def _routes() -> tuple[BaseRoute, ...]:
     for prefix in ("", "/t/{tenant}"):
         router.include_router(openai.router, prefix=prefix)
         router.include_router(lorax.router, prefix=prefix)
+        router.include_router(live_adapters.router, prefix=prefix)
     router.include_router(management.router, prefix=errors.MANAGEMENT_PREFIX)
     router.include_router(openapi.router)
     return tuple(router.routes)
@@ -92,7 +93,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
     """
 
     def shares() -> tuple[Shares, ...]:
-        return (*services.rooms.all(), *services.registry.uploads.shares())
+        return (*services.rooms.all(), *services.registry.uploads.shares(), *services.registry.ephemeral.shares())
 
     stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.GRAMMARS, *tables.VLLM)
     return (

@@ -93,6 +93,7 @@ async def _serve(settings: Settings) -> int:
                 registry.corruption.close,
                 registry.collector.close,
                 registry.claim.close,
+                registry.ephemeral.close,
                 registry.operations.close,
                 servers.close,
                 *([usage.close] if usage is not None else []),
@@ -106,6 +107,7 @@ async def _serve(settings: Settings) -> int:
             registry.claim.start()
             registry.collector.start()
             registry.pins.start()
+            registry.ephemeral.start()
             registry.certificate_backfill.start()
             if usage is not None:
                 usage.start()
@@ -175,6 +177,10 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,
         claim=claim,
+        lora_dir=settings.lora_dir,
+        ephemeral_memory_bytes=settings.ephemeral_memory,
+        ephemeral_ttl_s=settings.ephemeral_ttl_s,
+        on_ephemeral_unused=engine.discard,
     )
     services = Services(
         settings=settings,

@@ -7,6 +7,8 @@ and `services`.
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
@@ -15,8 +17,10 @@ from typing import Any
 
 import httpx2
 import msgspec
+import numpy as np
 import pytest
 from fastapi import FastAPI
+from safetensors.numpy import save
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -63,6 +67,7 @@ class StillEngine:
     status: str | None = None
     num_restarts: int = 0
     num_hangs: int = 0
+    discarded: list[Digest] = field(default_factory=list)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         likeliest = TokenLogprobs(token_id=1, logprob=-0.5, top=((1, -0.5),))
@@ -126,10 +131,20 @@ async def services(
     await authenticator.open()
     store = LocalStore(tmp_path / "blobs")
     usage = UsageMeter(database, tmp_path / "usage")
+    write_small(tmp_path / "lora" / "small")
+    registry = Registry(
+        database,
+        store,
+        lambda: engine.base,
+        certify=engine.verify,
+        pinning=engine,
+        lora_dir=str(tmp_path / "lora"),
+        on_ephemeral_unused=engine.discarded.append,
+    )
     services = Services(
         settings=Settings(model=str(model_dir), data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
-        registry=Registry(database, store, lambda: engine.base, certify=engine.verify, pinning=engine),
+        registry=registry,
         authenticator=authenticator,
         store=store,
         tokenizer=tokenizer,
@@ -191,6 +206,24 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+SMALL_CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+
+
+def small_weights(fill: float = 0.5) -> bytes:
+    """An adapter of rank 1 for `small_base`."""
+    a, b = np.full((1, 8), fill, np.float32), np.ones((8, 1), np.float32)
+    prefix = "base_model.model.model.layers.{}.self_attn.q_proj"
+    names = [prefix.format(layer) for layer in range(2)]
+    return save({f"{name}.lora_A.weight": a for name in names} | {f"{name}.lora_B.weight": b for name in names})
+
+
+def write_small(folder: Path, fill: float = 0.5) -> None:
+    """Write the same as a folder of PEFT's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(SMALL_CONFIG))
+    (folder / "adapter_model.safetensors").write_bytes(small_weights(fill))
+
+
 BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/completions": {"json": {"model": "{model}", "prompt": "x", "max_tokens": 1}},
     "POST /v1/chat/completions": {
@@ -210,6 +243,19 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "POST /tokenize": {"json": {"model": "{model}", "prompt": "x"}},
     "POST /detokenize": {"json": {"model": "{model}", "tokens": [1]}},
+    "POST /v1/load_lora_adapter": {"json": {"lora_name": "live-{name}", "lora_path": "small"}},
+    "POST /v1/unload_lora_adapter": {"json": {"lora_name": "live-{name}"}},
+    "POST /load_lora_adapter": {"json": {"lora_name": "live-{name}", "lora_path": "small"}},
+    "POST /load_lora_adapter_from_tensors": {
+        "json": {
+            "lora_name": "tensors-{name}",
+            "load_inplace": True,
+            "ephemeral": True,
+            "config_dict": SMALL_CONFIG,
+            "serialized_named_tensors": [base64.b64encode(small_weights()).decode()],
+        }
+    },
+    "POST /unload_lora_adapter": {"json": {"lora_name": "live-{name}"}},
     "POST /api/v1/adapters/{name}/versions": {"json": {"config": {}, "blob": "{sha256}"}},
     "POST /api/v1/adapters/{name}/pulls": {"json": {"source": "s3://models/{name}"}},
     "PATCH /api/v1/adapters/{name}": {"json": {"notes": "x"}},

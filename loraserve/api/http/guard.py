@@ -43,8 +43,10 @@ _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
-_UPLOAD_PATH = re.compile(rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)")
-"""Routes that stream their body to disk, so that it may be large."""
+_UPLOAD_PATH = re.compile(
+    rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)|(/t/[^/]+)?/load_lora_adapter_from_tensors"
+)
+"""Routes that stream their body to where it belongs, so that it may be large."""
 _SINGLETONS = frozenset(
     {
         b"authorization",

@@ -27,12 +27,19 @@ async def json_object(request: Request, text_threads: TextThreads) -> dict[str, 
         InvalidRequest: it isn't one, or isn't strict JSON; the message says why and never what was
             sent.
     """
-    body = await request.body()
+    caller = getattr(request.state, "caller", None)
+    return await json_object_of(await request.body(), text_threads, "" if caller is None else caller.tenant)
+
+
+async def json_object_of(body: bytes, text_threads: TextThreads, tenant: str) -> dict[str, Any]:
+    """Return the object of a body that was read, as `json_object` does.
+
+    Raises:
+        InvalidRequest
+    """
     if len(body) <= _ON_LOOP_BYTES:
         value = parse_json(body)
     else:
-        caller = getattr(request.state, "caller", None)
-        tenant = "" if caller is None else caller.tenant
         value = await text_threads.run(tenant, len(body), partial(parse_json, body))
     if not isinstance(value, dict):
         raise InvalidRequest("The body should be a JSON object.")

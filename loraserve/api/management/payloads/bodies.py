@@ -5,7 +5,8 @@ Unknown fields are refused: a misspelt one must not be ignored.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,7 +30,15 @@ async def read_body(request: Request, model: type[Model]) -> Model:
         InvalidRequest: it isn't strict JSON, or a field is missing, wrong or unknown; `param` names
             the field, no value is repeated.
     """
-    value = await json_object(request, services_of(request).text_threads)
+    return validated(await json_object(request, services_of(request).text_threads), model)
+
+
+def validated(value: Mapping[str, Any], model: type[Model]) -> Model:
+    """Return the object's fields as a `model`.
+
+    Raises:
+        InvalidRequest: as `read_body`.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -18,7 +18,7 @@ from loraserve.limits import LIMITS, MIB
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-    from adapters_store import StagedBlob
+    from adapters_store import MemoryBlob, StagedBlob
     from loraserve.background import Throttle
 
 CONFIG, WEIGHTS = "config", "weights"
@@ -42,7 +42,7 @@ def multipart_boundary(request: Request) -> bytes:
     return boundary
 
 
-async def read_upload(request: Request, boundary: bytes, weights: StagedBlob, throttle: Throttle) -> bytes:
+async def read_upload(request: Request, boundary: bytes, weights: StagedBlob | MemoryBlob, throttle: Throttle) -> bytes:
     """Return the part `CONFIG`, after writing the part `WEIGHTS` to `weights`, piece by piece.
 
     Parts may come in any order; file names are ignored.

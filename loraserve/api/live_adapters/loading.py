@@ -1,0 +1,191 @@
+"""Load one adapter for a request: from a path or a body, to the registry or to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from loraserve.api.management.payloads.bodies import Body
+from loraserve.errors import AlreadyExists, InvalidRequest, PermissionDenied
+from loraserve.limits import LIMITS
+from loraserve.registry.catalog.ephemeral_adapters import already_loaded
+
+if TYPE_CHECKING:
+    from adapters_store import MemoryBlob, StagedBlob
+    from loraserve.api.services import Services
+    from loraserve.registry.uploads.concurrency_limiter import Sender
+    from loraserve.tenancy.identity.auth import Caller
+
+Fill = Callable[["StagedBlob | MemoryBlob"], Awaitable[bytes]]
+"""Function that writes the weights to its argument and returns the config."""
+PIN_WAIT_S = 30.0
+"""Seconds that a load waits for a pinned adapter to be on the device; it continues after them."""
+
+
+class LoadBody(Body):
+    """Fields of all loads."""
+
+    lora_name: str = Field(min_length=1)
+    ephemeral: bool | None = None
+    """Whether it is held in memory alone; null: as the operator chose (``--ephemeral-loads``)."""
+    ttl_s: float | None = Field(default=None, ge=LIMITS.min_ephemeral_ttl_s, le=LIMITS.max_ephemeral_ttl_s)
+    """Seconds after which an ephemeral adapter is unloaded."""
+
+
+class PathLoadBody(LoadBody):
+    lora_path: str = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveLoad:
+    """What a request wants loaded, and how."""
+
+    name: str
+    is_in_place: bool
+    """Whether the name may be loaded already."""
+    is_ephemeral: bool
+    ttl_s: float | None
+    is_pinned: bool
+
+    @classmethod
+    def of(cls, body: LoadBody, services: Services, *, is_in_place: bool, is_pinned: bool = False) -> LiveLoad:
+        """Return the load that the body asks for.
+
+        Raises:
+            InvalidRequest: its fields contradict each other.
+        """
+        if body.ephemeral and is_pinned:
+            raise InvalidRequest("An ephemeral adapter can't be pinned.", param="pinned")
+        is_default = services.settings.ephemeral_loads and not is_pinned
+        is_ephemeral = is_default if body.ephemeral is None else body.ephemeral
+        if body.ttl_s is not None and not is_ephemeral:
+            raise InvalidRequest(
+                "ttl_s is for ephemeral adapters; this one would be stored.",
+                param="ttl_s",
+                hint="Send ephemeral: true.",
+            )
+        return cls(body.lora_name, is_in_place, is_ephemeral, body.ttl_s, is_pinned)
+
+
+class LiveLoader:
+    """Load an adapter for one request.
+
+    Args:
+        sender: client that sends the weights; None if they are read from a folder.
+    """
+
+    def __init__(self, services: Services, caller: Caller, load: LiveLoad, *, sender: Sender | None = None) -> None:
+        self._services = services
+        self._registry = services.registry
+        self._caller = caller
+        self._load = load
+        self._sender = sender
+
+    async def check(self) -> None:
+        """Check what can be refused before any weights are read.
+
+        Raises:
+            Overloaded: the server is shutting down.
+            PermissionDenied: the request pins, and its key isn't an admin's.
+            InvalidRequest: the name isn't valid, or is loaded and may not be.
+        """
+        self._services.check_open()
+        load = self._load
+        if load.is_pinned and not self._caller.is_admin:
+            raise PermissionDenied(
+                "pinned takes memory from every tenant, so it needs an admin key.", hint="Leave it out."
+            )
+        try:
+            self._registry.publisher.check_name(load.name)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param="lora_name", hint=error.hint) from None
+        if not load.is_in_place and await self._registry.has(self._caller.tenant, load.name):
+            raise already_loaded(load.name)
+
+    async def load_path(self, path: str) -> None:
+        """Load the adapter in the folder that the request names.
+
+        Raises:
+            PermissionDenied, InvalidRequest, NotFound: `check`, or `LocalFolders.read`.
+            LoraserveError: as `fill`.
+        """
+        folders, throttle = self._registry.local_folders, self._registry.uploads.throttle
+
+        async def read(weights: StagedBlob | MemoryBlob) -> bytes:
+            return await throttle.run(partial(folders.read, path, self._caller.tenant_name, weights.write))
+
+        await self.check()
+        await self.fill(read)
+
+    async def fill(self, fill: Fill) -> None:
+        """Let `fill` write the weights to where they belong, and publish or load them.
+
+        Raises:
+            InvalidRequest: the name has been loaded meanwhile.
+            AdapterRejected: the files can't be served; lists every reason.
+            Conflict: the name is the other kind of adapter's.
+            RateLimited, Overloaded: the tenant has its share of uploads or memory, or there is no
+                room.
+            StorageError: they can't be stored, or held.
+        """
+        if self._load.is_ephemeral:
+            await self._fill_memory(fill)
+        else:
+            await self._fill_store(fill)
+
+    async def take(self, config: bytes, weights: MemoryBlob) -> None:
+        """Load an ephemeral adapter whose weights are in memory already.
+
+        The caller closes them if this fails.
+
+        Raises:
+            LoraserveError: as `fill`.
+        """
+        load, caller = self._load, self._caller
+        await self._registry.ephemeral.load(
+            caller.tenant,
+            load.name,
+            config,
+            weights,
+            owner=caller.tenant_name,
+            is_replacing=load.is_in_place,
+            ttl_s=load.ttl_s,
+        )
+
+    async def _fill_memory(self, fill: Fill) -> None:
+        tenant = self._caller.tenant
+        # a slot of the uploads: their bytes occupy memory too while they arrive
+        async with self._registry.uploads.slot(tenant, self._sender):
+            weights = self._registry.ephemeral.stage(tenant)
+            try:
+                await self.take(await fill(weights), weights)
+            except BaseException:
+                weights.close()
+                raise
+
+    async def _fill_store(self, fill: Fill) -> None:
+        load, caller, uploads = self._load, self._caller, self._registry.uploads
+        weights = await uploads.stage(caller.tenant, self._sender)
+        try:
+            config = await fill(weights)
+            published = await self._registry.publisher.publish(
+                caller.tenant,
+                load.name,
+                config,
+                weights,
+                actor=caller.key_id,
+                is_new_name=not load.is_in_place,
+            )
+        except AlreadyExists:
+            raise already_loaded(load.name) from None
+        finally:
+            await uploads.release(caller.tenant, weights)
+        if load.is_pinned and published.version.version is not None:
+            number = published.version.version
+            await self._registry.pins.pin(
+                caller.tenant, load.name, number, actor=caller.key_id, once=None, wait_s=PIN_WAIT_S
+            )

@@ -1,0 +1,205 @@
+"""vLLM's load and unload, as its clients call them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx2
+import pytest
+from trainer import Connect, Trainer
+from whole_app import write_small
+
+from loraserve.api.services import Services
+
+
+async def test_a_loaded_adapter_is_an_ordinary_version_that_answers_until_it_is_unloaded(
+    acme: Trainer, services: Services
+) -> None:
+    loaded = await acme.load()
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
+    assert loaded.headers["content-type"].startswith("text/plain")
+    assert (await acme.models())["policy"]["parent"] == services.engine.base.id
+    assert await acme.version() == "policy@1"
+    version = await services.registry.get_version(acme.tenant, "policy", 1)
+    assert services.store.exists(version.weights_blob)
+    assert [check["name"] for check in version.checks][-1] == "parity"
+    gone = await acme.unload()
+    assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'policy' removed successfully.")
+    assert "policy" not in await acme.models()
+    assert (await acme.complete()).status_code == (await acme.unload()).status_code == 404
+    restored = await acme.post("/api/v1/adapters/policy/restore")
+    assert restored.status_code == 200
+    assert await acme.version() == "policy@1"
+
+
+async def test_a_name_is_loaded_again_in_place_alone_and_gets_another_version(acme: Trainer, folder: Path) -> None:
+    write_small(folder / "step-2", 0.25)
+    assert (await acme.load()).status_code == 200
+    again = await acme.load(path="step-2")
+    assert again.status_code == 400
+    assert again.json()["error"]["message"] == (
+        "The lora adapter 'policy' has already been loaded. "
+        "If you want to load the adapter in place, set 'load_inplace' to True."
+    )
+    assert again.json()["error"]["param"] == "lora_name"
+    assert await acme.version() == "policy@1"
+    for _ in range(2):
+        # the same bytes make no other version
+        assert (await acme.load(path="step-2", load_inplace=True)).status_code == 200
+        assert await acme.version() == "policy@2"
+    assert await acme.version("policy@1") == "policy@1"
+
+
+async def test_a_loop_with_a_name_for_each_policy_and_absolute_paths(acme: Trainer, folder: Path) -> None:
+    """TRL's AsyncGRPO: no load in place, the name before is unloaded afterwards, absent or not."""
+    health = await acme.client.get("/health")
+    listed = await acme.client.get("/v1/models", headers=acme.headers)
+    assert health.status_code == 200
+    assert listed.json()["data"][0]["max_model_len"] > 0
+    await acme.unload("policy-0")
+    for step in range(1, 4):
+        write_small(folder / f"step-{step}", step / 8)
+        loaded = await acme.load(f"policy-{step}", str(folder / f"step-{step}"), load_inplace=False)
+        assert loaded.status_code == 200, loaded.text
+        assert await acme.version(f"policy-{step}") == f"policy-{step}@1"
+        await acme.unload(f"policy-{step - 1}")
+    assert [name for name in await acme.models() if name.startswith("policy")] == ["policy-3"]
+
+
+async def test_a_sidecar_may_name_the_base(acme: Trainer, services: Services) -> None:
+    assert (await acme.load(base_model_name=services.engine.base.id)).status_code == 200
+    refused = await acme.load("other", base_model_name="org/another")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "base_model_name")
+
+
+async def test_paths_lead_nowhere_but_below_the_allowed_folder(acme: Trainer, folder: Path, tmp_path: Path) -> None:
+    write_small(tmp_path / "secret")
+    write_small(tmp_path / "lora-beside" / "x")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "nested").mkdir()
+    (folder / "nested" / "up").symlink_to("..")
+    (folder / "file").write_text("x")
+    write_small(folder / "linked-file")
+    (folder / "linked-file" / "adapter_model.safetensors").unlink()
+    (folder / "linked-file" / "adapter_model.safetensors").symlink_to(tmp_path / "secret" / "adapter_model.safetensors")
+    refused = {
+        "../secret": 403,
+        "small/../../secret": 403,
+        str(tmp_path / "secret"): 403,
+        str(tmp_path / "lora-beside" / "x"): 403,
+        f"{folder}/../secret": 403,
+        "link": 404,
+        "nested/up/small": 404,
+        "file": 404,
+        "absent": 404,
+        "small\0": 400,
+        "x" * 5000: 400,
+        "linked-file": 422,
+        "nested": 422,
+    }
+    found = {}
+    for path in refused:
+        answer = await acme.load(path=path)
+        found[path] = answer.status_code
+        assert str(tmp_path) not in answer.text
+    assert found == refused
+    assert (await acme.load(path=f"{folder}/small/")).status_code == 200
+
+
+async def test_no_folder_is_read_unless_the_operator_allows_one(acme: Trainer, services: Services) -> None:
+    services.registry.local_folders = type(services.registry.local_folders)(None)
+    for answer in (
+        await acme.load(),
+        await acme.post("/load_lora_adapter", json={"lora_name": "policy", "lora_path": "small"}),
+    ):
+        assert answer.status_code == 403
+        assert "--lora-dir" in answer.json()["error"]["message"]
+
+
+async def test_a_folder_may_be_each_tenants_own(
+    acme: Trainer, globex: Trainer, services: Services, tmp_path: Path
+) -> None:
+    services.registry.local_folders = type(services.registry.local_folders)(str(tmp_path / "of" / "{tenant}"))
+    write_small(tmp_path / "of" / "acme" / "run")
+    assert (await acme.load(path="run")).status_code == 200
+    for path in ("run", "../acme/run", str(tmp_path / "of" / "acme" / "run")):
+        assert (await globex.load(path=path)).status_code in (403, 404)
+    assert "policy" not in await globex.models()
+
+
+async def test_a_pickle_in_the_folder_is_refused_by_name(acme: Trainer, folder: Path) -> None:
+    write_small(folder / "old")
+    (folder / "old" / "adapter_model.safetensors").rename(folder / "old" / "adapter_model.bin")
+    answer = await acme.load(path="old")
+    assert answer.status_code == 422
+    assert "adapter_model.bin, which is a pickle" in answer.json()["error"]["message"]
+    assert "safe_serialization" in answer.json()["error"]["message"]
+
+
+async def test_only_a_key_that_may_write_adapters_loads_and_unloads(acme: Trainer, client: httpx2.AsyncClient) -> None:
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"):
+        body = {"lora_name": "policy", "lora_path": "small"}
+        assert (await client.post(path, json=body)).status_code == 401
+
+
+async def test_anothers_adapter_is_neither_in_the_way_nor_unloaded(acme: Trainer, connect: Connect) -> None:
+    globex = await connect("globex")
+    assert (await acme.load()).status_code == 200
+    assert (await globex.unload()).status_code == 404
+    assert (await globex.load()).status_code == 200
+    assert (await globex.unload()).status_code == 200
+    assert await acme.version() == "policy@1"
+
+
+BAD = (
+    ({"lora_name": None}, 400, "lora_name"),
+    ({"lora_name": ""}, 400, "lora_name"),
+    ({"lora_name": 3}, 400, "lora_name"),
+    ({"lora_name": "Upper"}, 400, "lora_name"),
+    ({"lora_name": "a/b"}, 400, "lora_name"),
+    ({"lora_name": "x" * 64}, 400, "lora_name"),
+    ({"lora_name": "SECRET\0"}, 400, "lora_name"),
+    ({"lora_path": None}, 400, "lora_path"),
+    ({"lora_path": ""}, 400, "lora_path"),
+    ({"lora_path": ["small"]}, 400, "lora_path"),
+    ({"load_inplace": "true"}, 400, "load_inplace"),
+    ({"is_3d_lora_weight": True}, 400, "is_3d_lora_weight"),
+    ({"base_model_name": 3}, 400, "base_model_name"),
+    ({"ephemeral": 1}, 400, "ephemeral"),
+    ({"ttl_s": 10}, 400, "ttl_s"),
+    ({"ttl_s": 0.5, "ephemeral": True}, 400, "ttl_s"),
+    ({"ttl_s": 1e9, "ephemeral": True}, 400, "ttl_s"),
+    ({"unknown": "SECRET"}, 400, None),
+)
+
+
+async def test_every_wrong_field_is_a_refusal_that_names_it(acme: Trainer) -> None:
+    found = []
+    for fields, _, _ in BAD:
+        answer = await acme.load(**{"name": "policy", "path": "small"} | {"load_inplace": False} | dict(_call(fields)))
+        found.append((fields, answer.status_code, answer.json()["error"]["param"]))
+        assert "SECRET" not in answer.text
+    assert found == [tuple(row) for row in BAD]
+    assert list(await acme.models()) == [next(iter(await acme.models()))]
+    body = {"lora_name": "policy", "lora_path": "x" * (2 << 20)}
+    assert (await acme.post("/v1/load_lora_adapter", json=body)).status_code == 413
+
+
+def _call(fields: dict[str, object]) -> list[tuple[str, object]]:
+    names = {"lora_name": "name", "lora_path": "path"}
+    return [(names.get(name, name), value) for name, value in fields.items()]
+
+
+@pytest.mark.parametrize("how", ["setting", "field"])
+async def test_a_load_is_ephemeral_where_the_operator_or_the_request_says(
+    acme: Trainer, services: Services, how: str
+) -> None:
+    if how == "setting":
+        services.settings = services.settings.model_copy(update={"ephemeral_loads": True})
+    assert (await acme.load(**({"ephemeral": True} if how == "field" else {}))).status_code == 200
+    assert await acme.version() == "policy@1"
+    assert services.registry.ephemeral.has(acme.tenant, "policy")
+    assert (await acme.load("kept", ephemeral=False)).status_code == 200
+    assert not services.registry.ephemeral.has(acme.tenant, "kept")
+    assert (await acme.unload()).status_code == 200
+    assert (await acme.complete()).status_code == 404
