@@ -161,6 +161,14 @@ class Throttle:
         factor = max(0.0, 1 / (STEP_SHARE * num_processors) - 1)
         return cls(factor, max_pause_s=STEP_MAX_PAUSE_S, max_wait_s=math.inf)
 
+    def urgent(self, pause_factor: float) -> Throttle:
+        """Return a throttle beside the same steps for shorter work, whose pauses queue apart.
+
+        Args:
+            pause_factor: seconds of pause per second of that work.
+        """
+        return Throttle(pause_factor, max_pause_s=self._max_pause_s, is_serving=self._is_serving, threads=self._threads)
+
     def note(self, *, is_serving: bool, is_long: bool = False) -> None:
         """Note what the steps' thread computes from now on. Doesn't block.
 

@@ -22,7 +22,7 @@ from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined, AdapterUn
 from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, LIMITS
 from loraserve.registry.binding import BASE, Binding, Route, Target
 from loraserve.registry.catalog.aliases import Aliases
-from loraserve.registry.catalog.ephemeral_adapters import EphemeralAdapters
+from loraserve.registry.catalog.ephemeral_adapters import EphemeralAdapters, Warm
 from loraserve.registry.catalog.grants import Grants
 from loraserve.registry.catalog.last_used import LastUsed
 from loraserve.registry.catalog.metadata import MetadataEditor
@@ -82,6 +82,7 @@ class Registry:
         base_names: names of the base in adapters' configs; None: its id alone.
         throttle: pauses uploads while an engine computes on this machine's processors; None: never.
         claim: the registry's claim on `store`; None: a new one.
+        warm: brings an adapter to the engine's device; None: its first request does.
         lora_dir: folder below which requests may name adapters by their path; None: none.
         ephemeral_memory_bytes: memory for ephemeral adapters.
         ephemeral_ttl_s: seconds after which an ephemeral adapter is unloaded.
@@ -103,6 +104,7 @@ class Registry:
         base_names: BaseNames | None = None,
         throttle: Throttle | None = None,
         claim: StoreClaim | None = None,
+        warm: Warm | None = None,
         lora_dir: str | None = None,
         ephemeral_memory_bytes: int = DEFAULT_EPHEMERAL_BYTES,
         ephemeral_ttl_s: float = DEFAULT_EPHEMERAL_TTL_S,
@@ -158,6 +160,8 @@ class Registry:
             base,
             self.publisher,
             on_ephemeral_unused,
+            warm=warm,
+            throttle=throttle,
             memory_bytes=ephemeral_memory_bytes,
             ttl_s=ephemeral_ttl_s,
             clock=clock,

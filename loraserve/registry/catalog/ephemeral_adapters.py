@@ -12,18 +12,21 @@ notes it, from whichever thread; `sweep` frees, on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from weakref import WeakValueDictionary
 
 from adapters_store import MemoryBlob
-from loraserve.background import BackgroundTask
+from loraserve.background import BackgroundTask, Throttle
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterNotFound, Conflict, InvalidRequest
 from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, LIMITS
@@ -40,6 +43,14 @@ from loraserve.tenancy.limits.shares import Holder, Shares, tenant_holder
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 logger = logging.getLogger(__name__)
+
+Warm = Callable[[AdapterRef], Awaitable[None]]
+PAUSE_FACTOR = 1.0
+"""Seconds of pause per second of a load's inspection, while the engine computes on this machine's
+processors: a trainer waits for it, and an upload's client doesn't (`UPLOAD_PAUSE_FACTOR`).
+"""
+WARM_WAIT_S = 30.0
+"""Seconds that a load waits for room on the device; then requests wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,9 @@ class EphemeralAdapters:
         base: the resident base model; may raise `EngineUnavailable` while there is none.
         publisher: checks names, and inspects files as it does for uploads.
         on_unused: called with the digest of bytes that no ephemeral version has any more.
+        warm: brings a version to the device; None: the first request does.
+        throttle: pauses uploads, and for less time loads, while an engine computes on this
+            machine's processors.
         memory_bytes: memory for all of them; a tenant may have as much of it as is free.
         ttl_s: seconds after a load at which a name is unloaded, if the load doesn't say.
         monotonic: clock that measures the seconds.
@@ -100,6 +114,8 @@ class EphemeralAdapters:
         publisher: Publisher,
         on_unused: Callable[[Digest], None] = lambda _: None,
         *,
+        warm: Warm | None = None,
+        throttle: Throttle | None = None,
         memory_bytes: int = DEFAULT_EPHEMERAL_BYTES,
         ttl_s: float = DEFAULT_EPHEMERAL_TTL_S,
         clock: Clock = utc_now,
@@ -109,11 +125,16 @@ class EphemeralAdapters:
         self._base = base
         self._publisher = publisher
         self._on_unused = on_unused
+        self._warm = warm
+        self.throttle = (throttle or Throttle()).urgent(PAUSE_FACTOR)
+        """Throttle of the work on the files of loads."""
         self._ttl_s = ttl_s
         self._clock = clock
         self._monotonic = monotonic
         self._names: dict[tuple[TenantId, str], _Named] = {}
         self._lock = threading.Lock()
+        # held while a name gets a version
+        self._locks: WeakValueDictionary[tuple[TenantId, str], asyncio.Lock] = WeakValueDictionary()
         self._num_by_digest: Counter[Digest] = Counter()
         # appended to by finalizers, in any thread
         self._unused: deque[_Held] = deque()
@@ -190,8 +211,9 @@ class EphemeralAdapters:
     ) -> EphemeralLoad:
         """Make the files in memory the version that new requests for `name` are bound to.
 
-        They are inspected as an upload's are, but get no certificate. The bytes of the present
-        version again make no new one: its time begins anew.
+        They are inspected as an upload's are, but get no certificate. Until the adapter is on the
+        device, requests are bound to the version before, so that none waits for a load. The bytes
+        of the present version again make no new one: its time begins anew.
 
         Args:
             owner: name of the tenant.
@@ -204,27 +226,30 @@ class EphemeralAdapters:
             QuotaExceeded: the tenant has too many adapters or bytes, these among them.
             RateLimited, Overloaded: it has its share of this server's versions or memory, or there
                 is no room.
+            AdapterUnavailable, EngineUnavailable: the engine can't load it.
             StorageError: the memory can't be had.
         """
         self.check(tenant, name, is_replacing=is_replacing)
         base = self._base()
-        inspected = await self._publisher.inspect(config, blob.read, base)
+        inspected = await self._publisher.inspect(config, blob.read, base, throttle=self.throttle)
         size_bytes = blob.num_bytes + len(config)
-        await self._check_database(tenant, name, size_bytes)
-        # no other task runs from here on
-        self.check(tenant, name, is_replacing=is_replacing)
-        expires_s = self._monotonic() + (self._ttl_s if ttl_s is None else ttl_s)
-        present = self._names.get((tenant, name))
-        if present is not None and present.ref.digest == inspected.digest:
-            present.expires_s = expires_s
-            blob.close()
-            return EphemeralLoad(name, present.ref.version, inspected.digest, size_bytes, is_new=False)
-        number = 1 if present is None else present.ref.version + 1
-        now = self._clock()
-        target = self._target(tenant, name, number, config, blob, inspected, base, now)
-        self._names[tenant, name] = _Named(Route("", LIVE, target), owner, now, expires_s, size_bytes)
+        async with self._locks.setdefault((tenant, name), asyncio.Lock()):
+            self.check(tenant, name, is_replacing=is_replacing)
+            await self._check_database(tenant, name, size_bytes)
+            ttl_s = self._ttl_s if ttl_s is None else ttl_s
+            present = self._names.get((tenant, name))
+            if present is not None and present.ref.digest == inspected.digest:
+                present.expires_s = self._monotonic() + ttl_s
+                blob.close()
+                return EphemeralLoad(name, present.ref.version, inspected.digest, size_bytes, is_new=False)
+            number = 1 if present is None else present.ref.version + 1
+            del present
+            target = self._target(tenant, name, number, config, blob, inspected, base)
+            await self._bring_to_device(target.ref)
+            self._names[tenant, name] = _Named(
+                Route("", LIVE, target), owner, target.created_at, self._monotonic() + ttl_s, size_bytes
+            )
         self.num_loaded += 1
-        del present
         self.sweep()
         return EphemeralLoad(name, number, inspected.digest, size_bytes, is_new=True)
 
@@ -306,6 +331,17 @@ class EphemeralAdapters:
         with self._lock:
             self.bytes.give_back(holder, num_bytes)
 
+    async def _bring_to_device(self, ref: AdapterRef) -> None:
+        """Have the engine load the version; return without it if the device has no room for long.
+
+        Raises:
+            AdapterUnavailable, EngineUnavailable: it can't be loaded.
+        """
+        if self._warm is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WARM_WAIT_S):
+                    await self._warm(ref)
+
     async def _check_database(self, tenant: TenantId, name: str, size_bytes: int) -> None:
         """Check the name and the quota against the tenant's rows.
 
@@ -340,7 +376,6 @@ class EphemeralAdapters:
         blob: MemoryBlob,
         inspected: Inspected,
         base: BaseSpec,
-        now: datetime,
     ) -> Target:
         """Return the version, whose reference holds the memory from now on."""
         holder = tenant_holder(tenant)
@@ -362,7 +397,7 @@ class EphemeralAdapters:
         self._num_by_digest[ref.digest] += 1
         # at the process's end the kernel frees the memory
         weakref.finalize(ref, self._unused.append, _Held(holder, ref.digest, blob)).atexit = False
-        return Target(ref, now, READY, inspected.checks, base.digest, base)
+        return Target(ref, self._clock(), READY, inspected.checks, base.digest, base)
 
 
 def already_loaded(name: str) -> InvalidRequest:

@@ -148,18 +148,27 @@ class Publisher:
         self._on_change(tenant, name)
         return published
 
-    async def inspect(self, config: bytes, read: Callable[[], memoryview], base: BaseSpec) -> Inspected:
+    async def inspect(
+        self,
+        config: bytes,
+        read: Callable[[], memoryview],
+        base: BaseSpec,
+        *,
+        throttle: Throttle | None = None,
+    ) -> Inspected:
         """Inspect the two files for `base`, on a thread.
 
         Args:
             read: returns the weights, on the thread.
+            throttle: pauses the work; None: the uploads'.
 
         Raises:
             AdapterRejected: they can't be served; lists every reason.
             StorageError: the weights can't be read.
         """
         async with self._inspections:
-            return await self._throttle.run_in_pieces(partial(_inspect, config, read, base, self._names))
+            work = partial(_inspect, config, read, base, self._names)
+            return await (throttle or self._throttle).run_in_pieces(work)
 
     async def _preview(self, push: Push) -> Published:
         """Return what a publish would return, without the certificate."""
