@@ -177,6 +177,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,
         claim=claim,
+        warm=engine.warm,
         lora_dir=settings.lora_dir,
         ephemeral_memory_bytes=settings.ephemeral_memory,
         ephemeral_ttl_s=settings.ephemeral_ttl_s,

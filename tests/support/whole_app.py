@@ -138,6 +138,7 @@ async def services(
         lambda: engine.base,
         certify=engine.verify,
         pinning=engine,
+        warm=engine.warm,
         lora_dir=str(tmp_path / "lora"),
         on_ephemeral_unused=engine.discarded.append,
     )

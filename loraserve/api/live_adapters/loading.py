@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,20 +12,21 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from loraserve.api.management.payloads.bodies import Body
-from loraserve.errors import AlreadyExists, InvalidRequest, PermissionDenied
+from loraserve.errors import AlreadyExists, InvalidRequest, LoraserveError, PermissionDenied
 from loraserve.limits import LIMITS
-from loraserve.registry.catalog.ephemeral_adapters import already_loaded
+from loraserve.registry.catalog.ephemeral_adapters import WARM_WAIT_S, already_loaded
+from loraserve.registry.health.checks import quarantine_error
+from loraserve.registry.records import QUARANTINED
 
 if TYPE_CHECKING:
     from adapters_store import MemoryBlob, StagedBlob
     from loraserve.api.services import Services
+    from loraserve.background import Throttle
     from loraserve.registry.uploads.concurrency_limiter import Sender
     from loraserve.tenancy.identity.auth import Caller
 
 Fill = Callable[["StagedBlob | MemoryBlob"], Awaitable[bytes]]
 """Function that writes the weights to its argument and returns the config."""
-PIN_WAIT_S = 30.0
-"""Seconds that a load waits for a pinned adapter to be on the device; it continues after them."""
 
 
 class LoadBody(Body):
@@ -85,6 +88,11 @@ class LiveLoader:
         self._load = load
         self._sender = sender
 
+    @property
+    def throttle(self) -> Throttle:
+        """Throttle of the work on the weights."""
+        return self._registry.ephemeral.throttle if self._load.is_ephemeral else self._registry.uploads.throttle
+
     async def check(self) -> None:
         """Check what can be refused before any weights are read.
 
@@ -113,10 +121,10 @@ class LiveLoader:
             PermissionDenied, InvalidRequest, NotFound: `check`, or `LocalFolders.read`.
             LoraserveError: as `fill`.
         """
-        folders, throttle = self._registry.local_folders, self._registry.uploads.throttle
+        folders = self._registry.local_folders
 
         async def read(weights: StagedBlob | MemoryBlob) -> bytes:
-            return await throttle.run(partial(folders.read, path, self._caller.tenant_name, weights.write))
+            return await self.throttle.run(partial(folders.read, path, self._caller.tenant_name, weights.write))
 
         await self.check()
         await self.fill(read)
@@ -127,6 +135,7 @@ class LiveLoader:
         Raises:
             InvalidRequest: the name has been loaded meanwhile.
             AdapterRejected: the files can't be served; lists every reason.
+            AdapterQuarantined: the version failed its certificate, so that the name means another.
             Conflict: the name is the other kind of adapter's.
             RateLimited, Overloaded: the tenant has its share of uploads or memory, or there is no
                 room.
@@ -184,8 +193,15 @@ class LiveLoader:
             raise already_loaded(load.name) from None
         finally:
             await uploads.release(caller.tenant, weights)
-        if load.is_pinned and published.version.version is not None:
-            number = published.version.version
+        version, number = published.version, published.version.ref.version
+        if version.state == QUARANTINED:
+            raise quarantine_error(load.name, number, version.checks)
+        if load.is_pinned:
             await self._registry.pins.pin(
-                caller.tenant, load.name, number, actor=caller.key_id, once=None, wait_s=PIN_WAIT_S
+                caller.tenant, load.name, number, actor=caller.key_id, once=None, wait_s=WARM_WAIT_S
             )
+            return
+        # the version is there, whatever the engine says now
+        with suppress(TimeoutError, LoraserveError):
+            async with asyncio.timeout(WARM_WAIT_S):
+                await self._services.engine.warm(version.ref)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -35,6 +35,16 @@ _IN_TENSORS = "__tensor__"
 _QUERY = ("lora_name", "ephemeral", "ttl_s", "load_inplace", "pinned")
 
 
+_TEXT = {"type": "string", "format": "byte"}
+_Tensors = Annotated[
+    # checked by code with a better message
+    Any,
+    WithJsonSchema(
+        {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 1}, {"type": "null"}]}
+    ),
+]
+
+
 class LoadLoraAdapterOfSglang(PathLoadBody):
     pinned: bool | None = None
     """Keep it on the device; needs an admin key."""
@@ -43,9 +53,9 @@ class LoadLoraAdapterOfSglang(PathLoadBody):
 class LoadLoraAdapterFromTensors(LoadBody):
     config_dict: dict[str, Any]
     """The content of adapter_config.json."""
-    serialized_named_tensors: str | list[str] | None = None
+    serialized_named_tensors: _Tensors = None
     """Base64 of a safetensors file, or a list of one. SGLang's own pickles are refused."""
-    serialized_tensors: str | list[str] | None = None
+    serialized_tensors: _Tensors = None
     """Earlier name of the same."""
     pinned: bool | None = None
     upsert: bool | None = None
@@ -144,7 +154,7 @@ async def _load_parts(request: Request, services: Services, caller: Caller, load
     boundary = multipart_boundary(request)
     loader = LiveLoader(services, caller, load, sender=sender_of(request))
     await loader.check()
-    throttle = services.registry.uploads.throttle
+    throttle = loader.throttle
     await loader.fill(lambda weights: read_upload(request, boundary, weights, throttle))
     return load.name
 
@@ -157,7 +167,7 @@ async def _load_json(request: Request, services: Services, caller: Caller) -> st
     """
     registry, sender = services.registry, sender_of(request)
     services.check_open()
-    throttle = registry.uploads.throttle
+    throttle = registry.ephemeral.throttle
     held = registry.ephemeral.stage(caller.tenant)
     try:
         async with registry.uploads.slot(caller.tenant, sender):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
@@ -10,6 +11,7 @@ from trainer import Connect, Trainer
 from whole_app import write_small
 
 from loraserve.api.services import Services
+from loraserve.types import Certificate
 
 
 async def test_a_loaded_adapter_is_an_ordinary_version_that_answers_until_it_is_unloaded(
@@ -64,6 +66,17 @@ async def test_a_loop_with_a_name_for_each_policy_and_absolute_paths(acme: Train
         assert await acme.version(f"policy-{step}") == f"policy-{step}@1"
         await acme.unload(f"policy-{step - 1}")
     assert [name for name in await acme.models() if name.startswith("policy")] == ["policy-3"]
+
+
+async def test_a_version_that_fails_its_certificate_is_no_success(
+    acme: Trainer, services: Services, folder: Path, make_certificate: Callable[..., Certificate]
+) -> None:
+    assert (await acme.load()).status_code == 200
+    write_small(folder / "odd", 0.25)
+    services.engine.certificate = make_certificate(verdict="failed", reason="off by 9")  # type: ignore[attr-defined]
+    refused = await acme.load(path="odd", load_inplace=True)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_quarantined")
+    assert await acme.version() == "policy@1"
 
 
 async def test_a_sidecar_may_name_the_base(acme: Trainer, services: Services) -> None:
