@@ -5,6 +5,8 @@ Every route declares a scope or that it is open; the application doesn't start o
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -96,7 +98,10 @@ def _who_has(scope: str, caller: Caller) -> str:
 
 
 def bearer_key(request: Request) -> str:
-    """Return the secret of ``Authorization: Bearer …``.
+    """Return the secret of ``Authorization: Bearer …``, or the password of ``Basic …``.
+
+    Clients that send no key of their own, such as trainers, send as Basic what their URL holds:
+    ``http://x:KEY@host``.
 
     Raises:
         AuthenticationError: there is none, or it can't be a key.
@@ -106,9 +111,20 @@ def bearer_key(request: Request) -> str:
         raise AuthenticationError("No API key was given.", hint="Send the header Authorization: Bearer sk-lora-…")
     kind, _, secret = value.partition(" ")
     secret = secret.strip()
+    if kind.lower() == "basic":
+        kind, secret = "bearer", _password(secret)
     if kind.lower() != "bearer" or not secret or len(secret) > _MAX_KEY_BYTES or not secret.isascii():
         raise AuthenticationError("The Authorization header should be: Bearer sk-lora-…")
     return secret
+
+
+def _password(credentials: str) -> str:
+    """Return the password of Basic credentials; an empty one if they aren't such."""
+    try:
+        _, _, password = base64.b64decode(credentials, validate=True).decode("ascii").partition(":")
+    except (binascii.Error, ValueError):
+        return ""
+    return password
 
 
 def _is_tenant_path(request: Request) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -53,7 +55,11 @@ async def test_a_name_is_loaded_again_in_place_alone_and_gets_another_version(ac
 
 
 async def test_a_loop_with_a_name_for_each_policy_and_absolute_paths(acme: Trainer, folder: Path) -> None:
-    """TRL's AsyncGRPO: no load in place, the name before is unloaded afterwards, absent or not."""
+    """TRL's AsyncGRPO: no load in place, the name before is unloaded afterwards, absent or not; and
+    no key but the URL's, which is sent as Basic.
+    """
+    key = acme.headers["authorization"].removeprefix("Bearer ")
+    acme = replace(acme, headers={"authorization": "Basic " + base64.b64encode(f"x:{key}".encode()).decode()})
     health = await acme.client.get("/health")
     listed = await acme.client.get("/v1/models", headers=acme.headers)
     assert health.status_code == 200

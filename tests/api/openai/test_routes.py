@@ -70,7 +70,17 @@ async def test_another_tenants_adapter_reads_like_one_that_is_absent(
     ],
 )
 @pytest.mark.parametrize(
-    "key", [None, "Bearer sk-lora-wrong", "Bearer", "Basic abc", "Bearer " + "x" * 5000, "Bearer é"]
+    "key",
+    [
+        None,
+        "Bearer sk-lora-wrong",
+        "Bearer",
+        "Basic abc",
+        "Basic eDp5",
+        "Basic eA==",
+        "Bearer " + "x" * 5000,
+        "Bearer é",
+    ],
 )
 async def test_every_route_needs_a_good_key(url: str, method: str, path: str, key: str | None) -> None:
     headers = {} if key is None else {"authorization": key.encode()}
