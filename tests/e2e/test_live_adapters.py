@@ -4,7 +4,9 @@ leaves nothing of them.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sqlite3
 import threading
 import time
@@ -49,6 +51,10 @@ def load(server: ServerProcess, key: str, path: str, name: str = "policy", **que
         headers={"Authorization": f"Bearer {key}"},
         timeout=60,
     )
+
+
+def unload(server: ServerProcess, headers: dict[str, str]) -> httpx2.Response:
+    return httpx2.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "policy"}, headers=headers)
 
 
 def stream(
@@ -109,12 +115,23 @@ def test_policies_swap_under_streams_and_a_kill_leaves_nothing_of_them(server: S
     assert [one.result() for one in running] == [(f"policy@{i}", expected[name]) for i, name in enumerate(NAMES, 1)]
     assert num_rows(server.data_dir) == before
 
+    # an engine that takes the place of a killed one continues on a version that was unloaded
+    with ThreadPoolExecutor(1) as threads:
+        begun = threading.Event()
+        replayed = threads.submit(stream, server, key, "policy", prompt, begun)
+        assert begun.wait(30)
+        assert unload(server, headers).status_code == 200
+        engine = server.engine_pid()
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+    assert replayed.result() == (f"policy@{len(NAMES)}", expected[NAMES[-1]])
+
     # a client that leaves holds nothing either
+    assert load(server, key, NAMES[0]).status_code == 200
     body = {"model": "policy", "prompt": prompt, "max_tokens": 100, "stream": True, "ignore_eos": True}
     with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as answer:
         next(answer.iter_lines())
-    unloaded = httpx2.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "policy"}, headers=headers)
-    assert unloaded.status_code == 200
+    assert unload(server, headers).status_code == 200
 
     def is_free() -> bool:
         metrics = server.metrics()
