@@ -182,6 +182,8 @@ class EphemeralAdapters:
         Raises:
             StorageError: the system has none.
         """
+        # what earlier loads have replaced makes room
+        self.sweep()
         holder = tenant_holder(tenant)
         return MemoryBlob(
             take=lambda num_bytes: self._take(holder, num_bytes),
@@ -250,7 +252,6 @@ class EphemeralAdapters:
                 Route("", LIVE, target), owner, target.created_at, self._monotonic() + ttl_s, size_bytes
             )
         self.num_loaded += 1
-        self.sweep()
         return EphemeralLoad(name, number, inspected.digest, size_bytes, is_new=True)
 
     def unload(self, tenant: TenantId, name: str) -> None:
