@@ -6,7 +6,9 @@
     python -m benchmarks.swaps --quick        # 50 versions and 500 adapters: about two minutes
 
 A swap is a load in place of other weights (SGLang's tensors route, ephemeral). Once it is answered,
-a request of one prompt, the same for all versions, is sent and timed. What must not happen:
+a request of one prompt, the same for all versions, is sent and timed; then one of a new prompt as
+long, for the version that is there already: what the swap adds to a first token is the difference.
+What must not happen:
 
 - *Stale KV*: the first request of a version finds any of its prompt in the prefix cache.
 - *A wrong version*: an answer by another version than the name meant when it was asked for; after
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from benchmarks.peft_scores import PeftScores
 
 NAME = "policy"
+NUM_ALONE = 20
+"""Swaps before the streams begin."""
 NUM_STREAMS, STREAM_TOKENS = 16, 128
 PROMPT_TOKENS, ANSWER_TOKENS = 20, 8
 """Tokens of the request that is timed (more than a block of the prefix cache), and of a check."""
@@ -52,6 +56,8 @@ RANK = 16
 NUM_KINDS = 16
 """Sets of weights that versions take in turn, each with a row of its own."""
 CHECK_EVERY = 10
+BOUND_MS = 100.0
+"""Bound on what a swap adds to a first token, at the median."""
 MAX_DIFFERENCE = 2e-3
 """Bound on the difference of a log probability, of float32 sums in another order over bfloat16
 weights; that of two neighbouring versions is a thousand times as large.
@@ -78,6 +84,11 @@ class Swaps:
     """From the load's answer to the first token of a request for the new version."""
     whole_s: list[float] = field(default_factory=list)
     """Both together."""
+    resident_s: list[float] = field(default_factory=list)
+    """To the first token of a request like it for a version that is there already."""
+    alone_load_s: list[float] = field(default_factory=list)
+    """Loads, and first tokens of the new versions, while nothing else runs."""
+    alone_first_token_s: list[float] = field(default_factory=list)
     num_stale: int = 0
     num_wrong: int = 0
     num_cached_again: int = 0
@@ -91,6 +102,8 @@ class Swaps:
     streams_wrong: int = 0
     num_streamed: int = 0
     stream_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    """Mean time between two tokens of a stream."""
     versions_per_answer: list[int] = field(default_factory=list)
     """Swaps that each streamed answer outlived."""
     errors: list[str] = field(default_factory=list)
@@ -223,19 +236,28 @@ class Bench:
         self.swaps = Swaps()
 
     async def run(self) -> Swaps:
-        """Swap while the streams run."""
-        await self._swap(is_timed=False)
+        """Swap alone, then while the streams run."""
+        for _ in range(NUM_ALONE):
+            load_s, token_s = await self._swap()
+            self.swaps.alone_load_s.append(load_s)
+            self.swaps.alone_first_token_s.append(token_s)
         tasks = [asyncio.create_task(self._stream(i)) for i in range(NUM_STREAMS)]
         await asyncio.sleep(3.0)
         start, before = time.perf_counter(), self.swaps.num_streamed
         for done in range(1, self._num_swaps + 1):
-            await self._swap(is_timed=True)
+            load_s, token_s = await self._swap()
+            self.swaps.load_s.append(load_s)
+            self.swaps.first_token_s.append(token_s)
+            self.swaps.whole_s.append(load_s + token_s)
+            prompt = self._trainer.prompt(-done)
+            self.swaps.resident_s.append((await self._trainer.first_token(NAME, prompt))[0])
             if done % CHECK_EVERY == 0:
                 await self._check()
             if done % 100 == 0:
                 say(f"{done} swaps, first token p50 {figures.ms(percentile(self.swaps.first_token_s, 50))} ms …")
         took_s = time.perf_counter() - start
         self.swaps.stream_tokens_per_s = (self.swaps.num_streamed - before) * STREAM_TOKENS / took_s
+        self.swaps.step_s = NUM_STREAMS / self.swaps.stream_tokens_per_s
         self._is_over = True
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, BaseException):
@@ -243,7 +265,8 @@ class Bench:
         await self._trainer.unload(NAME)
         return self.swaps
 
-    async def _swap(self, *, is_timed: bool) -> None:
+    async def _swap(self) -> tuple[float, float]:
+        """Load the next version and ask it; return the seconds of the load, and to the token."""
         self._loading += 1
         load_s = await self._trainer.load(NAME, self._loading)
         self._version = self._loading
@@ -251,10 +274,7 @@ class Bench:
         token_s, answered, cached = await self._trainer.first_token(NAME, self._trainer.prompt(0))
         self.swaps.num_stale += cached > 0
         self.swaps.num_wrong += answered != f"{NAME}@{self._version}"
-        if is_timed:
-            self.swaps.load_s.append(load_s)
-            self.swaps.first_token_s.append(token_s)
-            self.swaps.whole_s.append(load_s + token_s)
+        return load_s, token_s
 
     async def _check(self) -> None:
         """Compare the present version's log probabilities, and a stream's tokens, with PEFT's."""
@@ -386,6 +406,9 @@ def times_table(swaps: Swaps) -> str:
             ("load, to its answer", swaps.load_s),
             ("**first token of the new version**, from there", swaps.first_token_s),
             ("both together", swaps.whole_s),
+            ("first token of a version that is there already", swaps.resident_s),
+            ("load, without streams", swaps.alone_load_s),
+            ("first token of the new version, without streams", swaps.alone_first_token_s),
         )
     ]
     return figures.table(["", "p50 ms", "p90 ms", "p99 ms", "max ms"], rows)
@@ -399,6 +422,10 @@ load after the other; after each, one request of {PROMPT_TOKENS} tokens.
 
 {times_table(swaps)}
 
+- What a swap adds to a first token, at the median: \
+**{1e3 * (percentile(swaps.first_token_s, 50) - percentile(swaps.resident_s, 50)):.1f} ms** ({BOUND_MS:.0f} at most). \
+A step of the streams takes {figures.ms(swaps.step_s)} ms on this machine; a request waits for the end of one, and its \
+token comes with the next.
 - Stale KV: **{swaps.num_stale}** of {len(swaps.first_token_s)} first requests, all of one prompt; \
 {swaps.num_cached_again} of {swaps.num_checked} second requests found it in the cache.
 - Wrong version: **{swaps.num_wrong}**. Log probabilities of {swaps.num_checked} versions differ from PEFT's by \
