@@ -26,6 +26,7 @@ from datetime import datetime
 from weakref import WeakValueDictionary
 
 from adapters_store import MemoryBlob
+from loraserve.adapters.ir import SCORE
 from loraserve.background import BackgroundTask, Throttle
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterNotFound, Conflict, InvalidRequest
@@ -393,6 +394,7 @@ class EphemeralAdapters:
             digest=inspected.digest,
             config_blob=Digest(hashlib.sha256(config).hexdigest()),
             weights_blob=blob.digest,
+            has_head=SCORE in inspected.target_modules,
             memory=memory,
         )
         self._num_by_digest[ref.digest] += 1
