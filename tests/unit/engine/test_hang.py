@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import psutil
 import pytest
 
 from loraserve.engine_client import process as process_module
@@ -88,6 +89,8 @@ async def test_a_request_gets_its_own_timeout_while_the_engine_stands_still(worl
     async with running(world, hang_s=60) as client:
         assert client.pid is not None
         os.kill(client.pid, signal.SIGSTOP)
+        stopped = psutil.Process(client.pid)
+        await test_client.until(lambda: stopped.status() == psutil.STATUS_STOPPED)
         begun_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await test_client.collect(client, make(world, 1, timeout_s=0.5))
