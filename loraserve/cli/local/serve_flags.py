@@ -47,8 +47,11 @@ VALUES = {
     "PATTERN,…": "pull_allow",
     "ORIGIN,…": "cors_allow_origins",
     "ADDRESS": "host",
+    "PARSER": "tool_call_parser",
 }
-"""Names of values in the help; those with a choice show it."""
+"""Names of values in the help; those with a short choice show it."""
+_MAX_CHOICES = 60
+"""Characters of a choice that stand beside its flag; a longer one is listed after its help."""
 
 
 def takes_settings(names: Sequence[str] | None = None) -> Callable[[F], F]:
@@ -104,15 +107,23 @@ class SettingsCommand(Command):
             field = Settings.model_fields[param.name]
             default = _default_text(field.default)
             facts = [f"env var: {ENV_PREFIX}{param.name.upper()}", *([f"default: {default}"] if default else [])]
-            param.help = f"{' '.join((field.description or '').split())}  [{'; '.join(facts)}]"
+            words = " ".join((field.description or "").split())
+            choices = _choices(field.annotation)
+            if len("|".join(choices)) > _MAX_CHOICES:
+                words = f"{words} One of {', '.join(choices)}."
+            param.help = f"{words}  [{'; '.join(facts)}]"
             if param.name not in SWITCHES:
-                param.metavar = _value_name(param.name, field.annotation)
+                param.metavar = _value_name(param.name, choices)
         super().format_options(ctx, formatter)
 
 
-def _value_name(name: str, annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
+def _choices(annotation: Any) -> tuple[str, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _value_name(name: str, choices: Sequence[str]) -> str:
+    if 0 < len("|".join(choices)) <= _MAX_CHOICES:
+        return "|".join(choices)
     return next(value for value, names in VALUES.items() if name in names.split())
 
 
