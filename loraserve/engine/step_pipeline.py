@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from loraserve.engine.execution.batch import AdapterHandle, Batch, build_batch
+from loraserve.engine.execution.batch import Batch, build_batch
 from loraserve.engine.execution.runner import StepHandle, StepRunner
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.scheduler import Scheduler
 from loraserve.errors import EngineError
+from loraserve.memory.devices.base import AdapterHandle
 from loraserve.types import Digest, TokenOutput
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,8 @@ import numpy.typing as npt
 
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.errors import InvariantViolation
+from loraserve.memory.devices.base import AdapterHandle
 from loraserve.types import Digest
-from loraserve_kernels.cpu.lora.layout import PackedAdapter
-
-AdapterHandle = PackedAdapter | int
-"""An adapter as the kernels take it: its weights on a CPU, its slot in the pool on a GPU."""
 
 _NO_ROWS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 

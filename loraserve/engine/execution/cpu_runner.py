@@ -7,12 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve.engine.execution.batch import AdapterHandle, Batch
+from loraserve.engine.execution.batch import Batch
 from loraserve.engine.execution.pooled_rows import pooled_rows, with_hidden
 from loraserve.engine.execution.runner import FinishedStep
 from loraserve.engine.execution.sampler import Sampler, has_penalties
 from loraserve.engine.request import Request
 from loraserve.errors import InvariantViolation
+from loraserve.memory.devices.base import AdapterHandle
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs, PooledRows
 from loraserve_kernels.common.plan import make_plan

@@ -65,6 +65,13 @@ class Footprint:
 
 NOTHING = Footprint()
 
+AdapterHandle = PackedAdapter | int
+"""Name by which a step finds an adapter: its packed tensors on a CPU, its slot on a GPU.
+
+A type parameter in its place would go through nine classes between device and runner, to spare four
+checks at their edges.
+"""
+
 
 class HostAdapter(Protocol):
     """An adapter in host memory, as one device wants it."""
@@ -85,11 +92,11 @@ class PlacedAdapter:
     """An adapter on a device, from `place` to `remove`.
 
     Attributes:
-        handle: name by which a step finds it: its packed tensors on a CPU, its slot on a GPU.
+        handle: name by which a step finds it.
         footprint: memory that it takes.
     """
 
-    handle: PackedAdapter | int
+    handle: AdapterHandle
     footprint: Footprint
 
 

@@ -19,13 +19,12 @@ from itertools import islice
 
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import Owner
-from loraserve.memory.devices.base import NOTHING, AdapterDevice, Footprint
+from loraserve.memory.devices.base import NOTHING, AdapterDevice, AdapterHandle, Footprint
 from loraserve.memory.eviction import NEVER, CostEstimate, Popularity
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.residency.resident_adapter import AdapterState, EvictedAdapter, ResidentAdapter
 from loraserve.memory.timings import Timings
 from loraserve.types import Digest, Histogram
-from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 MAX_VICTIM_CANDIDATES = 8
 """Least recently used adapters of which the least valuable is evicted."""
@@ -195,7 +194,7 @@ class DeviceCache:
         """Return whether a new request may pin the adapter now."""
         return self.state(digest) in (AdapterState.PROTECTED, AdapterState.READY)
 
-    def handle(self, digest: Digest) -> PackedAdapter | int:
+    def handle(self, digest: Digest) -> AdapterHandle:
         """Return what a step names a resident adapter by.
 
         Raises:

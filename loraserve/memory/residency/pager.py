@@ -25,6 +25,7 @@ from enum import StrEnum
 
 from adapters_store import BlobStore
 from loraserve.errors import AdapterCorrupt, LoraserveError
+from loraserve.memory.devices.base import AdapterHandle
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.loading.base_weights import BaseWeights
 from loraserve.memory.loading.load import load_adapter
@@ -38,7 +39,6 @@ from loraserve.memory.residency.resident_adapter import AdapterState, EvictedAda
 from loraserve.memory.residency.snapshot import adapter_usage, memory_usage, residency_rows
 from loraserve.memory.timings import Stopwatch, timed
 from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
-from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 
 class Residency(StrEnum):
@@ -233,7 +233,7 @@ class Pager:
         """
         return self._pool.pin(digest, self._clock(), is_use=is_use)
 
-    def handle(self, digest: Digest) -> PackedAdapter | int:
+    def handle(self, digest: Digest) -> AdapterHandle:
         """Return what a step names a resident adapter by.
 
         On a CPU these are its packed tensors, on a GPU its slot in the pool.
