@@ -25,6 +25,7 @@ from loraserve_kernels.cpu.linear.chooser import Chooser
 SCRIPT = Path(__file__).with_name("forced_kernels.py")
 LADDER = ("AVX2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_AMX")
 AVX2_FEATURES = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+cx16,+64bit"
+AVX512_FEATURES = "+avx512f,+avx512cd,+avx512bw,+avx512dq,+avx512vl"
 MACHINES: dict[str, dict[str, str]] = {"as it is": {}}
 """Processors that this one can pass for: name → environment."""
 if instructions.onednn() in map(str.lower, LADDER):
@@ -36,6 +37,11 @@ if instructions.onednn() in map(str.lower, LADDER):
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": AVX2_FEATURES,
     }
+    if "avx512" in instructions.onednn():
+        MACHINES["numba with AVX-512 but no VNNI"] = {
+            "NUMBA_CPU_NAME": "skylake-avx512",
+            "NUMBA_CPU_FEATURES": f"{AVX2_FEATURES},{AVX512_FEATURES}",
+        }
 # rounded to 16 bits by libraries that sum in an order of their own
 NEARLY_EXACT = {"bf16"}
 FASTER_THAN = 3.0
@@ -63,6 +69,11 @@ def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machin
         for kernel, seen in one["candidates"].items():
             assert seen["is_taken_for_right"] == seen["is_right"], (format, kernel)
         assert one["candidates"][one["kernel"]]["is_right"], format
+
+
+@pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
+def test_our_own_int8_is_right_everywhere(machine: str) -> None:
+    assert found(machine)["int8"]["candidates"]["numba-dot"]["is_right"]
 
 
 @pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
@@ -104,6 +115,35 @@ def test_pairs_of_products_in_16_bits_overflow_with_avx2_and_this_is_seen() -> N
     """Otherwise the tests above would see nothing either."""
     seen = found("oneDNN with AVX2")["int8"]["candidates"]["onednn-u8"]
     assert not seen["is_right"]
+
+
+@pytest.mark.parametrize(
+    ("features", "instruction"),
+    [
+        (AVX2_FEATURES, "vpmaddwd"),
+        (f"{AVX2_FEATURES},+avxvnni", "vpdpbusd"),
+        (f"{AVX2_FEATURES},{AVX512_FEATURES}", "vpmaddwd"),
+        (f"{AVX2_FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
+    ],
+    ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
+)
+@pytest.mark.skipif(len(MACHINES) == 1, reason="about x86 instructions")
+def test_our_int8_multiplies_by_the_best_instruction_of_each_processor(features: str, instruction: str) -> None:
+    """Compiled alone: this processor may lack it."""
+    script = (
+        "from loraserve_kernels.cpu.linear.decoded_kernel import compiled_dot;"
+        "print(compiled_dot()._library.get_asm_str())"
+    )
+    environment = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": os.devnull}
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert instruction in result.stdout
+    assert {"vpmaddwd", "vpdpbusd"} - {instruction} == {"vpmaddwd", "vpdpbusd"} - set(result.stdout.split())
 
 
 class Clock:

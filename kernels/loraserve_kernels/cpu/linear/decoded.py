@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.cpu import threads
@@ -17,6 +18,9 @@ from loraserve_kernels.cpu.linear.widen import widen
 
 _MIN_PARALLEL_WEIGHTS = 1 << 15
 """Products of a smaller weight with one row aren't worth waking a second thread for."""
+
+_RUNS = {2: torch.int16, 4: torch.int32}
+"""Dtype as wide as so many codes of int8."""
 
 _GROUP = 256
 """Inputs that are summed before they're added to the total, where a channel has one scale."""
@@ -58,13 +62,16 @@ class DotWeight:
     """A linear's weight in int8 by output channel, for activations in int8.
 
     Attributes:
-        codes: [tiles, pairs of inputs, channels of a tile, 2] int8, filled up with zeros.
+        codes: [tiles, runs of inputs, channels of a tile, `DOT_INPUTS`] int8, filled up with zeros.
         scales: [channels] float32.
+        sum_starts: [channels] int32: -128 times the sum of a channel's codes where activations are
+            codes plus 128, elsewhere 0.
         in_features, out_features: of the linear.
     """
 
     codes: Tensor
     scales: Tensor
+    sum_starts: Tensor
     in_features: int
     out_features: int
 
@@ -168,21 +175,25 @@ def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tens
 
 
 def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
-    """Bring a weight in int8 into tiles of pairs of inputs; codes and scales are copied.
+    """Bring a weight in int8 into tiles of runs of inputs; codes and scales are copied.
 
     Args:
         codes: [out_features, in_features] int8; scales: [out_features] float32.
     """
+    from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS, HAS_VNNI
+
     out_features, in_features = codes.shape
-    padded = torch.zeros(out_features, in_features + in_features % 2, dtype=torch.int8)
-    padded[:, :in_features] = codes
-    tiles = _tiles(padded.view(torch.int16)).view(torch.int8)
-    return DotWeight(tiles, _filled(scales[None])[0], in_features, out_features)
+    padded = F.pad(codes, (0, -in_features % DOT_INPUTS)).contiguous()
+    tiles = _tiles(padded.view(_RUNS[DOT_INPUTS])).view(torch.int8)
+    sums = codes.sum(1, dtype=torch.int32) * (-128 if HAS_VNNI else 0)
+    return DotWeight(tiles, _filled(scales[None])[0], _filled(sums[None])[0], in_features, out_features)
 
 
 def unpack_dot(weight: DotWeight) -> Tensor:
     """Return the codes that `pack_dot` was given."""
-    tiles = weight.codes.view(torch.int16)
+    from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS
+
+    tiles = weight.codes.view(_RUNS[DOT_INPUTS])
     codes = tiles.mT.reshape(-1, tiles.shape[1])[: weight.out_features].contiguous()
     return codes.view(torch.int8)[:, : weight.in_features].contiguous()
 
@@ -197,17 +208,16 @@ def dot(codes: Tensor, weight: DotWeight) -> Tensor:
     """
     from loraserve_kernels.cpu.linear import decoded_kernel
 
-    width = weight.in_features + weight.in_features % 2
-    x = torch.empty(codes.shape[0], width, dtype=torch.int16)
-    x[:, : weight.in_features] = codes
-    if width > weight.in_features:
-        x[:, weight.in_features :] = 0
-    num_channels = weight.scales.shape[0]
+    num_more = -weight.in_features % decoded_kernel.DOT_INPUTS
+    # what fills up meets codes of 0
+    codes = F.pad(codes, (0, num_more)) if num_more else codes
+    x = codes.view(torch.uint8) ^ 128 if decoded_kernel.HAS_VNNI else codes.short()
+    num_channels, width = weight.scales.shape[0], x.shape[1]
     y = torch.empty(x.shape[0], num_channels)
     args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
     args[decoded_kernel.X : decoded_kernel.SCALES + 1] = (
         x.data_ptr(),
-        width,
+        x.stride(0),
         x.shape[0],
         y.data_ptr(),
         num_channels,
@@ -215,6 +225,7 @@ def dot(codes: Tensor, weight: DotWeight) -> Tensor:
         weight.codes.stride(0),
         weight.scales.data_ptr(),
     )
+    args[decoded_kernel.SUM_STARTS] = weight.sum_starts.data_ptr()
     args[decoded_kernel.WIDTH], args[decoded_kernel.NUM_TILES] = width, weight.codes.shape[0]
     _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
     return _cut(y, weight.out_features)
