@@ -128,13 +128,15 @@ def test_pairs_of_products_in_16_bits_overflow_with_avx2_and_this_is_seen() -> N
     ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
 )
 @pytest.mark.skipif(len(MACHINES) == 1, reason="about x86 instructions")
-def test_our_int8_multiplies_by_the_best_instruction_of_each_processor(features: str, instruction: str) -> None:
-    """Compiled alone: this processor may lack it."""
+def test_our_int8_multiplies_by_the_best_instruction_of_each_processor(
+    tmp_path: Path, features: str, instruction: str
+) -> None:
+    """Compiled alone, anew: this processor may lack it, and cached code can't be inspected."""
     script = (
         "from loraserve_kernels.cpu.linear.decoded_kernel import compiled_dot;"
         "print(compiled_dot()._library.get_asm_str())"
     )
-    environment = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": os.devnull}
+    environment = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-P", "-c", script],
         env={**os.environ, **environment},
