@@ -14,8 +14,9 @@ from loraserve.limits import LIMITS, MIB
 
 FIELDS = ("serialized_named_tensors", "serialized_tensors")
 """Names of the weights: SGLang's present one, and the earlier one."""
-# a quote inside a string has a backslash before it
-_START = re.compile(rb'(?<!\\)"(?:' + "|".join(FIELDS).encode() + rb')"\s*:\s*\[?\s*"')
+# A quote inside a string has a backslash before it. White space is possessive: what a client sends
+# much of would otherwise be tried from every place.
+_START = re.compile(rb'(?<!\\)"(?:' + "|".join(FIELDS).encode() + rb')"\s*+:\s*+(?:\[\s*+)?"')
 _OVERLAP_BYTES = 256
 _FLUSH_BYTES = 1 * MIB
 _FIRST_BYTES = 9
