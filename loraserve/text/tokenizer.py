@@ -111,7 +111,7 @@ class Tokenizer:
             num_added = self._num_added(len(parts)) if add_special_tokens else 0
             lengths = _cut([len(part) for part in parts], max(0, max_tokens - num_added))
             for part, length in zip(parts, lengths, strict=True):
-                part.truncate(length, direction="left" if keeps_end else "right")
+                _truncate(part, length, keeps_end=keeps_end)
         return self._joined(parts, add_special_tokens)[:max_tokens]
 
     def _num_added(self, num_parts: int) -> int:
@@ -221,6 +221,19 @@ def _cut(lengths: Sequence[int], room: int) -> list[int]:
         return [room]
     short = min(min(lengths), room // 2)
     return [short, room - short] if lengths[0] <= lengths[1] else [room - short, short]
+
+
+def _truncate(encoding: Any, length: int, *, keeps_end: bool) -> None:
+    """Cut an encoding to so many tokens.
+
+    `tokenizers` keeps what it cuts off, as an encoding for each piece of the new length, and
+    post-processes all of these, of a pair each with each: a million of one token take a gigabyte.
+    By halves there is one such piece.
+    """
+    direction = "left" if keeps_end else "right"
+    while len(encoding) > 2 * max(1, length):
+        encoding.truncate(-(-len(encoding) // 2), direction=direction)
+    encoding.truncate(length, direction=direction)
 
 
 def _token_content(token: object) -> str | None:

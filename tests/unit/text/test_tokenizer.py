@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from loraserve.errors import ConfigError
-from loraserve.text.tokenizer import Tokenizer
+from loraserve.text.tokenizer import Tokenizer, _truncate
 
 MakeDir = Callable[..., Path]
 
@@ -59,6 +59,19 @@ def test_texts_and_pairs_are_cut_as_tokenizers_cuts_them(
     assert tokenizer.encode_within(long, max_tokens=None) == tokenizer.encode(long)
     bare = tokenizer.encode_within(long, max_tokens=4, add_special_tokens=False)
     assert bare == tokenizer.encode(long, add_special_tokens=False)[:4]
+
+
+@pytest.mark.parametrize("keeps_end", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 3, 999, 1000, 1001])
+def test_what_is_cut_off_is_not_kept_in_pieces(make_model_dir: MakeDir, length: int, keeps_end: bool) -> None:
+    tokenizer = Tokenizer(make_model_dir("byte_level"))
+    text = "0 1 2 3 4 5 6 7 8 9 " * 100
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 1001
+    encoding = tokenizer._encode(text, False)
+    _truncate(encoding, length, keeps_end=keeps_end)
+    assert encoding.ids == (ids[max(0, len(ids) - length) :] if keeps_end else ids[:length])
+    assert len(encoding.overflowing) <= 1
 
 
 def test_token_bytes_concatenate_to_the_text(make_model_dir: MakeDir) -> None:
