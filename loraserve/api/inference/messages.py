@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from loraserve.api.http.json_body import parse_json
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat
@@ -115,15 +115,16 @@ class _Reader:
 def _read_arguments(value: object, param: str) -> dict[str, Any] | str:
     """Return the object that arguments hold, which templates write in their own way.
 
-    What isn't JSON, as a model may have written it, stays a string.
+    What isn't JSON, as a model may have written it, stays a string. So does JSON that no body may
+    hold: no template could write a lone surrogate, or a thousand levels.
     """
     if isinstance(value, dict):
         return value
     if not isinstance(value, str):
         raise InvalidRequest(f"{param} should be a string that holds a JSON object.", param=param)
     try:
-        arguments = json.loads(value) if value.strip() else {}
-    except (ValueError, RecursionError):
+        arguments = parse_json(value.encode()) if value.strip() else {}
+    except InvalidRequest:
         return value
     return arguments if isinstance(arguments, dict) else value
 

@@ -434,6 +434,20 @@ async def test_arguments_that_are_no_json_are_shown_as_they_are(client: httpx2.A
     assert '"arguments": {oops}' in prompt_of(engine)
 
 
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 33 + "]" * 33, "[" * 900 + "]" * 900, "[" * 1500]
+)
+async def test_arguments_that_no_template_could_write_are_shown_as_they_are(
+    client: httpx2.AsyncClient, engine: Any, value: str
+) -> None:
+    # most were a 500: they can't be encoded, or written within the depth of the interpreter
+    arguments = f'{{"a": {value}}}'
+    messages = called(function={"name": "f", "arguments": arguments})
+    assert (await chat(client, messages=messages, truncate_prompt_tokens=4000)).status_code == 200
+    if len(arguments) < 3000:
+        assert f'"arguments": {arguments}' in prompt_of(engine)
+
+
 async def test_a_template_without_tools_refuses_them(client: httpx2.AsyncClient, services: Services) -> None:
     template = services.chat_format.template
     template._read.discard("tools")
