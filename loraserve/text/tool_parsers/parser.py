@@ -288,12 +288,18 @@ class ToolParser(Parser):
             yield
 
     def _end(self, ends: Sequence[str]) -> Steps[None]:
-        """Move past the marker that ends calls, if it is there, and past brackets before it."""
+        """Move past the marker that ends calls, if it is there, and past brackets before it.
+
+        A marker that the text's end has cut off isn't content either.
+        """
         text = self._text
         text.settle()
         yield from self._run(_CLOSING)
         if (yield from self._accept(*ends)) is None:
-            text.rewind()
+            if text.is_over and any(end.startswith(text.rest) for end in ends):
+                text.at = len(text.text)
+            else:
+                text.rewind()
         text.settle()
 
     def _say(self, content: str) -> None:

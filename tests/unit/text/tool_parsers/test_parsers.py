@@ -45,6 +45,7 @@ CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ),
         ('<tool_call>{"name": "get_time", "arguments": {}}}\n</tool_call>', {"calls": [TIME]}),
         ('<tool_call>{"name": "get_time", "arguments": {}}', {"calls": [TIME]}),
+        ('<tool_call>{"name": "get_time", "arguments": {}}\n</tool_cal', {"calls": [TIME]}),
         ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', {"calls": [["unknown", {}]]}),
         (
             '<tool_call>[{"name": "get_time", "arguments": {}}, {"name": "get_time", "arguments": {}}]</tool_call>',
