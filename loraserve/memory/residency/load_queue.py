@@ -23,12 +23,14 @@ class PendingAdapter:
         since_s: time of the first request for it.
         asked_s: time of the last request for it.
         tenants: tenants that have requested it.
+        is_second_load: whether a load failed whose bytes the last request doesn't name.
     """
 
     ref: AdapterRef
     since_s: float
     asked_s: float
     tenants: set[TenantId] = field(default_factory=set)
+    is_second_load: bool = False
 
 
 class LoadQueue:
@@ -69,12 +71,27 @@ class LoadQueue:
         pending = self._pending.get(ref.digest)
         if pending is None:
             pending = self._pending[ref.digest] = PendingAdapter(ref, now_s, now_s)
+        if pending.ref.is_ephemeral:
+            # the memory of an earlier request may be freed, that of the last one isn't
+            pending.ref = ref
         if ref.tenant not in pending.tenants:
             pending.tenants.add(ref.tenant)
             self._load_order.join(ref.tenant)
             self._placement_order.join(ref.tenant)
         pending.asked_s = now_s
         return pending
+
+    def may_load_again(self, failed: AdapterRef) -> bool:
+        """Return, once for an adapter, whether a request names other bytes than a failed load's.
+
+        The memory of an ephemeral version may be freed before it is read. That is no failure for
+        those who hold the same bytes elsewhere.
+        """
+        pending = self._pending.get(failed.digest)
+        if pending is None or pending.is_second_load or not failed.is_ephemeral:
+            return False
+        pending.is_second_load = True
+        return (pending.ref.memory, pending.ref.parts) != (failed.memory, failed.parts)
 
     def leave(self, digest: Digest) -> None:
         """Remove the adapter; no-op if absent."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
 from adapters_store import BlobStore
-from loraserve.errors import AdapterCorrupt, LoraserveError
+from loraserve.errors import AdapterCorrupt, AdapterUnavailable, LoraserveError
 from loraserve.memory.devices.base import AdapterHandle
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.loading.base_weights import BaseWeights
@@ -372,6 +372,9 @@ class Pager:
         loaded: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
+            is_unavailable = isinstance(result.outcome, AdapterUnavailable)
+            if is_unavailable and self._queue.may_load_again(result.ref):
+                continue
             self._history.note(result, now)
             if isinstance(result.outcome, LoraserveError):
                 self._operator_pins.discard(digest)

@@ -14,7 +14,7 @@ from adapters_store import LocalStore, MemoryBlob
 from loraserve import faults
 from loraserve.errors import AdapterCorrupt, AdapterUnavailable
 from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import AdapterPart, AdapterRef
+from loraserve.types import AdapterPart, AdapterRef, TenantId
 
 MakePager = Callable[..., Pager]
 
@@ -69,6 +69,26 @@ def test_freed_memory_fails_the_load_and_accuses_no_blob(make: Any, make_pager: 
     assert isinstance(error, AdapterUnavailable)
     assert not isinstance(error, AdapterCorrupt)
     assert pager.take_corruptions() == []
+
+
+@pytest.mark.parametrize("is_other_stored", [True, False], ids=["stored", "ephemeral"])
+def test_another_tenants_version_of_the_same_bytes_loads_where_the_first_ones_memory_is_freed(
+    make: Any, make_pager: MakePager, hold: Any, is_other_stored: bool
+) -> None:
+    pager, (first, blob) = make_pager(), hold(is_stored=True)
+    other, _ = hold(is_stored=True)
+    other = msgspec.structs.replace(other, tenant=TenantId("other"), memory=None if is_other_stored else other.memory)
+    assert other.digest == first.digest
+    gate = threading.Event()
+    with faults.arm("pager.load", lambda: gate.wait(10) and None):
+        pager.request(first)
+        blob.close()
+        pager.request(other)
+        gate.set()
+        make.settle(pager)
+    # neither fails, nor waits for the time after a failure
+    assert pager.error(other.digest) is None
+    assert pager.request(other) is Residency.RESIDENT
 
 
 @pytest.mark.parametrize("device_ranks", [4, 100], ids=["in host memory", "on the device"])
