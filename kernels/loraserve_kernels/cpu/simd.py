@@ -148,7 +148,7 @@ def store_one(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
         builder.store(args[2], _pointer(builder, args[0], args[1], _FLOAT))
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32), codegen
+    return types.void(types.intp, types.intp, types.float32, types.int64), codegen
 
 
 @intrinsic
@@ -458,8 +458,8 @@ def larger(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def store_int8(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write the lanes, rounded to the nearest integer, to the int8 array at `address`.
+def store_int8(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
+    """Write the lanes, rounded to the nearest integer, plus `offset` to the bytes at `address`.
 
     Ties go to even. They must be finite and within ±127.5.
     """
@@ -469,21 +469,26 @@ def store_int8(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
             builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
         )
         codes = builder.fptosi(builder.call(function, [args[2]]), ir.VectorType(_I32, LANES))
+        undefined = ir.Constant(codes.type, ir.Undefined)
+        first = builder.insert_element(undefined, builder.trunc(args[3], _I32), ir.Constant(_I32, 0))
+        offsets = builder.shuffle_vector(first, undefined, ir.Constant(codes.type, [0] * LANES))
+        codes = builder.add(codes, offsets)
         pointer = builder.bitcast(_pointer(builder, args[0], args[1], _I8), _wide(_I8).as_pointer())
         builder.store(builder.trunc(codes, _wide(_I8)), pointer, align=1)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, vector), codegen
+    return types.void(types.intp, types.intp, vector, types.int64), codegen
 
 
 @intrinsic
-def store_int8_one(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Write a float32, rounded as `store_int8` rounds, to the int8 array at `address`."""
+def store_int8_one(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
+    """Write a float32, rounded as `store_int8` rounds, plus `offset` to the bytes at `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32")
         code = builder.fptosi(builder.call(function, [args[2]]), _I32)
+        code = builder.add(code, builder.trunc(args[3], _I32))
         builder.store(builder.trunc(code, _I8), _pointer(builder, args[0], args[1], _I8))
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32), codegen
+    return types.void(types.intp, types.intp, types.float32, types.int64), codegen

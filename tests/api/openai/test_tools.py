@@ -435,7 +435,8 @@ async def test_arguments_that_are_no_json_are_shown_as_they_are(client: httpx2.A
 
 
 @pytest.mark.parametrize(
-    "value", ['"\\ud800"', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 33 + "]" * 33, "[" * 900 + "]" * 900, "[" * 1500]
+    "value",
+    ['"\\ud800"', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 33 + "]" * 33, "[" * 900 + "]" * 900, "[" * 1500],
 )
 async def test_arguments_that_no_template_could_write_are_shown_as_they_are(
     client: httpx2.AsyncClient, engine: Any, value: str

@@ -22,6 +22,9 @@ _MIN_PARALLEL_WEIGHTS = 1 << 15
 _RUNS = {2: torch.int16, 4: torch.int32}
 """Dtype as wide as so many codes of int8."""
 
+_SUMMED_ROWS = 256
+"""Rows of a weight whose codes are summed at a time."""
+
 _GROUP = 256
 """Inputs that are summed before they're added to the total, where a channel has one scale."""
 
@@ -183,9 +186,12 @@ def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
     from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS, HAS_VNNI
 
     out_features, in_features = codes.shape
-    padded = F.pad(codes, (0, -in_features % DOT_INPUTS)).contiguous()
+    num_more = -in_features % DOT_INPUTS
+    padded = F.pad(codes, (0, num_more)) if num_more else codes.contiguous()
     tiles = _tiles(padded.view(_RUNS[DOT_INPUTS])).view(torch.int8)
-    sums = codes.sum(1, dtype=torch.int32) * (-128 if HAS_VNNI else 0)
+    # a sum of int8 makes a wider copy first
+    sums = torch.cat([part.sum(1, dtype=torch.int32) for part in codes.split(_SUMMED_ROWS)])
+    sums *= -128 if HAS_VNNI else 0
     return DotWeight(tiles, _filled(scales[None])[0], _filled(sums[None])[0], in_features, out_features)
 
 
@@ -198,20 +204,28 @@ def unpack_dot(weight: DotWeight) -> Tensor:
     return codes.view(torch.int8)[:, : weight.in_features].contiguous()
 
 
-def dot(codes: Tensor, weight: DotWeight) -> Tensor:
-    """Return ``scale · sum(code · x)``, [num_tokens, out_features] float32.
+def code_offset() -> int:
+    """Return what is added to the codes of activations that `dot` takes."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_VNNI
+
+    return 128 if HAS_VNNI else 0
+
+
+def dot(codes: Tensor, scales: Tensor, weight: DotWeight) -> Tensor:
+    """Return ``sum(code · x) · scale · row's scale``, [num_tokens, out_features] float32.
 
     The sums are exact, each converted and scaled once.
 
     Args:
-        codes: [num_tokens, in_features] int8.
+        codes: [num_tokens, in_features] int8, each plus `code_offset` as a byte.
+        scales: [num_tokens, 1] float32.
     """
     from loraserve_kernels.cpu.linear import decoded_kernel
 
     num_more = -weight.in_features % decoded_kernel.DOT_INPUTS
     # what fills up meets codes of 0
-    codes = F.pad(codes, (0, num_more)) if num_more else codes
-    x = codes.view(torch.uint8) ^ 128 if decoded_kernel.HAS_VNNI else codes.short()
+    x = F.pad(codes, (0, num_more)) if num_more else codes
+    x = x if decoded_kernel.HAS_VNNI else x.short()
     num_channels, width = weight.scales.shape[0], x.shape[1]
     y = torch.empty(x.shape[0], num_channels)
     args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
@@ -225,7 +239,7 @@ def dot(codes: Tensor, weight: DotWeight) -> Tensor:
         weight.codes.stride(0),
         weight.scales.data_ptr(),
     )
-    args[decoded_kernel.SUM_STARTS] = weight.sum_starts.data_ptr()
+    args[decoded_kernel.SUM_STARTS], args[decoded_kernel.ROW_SCALES] = weight.sum_starts.data_ptr(), scales.data_ptr()
     args[decoded_kernel.WIDTH], args[decoded_kernel.NUM_TILES] = width, weight.codes.shape[0]
     _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
     return _cut(y, weight.out_features)

@@ -154,11 +154,15 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
         # 7 bits: fbgemm adds pairs of products in 16 bits on machines without VNNI
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(units, 1 / 63, 64, weight.packed)
     else:
-        codes, scales = quantize_rows(x)
         if weight.kernel == "numba-dot":
-            y = decoded.dot(codes, weight.packed)
-        else:
-            y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
+            codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), decoded.code_offset())
+            if bias is None:
+                return decoded.dot(codes, scales, weight.packed)
+            # scaled where the bias is added, in one rounding, as after other kernels
+            y = decoded.dot(codes, torch.ones_like(scales), weight.packed)
+            return torch.addcmul(bias, y, scales)
+        codes, scales = quantize_rows(x)
+        y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
     return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
 
 
@@ -428,12 +432,13 @@ def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
     return handle.ctypes, handle.address, handle
 
 
-def _quantize_rows_numba(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_rows_numba(x: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
+    """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does."""
     call, address, _ = _rows_kernel()
     num_rows, width = x.shape
     codes, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty((num_rows, 1))
     args = np.array(
-        (0, 0, 0, 0, 0, 0, 0, 0, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width),
+        (*[0] * 8, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width, offset),
         dtype=np.int64,
     )
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1

@@ -29,7 +29,7 @@ from loraserve_kernels.cpu.simd import (
 )
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
-CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, NUM_WORDS = 0, 8, 9, 10, 11, 12, 13, 14
+CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, NUM_WORDS = 0, 8, 9, 10, 11, 12, 13, 14, 15
 
 ROW_BLOCK = 8
 F32_BYTES = 4
@@ -39,11 +39,11 @@ F32_BYTES = 4
 def _quantize(args):  # type: ignore[no-untyped-def]
     """Quantize the rows that this thread claims.
 
-    Codes are ``round(127 x / max |x|)``, scales ``max |x| / 127``.
+    Codes are ``round(127 x / max |x|)`` plus the offset, scales ``max |x| / 127``.
     """
     x, x_stride, codes = load_int(args, X), load_int(args, X_STRIDE), load_int(args, CODES)
     scales, num_rows, width = load_int(args, SCALES), load_int(args, NUM_ROWS), load_int(args, WIDTH)
-    whole = width // LANES * LANES
+    whole, offset = width // LANES * LANES, load_int(args, OFFSET)
     zero = splat(np.float32(0))
     while True:
         first = fetch_add(args, ROW_BLOCK)
@@ -67,15 +67,15 @@ def _quantize(args):  # type: ignore[no-untyped-def]
             store_one(scales, row, top / np.float32(127) + bad)
             if factor == np.float32(0):
                 for k in range(0, whole, LANES):
-                    store_int8(target, k, zero)
+                    store_int8(target, k, zero, offset)
                 for k in range(whole, width):
-                    store_int8_one(target, k, np.float32(0))
+                    store_int8_one(target, k, np.float32(0), offset)
             else:
                 times = splat(factor)
                 for k in range(0, whole, LANES):
-                    store_int8(target, k, fma(load(source, k, F32), times, zero))
+                    store_int8(target, k, fma(load(source, k, F32), times, zero), offset)
                 for k in range(whole, width):
-                    store_int8_one(target, k, load_one(source, k, F32) * factor)
+                    store_int8_one(target, k, load_one(source, k, F32) * factor, offset)
 
 
 @functools.cache
