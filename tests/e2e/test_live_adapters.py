@@ -27,11 +27,12 @@ NAMES = ("sql", "french", "pirate")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """A server that reads adapters below a folder; a parameter is more of its flags."""
     for name in adapter_dirs():
         shutil.copytree(adapter_dirs()[name], tmp_path / "runs" / name)
     server = ServerProcess(tmp_path / "data")
-    server.flags += ("--lora-dir", str(tmp_path / "runs"))
+    server.flags += ("--lora-dir", str(tmp_path / "runs"), *getattr(request, "param", ()))
     server.start()
     yield server
     server.kill()
@@ -157,3 +158,50 @@ def test_policies_swap_under_streams_and_a_kill_leaves_nothing_of_them(server: S
     )
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
     assert files(server.data_dir / "blobs") == stored
+
+
+@pytest.mark.parametrize("server", [("--ephemeral-loads",)], indirect=True)
+def test_a_trainer_that_knows_vllm_alone_rolls_out_each_of_its_policies(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    """What TRL's AsyncGRPO sends: no key but the URL's, a folder and a name for each policy, its
+    rollouts as token ids, and an unload of the policy before while rollouts on it still run.
+    """
+    url = server.url.replace("://", f"://x:{server.make_tenant('acme')}@")
+    prompt = fresh_prompts(1, 77)[0].prompt
+    assert httpx2.get(f"{url}/health").status_code == 200
+    assert httpx2.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] > 0
+    tokens = httpx2.post(f"{url}/tokenize", json={"model": "base", "prompt": prompt}).json()["tokens"]
+
+    def roll_out(model: str, **more: Any) -> tuple[str, list[int]]:
+        body = {"model": model, "prompt": tokens, "max_tokens": 120, "temperature": 1.0, "n": 1}
+        body |= {"return_token_ids": True, "logprobs": 0, **more}
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        assert len(ids) == len(logprobs) > 0
+        assert all(logprob <= 0 for logprob in logprobs)
+        return answer.headers["x-loraserve-adapter"], ids
+
+    # missing names are no error to it
+    httpx2.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "policy-0"})
+    greedy = []
+    with ThreadPoolExecutor(8) as threads:
+        running = []
+        for step, name in enumerate(NAMES, 1):
+            folder = str(tmp_path / "runs" / name)
+            body = {"lora_name": f"policy-{step}", "lora_path": folder, "load_inplace": False}
+            loaded = httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60)
+            assert loaded.status_code == 200, loaded.text
+            greedy.append(roll_out(f"policy-{step}", temperature=0))
+            running += [threads.submit(roll_out, f"policy-{step}", ignore_eos=True) for _ in range(2)]
+            eventually(lambda: server.metrics()["vllm:num_requests_running"] > 0 or all(r.done() for r in running))
+            httpx2.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": f"policy-{step - 1}"})
+        answered = [one.result()[0] for one in running]
+    assert answered == [f"policy-{step}@1" for step in (1, 1, 2, 2, 3, 3)]
+    assert [adapter for adapter, _ in greedy] == ["policy-1@1", "policy-2@1", "policy-3@1"]
+    assert len({tuple(ids) for _, ids in greedy}) == len(NAMES)
+    listed = httpx2.get(f"{url}/v1/models").json()["data"]
+    assert [model["id"] for model in listed if model["parent"] is not None] == ["policy-3"]
+    assert num_rows(server.data_dir)["adapters"] == 0
