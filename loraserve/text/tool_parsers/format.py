@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loraserve.errors import PayloadTooLarge
+from loraserve.limits import LIMITS
 from loraserve.text.answer_format import NamedSchema
 from loraserve.text.json_schema import prepare
 from loraserve.text.tokenizer import Tokenizer
@@ -58,6 +60,7 @@ class LarkRules:
     rules: list[str] = field(default_factory=list)
     schemas: list[NamedSchema] = field(default_factory=list)
     """Schemas that rules refer to."""
+    _num_schema_bytes: int = 0
 
     def add(self, name: str, body: str) -> str:
         """Add a rule, and return its name."""
@@ -70,7 +73,18 @@ class LarkRules:
         Args:
             name: of a grammar beside the rules.
             param: the field that the schema came in.
+
+        Raises:
+            PayloadTooLarge: the schemas are over `limits.max_grammar_bytes` together. Each has a
+                copy of the definitions, so that many small ones may be.
         """
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        self._num_schema_bytes += len(text.encode())
+        if self._num_schema_bytes > LIMITS.max_grammar_bytes:
+            raise PayloadTooLarge(
+                f"The schemas of tools are longer than {LIMITS.max_grammar_bytes} bytes, with their definitions.",
+                param="tools",
+            )
         self.schemas.append(NamedSchema(name=name, value=dict(schema), param=param))
         return f"@{name}"
 

@@ -12,6 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tool_answers import EOS, SAY, TIME, TOOLS, WEATHER, joined
 
+from loraserve.errors import PayloadTooLarge
 from loraserve.text.answer_format import AnswerFormat, AnswerKind, grammar_of
 from loraserve.text.chat_format import ChatAnswerFormat, ToolUse
 from loraserve.text.reasoning import REASONING_FORMATS
@@ -168,6 +169,20 @@ def test_schemas_beyond_a_list_of_properties_are_followed_too(
             check_calls(answer["calls"], (tool,))
             found.append(answer["calls"][0][1])
     assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("name", ["functiongemma", "pythonic", "qwen3_coder"])
+def test_definitions_that_each_property_has_a_copy_of_are_bounded_in_all(
+    tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]], name: str
+) -> None:
+    # 200 KB of tools were a format of 287 MB, which the server encodes and hashes
+    definitions = {f"d{i}": {"description": "x" * 900} for i in range(130)}
+    properties = {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(2500)}
+    tool = Tool("f", {"type": "object", "$defs": definitions, "properties": properties})
+    with pytest.raises(PayloadTooLarge, match="schemas of tools") as refusal:
+        answer_format(tokenizers["special"][0], name, (tool,)).whole(None)
+    assert refusal.value.param == "tools"
+
 
 
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
