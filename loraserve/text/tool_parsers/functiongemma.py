@@ -146,7 +146,9 @@ class _FunctionGemmaParser(ToolParser):
         else:
             written = (yield from self._run(_SCALAR)).strip()
         try:
-            return orjson.loads(written)
+            # orjson checks, and makes floats of large integers
+            orjson.loads(written)
+            return json.loads(written)
         except orjson.JSONDecodeError:
             # a string whose marks were forgotten
             if not written or first == '"':

@@ -137,7 +137,9 @@ class _Qwen3CoderParser(JsonToolParser):
         value = "".join(pieces).removeprefix("\n").removesuffix("\n")
         if not (isinstance(schema, dict) and _is_text(schema)):
             try:
-                return orjson.dumps(orjson.loads(value)).decode()
+                orjson.loads(value)
+                # as it is written: a large integer wouldn't survive another writing
+                return value.strip()
             except orjson.JSONDecodeError:
                 pass
         return json.dumps(value, ensure_ascii=False)

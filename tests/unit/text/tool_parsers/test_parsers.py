@@ -112,6 +112,10 @@ CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "functiongemma": [
         (
+            "<start_function_call>call:get_time{days:18446744073709551617}<end_function_call>",
+            {"calls": [["get_time", {"days": 18446744073709551617}]]},
+        ),
+        (
             "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,unit:<escape>celsius<escape>}"
             "<end_function_call><start_function_call>call:get_time{}<end_function_call>",
             {"calls": [OSLO, TIME]},
@@ -139,6 +143,10 @@ CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"calls": [["get_weather", {"city": "7", "days": 7, "flags": [True], "more": {"a": "<b>"}}]]},
         ),
         ("<tool_call>\n<function=get_time>\n</function>\n</tool_call>", {"calls": [TIME]}),
+        (
+            "<function=get_time><parameter=days>18446744073709551617</parameter></function>",
+            {"calls": [["get_time", {"days": 18446744073709551617}]]},
+        ),
         ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>', {"calls": [TIME]}),
     ],
 }
