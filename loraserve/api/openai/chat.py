@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+_NUM_END_TOKENS = 64
+"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
+
 
 @router.post("/chat/completions", response_model=None)
 async def create_chat_completion(
@@ -75,7 +78,11 @@ async def create_chat_completion(
         keep=kept_tokens(body, asked, base),
     )
     check_num_candidates([prompt], sampling)
-    prompt_text = services.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+    prompt_text = prompt.text
+    if prompt_text is None:
+        # its end, markers of reasoning too: decoding all of a long prompt takes long
+        end = prompt.token_ids[-_NUM_END_TOKENS:]
+        prompt_text = services.tokenizer.decode(end, skip_special_tokens=False)
     answer_format = chat_format.answer_format(prompt_text, tool_use, skip_special_tokens=body.skip_special_tokens)
     if answer_format is not None:
         wanted = await reader.run(lambda: answer_format.whole(wanted))

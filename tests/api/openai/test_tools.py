@@ -309,6 +309,13 @@ async def test_a_prompt_that_closed_the_reasoning_has_none(client: httpx2.AsyncC
     assert message == {"role": "assistant", "content": "literally", "refusal": None}
 
 
+async def test_a_prompt_that_was_cut_still_closes_the_reasoning(client: httpx2.AsyncClient, engine: Any) -> None:
+    engine.script = "<think>literally"
+    how: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}, "truncate_prompt_tokens": 20}
+    message = (await chat(client, **how)).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "literally", "refusal": None}
+
+
 async def test_reasoning_that_was_cut_off_has_no_content(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "<think>\nRain < sun?"
     choice = (await chat(client, max_tokens=6)).json()["choices"][0]
