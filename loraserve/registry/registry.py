@@ -153,7 +153,7 @@ class Registry:
             clock=clock,
             throttle=throttle,
             names=names,
-            is_taken=lambda tenant, name: self.ephemeral.has(tenant, name),
+            check_free=lambda tenant, name: self.ephemeral.check_free(tenant, name),
         )
         self.ephemeral = EphemeralAdapters(
             database,
@@ -169,7 +169,14 @@ class Registry:
         )
         self.aliases = Aliases(database, self.served_base, self.forget, clock=clock)
         self.metadata = MetadataEditor(database, self.forget, clock=clock)
-        self.restorer = Restorer(database, store, self.forget, retention_s=retention_s, clock=clock)
+        self.restorer = Restorer(
+            database,
+            store,
+            self.forget,
+            retention_s=retention_s,
+            clock=clock,
+            check_free=self.ephemeral.check_free,
+        )
         self.pins = Pins(database, self.served_base, pinning, clock=clock, monotonic=monotonic)
         self.corruption = CorruptionQuarantine(database, self.forget, clock=clock)
         self.operations = Operations(database, clock=clock)

@@ -19,8 +19,8 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from weakref import WeakValueDictionary
@@ -136,6 +136,8 @@ class EphemeralAdapters:
         self._lock = threading.Lock()
         # held while a name gets a version
         self._locks: WeakValueDictionary[tuple[TenantId, str], asyncio.Lock] = WeakValueDictionary()
+        # names that a load is under way for
+        self._claimed: set[tuple[TenantId, str]] = set()
         self._num_by_digest: Counter[Digest] = Counter()
         # appended to by finalizers, in any thread
         self._unused: deque[_Held] = deque()
@@ -236,7 +238,7 @@ class EphemeralAdapters:
         base = self._base()
         inspected = await self._publisher.inspect(config, blob.read, base, throttle=self.throttle)
         size_bytes = blob.num_bytes + len(config)
-        async with self._locks.setdefault((tenant, name), asyncio.Lock()):
+        async with self._locks.setdefault((tenant, name), asyncio.Lock()), self._claim(tenant, name):
             self.check(tenant, name, is_replacing=is_replacing)
             await self._check_database(tenant, name, size_bytes)
             ttl_s = self._ttl_s if ttl_s is None else ttl_s
@@ -246,9 +248,13 @@ class EphemeralAdapters:
                 blob.close()
                 return EphemeralLoad(name, present.ref.version, inspected.digest, size_bytes, is_new=False)
             number = 1 if present is None else present.ref.version + 1
+            is_new_name = present is None
             del present
             target = self._target(tenant, name, number, config, blob, inspected, base)
             await self._bring_to_device(target.ref)
+            if is_new_name:
+                # a publish that was about to commit when this load claimed the name
+                await self._check_not_stored(tenant, name)
             self._names[tenant, name] = _Named(
                 Route("", LIVE, target), owner, target.created_at, self._monotonic() + ttl_s, size_bytes
             )
@@ -270,6 +276,17 @@ class EphemeralAdapters:
         for key in [key for key in self._names if key[0] == tenant]:
             del self._names[key]
         self.sweep()
+
+    def check_free(self, tenant: TenantId, name: str) -> None:
+        """Check that a stored adapter may have the name.
+
+        Raises:
+            Conflict: it is an ephemeral adapter's, or a load is under way for one.
+        """
+        if (tenant, name) in self._names or (tenant, name) in self._claimed:
+            raise Conflict(
+                f'"{name}" is an ephemeral adapter on this server.', hint="Unload it first, or choose another name."
+            )
 
     def has(self, tenant: TenantId, name: str) -> bool:
         """Return whether the name is an ephemeral adapter of the tenant."""
@@ -333,6 +350,25 @@ class EphemeralAdapters:
         with self._lock:
             self.bytes.give_back(holder, num_bytes)
 
+    @asynccontextmanager
+    async def _claim(self, tenant: TenantId, name: str) -> AsyncIterator[None]:
+        """Keep stored adapters from getting the name for so long."""
+        self._claimed.add((tenant, name))
+        try:
+            yield
+        finally:
+            self._claimed.discard((tenant, name))
+
+    async def _check_not_stored(self, tenant: TenantId, name: str) -> None:
+        """Check that no stored adapter of the tenant has the name.
+
+        Raises:
+            Conflict
+        """
+        async with self._database.read() as session:
+            if await AdapterRepository(session, tenant).has_adapter(name):
+                raise _is_stored(name)
+
     async def _bring_to_device(self, ref: AdapterRef) -> None:
         """Have the engine load the version; return without it if the device has no room for long.
 
@@ -354,10 +390,7 @@ class EphemeralAdapters:
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
             if await repository.has_adapter(name):
-                raise Conflict(
-                    f'"{name}" is an adapter that isn\'t ephemeral.',
-                    hint="Choose another name, or load it without ephemeral.",
-                )
+                raise _is_stored(name)
             await check_quota(
                 session,
                 repository,
@@ -401,6 +434,12 @@ class EphemeralAdapters:
         # at the process's end the kernel frees the memory
         weakref.finalize(ref, self._unused.append, _Held(holder, ref.digest, blob)).atexit = False
         return Target(ref, self._clock(), READY, inspected.checks, base.digest, base)
+
+
+def _is_stored(name: str) -> Conflict:
+    return Conflict(
+        f'"{name}" is an adapter that isn\'t ephemeral.', hint="Choose another name, or load it without ephemeral."
+    )
 
 
 def already_loaded(name: str) -> InvalidRequest:

@@ -25,6 +25,7 @@ class Restorer:
     Args:
         on_change: called with tenant and adapter name after a restore is durable.
         retention_s: time after the deletion for which bytes are retained and a restore is possible.
+        check_free: raises `Conflict` if the tenant has something else of an adapter's name.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Restorer:
         *,
         retention_s: float,
         clock: Clock,
+        check_free: Callable[[TenantId, str], None] = lambda tenant, name: None,
     ) -> None:
+        self._check_free = check_free
         self._database = database
         self._store = store
         self._on_change = on_change
@@ -53,7 +56,7 @@ class Restorer:
             AdapterNotFound: there was none, or the retention is over.
             AlreadyExists: the adapter isn't deleted.
             QuotaExceeded: the restore would exceed the tenant's quota.
-            Conflict: stored bytes are gone.
+            Conflict: stored bytes are gone, or the name is an ephemeral adapter's.
             Overloaded: stored bytes are being deleted; try again.
             Replay: `once` was used before.
         """
@@ -71,6 +74,7 @@ class Restorer:
             repository = AdapterRepository(session, tenant)
             limits = (await repository.lock_tenant()).limits
             adapter = await repository.deleted_adapter(name, since=now - self._retention, is_locking=True)
+            self._check_free(tenant, name)
             rows = await repository.versions_deleted_at(adapter, _instant(adapter))
             size_bytes = sum(row.size_bytes for row in rows)
             adapter.deleted_at = None

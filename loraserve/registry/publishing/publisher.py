@@ -16,7 +16,7 @@ from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
-from loraserve.errors import AlreadyExists, Conflict, Overloaded
+from loraserve.errors import AlreadyExists, Overloaded
 from loraserve.registry.blob_references import retain, retain_stored
 from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
@@ -48,7 +48,7 @@ class Publisher:
         retention_s: time for which the bytes of deleted versions are retained.
         throttle: pauses work while an engine computes on this machine's processors.
         names: names of the base.
-        is_taken: returns whether the tenant has something else of this name.
+        check_free: raises `Conflict` if the tenant has something else of this name.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Publisher:
         clock: Clock,
         throttle: Throttle,
         names: BaseNames,
-        is_taken: Callable[[TenantId, str], bool] = lambda tenant, name: False,
+        check_free: Callable[[TenantId, str], None] = lambda tenant, name: None,
     ) -> None:
-        self._is_taken = is_taken
+        self._check_free = check_free
         self._database = database
         self._certificates = certificates
         self._store = store
@@ -291,6 +291,8 @@ class Publisher:
             adapter, is_new_adapter = await repository.adapter_to_publish(name, now)
             if push.is_new_name and not is_new_adapter:
                 raise _has_name(name)
+            # an ephemeral load may have begun meanwhile
+            self._check_free(push.tenant, name)
             found = await repository.version_of_digest(name, push.inspected.digest)
             if found is None:
                 if known.version is not None and outcome is None:
@@ -330,12 +332,6 @@ class Publisher:
             faults.hit("registry.before_commit")
         faults.hit("registry.after_commit")
         return published
-
-    def _check_free(self, tenant: TenantId, name: str) -> None:
-        if self._is_taken(tenant, name):
-            raise Conflict(
-                f'"{name}" is an ephemeral adapter on this server.', hint="Unload it first, or choose another name."
-            )
 
     def _commit(self, config: bytes, weights: Weights) -> None:
         staged_config = self._store.stage()

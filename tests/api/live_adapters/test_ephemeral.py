@@ -17,7 +17,7 @@ from adapters_store import read_memory
 from loraserve.api.services import Services
 from loraserve.db.models import Base
 from loraserve.engine_client.messages import GenerateRequest
-from loraserve.errors import AdapterNumerics, AdapterTooLarge, BlobNotFound
+from loraserve.errors import AdapterNotFound, AdapterNumerics, AdapterTooLarge, BlobNotFound
 from loraserve.registry.health.numeric_failures import MAX_NUMERIC_FAILURES
 from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports
 from loraserve.types import AdapterRef, MemoryFile
@@ -225,6 +225,50 @@ async def test_a_name_is_one_kind_of_adapters_alone(acme: Trainer) -> None:
     under = await acme.load("policy", load_inplace=True, ephemeral=False)
     assert (under.status_code, "ephemeral" in under.text) == (409, True)
     assert await acme.version("policy") == await acme.version("policy@1")
+
+
+@pytest.mark.parametrize("slow", ["publish", "load"])
+async def test_a_name_is_one_kind_of_adapters_alone_when_both_come_at_once(
+    acme: Trainer, services: Services, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    gate = asyncio.Event()
+    certificates = services.registry.publisher._certificates
+    check_upload = certificates.check_upload
+
+    async def wait(*_: object) -> None:
+        await gate.wait()
+
+    async def check_late(ref: AdapterRef) -> Any:
+        await gate.wait()
+        return await check_upload(ref)
+
+    # each has looked at the name before the other has it: a publish while its version is certified,
+    # a load while its version is brought to the device
+    if slow == "publish":
+        monkeypatch.setattr(certificates, "check_upload", check_late)
+        first = asyncio.create_task(acme.load("policy", ephemeral=False))
+        await asyncio.sleep(0.1)
+        assert (await acme.load_tensors("policy")).status_code == 200
+    else:
+        monkeypatch.setattr(services.registry.ephemeral, "_warm", wait)
+        first = asyncio.create_task(acme.load_tensors("policy"))
+        await asyncio.sleep(0.1)
+        assert (await acme.load("policy", ephemeral=False)).status_code == 409
+    gate.set()
+    assert (await first).status_code == (409 if slow == "publish" else 200)
+    assert services.registry.ephemeral.has(acme.tenant, "policy")
+    with pytest.raises(AdapterNotFound):
+        await services.registry.get(acme.tenant, "policy")
+
+
+async def test_a_deleted_adapter_is_not_restored_under_an_ephemeral_ones_name(acme: Trainer) -> None:
+    assert (await acme.load("policy", ephemeral=False)).status_code == 200
+    assert (await acme.unload("policy")).status_code == 200
+    assert (await acme.load_tensors("policy")).status_code == 200
+    refused = await acme.post("/api/v1/adapters/policy/restore")
+    assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
+    assert (await acme.unload("policy")).status_code == 200
+    assert (await acme.post("/api/v1/adapters/policy/restore")).status_code == 200
 
 
 async def test_they_count_towards_the_tenants_quota(acme: Trainer, admin: Trainer) -> None:
