@@ -10,7 +10,7 @@ from loraserve.errors import InvalidRequest, InvariantViolation
 from loraserve.types import PoolingKind, PoolingParams
 
 _TILE_TOKENS = 64
-"""Tokens that are float64 at a time: so few stay in a core's cache, which takes a third of the time."""
+"""Tokens that are float64 at a time: so few stay in a core's cache, in a third of the time."""
 
 Vector = npt.NDArray[np.float64]
 

@@ -161,9 +161,7 @@ def test_policies_swap_under_streams_and_a_kill_leaves_nothing_of_them(server: S
 
 
 @pytest.mark.parametrize("server", [("--ephemeral-loads",)], indirect=True)
-def test_a_trainer_that_knows_vllm_alone_rolls_out_each_of_its_policies(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+def test_a_trainer_that_knows_vllm_alone_rolls_out_each_of_its_policies(server: ServerProcess, tmp_path: Path) -> None:
     """What TRL's AsyncGRPO sends: no key but the URL's, a folder and a name for each policy, its
     rollouts as token ids, and an unload of the policy before while rollouts on it still run.
     """
@@ -195,7 +193,7 @@ def test_a_trainer_that_knows_vllm_alone_rolls_out_each_of_its_policies(
             loaded = httpx2.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60)
             assert loaded.status_code == 200, loaded.text
             greedy.append(roll_out(f"policy-{step}", temperature=0))
-            running += [threads.submit(roll_out, f"policy-{step}", ignore_eos=True) for _ in range(2)]
+            running.extend(threads.submit(roll_out, f"policy-{step}", ignore_eos=True) for _ in range(2))
             eventually(lambda: server.metrics()["vllm:num_requests_running"] > 0 or all(r.done() for r in running))
             httpx2.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": f"policy-{step - 1}"})
         answered = [one.result()[0] for one in running]

@@ -184,7 +184,6 @@ def test_definitions_that_each_property_has_a_copy_of_are_bounded_in_all(
     assert refusal.value.param == "tools"
 
 
-
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"llama3_json", "pythonic"}))
 def test_strict_tools_hold_behind_free_text(
