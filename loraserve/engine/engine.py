@@ -201,7 +201,7 @@ class Engine:
         """Compile the request's grammar on a thread; the scheduler gets the request after that."""
         if self._constraints is None:
             raise InvariantViolation(f"request {request.request_id} has a grammar, and this engine follows none")
-        request.constraint = self._constraints.begin(request.params, output_token_ids)
+        request.constraint = self._constraints.begin(request.params, output_token_ids, request.tenant)
         self._preparing[request.request_id] = request
 
     def _admit_prepared(self) -> list[TokenOutput]:

@@ -65,10 +65,12 @@ class Constraint:
         "_failed_at",
         "_grammar",
         "_is_late",
+        "_is_over",
         "_matcher",
         "_num_bytes",
         "_num_restarts",
         "_num_slow",
+        "_tenant",
         "_token_ids",
         "_vocab_size",
         "_wake",
@@ -87,6 +89,7 @@ class Constraint:
         cache: MatcherCache,
         threads: MaskThreads,
         *,
+        tenant: str = "",
         num_bytes: int = 0,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -94,6 +97,7 @@ class Constraint:
 
         Args:
             token_ids: the output.
+            tenant: whose request it is: tenants have turns on the threads.
             num_bytes: bytes of the compiled grammar; 0: unknown.
             wake: called on a thread when a mask is there that no step waits for.
         """
@@ -103,12 +107,12 @@ class Constraint:
         self.threads = threads
         self._grammar, self._num_bytes, self._vocab_size, self._cache = grammar, num_bytes, vocab_size, cache
         self._token_ids = list(token_ids)
-        self._wake = wake
+        self._tenant, self._wake = tenant, wake
         self._compiled: CompiledGrammar | None = None
         self._matcher: LLMatcher | None = None
         self._buffer: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self.words = self._buffer
-        self._is_late = False
+        self._is_late = self._is_over = False
         self._num_slow = self._num_restarts = 0
         self._failed_at: int | None = None
         self._submit(self._begin, Lane.COMPILE)
@@ -131,6 +135,10 @@ class Constraint:
         self.is_ready = self._is_late = False
         self._token_ids.append(token_id)
         self._submit(lambda: self._follow([token_id]), Lane.SLOW if self._num_slow else Lane.FAST)
+
+    def end(self) -> None:
+        """Do nothing more: the request is over, and what is queued for it needn't be computed."""
+        self._is_over = True
 
     def note_late(self) -> None:
         """Note that a step has gone on without the mask."""
@@ -156,7 +164,7 @@ class Constraint:
         return bits.view(np.bool_)
 
     def _submit(self, work: Callable[[], None], lane: Lane) -> None:
-        self.threads.submit(lambda: self._run(work, lane), lane)
+        self.threads.submit(lambda: self._run(work, lane), lane, self._tenant)
 
     # on a thread
 
@@ -165,6 +173,8 @@ class Constraint:
 
         A lexer that may have failed for another request is made anew instead.
         """
+        if self._is_over:
+            return
         try:
             work()
         except _MatcherFailed as failure:

@@ -10,7 +10,7 @@ from loraserve.engine.grammar.matchers import MatcherCache
 from loraserve.engine.grammar.threads import MaskThreads
 from loraserve.limits import LIMITS
 from loraserve.text.grammar import GrammarCompiler
-from loraserve.types import Histogram, SamplingParams
+from loraserve.types import Histogram, SamplingParams, TenantId
 
 
 class Constraints:
@@ -34,7 +34,7 @@ class Constraints:
         self._threads: MaskThreads | None = None
         self._num_live = self._num_failures = 0
 
-    def begin(self, params: SamplingParams, token_ids: Sequence[int]) -> Constraint:
+    def begin(self, params: SamplingParams, token_ids: Sequence[int], tenant: TenantId) -> Constraint:
         """Return the constraint of a request with so much output already; it isn't ready yet."""
         if self._threads is None:
             self._threads = MaskThreads()
@@ -45,12 +45,14 @@ class Constraints:
             self._vocab_size,
             self._cache,
             self._threads,
+            tenant=tenant,
             num_bytes=params.grammar_bytes,
             wake=self._wake,
         )
 
     def end(self, constraint: Constraint) -> None:
         """Note the end of a constraint's request."""
+        constraint.end()
         self._num_live -= 1
         self._num_failures += constraint.error is not None
 

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from queue import SimpleQueue
@@ -42,6 +43,43 @@ class Lane(Enum):
     COMPILE = auto()
 
 
+class JobTurns:
+    """Queue of jobs from which tenants' jobs are taken in turn, each tenant's in their order.
+
+    So a tenant with any number of slow grammars delays another's job by one of its own.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def put(self, job: Job, tenant: str) -> None:
+        """Add a job behind the tenant's others."""
+        with self._changed:
+            self._jobs.setdefault(tenant, deque()).append(job)
+            self._changed.notify()
+
+    def get(self) -> Job | None:
+        """Return the next job, once there is one; None once the queue is closed and empty."""
+        with self._changed:
+            while not self._jobs:
+                if self._is_closed:
+                    return None
+                self._changed.wait()
+            tenant, jobs = self._jobs.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[tenant] = jobs
+            return job
+
+    def close(self) -> None:
+        """Let `get` return None when there are no jobs left."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
 class Mask(Protocol):
     """A mask that a thread computes.
 
@@ -70,10 +108,10 @@ class MaskThreads:
         self.mask_s, self.wait_s = Timings(), Timings()
         least, most = _NUM_THREADS
         num_fast = num_threads or max(least, min(most, (os.cpu_count() or 1) // _PROCESSORS_PER_THREAD))
-        self._queues: dict[Lane, SimpleQueue[Job | None]] = {lane: SimpleQueue() for lane in Lane}
+        self._fast: SimpleQueue[Job | None] = SimpleQueue()
+        self._turns = {Lane.SLOW: JobTurns(), Lane.COMPILE: JobTurns()}
         self._done = threading.Condition()
         self._is_awaited = False
-        # the server compiles one grammar of a tenant at a time: with two, another's finds a thread
         lanes = [Lane.FAST] * num_fast + [Lane.SLOW, Lane.COMPILE, Lane.COMPILE]
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name=f"mask-{lane.name.lower()}-{number}", daemon=True)
@@ -82,9 +120,16 @@ class MaskThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job, lane: Lane) -> None:
-        """Run a job on one of its lane's threads. It takes care of its own errors."""
-        self._queues[lane].put(job)
+    def submit(self, job: Job, lane: Lane, tenant: str = "") -> None:
+        """Run a job on one of its lane's threads. It takes care of its own errors.
+
+        Args:
+            tenant: whose turn it takes in the lanes of long jobs.
+        """
+        if lane is Lane.FAST:
+            self._fast.put(job)
+        else:
+            self._turns[lane].put(job, tenant)
 
     def wait(self, masks: Sequence[Mask], patience_s: float = MASK_PATIENCE_S) -> None:
         """Return once every mask is there, or after `patience_s`; note those that are late."""
@@ -101,9 +146,10 @@ class MaskThreads:
 
     def close(self) -> None:
         """End the threads once all jobs are done."""
-        for queue in self._queues.values():
-            for _ in self._threads:
-                queue.put(None)
+        for turns in self._turns.values():
+            turns.close()
+        for _ in self._threads:
+            self._fast.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -119,8 +165,8 @@ class MaskThreads:
     def _run(self, lane: Lane) -> None:
         if lane is not Lane.FAST:
             lower_thread_priority(LOADER_NICENESS)
-        queue = self._queues[lane]
-        while (job := queue.get()) is not None:
+        get = self._fast.get if lane is Lane.FAST else self._turns[lane].get
+        while (job := get()) is not None:
             try:
                 job()
             except Exception:

@@ -10,7 +10,7 @@ import pytest
 
 from loraserve.engine.grammar.constraint import Constraint
 from loraserve.engine.grammar.matchers import LEAST_BYTES, MatcherCache
-from loraserve.engine.grammar.threads import MaskThreads
+from loraserve.engine.grammar.threads import Lane, MaskThreads
 from loraserve.errors import EngineError, GrammarTooComplex
 from loraserve.text.grammar import GrammarCompiler
 from loraserve.text.tokenizer import Tokenizer
@@ -216,6 +216,19 @@ def test_a_request_that_ended_leaves_no_matcher_behind(make_bench) -> None:
 
 
 # compiled grammars
+
+
+def test_a_request_that_ended_has_nothing_compiled_any_more(make_bench) -> None:
+    bench, gate = make_bench(lexer), Gate()
+    for _ in range(2):
+        bench.threads.submit(gate, Lane.COMPILE)
+    gate.until_begun()
+    left, stays = bench.begin("left"), bench.begin("stays")
+    left.end()
+    gate.open()
+    bench.settle(stays)
+    bench.threads.close()
+    assert bench.compiler.compiled == ["stays"]
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(make_bench) -> None:

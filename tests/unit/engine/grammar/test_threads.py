@@ -72,6 +72,24 @@ def test_long_jobs_delay_no_short_ones(threads: MaskThreads, lane: Lane) -> None
     gate.open()
 
 
+@pytest.mark.parametrize("lane", [Lane.SLOW, Lane.COMPILE])
+def test_a_tenants_long_jobs_delay_anothers_by_one(threads: MaskThreads, lane: Lane) -> None:
+    gate, done = Gate(), list[str]()
+    for _ in range(2):
+        threads.submit(gate, lane, "greedy")
+    gate.until_begun()
+    for number in range(20):
+        threads.submit(lambda name=f"greedy {number}": done.append(name), lane, "greedy")  # type: ignore[misc]
+    mask = FakeMask()
+    threads.submit(lambda: done.append("other"), lane, "other")
+    threads.submit(make_ready(mask), lane, "last")
+    gate.open()
+    threads.wait([mask], 10)
+    threads.close()
+    assert done.index("other") <= 3
+    assert len(done) == 21
+
+
 def test_a_job_that_fails_ends_no_thread(threads: MaskThreads, caplog) -> None:
     for _ in range(4):
         threads.submit(lambda: 1 // 0, Lane.FAST)
