@@ -30,8 +30,18 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
+def named_event(name: str, payload: Mapping[str, Any]) -> bytes:
+    """Return an event with a name, whose payload repeats it as its type."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps({"type": name, **payload}))
+
+
+def error_event(error: LoraserveError) -> bytes:
+    """Return the event of an error as OpenAI's completions and chats have it."""
+    return event(openai_envelope(error))
+
+
 class EventStream(Response):
-    """Sends `events`, then `ending`; an error on the way is an event of its own before it.
+    """Sends `events`, then `ending`; an error on the way is told before it.
 
     `close` is called at every end.
 
@@ -39,7 +49,7 @@ class EventStream(Response):
     event goes out.
 
     Args:
-        envelope: returns the body of an error's event.
+        failure: returns the events of an error.
         ending: what ends the stream after its last event.
     """
 
@@ -52,7 +62,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         on_deliver: Callable[[], None],
         *,
-        envelope: Callable[[LoraserveError], Mapping[str, Any]] = openai_envelope,
+        failure: Callable[[LoraserveError], bytes] = error_event,
         ending: bytes = DONE,
     ) -> None:
         self.status_code = 200
@@ -60,7 +70,7 @@ class EventStream(Response):
         self._events = events
         self._close = close
         self._on_deliver = on_deliver
-        self._envelope = envelope
+        self._failure = failure
         self._ending = ending
         # x-accel-buffering: nginx would hold the tokens back otherwise
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -91,11 +101,11 @@ class EventStream(Response):
                 self._on_deliver()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except LoraserveError as error:
-            await send({"type": "http.response.body", "body": event(self._envelope(error)), "more_body": True})
+            await send({"type": "http.response.body", "body": self._failure(error), "more_body": True})
         except Exception as error:
-            failure = self._envelope(unforeseen(error))
+            failure = self._failure(unforeseen(error))
             with contextlib.suppress(OSError):
-                await send({"type": "http.response.body", "body": event(failure), "more_body": True})
+                await send({"type": "http.response.body", "body": failure, "more_body": True})
         await send({"type": "http.response.body", "body": self._ending, "more_body": False})
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:

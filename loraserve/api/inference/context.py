@@ -214,7 +214,7 @@ class InferenceContext:
         ignored: tuple[str, ...],
     ) -> InferenceContext:
         target = TargetSelector(model.binding, services.engine.base.id, model.asked)
-        ident = f"{prefix}-{ULID()}"
+        ident = f"{prefix}{ULID()}"
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 
     def requests(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,8 +14,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from loraserve.api.errors import openai_envelope
-from loraserve.api.http.sse import DONE, EventStream, JSONAnswer
+from loraserve.api.http.sse import DONE, EventStream, JSONAnswer, error_event
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
@@ -287,7 +286,8 @@ async def answer(
     events: Callable[[], AsyncGenerator[bytes, None]] | None,
     add: Callable[[int, Chunk], None],
     whole: Callable[[], Any],
-    envelope: Callable[[LoraserveError], Mapping[str, Any]] = openai_envelope,
+    finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    failure: Callable[[LoraserveError], bytes] = error_event,
     ending: bytes = DONE,
 ) -> Response:
     """Return the response of a generation.
@@ -296,7 +296,8 @@ async def answer(
     generation is closed, and its usage: at the latest when the stream is.
 
     Args:
-        envelope, ending: form of a stream, as in `EventStream`.
+        finish: awaited before `whole`, once every chunk was added.
+        failure, ending: form of a stream, as in `EventStream`.
 
     Raises:
         LoraserveError: it failed before the first byte of the answer.
@@ -315,9 +316,11 @@ async def answer(
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            return EventStream(events(), close, headers(first), usage.bill_last, envelope=envelope, ending=ending)
+            return EventStream(events(), close, headers(first), usage.bill_last, failure=failure, ending=ending)
         await while_connected(request, _collect(generation, add))
         await generation.close()
+        if finish is not None:
+            await while_connected(request, finish())
         return JSONAnswer(await generation.run(lambda: orjson.dumps(whole())), headers(first), usage.bill_all, end)
     except BaseException:
         await close()

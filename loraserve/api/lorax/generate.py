@@ -99,7 +99,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
         max_tokens = [choose_max_tokens(asked.max_tokens, None, num_prompt_tokens, base, "inputs")]
     admitted = reserve(request, prompts, max_tokens, asked.n, is_bounded=asked.max_tokens is not None)
 
-    context = InferenceContext.begin("gen", services, asked, model, prompts, (*ignored, *more_ignored))
+    context = InferenceContext.begin("gen-", services, asked, model, prompts, (*ignored, *more_ignored))
     requests = context.requests(caller, sampling, max_tokens)
     generation = Generation(services, requests, target=context.target)
     seeds = [one.params.seed if parameters.is_sampled else None for one in requests]
@@ -126,7 +126,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
         events=(lambda: _stream(generation, sequences, usage)) if body.stream else None,
         add=add,
         whole=whole,
-        envelope=generate_envelope,
+        failure=lambda error: event(generate_envelope(error)),
         # these clients read each line as an event, and know no end but the stream's
         ending=b"",
     )

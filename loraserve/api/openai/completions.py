@@ -82,7 +82,7 @@ async def create_completion(
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
-    context = InferenceContext.begin("cmpl", services, body, model, prompts, ignored)
+    context = InferenceContext.begin("cmpl-", services, body, model, prompts, ignored)
     generation = Generation(
         services,
         context.requests(caller, sampling, max_tokens),

@@ -1,0 +1,253 @@
+"""A turn of a chat, from a checked body to the answers' chunks, whatever route renders it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from loraserve.api.http.sse import DONE, error_event
+from loraserve.api.inference.chat.choice import ChatChoice
+from loraserve.api.inference.chat.tools import read_tools
+from loraserve.api.inference.context import (
+    InferenceContext,
+    ResolvedModel,
+    check_num_candidates,
+    check_priority,
+    resolve_asked,
+)
+from loraserve.api.inference.generation import Generation, answer
+from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.inference.prompts import Prompt, PromptReader
+from loraserve.api.inference.quota import reserve
+from loraserve.api.inference.sampling import Sampling, choose_max_tokens, kept_tokens, read_sampling
+from loraserve.api.inference.schemas import ChatBody
+from loraserve.api.inference.structured_output import check_grammar, read_answer_format
+from loraserve.api.services import services_of
+from loraserve.errors import InvalidRequest, LoraserveError
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.text.answer_format import AnswerFormat
+from loraserve.text.chat_format import ToolUse
+
+if TYPE_CHECKING:
+    from loraserve.engine_client.client import Chunk
+
+
+_NUM_END_TOKENS = 64
+"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Checked messages and tools, as the model gets them.
+
+    Attributes:
+        asked: tokens that an answer may have; None: as many as there is room for.
+        wanted: what the answers have to be; None: any text.
+        ignored: fields that change nothing.
+    """
+
+    body: ChatBody
+    reader: PromptReader
+    model: ResolvedModel
+    asked: int | None
+    tool_use: ToolUse | None
+    wanted: AnswerFormat | None
+    sampling: Sampling
+    prompt: Prompt
+    ignored: tuple[str, ...]
+
+    @classmethod
+    async def read(
+        cls,
+        request: Request,
+        caller: Caller,
+        body: ChatBody,
+        ignored: tuple[str, ...],
+        *,
+        num_more_bytes: int = 0,
+        is_bounded: bool = True,
+    ) -> ChatPrompt:
+        """Check the body in the order that every chat has, and make tokens of its messages.
+
+        Args:
+            num_more_bytes: size of what is read beside the request's body.
+            is_bounded: whether the prompt has to fit the context.
+
+        Raises:
+            InvalidRequest: a field is wrong; `param` names it.
+            ModelNotFound: the tenant has no such model.
+            AdapterQuarantined: it isn't served.
+        """
+        services = services_of(request)
+        if body.reasoning_effort is not None and not services.chat_format.template.reads("reasoning_effort"):
+            ignored = (*ignored, "reasoning_effort")
+        asked = _asked_tokens(body)
+        check_priority(body, caller)
+        base = services.engine.base
+        model = await resolve_asked(services, caller, body)
+        chat_format = services.chat_format
+        reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes)
+        tool_use = await reader.run(
+            lambda: read_tools(body.tools, chat_format, choice=body.tool_choice, is_parallel=body.parallel_tool_calls)
+        )
+        if body.tools and tool_use is None:
+            ignored = (*ignored, "tools")
+        wanted = read_answer_format(body)
+        bad_words = await reader.bad_words(body.bad_words)
+        sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None, bad_words=bad_words)
+        prompt = await reader.chat(
+            body.messages,
+            chat_format=chat_format,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens,
+            variables=_template_variables(body),
+            tool_use=tool_use,
+            is_bounded=is_bounded,
+            continues_last=body.continue_final_message,
+            keep=kept_tokens(body, asked, base),
+        )
+        check_num_candidates([prompt], sampling)
+        return cls(body, reader, model, asked, tool_use, wanted, sampling, prompt, ignored)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """Admitted chat: the engine's requests for it, and what has come of each choice.
+
+    A route renders it, as an answer in one piece or as a stream.
+    """
+
+    context: InferenceContext
+    body: ChatBody
+    prompt: Prompt
+    generation: Generation
+    choices: Sequence[ChatChoice]
+    usage: RequestUsage
+
+    @classmethod
+    async def begin(
+        cls,
+        request: Request,
+        caller: Caller,
+        body: ChatBody,
+        ignored: tuple[str, ...],
+        *,
+        prefix: str,
+        num_more_bytes: int = 0,
+    ) -> ChatTurn:
+        """Check everything, and admit the chat. No token is made before `respond`.
+
+        Args:
+            prefix: what its id begins with.
+            num_more_bytes: size of what was read beside the request's body.
+
+        Raises:
+            LoraserveError: as `ChatPrompt.read`.
+            Overloaded: the queue is full.
+            RateLimited: the tenant's share is used up.
+        """
+        services = services_of(request)
+        chat_format = services.chat_format
+        read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes)
+        prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
+        prompt_text = prompt.text
+        if prompt_text is None:
+            # its end, markers of reasoning too: decoding all of a long prompt takes long
+            end = prompt.token_ids[-_NUM_END_TOKENS:]
+            prompt_text = services.tokenizer.decode(end, skip_special_tokens=False)
+        answer_format = chat_format.answer_format(
+            prompt_text, read.tool_use, skip_special_tokens=body.skip_special_tokens
+        )
+        if answer_format is not None:
+            wanted = await read.reader.run(lambda: answer_format.whole(read.wanted))
+        max_tokens = choose_max_tokens(read.asked, None, len(prompt.token_ids), services.engine.base, "messages")
+        if wanted is not None:
+            sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
+        admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=read.asked is not None)
+
+        context = InferenceContext.begin(prefix, services, body, read.model, [prompt], read.ignored)
+        generation = Generation(
+            services,
+            context.requests(
+                caller,
+                sampling,
+                [max_tokens],
+                shown_token_ids=() if answer_format is None else answer_format.shown_token_ids,
+            ),
+            target=context.target,
+        )
+        choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
+        return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted))
+
+    async def chunks(self) -> AsyncIterator[tuple[ChatChoice, Chunk]]:
+        """Iterate over the chunks of a stream, each with its choice, which hasn't read it yet."""
+        async for index, chunk in self.generation:
+            self.usage.add(index, chunk)
+            yield self.choices[index], chunk
+
+    async def respond(
+        self,
+        request: Request,
+        *,
+        whole: Callable[[], Any],
+        events: Callable[[], AsyncGenerator[bytes, None]],
+        headers: Callable[[Chunk], dict[str, str]] | None = None,
+        finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        failure: Callable[[LoraserveError], bytes] = error_event,
+        ending: bytes = DONE,
+    ) -> Response:
+        """Return the response: a stream of `events` if the body asks for one, otherwise `whole`.
+
+        Args:
+            headers: as in `answer`; None: those that every chat has.
+            finish: awaited before `whole`, once every choice has ended.
+            failure, ending: form of a stream, as in `EventStream`.
+
+        Raises:
+            LoraserveError: it failed before the first byte of the answer.
+            ClientDisconnect: the client has left.
+        """
+
+        def add(index: int, chunk: Chunk) -> None:
+            self.choices[index].add(chunk)
+            self.usage.add(index, chunk)
+
+        return await answer(
+            request,
+            self.generation,
+            usage=self.usage,
+            headers=headers or self.context.headers,
+            events=events if self.body.stream else None,
+            add=add,
+            finish=finish,
+            whole=whole,
+            failure=failure,
+            ending=ending,
+        )
+
+
+def _asked_tokens(body: ChatBody) -> int | None:
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        raise InvalidRequest(f"{param} should be 1 or more.", param=param)
+    if asked is not None and body.min_tokens > asked:
+        raise InvalidRequest(f"min_tokens exceeds {param}.", param="min_tokens")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+    if body.continue_final_message and "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt contradict each other.", param="continue_final_message"
+        )
+    return asked
+
+
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
