@@ -27,6 +27,7 @@ status.
     │   ├── KeyNotFound
     │   ├── GrantNotFound
     │   ├── UploadNotFound
+    │   ├── ResponseNotFound        a stored response; `param` names the field that asked for it
     │   └── OperationNotFound
     ├── Conflict                    the thing exists, or changed meanwhile
     │   ├── AlreadyExists
@@ -197,6 +198,14 @@ class GrantNotFound(NotFound):
 
 class UploadNotFound(NotFound):
     code = "upload_not_found"
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
 
 
 class OperationNotFound(NotFound):

@@ -87,6 +87,20 @@ class Limits:
     """What was compared is in the database that soon."""
     shadow_retention_s: float = 90 * 86_400.0
     """After which an hour's comparison is forgotten."""
+    # stored responses
+    response_ttl_s: float = 30 * 86_400.0
+    """Time for which a response can be continued."""
+    response_sweep_s: float = 600.0
+    store_response_s: float = 2.0
+    """What an answer waits for the database to store it."""
+    max_stored_response_bytes: int = 4 * MIB
+    """A longer response isn't stored."""
+    max_stored_responses_per_tenant: int = 10_000
+    """Kept: the oldest make room, as they do for max_stored_bytes_per_tenant."""
+    max_stored_bytes_per_tenant: int = 256 * MIB
+    max_conversation_responses: int = 256
+    """Responses that one continues, the first included."""
+    max_conversation_bytes: int = 4 * MIB
     stalled_reader_s: float = 30.0
     min_body_bytes_per_s: int = 16 * KIB
     """Pace of a request's body: one that has fallen behind by stalled_reader_s ends,

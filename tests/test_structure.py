@@ -38,6 +38,7 @@ Each is a command, a router or data of its own.
 """
 
 SQL = {
+    "loraserve.conversations": "stored_responses",
     "loraserve.db": "audit database_file idempotency leases migrate models session upsert",
     "loraserve.doctor": "storage",
     "loraserve.registry": "blob_references changes operations quota repository residency routing",

@@ -453,3 +453,23 @@ class ShadowHour(Base):
     live_ms: Mapped[int] = mapped_column(BigInteger)
     shadow_ms: Mapped[int] = mapped_column(BigInteger)
     """Times from the request to the last token, summed over the requests that both answered."""
+
+
+class StoredResponseRow(Base):
+    """Response that later ones may continue: its own input and output."""
+
+    __tablename__ = "stored_responses"
+    # the first covers the sums over a tenant's responses
+    __table_args__ = (Index(None, "tenant_id", "id", "num_bytes"), Index(None, "expires_at"))
+
+    id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    previous_id: Mapped[str | None] = mapped_column(String(ULID_LENGTH))
+    """Response that it continues; not a foreign key: that one may be deleted before."""
+    input: Mapped[bytes] = mapped_column(LargeBinary)
+    """Its own input items, as JSON."""
+    answer: Mapped[bytes] = mapped_column(LargeBinary)
+    """The response object, as JSON."""
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -14,7 +14,7 @@ from ulid import ULID
 
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
-from loraserve.db.models import AuditRow, Grant, Tenant
+from loraserve.db.models import AuditRow, Grant, StoredResponseRow, Tenant
 from loraserve.db.names import is_name
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
@@ -274,7 +274,9 @@ class Tenants:
         return record
 
     async def delete(self, name: str, *, actor: str) -> None:
-        """Delete the tenant: at once in this process, within seconds in others. Its rows stay.
+        """Delete the tenant: at once in this process, within seconds in others.
+
+        Its rows stay, but its stored responses, which have its texts, go.
 
         Raises:
             TenantNotFound: there is none.
@@ -287,6 +289,7 @@ class Tenants:
             row = await find_tenant(session, name, is_locking=True)
             row.deleted_at = now
             audit.record(session, "tenant.delete", name, actor=actor, tenant=row.id, at=now)
+            await session.execute(delete(StoredResponseRow).where(StoredResponseRow.tenant_id == row.id))
         self._on_change(TenantId(row.id))
         self.on_delete(TenantId(row.id))
 
