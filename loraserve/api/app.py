@@ -105,6 +105,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
         TableCollector(tables.SHARES, shares),
         TableCollector(tables.REGISTRY, lambda: services.registry),
         TableCollector(tables.BILLING, lambda: services.usage),
+        TableCollector(tables.RESPONSES, lambda: services.responses),
     )
 
 

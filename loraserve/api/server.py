@@ -21,6 +21,7 @@ from loraserve.api.http.listener import connection_class, open_listener, raise_f
 from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
 from loraserve.background import SERVER_NICENESS, Throttle, lower_thread_priority
+from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db import migrate
 from loraserve.db.session import Database
 from loraserve.engine_client.client import EngineClient
@@ -81,7 +82,8 @@ async def _serve(settings: Settings) -> int:
     listener = open_listener(settings.host, settings.port)
     with listener:
         services, database = await _make_services(settings)
-        registry, usage, servers = services.registry, services.usage, Servers(database)
+        registry, usage, responses = services.registry, services.usage, services.responses
+        servers = Servers(database)
         services.admissions = Admissions(num_servers=lambda: servers.num_live)
         services.rooms.connections.capacity = raise_file_limit(services.limits)
         # ended from the last to the first, each also when another's end fails
@@ -97,6 +99,7 @@ async def _serve(settings: Settings) -> int:
                 registry.operations.close,
                 servers.close,
                 *([usage.close] if usage is not None else []),
+                *([responses.close] if responses is not None else []),
                 services.grammars.close,
                 services.engine.stop,
                 registry.pins.close,
@@ -111,6 +114,8 @@ async def _serve(settings: Settings) -> int:
             registry.certificate_backfill.start()
             if usage is not None:
                 usage.start()
+            if responses is not None:
+                responses.start()
             return await _Lifetime(services, listener, settings.grace_s).run()
 
 
@@ -192,6 +197,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         tokenizer=tokenizer,
         chat_format=chat_format,
         usage=UsageMeter(database, settings.data_dir / FOLDER),
+        responses=StoredResponses(database),
     )
     return services, database
 

@@ -22,6 +22,7 @@ from loraserve.text.grammar_worker import Setup
 
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
+    from loraserve.conversations.stored_responses import StoredResponses
     from loraserve.engine_client.client import EngineClient
     from loraserve.registry.registry import Registry
     from loraserve.settings import Settings
@@ -45,6 +46,8 @@ class Services:
     """Format of chats with the base."""
     usage: UsageMeter | None = None
     """Meter of billed usage; None: nothing is billed."""
+    responses: StoredResponses | None = None
+    """Stored responses; None: none are stored."""
     admissions: Admissions = field(default_factory=Admissions)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     text_threads: TextThreads = field(default_factory=TextThreads)

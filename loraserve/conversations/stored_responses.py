@@ -33,7 +33,7 @@ _WHOLE = select(StoredResponseRow.id, StoredResponseRow.previous_id, StoredRespo
 
 
 @dataclass(frozen=True, slots=True)
-class StoredResponse:
+class ResponseRecord:
     """A response as it was answered.
 
     Attributes:
@@ -87,7 +87,7 @@ class StoredResponses:
             task.cancel()
         await asyncio.gather(*self._saving, return_exceptions=True)
 
-    async def save(self, tenant: TenantId, response: StoredResponse) -> bool:
+    async def save(self, tenant: TenantId, response: ResponseRecord) -> bool:
         """Store the response durably, and return whether it is.
 
         An answer doesn't wait for a database that is away: after `limits.store_response_s`, or at
@@ -116,7 +116,7 @@ class StoredResponses:
             logger.warning("a response isn't stored: %s", reason)
         return error is None and not task.cancelled()
 
-    async def get(self, tenant: TenantId, response_id: str) -> StoredResponse:
+    async def get(self, tenant: TenantId, response_id: str) -> ResponseRecord:
         """Return the response.
 
         Raises:
@@ -142,7 +142,7 @@ class StoredResponses:
         if found is None:
             raise response_not_found()
 
-    async def conversation(self, tenant: TenantId, response_id: str) -> list[StoredResponse]:
+    async def conversation(self, tenant: TenantId, response_id: str) -> list[ResponseRecord]:
         """Return the response and those before it, the first one first.
 
         Raises:
@@ -219,7 +219,7 @@ class StoredResponses:
         row = StoredResponseRow
         return row.tenant_id == tenant, row.id == key, row.expires_at > self._clock()
 
-    async def _write(self, tenant: TenantId, response: StoredResponse) -> None:
+    async def _write(self, tenant: TenantId, response: ResponseRecord) -> None:
         now = self._clock()
         async with self._database.write() as session:
             session.add(
@@ -281,6 +281,6 @@ def _key(response_id: str) -> str:
     return "" if found is None else found[1]
 
 
-def _to_response(row: Any) -> StoredResponse:
+def _to_response(row: Any) -> ResponseRecord:
     previous_id = None if row.previous_id is None else _PREFIX + row.previous_id
-    return StoredResponse(_PREFIX + row.id, previous_id, row.input, row.answer)
+    return ResponseRecord(_PREFIX + row.id, previous_id, row.input, row.answer)

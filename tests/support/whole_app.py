@@ -28,6 +28,7 @@ from adapters_store import LocalStore
 from loraserve.api.app import create_app
 from loraserve.api.scopes import declared_scopes
 from loraserve.api.services import Services
+from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db.session import Database
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
@@ -151,6 +152,7 @@ async def services(
         tokenizer=tokenizer,
         chat_format=ChatFormat(ChatTemplate(model_dir, tokenizer), tokenizer),
         usage=usage,
+        responses=StoredResponses(database),
     )
     yield services
     await services.grammars.close()
@@ -230,6 +232,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {
         "json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     },
+    "POST /v1/responses": {"json": {"model": "{model}", "input": "x", "max_output_tokens": 1}},
     **{
         f"POST {path}": {"json": {"inputs": "x", "parameters": {"adapter_id": "{model}", "max_new_tokens": 1}}}
         for path in ("/", "/generate", "/generate_stream")

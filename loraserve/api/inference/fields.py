@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -89,6 +90,7 @@ _CHANGES_THE_ANSWER = frozenset(
 )
 _GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
 """Fields of vLLM's before `structured_outputs`; those that are known have a model's field."""
+_WITHOUT = "Send the request without it."
 _HINTS = {
     "grammar": "Send it as structured_outputs.grammar.",
     "functions": "Send tools instead.",
@@ -126,8 +128,39 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
     if "stream_options" in given and "stream_options" in model.model_fields and not given.get("stream"):
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     # a field of the other kind that got so far asks for nothing, and so isn't ignored
-    passed = given.keys() - model.model_fields.keys() - _CHANGES_THE_ANSWER
+    passed = given.keys() - model.model_fields.keys() - _CHANGES_THE_ANSWER - _refused(model).keys()
     return fields, tuple(name for name in given if name in passed)
+
+
+@contextlib.contextmanager
+def renamed(rename: Callable[[str], str], fields: Mapping[str, str]) -> Iterator[None]:
+    """Name a wrong field as the body has it from which a chat's body was made.
+
+    Args:
+        rename: returns a place in the body for a place in the chat's.
+        fields: the chat's fields that the body calls otherwise.
+    """
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is not None:
+            place = rename(error.param)
+            error.message = _renamed_in(error.message, error.param, place)
+            error.param = place
+        for name, own in fields.items():
+            error.message = _renamed_in(error.message, name, own)
+        raise
+
+
+def _renamed_in(message: str, name: str, own: str) -> str:
+    """Replace a field's name where it can't be a word: at the start, or with a mark of names."""
+    is_word = name.isalpha()
+    pattern = (
+        rf"(?:^|(?<=in the )|(?<=of the )|(?<=your )){name}\b"
+        if is_word
+        else rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)"
+    )
+    return re.sub(pattern, lambda _: own, message)
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
@@ -147,12 +180,19 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
     for name, value in given.items():
         if name in model.model_fields or _is_neutral(name, value):
             continue
-        if name in _CHANGES_THE_ANSWER or _GUIDED.fullmatch(name):
+        hints = _refused(model)
+        if name in hints or name in _CHANGES_THE_ANSWER or _GUIDED.fullmatch(name):
             raise UnsupportedParameter(
                 f"{name} is not supported, and ignoring it would change the answer.",
                 param=name,
-                hint=_HINTS.get(name, "Send the request without it."),
+                hint=hints.get(name) or _HINTS.get(name, _WITHOUT),
             )
+
+
+def _refused(model: type[BaseModel]) -> Mapping[str, str]:
+    """Return the fields that this route alone refuses, with hints."""
+    refused: Mapping[str, str] = getattr(model, "refused", {})
+    return refused
 
 
 def _is_neutral(name: str, value: object) -> bool:
@@ -160,7 +200,7 @@ def _is_neutral(name: str, value: object) -> bool:
     match name:
         case "function_call":
             return value in ("none", "auto", "")
-        case "repeat_penalty" | "length_penalty" | "typical_p" | "tfs_z" | "num_beams":
+        case "repeat_penalty" | "length_penalty" | "typical_p" | "tfs_z" | "num_beams" | "n":
             return value == 1
         case "do_sample":
             return value is True

@@ -5,6 +5,7 @@ What isn't here is `fields`' business.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -26,6 +27,9 @@ def _drop_nulls(value: Any) -> Any:
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields beside those that `fields` refuses on every route, and what to do without each."""
+
 
 class StreamOptions(_Body):
     include_usage: bool = False
@@ -37,8 +41,8 @@ class WeightedAdapter(_Body):
     weight: float = Field(default=1.0, allow_inf_nan=False)
 
 
-class InferenceBody(_Body):
-    """Fields that completions and chat have in common."""
+class SamplingBody(_Body):
+    """Fields that every route that generates has in common."""
 
     model: str = Field(min_length=1, max_length=MAX_MODEL_LENGTH)
     adapters: list[Annotated[WeightedAdapter, BeforeValidator(_drop_nulls)]] | None = Field(
@@ -50,11 +54,8 @@ class InferenceBody(_Body):
 
     It is hashed, and not kept.
     """
-    n: int = Field(default=1, ge=1, le=LIMITS.max_n)
     stream: bool = False
-    stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
 
-    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -78,10 +79,8 @@ class InferenceBody(_Body):
     """Lower runs first among the tenant's own requests; below 0 takes an admin key."""
     timeout: float | None = Field(default=None, gt=0, le=LIMITS.max_request_timeout_s)
     """Seconds from its arrival, after which it ends with what there is."""
-    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Show tokens in logprobs as ``token_id:7``."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
     """Tokens of the prompt's end that are kept; -1: as many as fit."""
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=LIMITS.max_allowed_token_ids)
@@ -91,8 +90,21 @@ class InferenceBody(_Body):
     adapter_id: str | None = Field(default=None, max_length=MAX_MODEL_LENGTH)
 
     # what the answer has to be: read by `structured_output`
-    response_format: Any = None
     structured_outputs: Any = None
+
+
+class InferenceBody(SamplingBody):
+    """Fields that completions and chat have in common."""
+
+    n: int = Field(default=1, ge=1, le=LIMITS.max_n)
+    stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
+
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
+
+    # what the answer has to be: read by `structured_output`
+    response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None

@@ -19,6 +19,7 @@ from loraserve.types import EngineStats
 
 if TYPE_CHECKING:
     from loraserve.api.grammar.checker import GrammarChecker
+    from loraserve.conversations.stored_responses import StoredResponses
     from loraserve.engine_client.client import EngineClient
     from loraserve.registry.registry import Registry
     from loraserve.tenancy.billing.meter import UsageMeter
@@ -360,6 +361,15 @@ REGISTRY: Table[Registry] = (
     ),
     gauge("loraserve_operator_pins", "Adapters that operators have pinned.", lambda r: r.pins.num_wanted),
     gauge("loraserve_operator_pins_held", "Pinned adapters on this server's device.", lambda r: r.pins.num_held),
+)
+
+RESPONSES: Table[StoredResponses] = (
+    counter(
+        "loraserve_stored_responses",
+        "Responses by what became of their storing: stored, lost (not stored, though asked for), expired.",
+        lambda r: {"stored": r.num_stored, "lost": r.num_lost, "expired": r.num_expired},
+        "outcome",
+    ),
 )
 
 BILLING: Table[UsageMeter] = (

@@ -131,6 +131,76 @@ class ChatCompletion(_Answer):
     prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | None = None
 
 
+class InputDetails(_Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(_Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    cost: str = ""
+    currency: str = ""
+
+
+class OutputText(_Answer):
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[str] = Field(default=[])
+    logprobs: list[ChatTokenLogprobs] = Field(default=[])
+
+
+class OutputItem(_Answer):
+    """A message, reasoning, or a call of a function."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["completed", "incomplete"]
+    role: str = ""
+    content: list[OutputText] = Field(default=[])
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class IncompleteDetails(_Answer):
+    reason: Literal["max_output_tokens", "timeout"]
+
+
+class ModelResponse(_Answer):
+    """A response, with what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None
+    error: None
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    """Whether it was stored, and so can be continued."""
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    truncation: Literal["disabled"]
+    user: str | None
+
+
 class PromptToken(_Answer):
     id: int
     text: str

@@ -28,12 +28,14 @@ from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
 from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
+from loraserve.api.openai.responses.body import ResponseBody
 from loraserve.api.openapi.answers import (
     ChatCompletion,
     Completion,
     Embeddings,
     Generated,
     Health,
+    ModelResponse,
     Reranking,
     Scores,
     Text,
@@ -48,6 +50,10 @@ JSON, BYTES, EVENTS, CSV = "application/json", "application/octet-stream", "text
 METRICS = "text/plain"
 _BINARY: Schema = {"type": "string", "format": "binary"}
 _EVENTS: Schema = {"type": "string", "description": "`data: {…}` lines, and `data: [DONE]` at the end."}
+_NAMED_EVENTS: Schema = {
+    "type": "string",
+    "description": "`event: NAME` and `data: {…}` lines; the last has the whole.",
+}
 _TOKENIZER_INFO: Schema = {
     "type": "object",
     "properties": {"tokenizer_class": {"type": "string"}, "chat_template": {"type": "string"}},
@@ -76,6 +82,7 @@ _RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")
 BODIES: Mapping[str, Content] = {
     "POST /v1/completions": {JSON: CompletionBody},
     "POST /v1/chat/completions": {JSON: ChatBody},
+    "POST /v1/responses": {JSON: ResponseBody},
     "POST /": {JSON: GenerateBody},
     "POST /generate": {JSON: GenerateBody},
     "POST /generate_stream": {JSON: GenerateBody},
@@ -129,6 +136,8 @@ ANSWERS: Mapping[str, Content] = {
     "GET /metrics": {METRICS: {"type": "string"}},
     "POST /v1/completions": {JSON: Completion, EVENTS: _EVENTS},
     "POST /v1/chat/completions": {JSON: ChatCompletion, EVENTS: _EVENTS},
+    "POST /v1/responses": {JSON: ModelResponse, EVENTS: _NAMED_EVENTS},
+    "GET /v1/responses/{response_id}": {JSON: ModelResponse},
     "POST /": {JSON: {"type": "array", "items": _GENERATED}, EVENTS: _TOKENS},
     "POST /generate": {JSON: Generated, EVENTS: _TOKENS},
     "POST /generate_stream": {EVENTS: _TOKENS},
@@ -168,6 +177,9 @@ CONDITIONAL = frozenset(
 
 GENERATING = frozenset({"POST /", "POST /generate", "POST /generate_stream"})
 """Routes with LoRAX's and TGI's errors."""
+
+CHATS = frozenset({"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses"})
+"""Routes that generate, with OpenAI's errors."""
 
 STORING = frozenset(
     {

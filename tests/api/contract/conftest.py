@@ -77,6 +77,8 @@ async def world(
     sha256 = hashlib.sha256(weights).hexdigest()
     upload = await call("POST", "/uploads", acme, json={"sha256": sha256, "size": len(weights)})
     operation = "01" + "ACME" * 6
+    body = {"model": services.engine.base.id, "input": "acme's own", "max_output_tokens": 1}
+    response = (await client.post("/v1/responses", json=body, headers=acme)).json()
     await _let_pass(services, expired["id"], ids["acme"], operation)
     things = {
         "name": "acmesql",
@@ -85,6 +87,7 @@ async def world(
         "file": "adapter_config.json",
         "upload_id": upload["id"],
         "operation_id": operation,
+        "response_id": response["id"],
         "model": "acmesql",
         "tenant": "acme",
         "key_id": made["id"],

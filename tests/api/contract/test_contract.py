@@ -35,6 +35,8 @@ FEW_REQUESTS = {(True, True): 3, (True, False): 1, (False, True): 2, (False, Fal
 NOTHING_TO_DO = {
     "DELETE /api/v1/adapters/{name}/versions/{number}": "conflict",
     "DELETE /api/v1/tenants/{tenant}/keys/{key_id}": "key_not_found",
+    # the same as without the tenant, which was sent before
+    "DELETE /t/{tenant}/v1/responses/{response_id}": None,
     "PATCH /api/v1/uploads/{upload_id}": "invalid_value",
     "POST /api/v1/adapters/{name}/aliases/{alias}/rollback": "conflict",
     "POST /api/v1/adapters/{name}/pulls": "permission_denied",

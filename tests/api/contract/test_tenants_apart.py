@@ -17,6 +17,7 @@ ABSENT = {
     "tenant": "zzzz",
     "upload_id": "01" + "NNNN" * 6,
     "operation_id": "01" + "NNNN" * 6,
+    "response_id": "resp_01" + "NNNN" * 6,
     "key_id": "01" + "NNNN" * 6,
     "sha256": "0" * 64,
 }

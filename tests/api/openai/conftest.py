@@ -24,6 +24,7 @@ from loraserve.api.app import create_app
 from loraserve.api.http.connection import BoundedProtocol
 from loraserve.api.http.listener import connection_class
 from loraserve.api.services import Services
+from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db.session import Database
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk, OutputProcessor
@@ -227,6 +228,7 @@ async def services(
         chat_format=ChatFormat(ChatTemplate(model_dir, engine.tokenizer), engine.tokenizer),
         limits=limits,
         usage=usage,
+        responses=StoredResponses(database),
     )
     yield services
     await services.grammars.close()

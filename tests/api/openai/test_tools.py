@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from hermes_model import CALL, TIME_CALL, base, model_dir, prompt_of
 
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat
 
+__all__ = ["base", "model_dir"]
+
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "unit" / "text" / "templates"
-EOS = "<|eos|>"
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>")
 HELLO = [{"role": "user", "content": "What's the weather?"}]
 WEATHER = {
     "type": "function",
@@ -35,30 +32,6 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "get_time"}}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ångström"}}\n</tool_call>'
-TIME_CALL = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text half of a model of Hermes' family; its markers are special tokens."""
-    path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = HFTokenizer(models.BPE(vocab={char: id_ for id_, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS, *MARKERS])
-    tokenizer.add_tokens(["<|late|>"])
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text((TEMPLATES / "hermes.jinja").read_text())
-    return path
-
-
-@pytest.fixture
-def base(base: Any) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(base, max_model_len=4096)
 
 
 async def chat(client: httpx2.AsyncClient, **body: Any) -> httpx2.Response:
@@ -74,11 +47,6 @@ def events_of(response: httpx2.Response) -> list[dict[str, Any]]:
 def deltas_of(response: httpx2.Response, index: int = 0) -> list[dict[str, Any]]:
     choices = [choice for event in events_of(response) for choice in event["choices"]]
     return [choice["delta"] for choice in choices if choice["index"] == index]
-
-
-def prompt_of(engine: Any) -> str:
-    text: str = engine.tokenizer.decode(engine.seen[-1].prompt_token_ids, skip_special_tokens=False)
-    return text
 
 
 def message_of(deltas: list[dict[str, Any]]) -> dict[str, Any]:

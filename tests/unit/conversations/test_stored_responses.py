@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import select, update
 from ulid import ULID
 
-from loraserve.conversations.stored_responses import StoredResponse, StoredResponses
+from loraserve.conversations.stored_responses import ResponseRecord, StoredResponses
 from loraserve.db.models import StoredResponseRow
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import DatabaseUnavailable, InvalidRequest, ResponseNotFound
@@ -71,15 +71,15 @@ async def globex(database: Database) -> TenantId:
 _made = iter(range(10**6))
 
 
-def make(previous: StoredResponse | None = None, *, num_bytes: int = 20) -> StoredResponse:
+def make(previous: ResponseRecord | None = None, *, num_bytes: int = 20) -> ResponseRecord:
     """A response of so many bytes, each later than the one before."""
     ident = ULID.from_timestamp(1.7e9 + next(_made))
     answer = b"{}" + b" " * (num_bytes - 4)
-    return StoredResponse(f"resp_{ident}", None if previous is None else previous.id, b"[]", answer)
+    return ResponseRecord(f"resp_{ident}", None if previous is None else previous.id, b"[]", answer)
 
 
-async def save_chain(store: StoredResponses, tenant: TenantId, length: int, **how: Any) -> list[StoredResponse]:
-    chain: list[StoredResponse] = []
+async def save_chain(store: StoredResponses, tenant: TenantId, length: int, **how: Any) -> list[ResponseRecord]:
+    chain: list[ResponseRecord] = []
     for _ in range(length):
         chain.append(make(chain[-1] if chain else None, **how))
         assert await store.save(tenant, chain[-1])
@@ -171,7 +171,7 @@ async def test_the_oldest_make_room(store: StoredResponses, acme: TenantId, glob
     assert await is_there(store, globex, theirs)
 
 
-async def is_there(store: StoredResponses, tenant: TenantId, response: StoredResponse) -> bool:
+async def is_there(store: StoredResponses, tenant: TenantId, response: ResponseRecord) -> bool:
     try:
         return await store.get(tenant, response.id) == response
     except ResponseNotFound:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,12 +137,14 @@ class ChatTurn:
         ignored: tuple[str, ...],
         *,
         prefix: str,
+        names: Mapping[str, str] | None = None,
         num_more_bytes: int = 0,
     ) -> ChatTurn:
         """Check everything, and admit the chat. No token is made before `respond`.
 
         Args:
             prefix: what its id begins with.
+            names: a chat's fields that the route calls otherwise, for the ignored ones.
             num_more_bytes: size of what was read beside the request's body.
 
         Raises:
@@ -169,7 +171,8 @@ class ChatTurn:
             sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
         admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=read.asked is not None)
 
-        context = InferenceContext.begin(prefix, services, body, read.model, [prompt], read.ignored)
+        passed = tuple((names or {}).get(name, name) for name in read.ignored)
+        context = InferenceContext.begin(prefix, services, body, read.model, [prompt], passed)
         generation = Generation(
             services,
             context.requests(
@@ -196,6 +199,7 @@ class ChatTurn:
         whole: Callable[[], Any],
         events: Callable[[], AsyncGenerator[bytes, None]],
         headers: Callable[[Chunk], dict[str, str]] | None = None,
+        add: Callable[[ChatChoice, Chunk], None] = ChatChoice.add,
         finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
         failure: Callable[[LoraserveError], bytes] = error_event,
         ending: bytes = DONE,
@@ -204,6 +208,7 @@ class ChatTurn:
 
         Args:
             headers: as in `answer`; None: those that every chat has.
+            add: takes each chunk of an answer in one piece.
             finish: awaited before `whole`, once every choice has ended.
             failure, ending: form of a stream, as in `EventStream`.
 
@@ -212,8 +217,8 @@ class ChatTurn:
             ClientDisconnect: the client has left.
         """
 
-        def add(index: int, chunk: Chunk) -> None:
-            self.choices[index].add(chunk)
+        def take(index: int, chunk: Chunk) -> None:
+            add(self.choices[index], chunk)
             self.usage.add(index, chunk)
 
         return await answer(
@@ -222,7 +227,7 @@ class ChatTurn:
             usage=self.usage,
             headers=headers or self.context.headers,
             events=events if self.body.stream else None,
-            add=add,
+            add=take,
             finish=finish,
             whole=whole,
             failure=failure,

@@ -1,0 +1,167 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from loraserve.api.errors import openai_envelope
+from loraserve.api.http.sse import named_event
+from loraserve.api.inference.chat.choice import ChatChoice
+from loraserve.api.inference.chat.turn import ChatTurn
+from loraserve.api.inference.fields import json_fields, parse_body, renamed
+from loraserve.api.inference.quota import admitted_caller
+from loraserve.api.openai.responses.answer import ResponseAnswer
+from loraserve.api.openai.responses.body import FIELDS, ResponseBody, chat_body, check_body, place_in_response
+from loraserve.api.openai.responses.items import Conversation, Item, read_items
+from loraserve.api.openai.responses.output import Event
+from loraserve.api.services import Services, services_of
+from loraserve.conversations.stored_responses import ResponseRecord, StoredResponses, response_not_found
+from loraserve.errors import LoraserveError
+from loraserve.tenancy.identity.auth import Caller
+
+if TYPE_CHECKING:
+    from loraserve.engine_client.client import Chunk
+
+router = APIRouter()
+
+_PREVIOUS = "previous_response_id"
+
+
+@router.post("/responses", response_model=None)
+async def create_response(
+    request: Request,
+    caller: Caller = Depends(admitted_caller),
+    raw: dict[str, Any] = Depends(json_fields),
+) -> Response:
+    """Answer the input, after the responses that it continues.
+
+    Raises:
+        InvalidRequest: a field is wrong; `param` names it.
+        ResponseNotFound: the tenant has no such previous response.
+        ModelNotFound: the tenant has no such model.
+        AdapterQuarantined: it isn't served.
+        Overloaded: the queue is full, or the database of previous responses is away.
+        RateLimited: the tenant's share is used up.
+    """
+    services = services_of(request)
+    body, ignored = parse_body(ResponseBody, raw)
+    ignored = (*ignored, *check_body(body))
+    items = read_items(body.input)
+    conversation, num_bytes = await _conversation(services, caller, body)
+    conversation.add(items, "input", is_list=isinstance(body.input, list))
+    chat = chat_body(body, conversation.messages)
+    with renamed(lambda param: place_in_response(param, conversation.places), FIELDS):
+        turn = await ChatTurn.begin(
+            request, caller, chat, ignored, prefix="resp_", names=FIELDS, num_more_bytes=num_bytes
+        )
+    exchange = _Exchange(turn, ResponseAnswer(turn, body), caller, items, services.responses)
+    return await turn.respond(
+        request,
+        add=lambda choice, chunk: exchange.add(choice, chunk),
+        finish=exchange.finish,
+        whole=exchange.answer.final,
+        events=exchange.events,
+        failure=exchange.failure,
+        # these clients know the last event by its name
+        ending=b"",
+    )
+
+
+async def _conversation(services: Services, caller: Caller, body: ResponseBody) -> tuple[Conversation, int]:
+    """Return the messages before the input, and the size of those that were stored."""
+    conversation = Conversation()
+    if body.instructions is not None:
+        conversation.add_instructions(body.instructions)
+    if body.previous_response_id is None:
+        return conversation, 0
+    if services.responses is None:
+        raise response_not_found(_PREVIOUS)
+    stored = await services.responses.conversation(caller.tenant, body.previous_response_id)
+    num_bytes = sum(response.num_bytes for response in stored)
+
+    def add() -> None:
+        for response in stored:
+            for items in (orjson.loads(response.input), orjson.loads(response.answer)["output"]):
+                conversation.add(read_items(items, _PREVIOUS), _PREVIOUS, is_list=False)
+
+    await services.text_threads.run(caller.tenant, num_bytes, add)
+    return conversation, num_bytes
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Way of one response from its first chunk to its end."""
+
+    turn: ChatTurn
+    answer: ResponseAnswer
+    caller: Caller
+    items: list[Item]
+    store: StoredResponses | None
+    _num_events: int = field(default=0, init=False)
+
+    def add(self, _: ChatChoice, chunk: Chunk) -> None:
+        self.answer.output.add(chunk)
+
+    async def finish(self) -> None:
+        """End the last item, and store the response."""
+        self.answer.output.finish(self.answer.final_status)
+        await self._save()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        answer = self.answer
+        begun = answer.in_progress()
+        yield self._frames([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
+        async for _, chunk in self.turn.chunks():
+            events = answer.output.add(chunk)
+            if events:
+                yield self._frames(events)
+        events = answer.output.finish(answer.final_status)
+        await self._save()
+        yield self._frames([*events, (f"response.{answer.final_status}", {"response": answer.final()})])
+
+    def failure(self, error: LoraserveError) -> bytes:
+        """Return the last events of an answer that an error has ended."""
+        detail = openai_envelope(error)["error"]
+        told = {name: detail[name] for name in ("code", "message", "param")}
+        return self._frames([("error", told), ("response.failed", {"response": self.answer.failed(error)})])
+
+    def _frames(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for name, payload in events:
+            frames.append(named_event(name, {"sequence_number": self._num_events, **payload}))
+            self._num_events += 1
+        return b"".join(frames)
+
+    async def _save(self) -> None:
+        answer = self.answer
+        if not answer.is_stored or self.store is None:
+            answer.is_stored = False
+            return
+        response = ResponseRecord(
+            self.turn.context.id,
+            answer.previous_id,
+            orjson.dumps(_with_ids(self.items, self.turn.context.id)),
+            answer.as_stored(),
+        )
+        answer.is_stored = await self.store.save(self.caller.tenant, response)
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _with_ids(items: list[Item], response_id: str) -> list[Item]:
+    """Return the items, each with an id of its own: clients list them from one to the next."""
+    suffix, seen, found = response_id.partition("_")[2], set[str](), []
+    for index, item in enumerate(items):
+        own = item.get("id")
+        if own is None or own in seen:
+            own = f"{_PREFIXES[item['type']]}_{suffix}_{index}"
+        seen.add(own)
+        found.append({**item, "id": own, "status": "completed"})
+    return found
