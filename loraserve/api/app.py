@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from loraserve import __version__
-from loraserve.api import errors, live_adapters, lorax, management, monitoring, openai, openapi, scopes
+from loraserve.api import anthropic, errors, live_adapters, lorax, management, monitoring, openai, openapi, scopes
 from loraserve.api.http.guard import Guard
 from loraserve.api.metrics import tables
 from loraserve.api.metrics.table import TableCollector
@@ -21,7 +21,7 @@ from loraserve.tenancy.limits.shares import Shares
 
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _EXPOSED_HEADERS = (
-    *("x-request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
+    *("x-request-id", "request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
     *("retry-after", "retry-after-ms", "x-should-retry", "etag", "idempotent-replayed", "content-disposition"),
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
@@ -79,6 +79,7 @@ def _routes() -> tuple[BaseRoute, ...]:
     router.include_router(monitoring.router)
     for prefix in ("", "/t/{tenant}"):
         router.include_router(openai.router, prefix=prefix)
+        router.include_router(anthropic.router, prefix=f"{prefix}/v1")
         router.include_router(lorax.router, prefix=prefix)
         router.include_router(live_adapters.router, prefix=prefix)
     router.include_router(management.router, prefix=errors.MANAGEMENT_PREFIX)

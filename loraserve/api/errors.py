@@ -64,6 +64,19 @@ _GENERATE_TYPES: tuple[tuple[type[LoraserveError], str], ...] = (
     (errors.DeadlineExceeded, "incomplete_generation"),
     (LoraserveError, "generation"),
 )
+# `type` of Anthropic's errors for a status; other statuses are the server's or the request's fault.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_MESSAGES_PATH = re.compile(r"(/t/[^/]+)?/v1/messages(/.*)?")
 _GENERATE_PATH = re.compile(r"(/t/[^/]+)?/(generate|generate_stream)?")
 
 # A second try gives the same answer, or the time for one is over: the OpenAI client would otherwise
@@ -116,6 +129,24 @@ def generate_envelope(error: LoraserveError) -> dict[str, Any]:
     return {"error": str(error), "error_type": kind, "code": error.code, "param": param}
 
 
+def messages_envelope(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
+    """Return ``{"type": "error", "error": {…}}`` as Anthropic's clients read it.
+
+    `code` and `param` beside its fields are this server's.
+    """
+    status = status_of(error)
+    kind = _MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    param = getattr(error, "param", None)
+    param = param or "model" if isinstance(error, errors.ModelNotFound) else param
+    detail = {"type": kind, "message": str(error), "code": error.code, "param": param}
+    return {"type": "error", "error": detail, "request_id": request_id}
+
+
+def is_messages_path(path: str) -> bool:
+    """Return whether Anthropic's clients call the route."""
+    return _MESSAGES_PATH.fullmatch(path) is not None
+
+
 def problem(error: LoraserveError, request_id: str | None) -> dict[str, Any]:
     """RFC 9457's problem document.
 
@@ -165,11 +196,16 @@ def error_response(
 ) -> Response:
     """Return the response for `error`.
 
-    It is problem+json under /api/v1, LoRAX's form on its routes, and OpenAI's envelope elsewhere.
+    It is problem+json under /api/v1, LoRAX's and Anthropic's forms on their routes, and OpenAI's
+    envelope elsewhere.
     """
     is_management = path == MANAGEMENT_PREFIX or path.startswith(MANAGEMENT_PREFIX + "/")
-    envelope = generate_envelope if _GENERATE_PATH.fullmatch(path) else openai_envelope
-    body = problem(error, request_id) if is_management else envelope(error)
+    if is_management:
+        body = problem(error, request_id)
+    elif is_messages_path(path):
+        body = messages_envelope(error, request_id)
+    else:
+        body = generate_envelope(error) if _GENERATE_PATH.fullmatch(path) else openai_envelope(error)
     media_type = "application/problem+json" if is_management else "application/json"
     return Response(
         orjson.dumps(body),

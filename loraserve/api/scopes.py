@@ -100,6 +100,7 @@ def _who_has(scope: str, caller: Caller) -> str:
 def bearer_key(request: Request) -> str:
     """Return the secret of ``Authorization: Bearer …``, or the password of ``Basic …``.
 
+    Without that header, the secret of Anthropic's ``x-api-key``: beside it, it may be a gateway's.
     Clients that send no key of their own, such as trainers, send as Basic what their URL holds:
     ``http://x:KEY@host``.
 
@@ -108,14 +109,23 @@ def bearer_key(request: Request) -> str:
     """
     value = request.headers.get("authorization")
     if value is None:
-        raise AuthenticationError("No API key was given.", hint="Send the header Authorization: Bearer sk-lora-…")
+        secret = request.headers.get("x-api-key", "").strip()
+        if not secret:
+            raise AuthenticationError("No API key was given.", hint="Send the header Authorization: Bearer sk-lora-…")
+        if not _can_be_key(secret):
+            raise AuthenticationError("The x-api-key header should be: sk-lora-…")
+        return secret
     kind, _, secret = value.partition(" ")
     secret = secret.strip()
     if kind.lower() == "basic":
         kind, secret = "bearer", _password(secret)
-    if kind.lower() != "bearer" or not secret or len(secret) > _MAX_KEY_BYTES or not secret.isascii():
+    if kind.lower() != "bearer" or not _can_be_key(secret):
         raise AuthenticationError("The Authorization header should be: Bearer sk-lora-…")
     return secret
+
+
+def _can_be_key(secret: str) -> bool:
+    return 0 < len(secret) <= _MAX_KEY_BYTES and secret.isascii()
 
 
 def _password(credentials: str) -> str:

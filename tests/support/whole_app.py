@@ -232,6 +232,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {
         "json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     },
+    "POST /v1/messages": {
+        "json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    },
+    "POST /v1/messages/count_tokens": {"json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}]}},
     "POST /v1/responses": {"json": {"model": "{model}", "input": "x", "max_output_tokens": 1}},
     **{
         f"POST {path}": {"json": {"inputs": "x", "parameters": {"adapter_id": "{model}", "max_new_tokens": 1}}}

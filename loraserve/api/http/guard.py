@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
-from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, unforeseen
+from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_path, unforeseen
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
     HeadersTooLarge,
@@ -57,6 +57,7 @@ _SINGLETONS = frozenset(
         b"host",
         b"idempotency-key",
         b"transfer-encoding",
+        b"x-api-key",
         b"x-tenant",
     }
 )
@@ -260,6 +261,8 @@ class _Exchange:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.request_id
+            if is_messages_path(self._scope["path"]):
+                headers["request-id"] = self.request_id
             rate_headers = self._scope.get("state", {}).get("rate_headers")
             if rate_headers is not None:
                 headers.update(rate_headers())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -163,6 +163,23 @@ def _renamed_in(message: str, name: str, own: str) -> str:
     return re.sub(pattern, lambda _: own, message)
 
 
+def fields_of(value: object, param: str, known: Collection[str]) -> dict[str, Any]:
+    """Return the fields of an object that may have only these; nulls count as absent.
+
+    Raises:
+        InvalidRequest: it isn't an object.
+        UnsupportedParameter: it has others.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param} should be an object.", param=param)
+    given = {name: item for name, item in value.items() if item is not None}
+    if given.keys() - set(known):
+        raise UnsupportedParameter(f"{param} may have only {', '.join(known)}.", param=param)
+    return given
+
+
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return ``x-loraserve-ignored`` for the ignored fields.
 
@@ -177,10 +194,10 @@ def ignored_header(names: Iterable[str]) -> dict[str, str]:
 
 
 def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> None:
+    hints = _refused(model)
     for name, value in given.items():
-        if name in model.model_fields or _is_neutral(name, value):
+        if (name in model.model_fields and name not in hints) or _is_neutral(name, value):
             continue
-        hints = _refused(model)
         if name in hints or name in _CHANGES_THE_ANSWER or _GUIDED.fullmatch(name):
             raise UnsupportedParameter(
                 f"{name} is not supported, and ignoring it would change the answer.",

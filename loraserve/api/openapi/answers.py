@@ -5,7 +5,7 @@ The routes themselves write dicts, for speed.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -199,6 +199,54 @@ class ModelResponse(_Answer):
     top_logprobs: int
     truncation: Literal["disabled"]
     user: str | None
+
+
+class ContentBlock(_Answer):
+    """Text, thinking, or the use of a tool."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default={})
+
+
+class MessageUsage(_Answer):
+    input_tokens: int
+    """Prompt tokens that weren't cached."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cost: str = ""
+    currency: str = ""
+
+
+class Message(_Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageErrorDetail(_Answer):
+    type: str
+    message: str
+    code: str
+    param: str | None
+
+
+class MessageError(_Answer):
+    """Anthropic's error."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str | None
 
 
 class PromptToken(_Answer):

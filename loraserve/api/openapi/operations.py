@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from loraserve.api.anthropic.body import MessageBody, MessageTokensBody
 from loraserve.api.inference.schemas import (
     ChatBody,
     CompletionBody,
@@ -35,6 +36,7 @@ from loraserve.api.openapi.answers import (
     Embeddings,
     Generated,
     Health,
+    Message,
     ModelResponse,
     Reranking,
     Scores,
@@ -52,7 +54,7 @@ _BINARY: Schema = {"type": "string", "format": "binary"}
 _EVENTS: Schema = {"type": "string", "description": "`data: {…}` lines, and `data: [DONE]` at the end."}
 _NAMED_EVENTS: Schema = {
     "type": "string",
-    "description": "`event: NAME` and `data: {…}` lines; the last has the whole.",
+    "description": "`event: NAME` and `data: {…}` lines.",
 }
 _TOKENIZER_INFO: Schema = {
     "type": "object",
@@ -83,6 +85,8 @@ BODIES: Mapping[str, Content] = {
     "POST /v1/completions": {JSON: CompletionBody},
     "POST /v1/chat/completions": {JSON: ChatBody},
     "POST /v1/responses": {JSON: ResponseBody},
+    "POST /v1/messages": {JSON: MessageBody},
+    "POST /v1/messages/count_tokens": {JSON: MessageTokensBody},
     "POST /": {JSON: GenerateBody},
     "POST /generate": {JSON: GenerateBody},
     "POST /generate_stream": {JSON: GenerateBody},
@@ -137,6 +141,7 @@ ANSWERS: Mapping[str, Content] = {
     "POST /v1/completions": {JSON: Completion, EVENTS: _EVENTS},
     "POST /v1/chat/completions": {JSON: ChatCompletion, EVENTS: _EVENTS},
     "POST /v1/responses": {JSON: ModelResponse, EVENTS: _NAMED_EVENTS},
+    "POST /v1/messages": {JSON: Message, EVENTS: _NAMED_EVENTS},
     "GET /v1/responses/{response_id}": {JSON: ModelResponse},
     "POST /": {JSON: {"type": "array", "items": _GENERATED}, EVENTS: _TOKENS},
     "POST /generate": {JSON: Generated, EVENTS: _TOKENS},
@@ -178,8 +183,11 @@ CONDITIONAL = frozenset(
 GENERATING = frozenset({"POST /", "POST /generate", "POST /generate_stream"})
 """Routes with LoRAX's and TGI's errors."""
 
-CHATS = frozenset({"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses"})
-"""Routes that generate, with OpenAI's errors."""
+CHATS = frozenset({"POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages"})
+"""Routes that generate, beside LoRAX's."""
+
+MESSAGES = frozenset({"POST /v1/messages", "POST /v1/messages/count_tokens"})
+"""Routes with Anthropic's errors."""
 
 STORING = frozenset(
     {

@@ -199,7 +199,7 @@ class ChatTurn:
         whole: Callable[[], Any],
         events: Callable[[], AsyncGenerator[bytes, None]],
         headers: Callable[[Chunk], dict[str, str]] | None = None,
-        add: Callable[[ChatChoice, Chunk], None] = ChatChoice.add,
+        add: Callable[[ChatChoice, Chunk], object] = ChatChoice.add,
         finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
         failure: Callable[[LoraserveError], bytes] = error_event,
         ending: bytes = DONE,

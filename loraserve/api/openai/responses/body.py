@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
+from loraserve.api.inference.fields import fields_of
 from loraserve.api.inference.schemas import ChatBody, SamplingBody
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.limits import LIMITS
@@ -110,7 +111,7 @@ def check_body(body: ResponseBody) -> tuple[str, ...]:
             hint="Send fewer items, or truncate_prompt_tokens.",
         )
     _check_metadata(body.metadata)
-    reasoning = _fields_of(body.reasoning, "reasoning", ("effort", "summary", "generate_summary"))
+    reasoning = fields_of(body.reasoning, "reasoning", ("effort", "summary", "generate_summary"))
     effort = reasoning.pop("effort", None)
     if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= 32):
         raise InvalidRequest("reasoning.effort should be a string of 1 to 32 characters.", param="reasoning.effort")
@@ -180,25 +181,8 @@ def _check_metadata(value: object) -> None:
             )
 
 
-def _fields_of(value: object, param: str, known: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of an object that may have only these; nulls count as absent.
-
-    Raises:
-        InvalidRequest: it isn't an object.
-        UnsupportedParameter: it has others.
-    """
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{param} should be an object.", param=param)
-    given = {name: item for name, item in value.items() if item is not None}
-    if given.keys() - set(known):
-        raise UnsupportedParameter(f"{param} may have only {', '.join(known)}.", param=param)
-    return given
-
-
 def _chat_format(text: object) -> dict[str, Any] | None:
-    fields = _fields_of(text, "text", ("format", "verbosity"))
+    fields = fields_of(text, "text", ("format", "verbosity"))
     if fields.get("verbosity", "medium") != "medium":
         raise UnsupportedParameter(
             "text.verbosity is not supported, and ignoring it would change the answer.", param="text.verbosity"
@@ -212,7 +196,7 @@ def _chat_format(text: object) -> dict[str, Any] | None:
         case "text" | "json_object":
             return {"type": kind}
         case "json_schema":
-            inner = _fields_of(wanted, where, ("type", "name", "schema", "strict", "description"))
+            inner = fields_of(wanted, where, ("type", "name", "schema", "strict", "description"))
             return {"type": kind, "json_schema": inner}
         case _:
             raise InvalidRequest(f"{where}.type should be text, json_object or json_schema.", param=f"{where}.type")
@@ -234,7 +218,7 @@ def _chat_tools(tools: object) -> Any:
                 param=f"{where}.type",
             )
         given = {name: value for name, value in tool.items() if value not in (None, False) or name == "strict"}
-        function = _fields_of(given, where, ("type", "name", "description", "parameters", "strict"))
+        function = fields_of(given, where, ("type", "name", "description", "parameters", "strict"))
         del function["type"]
         found.append({"type": "function", "function": function})
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Depends, Request
@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from loraserve.api.errors import openai_envelope
 from loraserve.api.http.sse import named_event
-from loraserve.api.inference.chat.choice import ChatChoice
 from loraserve.api.inference.chat.turn import ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
@@ -24,9 +23,6 @@ from loraserve.api.services import Services, services_of
 from loraserve.conversations.stored_responses import ResponseRecord, StoredResponses, response_not_found
 from loraserve.errors import LoraserveError
 from loraserve.tenancy.identity.auth import Caller
-
-if TYPE_CHECKING:
-    from loraserve.engine_client.client import Chunk
 
 router = APIRouter()
 
@@ -63,7 +59,7 @@ async def create_response(
     exchange = _Exchange(turn, ResponseAnswer(turn, body), caller, items, services.responses)
     return await turn.respond(
         request,
-        add=lambda choice, chunk: exchange.add(choice, chunk),
+        add=lambda _, chunk: exchange.answer.output.add(chunk),
         finish=exchange.finish,
         whole=exchange.answer.final,
         events=exchange.events,
@@ -104,9 +100,6 @@ class _Exchange:
     items: list[Item]
     store: StoredResponses | None
     _num_events: int = field(default=0, init=False)
-
-    def add(self, _: ChatChoice, chunk: Chunk) -> None:
-        self.answer.output.add(chunk)
 
     async def finish(self) -> None:
         """End the last item, and store the response."""

@@ -1,0 +1,248 @@
+"""Bodies of Anthropic's routes, and the chat that they ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema
+
+from loraserve.api.anthropic.blocks import Dialogue
+from loraserve.api.inference.fields import fields_of
+from loraserve.api.inference.schemas import ChatBody, SamplingBody
+from loraserve.errors import InvalidRequest, UnsupportedParameter
+from loraserve.text.chat_format import ChatFormat
+
+_TEXT_OR_BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": _TEXT_OR_BLOCKS},
+        "required": ["role", "content"],
+    },
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "description": {"type": "string"},
+        "input_schema": {"type": "object"},
+    },
+    "required": ["name", "input_schema"],
+}
+_OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+_TEXTS = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+
+_NO_LOGPROBS = "Ask /v1/chat/completions for it."
+_MAX_USER_LENGTH = 256
+_THINKING_SWITCH = "enable_thinking"
+"""Variable by which chat templates turn reasoning on and off."""
+
+FIELDS: Mapping[str, str] = {
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+}
+"""A chat's fields that a message calls otherwise."""
+
+
+class MessageTokensBody(SamplingBody):
+    """Fields of a message that its prompt is made of, and those that change nothing in it."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "stop": "Send stop_sequences.",
+        "user": "Send metadata.user_id.",
+        "max_completion_tokens": "Send max_tokens.",
+        "response_format": "Send output_config.format.",
+        "reasoning_effort": "Send output_config.effort, or thinking.",
+        "n": "Send a request for each answer.",
+        "container": "",
+        "mcp_servers": "",
+        "context_management": "",
+        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids"), _NO_LOGPROBS),
+        **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), "Send structured_outputs."),
+    }
+
+    # checked by `blocks` and below, which have clearer messages than unions
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)]
+    system: Annotated[Any, WithJsonSchema({"anyOf": [*_TEXT_OR_BLOCKS["anyOf"], {"type": "null"}]})] = None
+    tools: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "array", "items": _TOOL}, {"type": "null"}]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_OBJECT)] = None
+    thinking: Annotated[Any, WithJsonSchema(_OBJECT)] = None
+    output_config: Annotated[Any, WithJsonSchema(_OBJECT)] = None
+    metadata: Annotated[Any, WithJsonSchema(_OBJECT)] = None
+    stop_sequences: Annotated[Any, WithJsonSchema(_TEXTS)] = None
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
+
+
+class MessageBody(MessageTokensBody):
+    max_tokens: int = Field(ge=1, lt=1 << 31)
+
+
+class ChatRequest:
+    """Chat that a body asks for.
+
+    Attributes:
+        body: the chat's body.
+        ignored: fields that change nothing.
+
+    Raises:
+        InvalidRequest: a field is wrong; `param` names the place.
+        UnsupportedParameter: a field asks for what isn't implemented.
+    """
+
+    def __init__(self, body: MessageTokensBody, chat_format: ChatFormat) -> None:
+        dialogue = Dialogue()
+        dialogue.add_system(body.system)
+        dialogue.add_messages(body.messages)
+        ignored: list[str] = []
+        tools, has_cache_control = _chat_tools(body.tools)
+        if has_cache_control or dialogue.has_cache_control:
+            ignored.append("cache_control")
+        choice, is_parallel = _chat_choice(body.tool_choice)
+        variables = dict(body.chat_template_kwargs)
+        ignored += _add_thinking(body.thinking, variables, chat_format)
+        output = fields_of(body.output_config, "output_config", ("effort", "format"))
+        self._places = dialogue.places
+        self.ignored = tuple(dict.fromkeys(ignored))
+        fields: dict[str, Any] = {
+            name: getattr(body, name) for name in SamplingBody.model_fields if name in body.model_fields_set
+        }
+        fields |= {
+            "messages": dialogue.messages,
+            "max_completion_tokens": body.max_tokens if isinstance(body, MessageBody) else None,
+            "user": _user(body.metadata),
+            "stop": body.stop_sequences,
+            "tools": tools,
+            "tool_choice": choice,
+            "parallel_tool_calls": is_parallel,
+            "response_format": _chat_format(output.get("format")),
+            "reasoning_effort": _effort(output.get("effort")),
+            "chat_template_kwargs": variables,
+            "continue_final_message": dialogue.continues_last,
+            "add_generation_prompt": not dialogue.continues_last,
+        }
+        self.body = ChatBody(**fields)
+
+    def place(self, param: str) -> str:
+        """Return the place in the request's body for a place in the chat's."""
+        head, _, rest = param.partition(".")
+        match head:
+            case "messages":
+                number = rest.partition(".")[0]
+                is_known = number.isdigit() and int(number) < len(self._places)
+                return self._places[int(number)] if is_known else param
+            case "tools":
+                schema = _SCHEMA_PLACE.sub(r"\1.input_schema", param, count=1)
+                return _TOOL_PLACE.sub(r"\1", schema, count=1)
+            case "tool_choice":
+                return param.replace("tool_choice.function", "tool_choice", 1)
+            case "response_format":
+                inner = rest.removeprefix("json_schema").lstrip(".")
+                return f"output_config.format.{inner}" if inner else "output_config.format"
+            case _:
+                return ".".join([FIELDS.get(head, head), *([rest] if rest else [])])
+
+
+_SCHEMA_PLACE = re.compile(r"(tools\.\d+)\.function\.parameters\b")
+_TOOL_PLACE = re.compile(r"(tools\.\d+)\.function\b")
+
+
+def _chat_tools(tools: object) -> tuple[Any, bool]:
+    """Return the tools as a chat has them, and whether one says what to cache."""
+    if not isinstance(tools, list):
+        return tools, False
+    found, has_cache_control = [], False
+    for index, tool in enumerate(tools):
+        where = f"tools.{index}"
+        if not isinstance(tool, dict):
+            raise InvalidRequest(
+                f'{where} should be {{"name": "…", "description": "…", "input_schema": {{…}}}}.', param=where
+            )
+        if tool.get("type") not in (None, "custom"):
+            raise UnsupportedParameter(
+                f"{where}.type: only the caller's own tools are supported; this server runs none.",
+                param=f"{where}.type",
+            )
+        has_cache_control |= tool.get("cache_control") is not None
+        given = {name: value for name, value in tool.items() if name not in _SILENT and value not in (None, False)}
+        own = fields_of(given, where, ("type", "name", "description", "input_schema", "strict"))
+        if "input_schema" not in own:
+            raise InvalidRequest(f"{where}.input_schema is missing.", param=f"{where}.input_schema")
+        function: dict[str, Any] = {name: own[name] for name in ("name", "description", "strict") if name in own}
+        function["parameters"] = own["input_schema"]
+        found.append({"type": "function", "function": function})
+    return found, has_cache_control
+
+
+_SILENT = frozenset({"cache_control", "eager_input_streaming"})
+"""A tool's fields that change nothing: arguments come as they are made in any case."""
+
+_MODES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def _chat_choice(choice: object) -> tuple[Any, bool]:
+    """Return the choice as a chat has it, and whether an answer may have several calls."""
+    fields = fields_of(choice, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
+    is_alone = fields.get("disable_parallel_tool_use", False)
+    if not isinstance(is_alone, bool):
+        param = "tool_choice.disable_parallel_tool_use"
+        raise InvalidRequest(f"{param} should be true or false.", param=param)
+    kind = fields.get("type") if fields else "auto"
+    if kind == "tool":
+        if not isinstance(fields.get("name"), str):
+            raise InvalidRequest("tool_choice.name should be a tool's name.", param="tool_choice.name")
+        return {"type": "function", "function": {"name": fields["name"]}}, not is_alone
+    if not isinstance(kind, str) or kind not in _MODES:
+        raise InvalidRequest("tool_choice.type should be auto, any, tool or none.", param="tool_choice.type")
+    return _MODES[kind], not is_alone
+
+
+def _add_thinking(thinking: object, variables: dict[str, Any], chat_format: ChatFormat) -> list[str]:
+    """Set the chat template's switch; return what it can't follow."""
+    if thinking is None:
+        return []
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if not isinstance(thinking, dict) or kind not in ("enabled", "disabled", "adaptive"):
+        raise InvalidRequest("thinking.type should be enabled, disabled or adaptive.", param="thinking.type")
+    if not chat_format.template.reads(_THINKING_SWITCH):
+        return ["thinking"]
+    variables.setdefault(_THINKING_SWITCH, kind != "disabled")
+    return [f"thinking.{name}" for name, value in thinking.items() if name != "type" and value is not None]
+
+
+def _chat_format(wanted: object) -> dict[str, Any] | None:
+    where = "output_config.format"
+    fields = fields_of(wanted, where, ("type", "schema"))
+    if not fields:
+        return None
+    if fields.get("type") != "json_schema":
+        raise InvalidRequest(f"{where}.type should be json_schema.", param=f"{where}.type")
+    inner = {"schema": fields["schema"]} if "schema" in fields else {}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _effort(effort: object) -> str | None:
+    if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= 32):
+        param = "output_config.effort"
+        raise InvalidRequest(f"{param} should be a string of 1 to 32 characters.", param=param)
+    return effort
+
+
+def _user(metadata: object) -> str | None:
+    """Return the end user, who stays on one version during a split."""
+    if metadata is None:
+        return None
+    if not isinstance(metadata, dict):
+        raise InvalidRequest("metadata should be an object.", param="metadata")
+    user = metadata.get("user_id")
+    if user is not None and not (isinstance(user, str) and len(user) <= _MAX_USER_LENGTH):
+        raise InvalidRequest(
+            f"metadata.user_id should be a string of at most {_MAX_USER_LENGTH} characters.", param="metadata.user_id"
+        )
+    return user

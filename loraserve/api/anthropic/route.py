@@ -1,0 +1,142 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic answers them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from loraserve.api.anthropic.body import FIELDS, ChatRequest, MessageBody, MessageTokensBody
+from loraserve.api.anthropic.content import Event, MessageContent
+from loraserve.api.errors import messages_envelope
+from loraserve.api.http.sse import named_event
+from loraserve.api.inference.chat.turn import ChatPrompt, ChatTurn
+from loraserve.api.inference.fields import json_fields, parse_body, renamed
+from loraserve.api.inference.quota import admitted_caller
+from loraserve.api.services import services_of
+from loraserve.errors import LoraserveError
+from loraserve.tenancy.identity.auth import Caller
+
+router = APIRouter()
+
+
+class MessageTokensCount(BaseModel):
+    input_tokens: int
+
+
+@router.post("/messages", response_model=None)
+async def create_message(
+    request: Request,
+    caller: Caller = Depends(admitted_caller),
+    raw: dict[str, Any] = Depends(json_fields),
+) -> Response:
+    """Answer the messages with one of the assistant's.
+
+    Raises:
+        InvalidRequest: a field is wrong; `param` names it.
+        ModelNotFound: the tenant has no such model.
+        AdapterQuarantined: it isn't served.
+        Overloaded: the queue is full.
+        RateLimited: the tenant's share is used up.
+    """
+    body, ignored = parse_body(MessageBody, raw)
+    chat = ChatRequest(body, services_of(request).chat_format)
+    with renamed(chat.place, FIELDS):
+        turn = await ChatTurn.begin(request, caller, chat.body, (*ignored, *chat.ignored), prefix="msg_", names=FIELDS)
+    content = MessageContent(turn.choices[0])
+
+    async def finish() -> None:
+        content.finish()
+
+    return await turn.respond(
+        request,
+        add=lambda _, chunk: content.add(chunk),
+        finish=finish,
+        whole=lambda: _message(turn, content),
+        events=lambda: _stream(turn, content),
+        failure=lambda error: _failure(error, request.state.request_id),
+        # these clients know the last event by its name
+        ending=b"",
+    )
+
+
+@router.post("/messages/count_tokens")
+async def count_tokens(
+    request: Request,
+    caller: Caller = Depends(admitted_caller),
+    raw: dict[str, Any] = Depends(json_fields),
+) -> MessageTokensCount:
+    """Count the tokens of a message's prompt, however many they are.
+
+    Raises:
+        InvalidRequest: a field is wrong; `param` names it.
+        ModelNotFound: the tenant has no such model.
+    """
+    body, ignored = parse_body(MessageTokensBody, raw)
+    chat = ChatRequest(body, services_of(request).chat_format)
+    with renamed(chat.place, FIELDS):
+        read = await ChatPrompt.read(request, caller, chat.body, ignored, is_bounded=False)
+    return MessageTokensCount(input_tokens=len(read.prompt.token_ids))
+
+
+def _message(turn: ChatTurn, content: MessageContent) -> dict[str, Any]:
+    return _opened(turn) | {
+        "content": content.blocks,
+        "stop_reason": content.stop_reason,
+        "stop_sequence": content.stop_sequence,
+        "usage": _usage(turn),
+    }
+
+
+def _opened(turn: ChatTurn) -> dict[str, Any]:
+    """Return the message without what is generated."""
+    return {
+        "id": turn.context.id,
+        "type": "message",
+        "role": "assistant",
+        "model": turn.body.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _usage(turn: ChatTurn) -> dict[str, Any]:
+    """Return the usage so far. Cached tokens aren't among the input's, by Anthropic's rule."""
+    usage = turn.usage.as_dict()
+    cached = usage.pop("prompt_tokens_details")["cached_tokens"]
+    del usage["total_tokens"]
+    return {
+        "input_tokens": usage.pop("prompt_tokens") - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.pop("completion_tokens"),
+        # the cost, where the tenant has prices
+        **usage,
+    }
+
+
+async def _stream(turn: ChatTurn, content: MessageContent) -> AsyncGenerator[bytes, None]:
+    has_begun = False
+    async for _, chunk in turn.chunks():
+        events: list[Event] = []
+        if not has_begun:
+            has_begun = True
+            events += [("message_start", {"message": _opened(turn) | {"usage": _usage(turn)}}), ("ping", {})]
+        events += content.add(chunk)
+        if events:
+            yield _frames(events)
+    end = {"stop_reason": content.stop_reason, "stop_sequence": content.stop_sequence}
+    closing = content.finish()
+    yield _frames([*closing, ("message_delta", {"delta": end, "usage": _usage(turn)}), ("message_stop", {})])
+
+
+def _frames(events: Iterable[Event]) -> bytes:
+    return b"".join(named_event(name, payload) for name, payload in events)
+
+
+def _failure(error: LoraserveError, request_id: str) -> bytes:
+    return named_event("error", messages_envelope(error, request_id))
