@@ -184,6 +184,10 @@ class Settings(BaseSettings):
     """Directory below which requests to /v1/load_lora_adapter may name adapters by their path;
     {tenant} in it stands for the name of the request's tenant. Default: none.
     """
+    store_responses: bool = True
+    """Store the input and output of /v1/responses for 30 days, so that later responses can continue
+    them, unless a request has "store": false.
+    """
     ephemeral_loads: bool = False
     """Hold adapters that vLLM's and SGLang's routes load in memory alone, unless the request says
     otherwise: nothing of them is stored, and a restart forgets them.

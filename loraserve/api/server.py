@@ -197,7 +197,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         tokenizer=tokenizer,
         chat_format=chat_format,
         usage=UsageMeter(database, settings.data_dir / FOLDER),
-        responses=StoredResponses(database),
+        responses=StoredResponses(database, is_storing=settings.store_responses),
     )
     return services, database
 

@@ -56,13 +56,19 @@ class ResponseRecord:
 class StoredResponses:
     """Stored responses of all tenants; each call is for one.
 
+    Args:
+        is_storing: whether responses are stored; if not, those that were stay for their time.
+
     Attributes:
         num_stored, num_lost: responses that were stored since the start, and those that should have
             been.
         num_expired: responses that the sweep has deleted since the start.
     """
 
-    def __init__(self, database: Database, *, clock: Clock = utc_now, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self, database: Database, *, is_storing: bool = True, clock: Clock = utc_now, limits: Limits = LIMITS
+    ) -> None:
+        self._is_storing = is_storing
         self.num_stored = self.num_lost = self.num_expired = 0
         self._database = database
         self._clock = clock
@@ -93,6 +99,8 @@ class StoredResponses:
         An answer doesn't wait for a database that is away: after `limits.store_response_s`, or at
         once while writes fail, the response isn't stored.
         """
+        if not self._is_storing:
+            return False
         is_saved = False
         if response.num_bytes <= self._limits.max_stored_response_bytes and self._database.is_available:
             task = asyncio.create_task(self._write(tenant, response), name="store-response")

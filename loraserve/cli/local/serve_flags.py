@@ -23,15 +23,15 @@ SECTIONS = {
     "tool_call_parser reasoning_parser",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
     "max_num_seqs max_num_batched_tokens enable_prefix_cache cuda_graphs num_threads loader_threads",
-    "Storage": "data_dir database_url store_url retention_s pull_allow lora_dir ephemeral_loads ephemeral_ttl_s "
-    "ephemeral_memory",
+    "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
+    "ephemeral_ttl_s ephemeral_memory",
     "Server": "host port cors_allow_origins grace_s engine_hang_timeout log_level config",
 }
 """Flags of `serve`, by their section in its help.
 
 The admin key isn't a flag: a process list would show it.
 """
-SWITCHES = frozenset({"strict_base", "ephemeral_loads", "enable_prefix_cache", "cuda_graphs"})
+SWITCHES = frozenset({"strict_base", "store_responses", "ephemeral_loads", "enable_prefix_cache", "cuda_graphs"})
 VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory",
     "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",

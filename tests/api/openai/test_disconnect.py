@@ -51,6 +51,27 @@ async def test_a_client_that_leaves_frees_its_requests(
     assert engine.num_aborted == body.get("n", 1)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200}),
+    ],
+)
+async def test_a_client_that_leaves_a_chat_in_another_form_frees_it(
+    client: httpx2.AsyncClient, url: str, acme: Any, engine: Any, path: str, fields: dict[str, Any], is_stream: bool
+) -> None:
+    engine.step_s, engine.script = 0.01, "word " * 40
+    _, writer = await connect(url)
+    writer.write(request_bytes(url, acme.key, {"model": "sql", "stream": is_stream, **fields}, path))
+    await until(lambda: len(engine.live) == 1)
+    await asyncio.sleep(0.05)
+    writer.close()
+    await until(lambda: not engine.live)
+    assert engine.num_aborted == 1
+
+
 async def test_a_client_that_leaves_before_the_first_token_frees_its_place(
     client: httpx2.AsyncClient, url: str, acme: Any, engine: Any
 ) -> None:

@@ -253,3 +253,13 @@ async def test_an_answer_asks_no_database_that_is_away(
     monkeypatch.setattr(database, "write", away)
     assert [await store.save(acme, make()) for _ in range(3)] == [False] * 3
     assert (num_tries, store.num_lost) == (1, 3)
+
+
+async def test_a_server_may_store_none(database: Database, store: StoredResponses, acme: TenantId) -> None:
+    (before,) = await save_chain(store, acme, 1)
+    off = StoredResponses(database, is_storing=False)
+    later = make(before)
+    assert not await off.save(acme, later)
+    assert not await is_there(off, acme, later)
+    assert await is_there(off, acme, before)
+    assert off.num_lost == 0
