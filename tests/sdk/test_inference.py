@@ -133,3 +133,37 @@ def test_official_client_comes_configured(server: Any) -> None:
     assert asked.path == "/v1/completions"
     assert asked.headers["authorization"] == "Bearer sk-lora-test"
     assert asked.headers["x-tenant"] == "acme"
+
+
+RESPONSE = {
+    "id": "resp_1",
+    "created_at": 1,
+    "model": "sql",
+    "status": "completed",
+    "store": True,
+    "output": [
+        {"id": "rs_1", "type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"id": "msg_1", "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "SELECT"}]},
+    ],
+    "usage": {"input_tokens": 1, "output_tokens": 2, "total_tokens": 3},
+}
+
+
+def test_a_response_is_asked_for_read_again_and_deleted(server: Any, client: Client) -> None:
+    server.answer(RESPONSE)
+    server.answer(RESPONSE)
+    server.answer({"id": "resp_1", "deleted": True})
+    made = client.responses.create(model="sql", input="list", previous_response_id="resp_0", max_output_tokens=4)
+    assert (made.output_text, made.store) == ("SELECT", True)
+    assert client.responses.retrieve("resp_1").id == "resp_1"
+    client.responses.delete("resp_1")
+    asked = [(one.method, one.path) for one in server.asked]
+    assert asked == [
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+    ]
+    expected = {"model": "sql", "input": "list", "previous_response_id": "resp_0", "max_output_tokens": 4}
+    assert server.asked[0].json == expected
+    with pytest.raises(TypeError, match="Did you mean store"):
+        client.responses.create(model="sql", input="x", stores=True)  # type: ignore[call-arg]

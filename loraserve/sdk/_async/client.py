@@ -14,6 +14,7 @@ from loraserve.sdk._async.inference import AsyncChat, AsyncCompletions, AsyncMod
 from loraserve.sdk._async.operations import AsyncOperations
 from loraserve.sdk._async.paging import all_rows
 from loraserve.sdk._async.pooling import AsyncEmbeddings, AsyncRerankings, AsyncScores
+from loraserve.sdk._async.responses import AsyncResponses
 from loraserve.sdk._async.tenancy import AsyncGrants, AsyncKeys, AsyncTenants
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk._async.usage import AsyncUsage
@@ -59,6 +60,7 @@ class AsyncClient:
         self.adapters = AsyncAdapters(self._transport)
         self.completions = AsyncCompletions(self._transport)
         self.chat = AsyncChat(self._transport)
+        self.responses = AsyncResponses(self._transport)
         self.embeddings = AsyncEmbeddings(self._transport)
         self.scores = AsyncScores(self._transport)
         self.rerankings = AsyncRerankings(self._transport)

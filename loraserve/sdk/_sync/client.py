@@ -15,6 +15,7 @@ from loraserve.sdk._sync.inference import Chat, Completions, Models
 from loraserve.sdk._sync.operations import Operations
 from loraserve.sdk._sync.paging import all_rows
 from loraserve.sdk._sync.pooling import Embeddings, Rerankings, Scores
+from loraserve.sdk._sync.responses import Responses
 from loraserve.sdk._sync.tenancy import Grants, Keys, Tenants
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk._sync.usage import Usage
@@ -60,6 +61,7 @@ class Client:
         self.adapters = Adapters(self._transport)
         self.completions = Completions(self._transport)
         self.chat = Chat(self._transport)
+        self.responses = Responses(self._transport)
         self.embeddings = Embeddings(self._transport)
         self.scores = Scores(self._transport)
         self.rerankings = Rerankings(self._transport)

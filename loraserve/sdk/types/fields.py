@@ -83,6 +83,32 @@ class ChatFields(SamplingFields, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
+class ResponseFields(TypedDict, total=False):
+    adapters: Sequence[WeightedAdapter] | None
+    instructions: str | None
+    previous_response_id: str | None
+    store: bool | None
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    user: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    text: Mapping[str, Any] | None
+    reasoning: Mapping[str, Any] | None
+    include: Sequence[str] | None
+    top_logprobs: int | None
+    metadata: Mapping[str, str] | None
+    structured_outputs: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    priority: int | None
+
+
 class PoolingFields(TypedDict, total=False):
     adapters: Sequence[WeightedAdapter] | None
     user: str | None
