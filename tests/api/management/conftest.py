@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from adapters_store import LocalStore
 from loraserve.api.app import create_app
 from loraserve.api.services import Services
+from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db.session import Database
 from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
@@ -99,6 +100,7 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
         tokenizer=None,  # type: ignore[arg-type]
         chat_format=None,  # type: ignore[arg-type]
         usage=usage,
+        responses=StoredResponses(database),
     )
     await usage.close()
     await database.dispose()
