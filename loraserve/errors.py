@@ -28,7 +28,9 @@ status.
     │   ├── GrantNotFound
     │   ├── UploadNotFound
     │   ├── ResponseNotFound        a stored response; `param` names the field that asked for it
-    │   └── OperationNotFound
+    │   ├── OperationNotFound
+    │   ├── FileNotFound
+    │   └── BatchNotFound
     ├── Conflict                    the thing exists, or changed meanwhile
     │   ├── AlreadyExists
     │   ├── UploadOffsetMismatch    a piece of an upload doesn't begin where the last one ended
@@ -210,6 +212,14 @@ class ResponseNotFound(NotFound):
 
 class OperationNotFound(NotFound):
     code = "operation_not_found"
+
+
+class FileNotFound(NotFound):
+    code = "file_not_found"
+
+
+class BatchNotFound(NotFound):
+    code = "batch_not_found"
 
 
 class Conflict(LoraserveError):

@@ -231,6 +231,52 @@ class Limits:
     max_idempotency_key_bytes: int = 255
     max_idempotency_keys_per_key: int = 10_000
     idempotency_ttl_s: float = 86_400.0
+    # files and batches
+    max_batch_file_bytes: int = 200 * MIB
+    max_batch_lines: int = 50_000
+    max_batch_line_bytes: int = 2 * MIB
+    max_custom_id_length: int = 512
+    max_batch_errors: int = 50
+    """Of one input file: the first that are found."""
+    max_files_per_tenant: int = 1000
+    max_file_name_length: int = 255
+    max_live_batches_per_tenant: int = 64
+    """Batches that haven't ended."""
+    max_batches_per_tenant: int = 1000
+    """Kept: the oldest that have ended make room."""
+    batch_window_s: float = 86_400.0
+    """What is not done by then is not done."""
+    min_file_ttl_s: int = 3600
+    max_file_ttl_s: int = 30 * 86_400
+    batch_file_ttl_s: int = 30 * 86_400
+    """How long an input is kept if its upload doesn't say."""
+    max_metadata_pairs: int = 16
+    max_metadata_key_length: int = 64
+    max_metadata_value_length: int = 512
+    max_batch_requests: int = 16
+    """Lines of batches that one server computes at once, and no more than a quarter of its
+    sequences.
+    """
+    max_batch_requests_per_batch: int = 8
+    max_running_batches: int = 64
+    """Of one server, one of each tenant's; the others wait for their turn."""
+    max_waiting_lines: int = 64
+    """Of one batch: lines that were refused for now, while others are tried."""
+    max_batch_wait_s: float = 60.0
+    """Longest wait before a line that was refused for now is tried again."""
+    batch_chunk_s: float = 3.0
+    """After so long at most, a line's result is durable: what a kill can lose, and is computed
+    again.
+    """
+    max_batch_chunk_bytes: int = 4 * MIB
+    max_batch_chunk_lines: int = 256
+    max_batch_output_bytes: int = 2 * GIB
+    batch_poll_s: float = 2.0
+    """How often a server looks for batches that no server runs."""
+    batch_lease_s: float = 15.0
+    """After so long, another server goes on with the batches of one that was killed."""
+    file_sweep_s: float = 300.0
+    """How often files are deleted whose time is over. They are gone for clients at once."""
     # metering
     usage_journal_s: float = 0.25
     """After so long at most, what a client was given is in the server's journal, which a kill

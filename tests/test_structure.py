@@ -39,6 +39,7 @@ Each is a command, a router or data of its own.
 
 SQL = {
     "loraserve.conversations": "stored_responses",
+    "loraserve.batches": "batches progress stored_files",
     "loraserve.db": "audit database_file idempotency leases migrate models session upsert",
     "loraserve.doctor": "storage",
     "loraserve.registry": "blob_references changes operations quota repository residency routing",

@@ -107,6 +107,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
         TableCollector(tables.REGISTRY, lambda: services.registry),
         TableCollector(tables.BILLING, lambda: services.usage),
         TableCollector(tables.RESPONSES, lambda: services.responses),
+        TableCollector(tables.BATCHES, lambda: services.batch_runner),
     )
 
 

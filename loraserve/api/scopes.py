@@ -27,6 +27,10 @@ ADMIN = "admin"
 METRICS_READ = METRICS_SCOPE
 SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN, METRICS_READ})
 
+GIVEN_CALLER, COLLECTED_USAGE = "loraserve.caller", "loraserve.usage"
+"""Entries of the scope of a request that the server makes itself: in whose name, and what takes its
+usage. No client can set them: a connection's scope has no such entries.
+"""
 _MAX_KEY_BYTES = 512
 _MARK = "__loraserve_scope__"
 _OPEN = "open"
@@ -61,7 +65,9 @@ def require(scope: str) -> CallerDependency:
     async def authenticate(request: Request) -> Caller:
         authenticator = services_of(request).authenticator
         claim: Claim = request.state.claim
-        caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder)
+        caller: Caller | None = request.scope.get(GIVEN_CALLER)
+        if caller is None:
+            caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder)
         if not caller.is_admin and scope not in caller.scopes:
             raise PermissionDenied(f"This key doesn't have the scope {scope!r}.", hint=_who_has(scope, caller))
         in_path = request.path_params.get("tenant") if _is_tenant_path(request) else None

@@ -17,6 +17,7 @@ import uvloop
 
 from adapters_store import open_store
 from loraserve.api.app import create_app
+from loraserve.api.batch_lines import BatchLines
 from loraserve.api.http.listener import connection_class, open_listener, raise_file_limit
 from loraserve.api.logs import configure_logging
 from loraserve.api.services import Services
@@ -52,6 +53,8 @@ _KEEP_ALIVE_S = 75
 Longer than clients and load balancers keep one (5 s, 60 s), so that they close it: a request that
 meets our closing fails.
 """
+_LINE_GRACE_S = 5.0
+"""Seconds that batches' lines have to end in: another server computes them as well."""
 _CLOSE_S = 5
 """Seconds for connections to end once their requests have."""
 
@@ -100,10 +103,12 @@ async def _serve(settings: Settings) -> int:
                 servers.close,
                 *([usage.close] if usage is not None else []),
                 *([responses.close] if responses is not None else []),
+                services.files.close,
                 services.grammars.close,
                 services.engine.stop,
                 registry.pins.close,
                 registry.certificate_backfill.close,
+                services.batch_runner.close,
             ):
                 ending.push_async_callback(end)
             servers.start()
@@ -112,6 +117,7 @@ async def _serve(settings: Settings) -> int:
             registry.pins.start()
             registry.ephemeral.start()
             registry.certificate_backfill.start()
+            services.files.start()
             if usage is not None:
                 usage.start()
             if responses is not None:
@@ -237,9 +243,11 @@ class _Lifetime:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
+        app = create_app(self.services)
+        self.services.batch_runner.start(BatchLines(self.services, app))
         server = _Server(
             uvicorn.Config(
-                create_app(self.services),
+                app,
                 http=connection_class(self.services.rooms.connections),
                 ws="none",
                 lifespan="off",
@@ -303,4 +311,7 @@ class _Lifetime:
             await asyncio.sleep(min(_NOTICE_S, self.grace_s))
         self.services.is_closed = True
         await self.services.shadows.close()
-        await self.services.engine.stop(self.grace_s)
+        # what clients and batches have under way ends together
+        await asyncio.gather(
+            self.services.batch_runner.close(min(_LINE_GRACE_S, self.grace_s)), self.services.engine.stop(self.grace_s)
+        )

@@ -14,6 +14,9 @@ from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.shadow import ShadowRunner
+from loraserve.batches.batches import Batches
+from loraserve.batches.runner import BatchRunner
+from loraserve.batches.stored_files import StoredFiles
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions
@@ -62,12 +65,26 @@ class Services:
     shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
     routing: AdapterRouting = field(init=False)
+    files: StoredFiles = field(init=False)
+    batches: Batches = field(init=False)
+    batch_runner: BatchRunner = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.routing = AdapterRouting(self.engine, self.metrics.adapter_load, self.settings.max_num_seqs)
         self.shadows = ShadowRunner(self.engine, self.registry, self.metrics, limits=self.limits)
+        registry = self.registry
+        self.files = StoredFiles(registry.database, registry.store, registry.uploads)
+        self.batches = Batches(registry.database)
+        self.batch_runner = BatchRunner(
+            registry.database,
+            registry.store,
+            self.batches,
+            throttle=registry.uploads.throttle,
+            meter=self.usage,
+            max_requests=max(1, min(LIMITS.max_batch_requests, self.settings.max_num_seqs // 4)),
+        )
         # those to which it granted adapters use them no more
         self.authenticator.tenants.on_delete = self.registry.forget_owner
 

@@ -46,6 +46,8 @@ ULID_LENGTH = 26
 DIGEST_LENGTH = 64
 NAME_LENGTH = 63
 KEY_NAME_LENGTH = 128
+OBJECT_ID_LENGTH = 32
+"""Length of a ULID behind ``file-`` or ``batch_``."""
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -473,3 +475,72 @@ class StoredResponseRow(Base):
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class FileRow(Base):
+    """File of a tenant: a batch's input, or what came of one. Its bytes are a blob."""
+
+    __tablename__ = "files"
+    __table_args__ = (Index(None, "tenant_id", "id"), Index(None, "expires_at"), Index(None, "blob"))
+
+    id: Mapped[str] = mapped_column(String(OBJECT_ID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    purpose: Mapped[str] = mapped_column(String(16))
+    filename: Mapped[str] = mapped_column(String(255))
+    size: Mapped[int] = mapped_column(BigInteger)
+    blob: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
+    expires_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+class BatchRow(Base):
+    """Batch of requests, and how far it has come.
+
+    Its runner changes it only if `num_chunks` and `state` are as it knows them: of two runners, one
+    finds out that the other was faster.
+    """
+
+    __tablename__ = "batches"
+    __table_args__ = (Index(None, "tenant_id", "id"), Index(None, "state", "id"), Index(None, "input_blob"))
+
+    id: Mapped[str] = mapped_column(String(OBJECT_ID_LENGTH), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
+    input_file_id: Mapped[str] = mapped_column(String(OBJECT_ID_LENGTH))
+    """Id of the file, which may be deleted meanwhile: the batch keeps the blob."""
+    input_blob: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
+    endpoint: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    completion_window: Mapped[str] = mapped_column(String(8))
+    labels: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON(none_as_null=True))
+    output_ttl_s: Mapped[int | None] = mapped_column(Integer)
+    """Seconds for which the files of its results are kept; NULL: until they are deleted."""
+    state: Mapped[str] = mapped_column(String(16))
+    times: Mapped[dict[str, int]] = mapped_column(JSON)
+    """Second since 1970 at which it came to each state that it has been in."""
+    errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
+    """What is wrong with the input, or why the batch failed."""
+    num_lines: Mapped[int] = mapped_column(Integer)
+    num_completed: Mapped[int] = mapped_column(Integer)
+    num_failed: Mapped[int] = mapped_column(Integer)
+    num_chunks: Mapped[int] = mapped_column(Integer)
+    usage: Mapped[dict[str, int]] = mapped_column(JSON)
+    output_file_id: Mapped[str | None] = mapped_column(String(OBJECT_ID_LENGTH))
+    error_file_id: Mapped[str | None] = mapped_column(String(OBJECT_ID_LENGTH))
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    """End of its window: lines that aren't done by then aren't computed any more."""
+
+
+class BatchChunk(Base):
+    """Results of some lines of a batch, a blob until the batch ends: these lines are done."""
+
+    __tablename__ = "batch_chunks"
+    __table_args__ = (Index(None, "digest"),)
+
+    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id"), primary_key=True)
+    sequence: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH))
+    size: Mapped[int] = mapped_column(BigInteger)
+    lines: Mapped[list[int]] = mapped_column(JSON)
+    """Numbers of the lines, from 1."""

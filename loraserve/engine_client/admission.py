@@ -45,6 +45,8 @@ class QueueBounds:
     def __init__(self, num_slots: int, max_live: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_live = max_live
         self.num_alive = 0
+        self.num_waiting = 0
+        """Requests without a first token."""
         self._num_slots = num_slots
         self._clock = clock
         self._tenants: dict[TenantId, _Tenant] = {}
@@ -71,11 +73,13 @@ class QueueBounds:
         tenant.num_alive += 1
         tenant.num_waiting += 1
         self.num_alive += 1
+        self.num_waiting += 1
 
     def note_began(self, tenant_id: TenantId) -> None:
         """Note the first token of one of the tenant's requests."""
         tenant, now = self._tenants[tenant_id], self._clock()
         tenant.num_waiting -= 1
+        self.num_waiting -= 1
         if tenant.num_waiting and tenant.last_began_s is not None:
             tenant.interval_s += _SMOOTHING * (now - tenant.last_began_s - tenant.interval_s)
         tenant.last_began_s = now
@@ -85,6 +89,7 @@ class QueueBounds:
         tenant = self._tenants[tenant_id]
         tenant.num_alive -= 1
         tenant.num_waiting -= not has_begun
+        self.num_waiting -= not has_begun
         self.num_alive -= 1
         if not tenant.num_alive:
             del self._tenants[tenant_id]

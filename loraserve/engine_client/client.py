@@ -125,6 +125,11 @@ class EngineClient:
         return len(self._live)
 
     @property
+    def num_waiting_clients(self) -> int:
+        """Requests that a client waits for, without a first token."""
+        return self._bounds.num_waiting
+
+    @property
     def is_computing_here(self) -> bool:
         """Whether requests are under way that this machine's processors compute, not a GPU."""
         return self._supervisor.device == "cpu" and bool(self._live)

@@ -19,12 +19,24 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from adapters_store.base import BlobStore
-from loraserve.db.models import Adapter, AdapterVersion, GcCandidate, Tenant, Upload, UploadChunk
+from loraserve.db.models import (
+    Adapter,
+    AdapterVersion,
+    BatchChunk,
+    BatchRow,
+    FileRow,
+    GcCandidate,
+    Tenant,
+    Upload,
+    UploadChunk,
+)
 from loraserve.db.session import Database
 from loraserve.db.upsert import upsert
 from loraserve.errors import Overloaded
 from loraserve.types import Digest
 
+ENDED_BATCH_STATES = ("completed", "failed", "expired", "cancelled")
+"""States of batches that keep no blob but their files'."""
 _AT_ONCE = 1000
 """Digests in one statement; databases bound the number of parameters."""
 _PATIENCE_S, _LOOK_S = 8.0, 0.1
@@ -38,13 +50,16 @@ async def referenced(
 ) -> set[Digest]:
     """Return the digests that are in use.
 
-    A live or restorable version uses them, a complete upload, or a chunk of one. Nothing of a
-    deleted tenant is in use once the retention is over.
+    A live or restorable version uses them, a complete upload, or a chunk of one; or a file, or a
+    batch that hasn't ended: its input, and its results so far. Nothing of a deleted tenant is in
+    use once the retention is over.
     """
     since = now - retention
     tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
     tenant = tenant.where(Adapter.id == AdapterVersion.adapter_id, _is_kept(Tenant.deleted_at, since))
     kept = _is_kept(AdapterVersion.deleted_at, since) & tenant.exists()
+    of_files = select(Tenant.id).where(Tenant.id == FileRow.tenant_id, _is_kept(Tenant.deleted_at, since)).exists()
+    of_batches = select(Tenant.id).where(Tenant.id == BatchRow.tenant_id, _is_kept(Tenant.deleted_at, since)).exists()
     found: set[Digest] = set()
     for some in _parts(digests):
         queries = (
@@ -52,6 +67,11 @@ async def referenced(
             select(AdapterVersion.weights_blob).where(AdapterVersion.weights_blob.in_(some), kept),
             select(Upload.sha256).where(Upload.sha256.in_(some), Upload.is_complete),
             select(UploadChunk.digest).where(UploadChunk.digest.in_(some)),
+            select(FileRow.blob).where(FileRow.blob.in_(some), of_files),
+            select(BatchRow.input_blob).where(
+                BatchRow.input_blob.in_(some), BatchRow.state.not_in(ENDED_BATCH_STATES), of_batches
+            ),
+            select(BatchChunk.digest).where(BatchChunk.digest.in_(some)),
         )
         for query in queries:
             found.update(map(Digest, (await session.scalars(query.distinct())).all()))
@@ -73,9 +93,10 @@ async def published(session: AsyncSession, digests: Collection[Digest] | None) -
 
 
 async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Digest]:
-    """Return the digests that belong to an upload or are candidates for collection."""
+    """Return the digests of uploads, files and batches, and of candidates for collection."""
     found: set[Digest] = set()
-    for column in (Upload.sha256, UploadChunk.digest, GcCandidate.digest):
+    columns = (Upload.sha256, UploadChunk.digest, FileRow.blob, BatchRow.input_blob, BatchChunk.digest)
+    for column in (*columns, GcCandidate.digest):
         for some in _parts(digests):
             found.update(map(Digest, (await session.scalars(select(column).where(column.in_(some)).distinct())).all()))
     return found

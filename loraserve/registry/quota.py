@@ -1,4 +1,7 @@
-"""Quota of a tenant: adapters and bytes, including running uploads and restorable versions."""
+"""Quota of a tenant: adapters and bytes, including running uploads and restorable versions.
+
+Files count too, and results of batches that run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from datetime import datetime
 from sqlalchemy import Select, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraserve.db.models import Adapter, AdapterVersion, Upload
+from loraserve.db.models import Adapter, AdapterVersion, BatchChunk, BatchRow, FileRow, Upload
 from loraserve.errors import QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.repository import AdapterRepository
@@ -104,6 +107,23 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
         )
 
 
+async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:
+    """Check that the tenant may store so many more bytes, of a file or of a batch's results.
+
+    Raises:
+        QuotaExceeded
+    """
+    max_bytes = limits.get("max_stored_bytes")
+    if max_bytes is None:
+        return
+    stored = await _stored_bytes(session, tenant) + await uploading_bytes(session, tenant, now)
+    if stored + size > max_bytes:
+        raise QuotaExceeded(
+            f"The tenant stores {stored} bytes; with {size} more, it would exceed its limit of {max_bytes}.",
+            hint="Delete files, versions or uploads, or ask an admin for a higher limit.",
+        )
+
+
 async def uploading_bytes(
     session: AsyncSession, tenant: TenantId, now: datetime, *, besides: Digest | None = None
 ) -> int:
@@ -127,13 +147,19 @@ async def _num_adapters(session: AsyncSession, tenant: TenantId) -> int:
 
 
 async def _stored_bytes(session: AsyncSession, tenant: TenantId) -> int:
-    """Return the bytes of the tenant's versions that aren't deleted, each counted in full."""
-    query = (
+    """Return the bytes of the tenant's files, batches' results and versions that aren't deleted.
+
+    Each is counted in full.
+    """
+    files = select(func.sum(FileRow.size)).where(FileRow.tenant_id == tenant)
+    chunks = select(func.sum(BatchChunk.size)).join(BatchRow, BatchRow.id == BatchChunk.batch_id)
+    versions = (
         select(func.sum(AdapterVersion.size_bytes))
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
         .where(Adapter.tenant_id == tenant, AdapterVersion.deleted_at.is_(None))
     )
-    return int(await session.scalar(query) or 0)
+    queries = (versions, files, chunks.where(BatchRow.tenant_id == tenant))
+    return sum([int(await session.scalar(query) or 0) for query in queries])
 
 
 async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: datetime) -> int:

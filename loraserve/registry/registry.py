@@ -141,7 +141,8 @@ class Registry:
         self.collector = Collector(
             database, store, self.claim, retention_s=retention_s, clock=clock, monotonic=monotonic
         )
-        store = ClaimedStore(store, self.claim)
+        self.store = store = ClaimedStore(store, self.claim)
+        """Store of the registry's blobs, as long as it is the registry's own."""
         self.uploads = Uploads(database, store, clock=clock, throttle=throttle)
         self.publisher = Publisher(
             database,
@@ -196,6 +197,11 @@ class Registry:
         self.num_of_another_base_refused = 0
         """Refused uses of versions of another base since the start."""
         self.last_used = LastUsed(clock=monotonic)
+
+    @property
+    def database(self) -> Database:
+        """Database of the registry, which files and batches share."""
+        return self._database
 
     @property
     def is_database_available(self) -> bool:
@@ -281,6 +287,14 @@ class Registry:
         if not route.main.is_servable and not route.has_fallback:
             raise route.main.refusal()
         return route.main
+
+    async def check_model(self, tenant: TenantId, model: ParsedModel) -> None:
+        """Check that `model`, which isn't the base, exists; it may not be served now.
+
+        Raises:
+            ModelNotFound, DatabaseUnavailable: as `bind`.
+        """
+        await self._route(tenant, model)
 
     async def list_servable(self, tenant: TenantId) -> list[ServableAdapter]:
         """List the ephemeral adapters and those that a bare name reaches, then granted ones.

@@ -44,7 +44,8 @@ _PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
 _UPLOAD_PATH = re.compile(
-    rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)|(/t/[^/]+)?/load_lora_adapter_from_tensors"
+    rf"{MANAGEMENT_PREFIX}/(adapters/[^/]+/versions|uploads/[^/]+)"
+    r"|(/t/[^/]+)?(/load_lora_adapter_from_tensors|/v1/files)"
 )
 """Routes that stream their body to where it belongs, so that it may be large."""
 _SINGLETONS = frozenset(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from loraserve.tenancy.identity.auth import Caller
 
 
+LAST_PRIORITY = 1 << 19
+"""Priority of requests in the background: after all that a client can ask for, before shadows'."""
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """Adapter, sum of adapters or base that a request's ``model`` names."""
@@ -148,6 +152,11 @@ def check_priority(body: InferenceBody | PoolingBody, caller: Caller) -> None:
         )
 
 
+def priority_of(body: InferenceBody | PoolingBody, caller: Caller) -> int:
+    """Return the priority of the request's sequences: the last, if no client waits for them."""
+    return LAST_PRIORITY if caller.is_background else body.priority
+
+
 def check_num_choices(num_prompts: int, n: int) -> None:
     """Check the number of choices that the request makes.
 
@@ -251,7 +260,8 @@ class InferenceContext:
                         include_stop_str_in_output=self.body.include_stop_str_in_output,
                         skip_special_tokens=self.body.skip_special_tokens,
                         shown_token_ids=shown_token_ids,
-                        priority=self.body.priority,
+                        priority=priority_of(self.body, caller),
+                        is_background=caller.is_background,
                         timeout_s=self.body.timeout,
                         weight=policy.weight,
                         kv_share=1.0 if policy.limits.max_kv_share is None else policy.limits.max_kv_share,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loraserve.api.inference.target import TargetSelector
     from loraserve.api.services import Services
     from loraserve.engine_client.client import Chunk
+    from loraserve.tenancy.billing.meter import CollectedUsage, UsageMeter
     from loraserve.tenancy.identity.auth import Caller
     from loraserve.tenancy.limits.admission import Admitted
     from loraserve.tenancy.prices import Price, PriceTable
@@ -180,9 +181,9 @@ class RequestUsage:
             return
         self._num_billed += completion_tokens
         self._record(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
-        meter = self._context.services.usage
-        if self._has_ended and meter is not None:
-            meter.persist()
+        recorder = self._recorder
+        if self._has_ended and recorder is not None:
+            recorder.persist()
         self._has_ended = False
 
     def _record(
@@ -193,11 +194,11 @@ class RequestUsage:
         completion_tokens: int = 0,
         undelivered_tokens: int = 0,
     ) -> None:
-        services, caller = self._context.services, self._caller
-        if services.usage is None:
+        services, caller, recorder = self._context.services, self._caller, self._recorder
+        if recorder is None:
             return
         adapter, price, table = self._context.adapter, self._price(), caller.policy.prices
-        services.usage.record(
+        recorder.record(
             UsageEvent(
                 tenant=caller.tenant,
                 owner="" if adapter is None or adapter.tenant == caller.tenant else adapter.tenant,
@@ -212,6 +213,10 @@ class RequestUsage:
                 at=services.clock(),
             )
         )
+
+    @property
+    def _recorder(self) -> UsageMeter | CollectedUsage | None:
+        return self._admitted.collected or self._context.services.usage
 
     def _price(self) -> Price | None:
         """Return the price of the adapter that answers now; None: the tenant has no prices."""

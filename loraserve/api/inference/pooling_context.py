@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from ulid import ULID
 
-from loraserve.api.inference.context import ResolvedModel, response_headers
+from loraserve.api.inference.context import ResolvedModel, priority_of, response_headers
 from loraserve.api.inference.generation import Generation, answer
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt
@@ -119,7 +119,8 @@ class PoolingContext:
                 prompt_token_ids=prompt.token_ids,
                 params=_NO_TOKENS,
                 pooling=pooling,
-                priority=self.body.priority,
+                priority=priority_of(self.body, caller),
+                is_background=caller.is_background,
                 timeout_s=self.body.timeout,
                 weight=policy.weight,
                 kv_share=1.0 if policy.limits.max_kv_share is None else policy.limits.max_kv_share,

@@ -31,7 +31,8 @@ async def admitted_caller(request: Request, caller: Caller = Depends(scopes.requ
     services.check_open()
     admissions = services.admissions
     request.state.rate_headers = lambda: admissions.headers(caller)
-    request.state.admitted = admissions.enter(caller)
+    admitted = request.state.admitted = admissions.enter(caller)
+    admitted.collected = request.scope.get(scopes.COLLECTED_USAGE)
     return caller
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.blob_response import blob_response
 from loraserve.api.management.payloads.responses import header_list, names_etag
 from loraserve.api.services import services_of
-from loraserve.errors import AdapterCorrupt, BlobCorrupt, BlobNotFound, NotFound
+from loraserve.errors import AdapterCorrupt, NotFound
 from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter(prefix="/adapters")
@@ -49,61 +46,7 @@ async def download_file(
             hint="Push the same files again.",
         )
 
-    slots.acquire(caller.tenant)
-    try:
-        pieces, num_bytes = await asyncio.to_thread(
-            lambda: (services.store.read_pieces(blob), services.store.num_bytes(blob))
-        )
-        first = await asyncio.to_thread(next, pieces, b"")
-    except (BlobCorrupt, BlobNotFound) as error:
-        slots.release(caller.tenant)
-        raise damaged() from error
-    except BaseException:
-        slots.release(caller.tenant)
-        raise
-    headers = {
-        "ETag": etag,
-        "Content-Length": str(num_bytes),
-        "Content-Disposition": f'attachment; filename="{file}"',
-        "Cache-Control": "private",
-    }
-    return _Download(
-        _stream(first, pieces, damaged),
-        headers=headers,
-        media_type=_MEDIA_TYPES[file],
-        on_end=lambda: slots.release(caller.tenant),
+    headers = {"ETag": etag, "Content-Disposition": f'attachment; filename="{file}"', "Cache-Control": "private"}
+    return await blob_response(
+        services.store, slots, caller.tenant, blob, headers=headers, media_type=_MEDIA_TYPES[file], damaged=damaged
     )
-
-
-class _CutShort(Exception):
-    """An answer under way can't be ended well; no handler may try to answer instead."""
-
-
-class _Download(StreamingResponse):
-    """Calls `on_end` once, however the answer ends: its generator may never be started."""
-
-    def __init__(
-        self, content: AsyncIterator[bytes], *, headers: dict[str, str], media_type: str, on_end: Callable[[], None]
-    ) -> None:
-        super().__init__(content, headers=headers, media_type=media_type)
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-async def _stream(first: bytes, pieces: Iterator[bytes], damaged: Callable[[], AdapterCorrupt]) -> AsyncIterator[bytes]:
-    """Give the bytes.
-
-    Corrupt bytes break the response off, so that no client takes it for the file.
-    """
-    piece = first
-    while piece:
-        yield piece
-        try:
-            piece = await asyncio.to_thread(next, pieces, b"")
-        except (BlobCorrupt, BlobNotFound) as error:
-            raise _CutShort(str(damaged())) from error

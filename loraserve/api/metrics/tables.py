@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from loraserve.api.grammar.checker import OUTCOMES
 from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.metrics.table import Table, counter, gauge, histogram
+from loraserve.batches.records import ENDED_STATES
+from loraserve.batches.runner import LINE_OUTCOMES
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
 from loraserve.registry.health.checks import FAILED, PASSED
 from loraserve.registry.operations import ENDED
@@ -19,6 +21,7 @@ from loraserve.types import EngineStats
 
 if TYPE_CHECKING:
     from loraserve.api.grammar.checker import GrammarChecker
+    from loraserve.batches.runner import BatchRunner
     from loraserve.conversations.stored_responses import StoredResponses
     from loraserve.engine_client.client import EngineClient
     from loraserve.registry.registry import Registry
@@ -368,6 +371,33 @@ RESPONSES: Table[StoredResponses] = (
         "loraserve_stored_responses",
         "Responses by what became of their storing: stored, lost (not stored, though asked for), expired.",
         lambda r: {"stored": r.num_stored, "lost": r.num_lost, "expired": r.num_expired},
+        "outcome",
+    ),
+)
+
+BATCHES: Table[BatchRunner] = (
+    gauge(
+        "loraserve_batches",
+        "Batches of all servers that haven't ended, by state; counted every 15 s.",
+        lambda r: dict(r.num_by_state),
+        "state",
+    ),
+    gauge("loraserve_batches_running", "Batches that this server works on.", lambda r: r.num_running),
+    counter(
+        "loraserve_batches_ended",
+        "Batches that ended on this server, by their last state.",
+        lambda r: {state: r.num_ended[state] for state in ENDED_STATES},
+        "state",
+    ),
+    gauge(
+        "loraserve_batch_lines_live",
+        "Lines of batches that this server computes, or that wait for their turn.",
+        lambda r: r.num_live_lines,
+    ),
+    counter(
+        "loraserve_batch_lines",
+        "Lines of batches by outcome (completed, failed: recorded; retried: refused for now and tried again).",
+        lambda r: {outcome: r.num_lines[outcome] for outcome in LINE_OUTCOMES},
         "outcome",
     ),
 )

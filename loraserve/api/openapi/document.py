@@ -212,6 +212,8 @@ def _complete(operation: Node, path: str, method: str, scope: str) -> None:
 def _tag(path: str) -> str:
     if path.rpartition("/")[2].startswith(("load_lora", "unload_lora")):
         return "adapters"
+    if "/v1/files" in path or "/v1/batches" in path:
+        return "batches"
     if not path.startswith(MANAGEMENT_PREFIX):
         return "server" if path in _SERVER else "inference"
     return path.removeprefix(MANAGEMENT_PREFIX).split("/")[1].removesuffix(".json")

@@ -29,6 +29,7 @@ from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
 from loraserve.api.management.tenants import KeyCreate, TenantCreate, TenantPatch
 from loraserve.api.management.uploads import UploadCreate
+from loraserve.api.openai.batches import BatchCreate
 from loraserve.api.openai.responses.body import ResponseBody
 from loraserve.api.openapi.answers import (
     ChatCompletion,
@@ -49,7 +50,7 @@ Content = Mapping[str, type[BaseModel] | Schema]
 """Media type → what is in it."""
 
 JSON, BYTES, EVENTS, CSV = "application/json", "application/octet-stream", "text/event-stream", "text/csv"
-METRICS = "text/plain"
+METRICS, JSONL = "text/plain", "application/jsonl"
 _BINARY: Schema = {"type": "string", "format": "binary"}
 _EVENTS: Schema = {"type": "string", "description": "`data: {…}` lines, and `data: [DONE]` at the end."}
 _NAMED_EVENTS: Schema = {
@@ -78,6 +79,17 @@ _STORED_UPLOAD: Schema = {
     "additionalProperties": False,
 }
 
+_FILE: Schema = {
+    "type": "object",
+    "properties": {
+        "file": _BINARY,
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "required": ["file", "purpose"],
+}
+
 _SCORE = ("/v1/score", "/score")
 _RERANK = ("/v1/rerank", "/rerank", "/v2/rerank")
 
@@ -93,6 +105,8 @@ BODIES: Mapping[str, Content] = {
     "POST /v1/embeddings": {JSON: EmbeddingBody},
     **{f"POST {path}": {JSON: ScoreBody} for path in _SCORE},
     **{f"POST {path}": {JSON: RerankBody} for path in _RERANK},
+    "POST /v1/files": {"multipart/form-data": _FILE},
+    "POST /v1/batches": {JSON: BatchCreate},
     "POST /tokenize": {JSON: TokenizeBody},
     "POST /detokenize": {JSON: DetokenizeBody},
     "POST /v1/load_lora_adapter": {JSON: LoadLoraAdapter},
@@ -126,6 +140,7 @@ NO_BODY = frozenset(
         "POST /api/v1/adapters/{name}/versions/{number}/pin",
         "POST /api/v1/adapters/{name}/versions/{number}/unpin",
         "POST /api/v1/adapters/{name}/aliases/{alias}/rollback",
+        "POST /v1/batches/{batch_id}/cancel",
         "POST /ping",
     }
 )
@@ -151,6 +166,7 @@ ANSWERS: Mapping[str, Content] = {
     **{f"POST {path}": {JSON: Reranking} for path in _RERANK},
     "POST /tokenize": {JSON: Tokens},
     "POST /detokenize": {JSON: Text},
+    "GET /v1/files/{file_id}/content": {JSONL: _BINARY},
     "GET /tokenizer_info": {JSON: _TOKENIZER_INFO},
     "GET /api/v1/adapters/{name}/versions/{number}/files/{file}": {JSON: {"type": "object"}, BYTES: _BINARY},
 }
@@ -194,6 +210,7 @@ STORING = frozenset(
         "POST /v1/load_lora_adapter",
         "POST /load_lora_adapter",
         "POST /load_lora_adapter_from_tensors",
+        "POST /v1/files",
         "POST /api/v1/adapters/{name}/versions",
         "POST /api/v1/adapters/{name}/pulls",
         "POST /api/v1/uploads",

@@ -96,6 +96,23 @@ class UsageEvent:
         )
 
 
+class CollectedUsage:
+    """Usage of one request, held back until what it is for is durable.
+
+    Who collects it bills it in the same transaction (`usage_hours.bill`), or drops it.
+    """
+
+    def __init__(self) -> None:
+        self.totals: Totals = {}
+
+    def record(self, event: UsageEvent) -> None:
+        """Add the event to the usage."""
+        add_to(self.totals, ((event.key(), event.amounts()),))
+
+    def persist(self) -> None:
+        """Do nothing: it isn't delivered yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Unit:
     """Sums for one transaction, repeated unchanged if the outcome of its commit isn't known."""
@@ -201,6 +218,11 @@ class UsageMeter:
         self.recorded += amounts
         if self._oldest_at is None:
             self._oldest_at = self._monotonic()
+
+    def note_billed(self, totals: Totals) -> None:
+        """Count usage that another transaction has added to the hours."""
+        for amounts in totals.values():
+            self.recorded += amounts
 
     def persist(self) -> None:
         """Write everything recorded so far to the journal, where it survives a kill.

@@ -44,6 +44,14 @@ async def count(
     return unknown_tenants
 
 
+async def bill(session: AsyncSession, totals: Mapping[UsageKey, Amounts]) -> None:
+    """Add the totals to their hours, in the transaction that records what they are for.
+
+    The tenants must exist.
+    """
+    await upsert(session, UsageHour, [_row(key, totals[key]) for key in sorted(totals)], add=_AMOUNTS)
+
+
 async def _unknown_tenants(session: AsyncSession, tenants: set[str]) -> frozenset[str]:
     known: set[str] = set()
     ordered = sorted(tenants)

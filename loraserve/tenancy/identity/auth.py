@@ -58,6 +58,11 @@ class Caller:
     older only while the database is unreachable.
     """
 
+    is_background: bool = False
+    """Whether no client waits for its requests, as for a batch's lines: they come after all others,
+    and don't count as concurrent ones.
+    """
+
     @property
     def sees_all(self) -> bool:
         return self.is_admin and not self.has_named_tenant
@@ -77,6 +82,14 @@ class _Tenant:
     """Cached tenant."""
 
     id: TenantId
+    policy: TenantPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Cached tenant, found by its id."""
+
+    name: str
     policy: TenantPolicy
 
 
@@ -121,6 +134,12 @@ class Authenticator:
             is_cancellable=database.is_cancellable,
         )
         self._tenants: LookupCache[str, _Tenant] = LookupCache(
+            ttl_s=LIMITS.auth_cache_s,
+            clock=monotonic,
+            silence_s=database.silence_s,
+            is_cancellable=database.is_cancellable,
+        )
+        self._by_id: LookupCache[TenantId, _Found] = LookupCache(
             ttl_s=LIMITS.auth_cache_s,
             clock=monotonic,
             silence_s=database.silence_s,
@@ -207,6 +226,22 @@ class Authenticator:
         tenant = await self._tenants.get(tenant_name, lambda: self._find_tenant(tenant_name))
         return replace(caller, tenant=tenant.id, tenant_name=tenant_name, has_named_tenant=True, policy=tenant.policy)
 
+    async def in_background(self, tenant: TenantId, key_id: str) -> Caller:
+        """Return the tenant as the caller of requests that it left to the server, without a key.
+
+        They are made in its name after the key is revoked too.
+
+        Args:
+            key_id: key that asked for them.
+
+        Raises:
+            TenantNotFound: the tenant is deleted.
+            DatabaseUnavailable: it isn't cached and can't be looked up.
+        """
+        found = await self._by_id.get(tenant, lambda: self._find_by_id(tenant), holder=tenant)
+        scopes = frozenset({"inference"})
+        return Caller(tenant, found.name, key_id, scopes, policy=found.policy, is_background=True)
+
     async def _as_default(self, key_id: str) -> Caller:
         """Return an admin that named no tenant."""
         caller = self._admin(key_id)
@@ -247,6 +282,13 @@ class Authenticator:
             row = await find_tenant(session, name)
         return _Tenant(TenantId(row.id), policy_of_row(row.limits, row.weight, row.prices))
 
+    async def _find_by_id(self, tenant: TenantId) -> _Found:
+        async with self._database.read() as session:
+            row = await session.get(Tenant, tenant)
+        if row is None or row.deleted_at is not None:
+            raise tenant_not_found()
+        return _Found(row.name, policy_of_row(row.limits, row.weight, row.prices))
+
     def _get_pepper(self) -> bytes:
         if self._pepper is None:
             raise RuntimeError("Authenticator.open() must be awaited first")
@@ -260,6 +302,7 @@ class Authenticator:
         # again.
         self._callers.forget(lambda _: True)
         self._tenants.forget(lambda _: True)
+        self._by_id.forget(lambda _: True)
         self._admins.forget(lambda _: True)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from loraserve.errors import QuotaExceeded, RateLimited
+from loraserve.tenancy.billing.meter import CollectedUsage
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.tenancy.identity.policy import TenantLimits
 from loraserve.types import TenantId
@@ -24,6 +25,8 @@ _SLACK_S = 1e-6
 """A wait shorter than this is rounding, not a rate."""
 _NEW_DURATION_WEIGHT = 0.2
 _MIN_SWEEP = 1024
+_LEFT_BY_BACKGROUND = 0.5
+"""Part of a tenant's rates that requests in the background leave to its others."""
 
 
 @dataclass(slots=True)
@@ -80,12 +83,13 @@ class _TenantUsage:
     requests: LeakyBucket
     tokens: LeakyBucket
     num_running: int = 0
+    num_in_background: int = 0
     duration_s: float | None = None
     """Moving average of its requests' durations in seconds; None if none has ended."""
 
     def is_idle(self, limits: TenantLimits, share: float, now: float) -> bool:
         """Return whether it can be forgotten without loss."""
-        if self.num_running:
+        if self.num_running or self.num_in_background:
             return False
         rates = ((self.requests, limits.requests_per_minute), (self.tokens, limits.tokens_per_minute))
         return not any(limit is not None and bucket.drain(limit * share, now) for bucket, limit in rates)
@@ -115,6 +119,8 @@ class Admissions:
     def enter(self, caller: Caller) -> Admitted:
         """Admit a request of the caller's tenant, counted until it is released.
 
+        One in the background isn't counted as concurrent, and leaves half of the rates to others.
+
         Raises:
             RateLimited: the tenant has its maximum of concurrent requests or has used its rate;
                 `retry_after_s` estimates when the request would pass.
@@ -122,10 +128,11 @@ class Admissions:
         """
         limits, now = caller.policy.limits, self._clock()
         standing = self._usage_of(caller.tenant, limits, now)
-        self._check_concurrency(standing, limits.max_concurrent_requests)
+        if not caller.is_background or limits.max_concurrent_requests == 0:
+            self._check_concurrency(standing, limits.max_concurrent_requests)
         if limits.requests_per_minute is not None:
             rate = limits.requests_per_minute * self.share
-            wait_s = standing.requests.wait_s(1, rate, now)
+            wait_s = standing.requests.wait_s(1 + _left_by(caller, rate), rate, now)
             if math.isinf(wait_s):
                 raise self._refuse(
                     "requests", QuotaExceeded("The tenant's limit is 0 requests.", retry_after_s=MINUTE_S)
@@ -134,7 +141,8 @@ class Admissions:
                 text = f"The tenant has used its limit of {limits.requests_per_minute} requests per minute."
                 raise self._refuse("requests", RateLimited(text, retry_after_s=wait_s))
             standing.requests.take(1, rate, now)
-        standing.num_running += 1
+        standing.num_running += not caller.is_background
+        standing.num_in_background += caller.is_background
         return Admitted(self, caller, standing, now)
 
     def headers(self, caller: Caller) -> dict[str, str]:
@@ -234,7 +242,7 @@ class Admissions:
             raise self._refuse("tokens", error)
         now = self._clock()
         rate = limit * self.share
-        wait_s = standing.tokens.wait_s(num_tokens, rate, now)
+        wait_s = standing.tokens.wait_s(num_tokens + _left_by(caller, rate), rate, now)
         if wait_s > _SLACK_S:
             text = f"The tenant has used its limit of {limit} tokens per minute; the request may use {num_tokens}."
             raise self._refuse("tokens", RateLimited(text, retry_after_s=wait_s, kind="tokens"))
@@ -247,7 +255,10 @@ class Admissions:
         if limit is not None and num_tokens:
             standing.tokens.take(num_tokens, limit * self.share, self._clock())
 
-    def _leave(self, standing: _TenantUsage, entered_at: float) -> None:
+    def _leave(self, caller: Caller, standing: _TenantUsage, entered_at: float) -> None:
+        if caller.is_background:
+            standing.num_in_background -= 1
+            return
         standing.num_running -= 1
         duration_s = self._clock() - entered_at
         old = duration_s if standing.duration_s is None else standing.duration_s
@@ -282,6 +293,8 @@ class Admitted:
     caller: Caller
     _standing: _TenantUsage
     _entered_at: float
+    collected: CollectedUsage | None = None
+    """Takes the usage in the meter's place; None: it is billed as it is delivered."""
     _num_reserved: int = field(default=0, init=False)
     _num_used: int = field(default=0, init=False)
     _num_prompt_tokens: int = field(default=0, init=False)
@@ -316,7 +329,11 @@ class Admitted:
             return
         self._is_released = True
         self.admissions._charge(self.caller, self._standing, min(0, self._num_used - self._num_reserved))
-        self.admissions._leave(self._standing, self._entered_at)
+        self.admissions._leave(self.caller, self._standing, self._entered_at)
+
+
+def _left_by(caller: Caller, rate: float) -> float:
+    return _LEFT_BY_BACKGROUND * rate if caller.is_background else 0.0
 
 
 def format_duration(seconds: float) -> str:

@@ -1,10 +1,13 @@
 """Read an upload from the socket to a staged file.
 
-It is hashed and bounded on the way, never held whole.
+It is hashed and bounded on the way, never held whole. A form has one part of any size, which is the
+file, and short ones beside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,12 +25,38 @@ if TYPE_CHECKING:
     from loraserve.background import Throttle
 
 CONFIG, WEIGHTS = "config", "weights"
-_EXPECTED = f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}."
 _FLUSH_BYTES = 1 * MIB
 _MAX_BOUNDARY_BYTES = 70
 
 
-def multipart_boundary(request: Request) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Parts that a form may have.
+
+    Attributes:
+        file: name of the part that is written to the staged blob.
+        short: names of the other parts, and the bound on their bytes.
+        required: names of the parts that must be there.
+        hint: description of the whole form, for a refusal.
+    """
+
+    file: str
+    max_file_bytes: int
+    short: Mapping[str, int]
+    required: tuple[str, ...]
+    hint: str
+
+
+ADAPTER = Form(
+    WEIGHTS,
+    LIMITS.max_upload_bytes,
+    {CONFIG: LIMITS.max_adapter_config_bytes},
+    (CONFIG, WEIGHTS),
+    f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}.",
+)
+
+
+def multipart_boundary(request: Request, form: Form = ADAPTER) -> bytes:
     """Return the boundary in the request's content type.
 
     Raises:
@@ -37,7 +66,7 @@ def multipart_boundary(request: Request) -> bytes:
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= _MAX_BOUNDARY_BYTES:
         raise InvalidRequest(
-            "The body isn't multipart/form-data with a boundary.", param="Content-Type", hint=_EXPECTED
+            "The body isn't multipart/form-data with a boundary.", param="Content-Type", hint=form.hint
         )
     return boundary
 
@@ -45,47 +74,68 @@ def multipart_boundary(request: Request) -> bytes:
 async def read_upload(request: Request, boundary: bytes, weights: StagedBlob | MemoryBlob, throttle: Throttle) -> bytes:
     """Return the part `CONFIG`, after writing the part `WEIGHTS` to `weights`, piece by piece.
 
-    Parts may come in any order; file names are ignored.
+    Raises:
+        InvalidRequest, PayloadTooLarge, StorageError: as `read_form`.
+    """
+    return (await read_form(request, boundary, ADAPTER, weights, throttle)).short[CONFIG]
+
+
+async def read_form(
+    request: Request, boundary: bytes, form: Form, staged: StagedBlob | MemoryBlob, throttle: Throttle
+) -> ReadForm:
+    """Return the short parts, after writing the file to `staged`, piece by piece.
+
+    Parts may come in any order.
 
     Raises:
         InvalidRequest: a part is missing, unknown, there twice, encoded, or the body ends early.
         PayloadTooLarge: a part is over its bound; the rest isn't read.
-        StorageError: `weights` can't be written.
+        StorageError: `staged` can't be written.
     """
-    parts = _Parts()
+    parts = _Parts(form)
     parser = MultipartParser(boundary, callbacks=parts.callbacks())
     try:
         async for chunk in request.stream():
             parser.write(chunk)
-            if len(parts.weights) >= _FLUSH_BYTES:
-                await throttle.run(partial(weights.write, parts.take_weights()))
+            if len(parts.file) >= _FLUSH_BYTES:
+                await throttle.run(partial(staged.write, parts.take_file()))
     except FormParserError as error:
-        raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=_EXPECTED) from error
+        raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=form.hint) from error
     except ClientDisconnect:
         # No client reads the answer, and it isn't a failure of the server's.
         raise InvalidRequest("The client disconnected before the end of the body.") from None
     if not parts.is_complete:
         raise InvalidRequest("The body ends before its closing boundary.", hint="Upload it again.")
-    for name in (CONFIG, WEIGHTS):
+    for name in form.required:
         if name not in parts.seen:
-            raise InvalidRequest(f'The part "{name}" is missing.', param=name, hint=_EXPECTED)
-    await throttle.run(partial(weights.write, parts.take_weights()))
-    return bytes(parts.config)
+            raise InvalidRequest(f'The part "{name}" is missing.', param=name, hint=form.hint)
+    await throttle.run(partial(staged.write, parts.take_file()))
+    return ReadForm({name: bytes(data) for name, data in parts.short.items()}, bytes(parts.filename))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadForm:
+    """Short parts of a form by their names, and the name that the client gave to its file."""
+
+    short: Mapping[str, bytes]
+    filename: bytes
 
 
 class _Parts:
     """Parts found so far by the parser, which calls back with pieces of any size."""
 
-    def __init__(self) -> None:
-        self.config = bytearray()
-        self.weights = bytearray()
+    def __init__(self, form: Form) -> None:
+        self.short: dict[str, bytearray] = {}
+        self.file = bytearray()
+        self.filename = b""
         self.seen: set[str] = set()
         self.is_complete = False
+        self._form = form
         self._part = ""
         self._header_name = bytearray()
         self._header_value = bytearray()
         self._headers: dict[bytes, bytes] = {}
-        self._num_weights_bytes = 0
+        self._num_file_bytes = 0
 
     def callbacks(self) -> MultipartCallbacks:
         return {
@@ -98,8 +148,8 @@ class _Parts:
             "on_end": self._end,
         }
 
-    def take_weights(self) -> bytearray:
-        taken, self.weights = self.weights, bytearray()
+    def take_file(self) -> bytearray:
+        taken, self.file = self.file, bytearray()
         return taken
 
     def _begin_part(self) -> None:
@@ -120,12 +170,17 @@ class _Parts:
     def _name_part(self) -> None:
         kind, options = parse_options_header(self._headers.get(b"content-disposition"))
         name = options.get(b"name", b"")
-        if kind != b"form-data" or name not in (CONFIG.encode(), WEIGHTS.encode()):
-            raise InvalidRequest("The body has an unknown part.", hint=_EXPECTED)
+        form = self._form
+        if kind != b"form-data" or name not in (form.file.encode(), *(short.encode() for short in form.short)):
+            raise InvalidRequest("The body has an unknown part.", hint=form.hint)
         self._part = name.decode()
         if self._part in self.seen:
-            raise InvalidRequest(f'The part "{self._part}" appears twice.', param=self._part, hint=_EXPECTED)
+            raise InvalidRequest(f'The part "{self._part}" appears twice.', param=self._part, hint=form.hint)
         self.seen.add(self._part)
+        if self._part == form.file:
+            self.filename = options.get(b"filename", b"")
+        else:
+            self.short[self._part] = bytearray()
         encoding = self._headers.get(b"content-transfer-encoding", b"binary").strip().lower()
         if encoding not in (b"binary", b"8bit", b"7bit"):
             raise InvalidRequest(
@@ -133,20 +188,17 @@ class _Parts:
             )
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
-        if self._part == CONFIG:
-            if len(self.config) + end - start > LIMITS.max_adapter_config_bytes:
-                raise PayloadTooLarge(
-                    f'The part "{CONFIG}" exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.', param=CONFIG
-                )
-            self.config += data[start:end]
+        form, name = self._form, self._part
+        if name != form.file:
+            if len(self.short[name]) + end - start > form.short[name]:
+                raise PayloadTooLarge(f'The part "{name}" exceeds the limit of {form.short[name]} bytes.', param=name)
+            self.short[name] += data[start:end]
             return
-        self._num_weights_bytes += end - start
-        if self._num_weights_bytes > LIMITS.max_upload_bytes:
-            raise PayloadTooLarge(
-                f'The part "{WEIGHTS}" exceeds the limit of {LIMITS.max_upload_bytes} bytes.', param=WEIGHTS
-            )
+        self._num_file_bytes += end - start
+        if self._num_file_bytes > form.max_file_bytes:
+            raise PayloadTooLarge(f'The part "{name}" exceeds the limit of {form.max_file_bytes} bytes.', param=name)
         # no copy on the way
-        self.weights += memoryview(data)[start:end]
+        self.file += memoryview(data)[start:end]
 
     def _end(self) -> None:
         self.is_complete = True

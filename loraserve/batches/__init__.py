@@ -1,0 +1,1 @@
+"""Tenants' files, and batches of requests in them: checked, computed last, resumed after a kill."""
