@@ -21,6 +21,7 @@ MAX_SAME_NAME = 3
 
 STAND_ALONE = {
     "loraserve.api.logs": "set up once, before the server",
+    "loraserve.api.management.files": "a router",
     "loraserve.api.management.grants": "a router",
     "loraserve.cli.audit": "a command",
     "loraserve.cli.local.serve": "a command",

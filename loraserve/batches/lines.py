@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from adapters_store.base import BlobStore
-from loraserve.batches.records import BatchError, BatchRecord, Line, LineAnswer
+from loraserve.batches.records import BatchError, BatchLine, BatchRecord, LineAnswer
 from loraserve.limits import LIMITS, MIB
 from loraserve.types import Digest
 
@@ -18,7 +18,7 @@ _DONE, _NOT_DONE = b"+", b"-"
 """First byte of a line in a chunk, which says what file it is for."""
 
 
-def read_lines(store: BlobStore, blob: Digest) -> Iterator[list[Line]]:
+def read_lines(store: BlobStore, blob: Digest) -> Iterator[list[BatchLine]]:
     """Yield the lines of a blob that aren't blank, some hundred at a time.
 
     No more than a piece of the blob and a line are in memory.
@@ -27,12 +27,12 @@ def read_lines(store: BlobStore, blob: Digest) -> Iterator[list[Line]]:
         BlobNotFound, BlobCorrupt, StorageError: the blob can't be read to its end.
     """
     number, num_bytes = 0, 0
-    found: list[Line] = []
+    found: list[BatchLine] = []
     for data in _split(store.read_pieces(blob)):
         number += 1
         if data is not None and not data.strip():
             continue
-        found.append(Line(number, data))
+        found.append(BatchLine(number, data))
         num_bytes += 0 if data is None else len(data)
         if len(found) >= _LINES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
             yield found

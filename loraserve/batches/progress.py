@@ -1,4 +1,4 @@
-"""How far a batch has come: its states, its results chunk by chunk, and its files at the end.
+"""Progress of a batch: its states, its results chunk by chunk, and its files at the end.
 
 Every step is one transaction that finds the batch as this runner knows it, or else leaves it to the
 runner that was faster. A chunk of results, the lines that it is about and their usage are recorded

@@ -96,7 +96,7 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a client asks for."""
+    """Batch as a client asks for it."""
 
     input_file_id: str
     endpoint: str
@@ -115,7 +115,7 @@ class Listing(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """What is wrong with a batch's input, or why it failed."""
+    """Fault of a batch's input, or reason of its failure."""
 
     code: str
     message: str
@@ -127,7 +127,7 @@ class BatchError:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """Line of a batch's input.
 
     Attributes:
@@ -171,7 +171,7 @@ class LineAnswer:
 
 
 class LineHandler(Protocol):
-    """What computes the lines: the server's routes."""
+    """Access to the routes, which compute the lines."""
 
     def is_ready(self) -> bool:
         """Return whether the routes can answer at all."""

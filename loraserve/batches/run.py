@@ -1,4 +1,4 @@
-"""One server's work on one batch, from where it stands until it ends or is handed on."""
+"""Run of one batch on one server, from where it stands until it ends or is handed on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from loraserve.batches.records import (
     IN_PROGRESS,
     VALIDATING,
     BatchError,
+    BatchLine,
     BatchRecord,
-    Line,
     LineAnswer,
     LineHandler,
     LineRequest,
@@ -60,7 +60,7 @@ _UNDONE = {
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What the runs of one server share.
+    """Parts that the runs of one server share.
 
     Attributes:
         slots: lines that are computed at once.
@@ -98,8 +98,8 @@ class BatchRun:
         self._renew = renew
         self._stops_at_s: float | None = None
         self._renewed_at_s = self._refreshed_at_s = time.monotonic()
-        self._live: dict[asyncio.Task[LineAnswer | None], tuple[Line, LineRequest | None]] = {}
-        self._parked: list[tuple[float, int, Line]] = []
+        self._live: dict[asyncio.Task[LineAnswer | None], tuple[BatchLine, LineRequest | None]] = {}
+        self._parked: list[tuple[float, int, BatchLine]] = []
         """Heap of lines that were refused for now: when they are due, and their numbers."""
         self._paused_until_s = 0.0
         self._results = Results()
@@ -199,7 +199,7 @@ class BatchRun:
         seen.add(key)
         return None
 
-    async def _requests(self) -> AsyncIterator[tuple[Line, LineRequest | InvalidRequest]]:
+    async def _requests(self) -> AsyncIterator[tuple[BatchLine, LineRequest | InvalidRequest]]:
         """Yield each line of the input, and what it says or why it can't be read."""
         pieces = read_lines(self._context.store, self.batch.input_blob)
         while lines := await self._context.throttle.run(partial(next, pieces, None)):
@@ -207,10 +207,10 @@ class BatchRun:
             for line, request in zip(lines, read, strict=True):
                 yield line, request
 
-    def _read_all(self, lines: list[Line]) -> list[LineRequest | InvalidRequest]:
+    def _read_all(self, lines: list[BatchLine]) -> list[LineRequest | InvalidRequest]:
         return [self._read(line) for line in lines]
 
-    def _read(self, line: Line) -> LineRequest | InvalidRequest:
+    def _read(self, line: BatchLine) -> LineRequest | InvalidRequest:
         if line.data is None:
             return InvalidRequest(f"The line exceeds the limit of {LIMITS.max_batch_line_bytes} bytes.")
         try:
@@ -262,7 +262,7 @@ class BatchRun:
         if self._stops_at_s is not None and self.batch.state == IN_PROGRESS and not self._is_all_done():
             raise Interrupted
 
-    async def _undone_lines(self, done: set[int]) -> AsyncIterator[Line]:
+    async def _undone_lines(self, done: set[int]) -> AsyncIterator[BatchLine]:
         pieces = read_lines(self._context.store, self.batch.input_blob)
         while lines := await self._context.throttle.run(partial(next, pieces, None)):
             for line in lines:
@@ -281,12 +281,12 @@ class BatchRun:
             and not is_stuck
         )
 
-    def _due_line(self, now_s: float) -> Line | None:
+    def _due_line(self, now_s: float) -> BatchLine | None:
         if self._parked and self._parked[0][0] <= now_s:
             return heapq.heappop(self._parked)[2]
         return None
 
-    async def _start(self, line: Line) -> None:
+    async def _start(self, line: BatchLine) -> None:
         is_short = line.data is None or len(line.data) <= _ON_LOOP_BYTES
         request = self._read(line) if is_short else await asyncio.to_thread(self._read, line)
         if isinstance(request, InvalidRequest):
@@ -301,10 +301,10 @@ class BatchRun:
 
     async def _run_line(self, request: LineRequest) -> LineAnswer | None:
         async with self._context.slots:
-            while not self._context.handler.is_open():
-                if self._stops_at_s is not None:
-                    return None
+            while self._stops_at_s is None and not self._context.handler.is_open():
                 await asyncio.sleep(_LOOK_S)
+            if self._stops_at_s is not None:
+                return None
             return await self._context.handler.run(self.batch, request)
 
     def _collect(self) -> None:

@@ -1,4 +1,4 @@
-"""Which batches this server works on: at most one of each tenant is computed, under a lease."""
+"""Runner of the batches of one server: at most one of each tenant is computed, under a lease."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapters_store.base import BlobStore
 from loraserve.background import Backoff, RetrySchedule, Throttle
 from loraserve.batches.batches import Batches
 from loraserve.batches.progress import BatchProgress
-from loraserve.batches.records import ENDED_STATES, IN_PROGRESS, LIVE_STATES, BatchRecord, LineHandler
+from loraserve.batches.records import IN_PROGRESS, LIVE_STATES, BatchRecord, LineHandler
 from loraserve.batches.run import BatchRun, RunContext
 from loraserve.db.leases import LeaseHolder
 from loraserve.db.session import Clock, Database, utc_now
@@ -69,7 +69,6 @@ class BatchRunner:
         self._failed: set[str] = set()
         self._has_news = asyncio.Event()
         self._counted_at_s = -_COUNT_S
-        self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         self._throttle = throttle
         self._meter = meter
@@ -104,7 +103,6 @@ class BatchRunner:
             max_requests=self._max_requests,
             clock=self._clock,
         )
-        self._is_closing = False
         self._task = asyncio.create_task(self._run(context), name="batches")
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -112,7 +110,6 @@ class BatchRunner:
 
         No-op if it was never started, or is closed.
         """
-        self._is_closing = True
         task, self._task = self._task, None
         if task is None:
             return
@@ -182,8 +179,6 @@ class BatchRunner:
         else:
             self._schedule.succeed(batch_id)
             self._failed.discard(batch_id)
-            if run.batch.state in ENDED_STATES or not self._is_closing:
-                self._has_news.set()
         finally:
             del self._runs[batch_id]
             self._computing.pop(batch_id, None)
@@ -191,6 +186,8 @@ class BatchRunner:
             with contextlib.suppress(LoraserveError, TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._lease.release(batch_id)
+            # the next one, or what comes after its input was found valid
+            self._has_news.set()
 
     def _note_failure(self, batch_id: str) -> None:
         self._schedule.fail(batch_id)

@@ -68,6 +68,7 @@ class StillEngine:
     status: str | None = None
     num_restarts: int = 0
     num_hangs: int = 0
+    num_waiting_clients: int = 0
     discarded: list[Digest] = field(default_factory=list)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -249,6 +250,17 @@ BODIES: dict[str, dict[str, Any]] = {
         f"POST {path}": {"json": {"model": "{model}", "query": "x", "documents": ["y"]}}
         for path in ("/v1/rerank", "/rerank", "/v2/rerank")
     },
+    "POST /v1/files": {
+        "content": b"".join(
+            b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % part
+            for part in ((b"purpose", b"batch"), (b"file", b"{}"))
+        )
+        + b"--x--\r\n",
+        "headers": {"content-type": "multipart/form-data; boundary=x"},
+    },
+    "POST /v1/batches": {
+        "json": {"input_file_id": "{file_id}", "endpoint": "/v1/completions", "completion_window": "24h"}
+    },
     "POST /tokenize": {"json": {"model": "{model}", "prompt": "x"}},
     "POST /detokenize": {"json": {"model": "{model}", "tokens": [1]}},
     "POST /v1/load_lora_adapter": {"json": {"lora_name": "live-{name}", "lora_path": "small"}},
@@ -276,7 +288,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
 }
 """What each route with a body is sent; braces stand for things of the world."""
-WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}", "ping")
+WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}", "ping", "cancel")
 
 
 def filled(path: str, things: dict[str, str]) -> str:

@@ -76,6 +76,10 @@ async def world(
     _, weights = make_upload(3)
     sha256 = hashlib.sha256(weights).hexdigest()
     upload = await call("POST", "/uploads", acme, json={"sha256": sha256, "size": len(weights)})
+    form = {"files": {"file": ("acme.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    file = (await client.post("/v1/files", headers=acme, **form)).json()
+    new = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = (await client.post("/v1/batches", headers=acme, json=new)).json()
     operation = "01" + "ACME" * 6
     body = {"model": services.engine.base.id, "input": "acme's own", "max_output_tokens": 1}
     response = (await client.post("/v1/responses", json=body, headers=acme)).json()
@@ -88,6 +92,8 @@ async def world(
         "upload_id": upload["id"],
         "operation_id": operation,
         "response_id": response["id"],
+        "file_id": file["id"],
+        "batch_id": batch["id"],
         "model": "acmesql",
         "tenant": "acme",
         "key_id": made["id"],

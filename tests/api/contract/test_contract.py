@@ -38,6 +38,7 @@ NOTHING_TO_DO = {
     # the same as without the tenant, which was sent before
     "DELETE /t/{tenant}/v1/responses/{response_id}": None,
     "PATCH /api/v1/uploads/{upload_id}": "invalid_value",
+    "DELETE /t/{tenant}/v1/files/{file_id}": None,
     "POST /api/v1/adapters/{name}/aliases/{alias}/rollback": "conflict",
     "POST /api/v1/adapters/{name}/pulls": "permission_denied",
     "POST /api/v1/adapters/{name}/restore": "already_exists",
@@ -46,7 +47,7 @@ NOTHING_TO_DO = {
     "POST /api/v1/tenants": "already_exists",
 }
 """What the routes say for which the world has nothing to do: it isn't deleted, not moved before,
-or an alias's.
+or an alias's; or it was deleted by the other path a moment before.
 """
 
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -112,6 +113,7 @@ class FakeEngine:
     status: str | None = None
     num_restarts: int = 0
     num_hangs: int = 0
+    num_waiting_clients: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     resident: dict[Digest, AdapterResidency] = field(default_factory=dict)
     num_residency_queries: int = 0
@@ -243,10 +245,15 @@ def http() -> type[BoundedProtocol] | None:
 
 
 @pytest.fixture
-async def url(services: Services, http: type[BoundedProtocol] | None) -> AsyncIterator[str]:
+def app(services: Services) -> FastAPI:
+    return create_app(services)
+
+
+@pytest.fixture
+async def url(app: FastAPI, services: Services, http: type[BoundedProtocol] | None) -> AsyncIterator[str]:
     """A real server in this event loop."""
     config = uvicorn.Config(
-        create_app(services),
+        app,
         http=connection_class(services.rooms.connections, http),
         port=0,
         lifespan="off",

@@ -47,21 +47,26 @@ class Form:
     hint: str
 
 
-ADAPTER = Form(
-    WEIGHTS,
-    LIMITS.max_upload_bytes,
-    {CONFIG: LIMITS.max_adapter_config_bytes},
-    (CONFIG, WEIGHTS),
-    f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}.",
-)
+def _adapter_form() -> Form:
+    return Form(
+        WEIGHTS,
+        LIMITS.max_upload_bytes,
+        {CONFIG: LIMITS.max_adapter_config_bytes},
+        (CONFIG, WEIGHTS),
+        f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}.",
+    )
 
 
-def multipart_boundary(request: Request, form: Form = ADAPTER) -> bytes:
+def multipart_boundary(request: Request, form: Form | None = None) -> bytes:
     """Return the boundary in the request's content type.
+
+    Args:
+        form: form that is expected; None: an adapter's.
 
     Raises:
         InvalidRequest: the body isn't multipart/form-data.
     """
+    form = form or _adapter_form()
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= _MAX_BOUNDARY_BYTES:
@@ -77,7 +82,7 @@ async def read_upload(request: Request, boundary: bytes, weights: StagedBlob | M
     Raises:
         InvalidRequest, PayloadTooLarge, StorageError: as `read_form`.
     """
-    return (await read_form(request, boundary, ADAPTER, weights, throttle)).short[CONFIG]
+    return (await read_form(request, boundary, _adapter_form(), weights, throttle)).short[CONFIG]
 
 
 async def read_form(
