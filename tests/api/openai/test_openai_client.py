@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,30 @@ async def test_many_streams_at_once_are_each_right(server: ServerProcess, key: s
     )
     # the pack's card says 95 % and more
     assert right >= 13
+
+
+def test_it_runs_a_batch(client: openai.OpenAI) -> None:
+    body = {"model": "sql", "messages": MESSAGES, "temperature": 0}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    assert client.files.retrieve(file.id).bytes == file.bytes
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"job": "nightly"}
+    )
+    deadline = time.monotonic() + 30
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.1)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.metadata) == (1, {"job": "nightly"})
+    assert [found.id for found in client.batches.list(limit=1)] == [batch.id]
+    assert batch.output_file_id is not None
+    (answer,) = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]
+    assert answer["custom_id"] == "one"
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == SQL
+    assert {found.id for found in client.files.list()} == {file.id, batch.output_file_id}
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)

@@ -61,7 +61,8 @@ async def test_a_batch_has_an_answer_for_each_line(place: Place, acme: TenantId)
     batch = await place.end(await place.create(acme, input_of(20), metadata={"a": "b"}))
     await check_whole(place, batch, 20)
     line = (await place.lines(batch, batch.output_file_id))[0]
-    assert line["id"].startswith("batch_req_") and line["error"] is None
+    assert line["id"].startswith("batch_req_")
+    assert line["error"] is None
     body = {"said": line["custom_id"]}
     assert line["response"] == {"status_code": 200, "request_id": f"req_{line['custom_id']}", "body": body}
     assert batch.error_file_id is None
@@ -150,9 +151,11 @@ async def test_too_many_requests_are_refused_before_any_is_computed(
     monkeypatch.setattr(run_module, "LIMITS", dataclasses.replace(quick, max_batch_lines=5, max_batch_errors=3))
     place.runner.start(place.handler)
     many = await place.end(await place.create(acme, input_of(6)))
-    assert many.errors is not None and many.errors[0]["code"] == "too_many_requests"
+    assert many.errors is not None
+    assert many.errors[0]["code"] == "too_many_requests"
     wrong = await place.end(await place.create(acme, b"{\n" * 5))
-    assert wrong.errors is not None and [error["line"] for error in wrong.errors] == [1, 2, 3]
+    assert wrong.errors is not None
+    assert [error["line"] for error in wrong.errors] == [1, 2, 3]
 
 
 async def test_another_server_goes_on_where_a_killed_one_stopped(place: Place, acme: TenantId) -> None:
@@ -342,7 +345,8 @@ async def test_the_batches_of_a_deleted_tenant_fail(place: Place, acme: TenantId
     await place.authenticator.tenants.delete("acme", actor="test")
     ended = await place.end(batch)
     assert ended.state == "failed"
-    assert ended.errors is not None and ended.errors[0]["code"] == "tenant_deleted"
+    assert ended.errors is not None
+    assert ended.errors[0]["code"] == "tenant_deleted"
     async with place.database.read() as session:
         assert (await session.scalars(select(BatchChunk))).all() == []
 
@@ -372,7 +376,8 @@ async def test_a_batch_whose_input_is_damaged_fails(place: Place, acme: TenantId
     place.runner.start(place.handler)
     ended = await place.end(batch)
     assert ended.state == "failed"
-    assert ended.errors is not None and ended.errors[0]["code"] == "storage_damaged"
+    assert ended.errors is not None
+    assert ended.errors[0]["code"] == "storage_damaged"
 
 
 async def test_results_beyond_the_tenants_quota_end_the_batch(
@@ -383,7 +388,8 @@ async def test_results_beyond_the_tenants_quota_end_the_batch(
     place.runner.start(place.handler)
     ended = await place.end(await place.create(tenant, data))
     assert ended.state == "failed"
-    assert ended.errors is not None and ended.errors[0]["code"] == "insufficient_quota"
+    assert ended.errors is not None
+    assert ended.errors[0]["code"] == "insufficient_quota"
     rest = await place.lines(ended, ended.error_file_id)
     assert len(rest) + len(await place.lines(ended, ended.output_file_id)) == 30
     assert await billed(place, tenant) == (ended.num_completed, 3 * ended.num_completed)
