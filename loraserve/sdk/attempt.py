@@ -30,7 +30,7 @@ class Attempt:
         call = self._call
         headers = self._config.headers | dict(call.headers)
         if call.body is not None:
-            headers["Content-Type"] = "application/json"
+            headers.setdefault("Content-Type", "application/json")
         if call.piece is not None:
             headers |= call.piece.headers
         if self._count:

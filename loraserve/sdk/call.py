@@ -56,7 +56,7 @@ class Call(Generic[T]):
     params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
-    """JSON, encoded."""
+    """JSON, encoded, unless `headers` say that it is something else."""
     piece: FilePiece | None = None
     timeout_s: float | None = None
     """Timeout of this call; None: the client's."""
@@ -68,7 +68,9 @@ class Call(Generic[T]):
         Then a broken connection may be tried again.
         """
         if self.method == "POST":
-            return "Idempotency-Key" in self.headers or self.path.startswith("/v1/")
+            # of these each makes another one
+            is_making = self.path in ("/v1/files", "/v1/batches")
+            return "Idempotency-Key" in self.headers or (self.path.startswith("/v1/") and not is_making)
         return self.method == "GET" or (self.method == "PUT" and "If-Match" not in self.headers)
 
 

@@ -10,6 +10,7 @@ import httpx2
 
 from loraserve import errors
 from loraserve.sdk._async.adapters import AsyncAdapters
+from loraserve.sdk._async.batches import AsyncBatches, AsyncFiles
 from loraserve.sdk._async.inference import AsyncChat, AsyncCompletions, AsyncModels
 from loraserve.sdk._async.operations import AsyncOperations
 from loraserve.sdk._async.paging import all_rows
@@ -65,6 +66,8 @@ class AsyncClient:
         self.scores = AsyncScores(self._transport)
         self.rerankings = AsyncRerankings(self._transport)
         self.models = AsyncModels(self._transport)
+        self.files = AsyncFiles(self._transport)
+        self.batches = AsyncBatches(self._transport)
         self.tenants = AsyncTenants(self._transport)
         self.keys = AsyncKeys(self._transport)
         self.grants = AsyncGrants(self._transport)

@@ -11,6 +11,7 @@ import httpx2
 
 from loraserve import errors
 from loraserve.sdk._sync.adapters import Adapters
+from loraserve.sdk._sync.batches import Batches, Files
 from loraserve.sdk._sync.inference import Chat, Completions, Models
 from loraserve.sdk._sync.operations import Operations
 from loraserve.sdk._sync.paging import all_rows
@@ -66,6 +67,8 @@ class Client:
         self.scores = Scores(self._transport)
         self.rerankings = Rerankings(self._transport)
         self.models = Models(self._transport)
+        self.files = Files(self._transport)
+        self.batches = Batches(self._transport)
         self.tenants = Tenants(self._transport)
         self.keys = Keys(self._transport)
         self.grants = Grants(self._transport)

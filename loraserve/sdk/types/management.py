@@ -22,6 +22,14 @@ class Page(Result, Generic[R]):
     next_cursor: str | None = None
 
 
+class IdPage(Result, Generic[R]):
+    """Page of a list of OpenAI's API: the next one follows the row `last_id`."""
+
+    data: list[R]
+    last_id: str | None = None
+    has_more: bool = False
+
+
 class Certificate(Result):
     """Difference between an adapter's answers on the server and the float32 reference.
 
