@@ -133,7 +133,7 @@ class _Answer:
             self.body += message.get("body", b"")
 
     def as_line(self, collected: CollectedUsage) -> LineAnswer:
-        request_id, body = self.headers.get("x-request-id", ""), bytes(self.body)
+        request_id, body = self.headers.get("x-request-id", ""), bytes(self.body) or b"null"
         if self.status not in _WORTH_RETRYING or self.headers.get("x-should-retry") == "false":
             return LineAnswer(self.status, request_id, body, collected.totals)
         wait_ms = self.headers.get("retry-after-ms", "")

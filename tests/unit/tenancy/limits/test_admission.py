@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from loraserve.errors import QuotaExceeded, RateLimited
@@ -223,3 +225,36 @@ def test_tenants_that_use_nothing_any_more_are_forgotten(admissions: Admissions,
 )
 def test_durations_read_as_openais(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_requests_in_the_background_leave_half_of_the_rates_to_clients(admissions: Admissions, clock: Clock) -> None:
+    client = make_caller(requests_per_minute=4, tokens_per_minute=100)
+    background = replace(client, is_background=True)
+    for _ in range(2):
+        admissions.enter(background).release()
+    assert refused(admissions, background).retry_after_s == pytest.approx(15.0)
+    for _ in range(2):
+        admitted = admissions.enter(client)
+    clock.now += 60
+    admissions.enter(background).reserve(20, 30)
+    with pytest.raises(RateLimited):
+        admissions.enter(background).reserve(1, 0)
+    admitted.reserve(20, 30)
+    # what exceeds half of a rate passes when nothing else was used
+    clock.now += 120
+    admissions.enter(background).reserve(40, 40)
+
+
+def test_requests_in_the_background_are_no_concurrent_ones(admissions: Admissions) -> None:
+    client = make_caller(max_concurrent_requests=1)
+    background = replace(client, is_background=True)
+    first, second = admissions.enter(background), admissions.enter(background)
+    assert admissions.num_running(client.tenant) == 0
+    running = admissions.enter(client)
+    refused(admissions, client)
+    admissions.enter(background).release()
+    for admitted in (first, second, running):
+        admitted.release()
+    assert admissions.num_running(client.tenant) == 0
+    with pytest.raises(QuotaExceeded):
+        admissions.enter(replace(make_caller("none", max_concurrent_requests=0), is_background=True))
