@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from adapters_store.base import BlobStore, StagedBlob
@@ -31,7 +31,8 @@ from loraserve.batches.stored_files import insert_file
 from loraserve.db import audit
 from loraserve.db.models import BatchChunk, BatchRow, Tenant
 from loraserve.db.session import Clock, Database
-from loraserve.errors import LoraserveError
+from loraserve.errors import LoraserveError, QuotaExceeded
+from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import add_gc_candidates, retain
 from loraserve.registry.quota import check_stored_bytes
 from loraserve.tenancy.billing.journal import Totals, add_to
@@ -142,7 +143,7 @@ class BatchProgress:
 
         Raises:
             TakenOver: the results are void.
-            QuotaExceeded: the tenant may not store so much.
+            QuotaExceeded: the tenant may not store so much, or a batch not have so many results.
             DatabaseUnavailable: it may be recorded, or not.
             StorageFull, StorageError: nothing is recorded.
         """
@@ -267,6 +268,12 @@ class BatchProgress:
     async def _check_quota(self, session: AsyncSession, size: int) -> None:
         limits = (await session.scalars(select(Tenant.limits).where(Tenant.id == self.batch.tenant))).one()
         await check_stored_bytes(session, self.batch.tenant, limits, size, self._clock())
+        stored = select(func.sum(BatchChunk.size)).where(BatchChunk.batch_id == self.batch.id)
+        if int(await session.scalar(stored) or 0) + size > LIMITS.max_batch_output_bytes:
+            raise QuotaExceeded(
+                f"The batch's results exceed the limit of {LIMITS.max_batch_output_bytes} bytes.",
+                hint="Split the input into smaller files.",
+            )
 
     async def _lock(self, session: AsyncSession) -> BatchRow:
         """Return the batch's row, locked, if it is as far as it is known to be."""

@@ -395,6 +395,19 @@ async def test_results_beyond_the_tenants_quota_end_the_batch(
     assert await billed(place, tenant) == (ended.num_completed, 3 * ended.num_completed)
 
 
+async def test_a_batch_has_a_bound_on_its_results(
+    place: Place, acme: TenantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded = dataclasses.replace(LIMITS, max_batch_output_bytes=1000)
+    monkeypatch.setattr("loraserve.batches.progress.LIMITS", bounded)
+    place.runner.start(place.handler)
+    ended = await place.end(await place.create(acme, input_of(30)))
+    assert ended.state == "failed"
+    assert ended.errors is not None
+    assert "results exceed the limit of 1000 bytes" in ended.errors[0]["message"]
+    assert await billed(place, acme) == (ended.num_completed, 3 * ended.num_completed)
+
+
 async def test_a_bug_in_one_batch_ends_no_other(place: Place, acme: TenantId, globex: TenantId) -> None:
     real = place.handler.run
 
