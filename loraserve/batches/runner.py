@@ -180,12 +180,12 @@ class BatchRunner:
             self._schedule.succeed(batch_id)
             self._failed.discard(batch_id)
         finally:
-            del self._runs[batch_id]
-            self._computing.pop(batch_id, None)
             # unless it is given back, it is over soon
             with contextlib.suppress(LoraserveError, TimeoutError):
                 async with asyncio.timeout(_STOP_S):
                     await self._lease.release(batch_id)
+            del self._runs[batch_id]
+            self._computing.pop(batch_id, None)
             # the next one, or what comes after its input was found valid
             self._has_news.set()
 

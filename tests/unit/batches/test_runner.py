@@ -68,6 +68,7 @@ async def test_a_batch_has_an_answer_for_each_line(place: Place, acme: TenantId)
     assert batch.error_file_id is None
     assert batch.usage == {"prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 60}
     assert {"in_progress", "finalizing", "completed"} <= batch.times.keys()
+    await place.runner.close(1.0)
     async with place.database.read() as session:
         assert (await session.scalars(select(BatchChunk))).all() == []
         assert (await session.scalars(select(Lease))).all() == []
