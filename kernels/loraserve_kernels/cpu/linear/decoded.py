@@ -190,7 +190,7 @@ def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
     padded = F.pad(codes, (0, num_more)) if num_more else codes.contiguous()
     tiles = _tiles(padded.view(_RUNS[DOT_INPUTS])).view(torch.int8)
     # a sum of int8 makes a wider copy first
-    sums = torch.cat([part.sum(1, dtype=torch.int32) for part in codes.split(_SUMMED_ROWS)])
+    sums = torch.cat([part.sum(1, dtype=torch.int32) for part in torch.split(codes, _SUMMED_ROWS)])
     sums *= -128 if HAS_VNNI else 0
     return DotWeight(tiles, _filled(scales[None])[0], _filled(sums[None])[0], in_features, out_features)
 
