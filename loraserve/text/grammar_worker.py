@@ -3,19 +3,15 @@
     python -m loraserve.text.grammar_worker < frames > frames
 
 A client's grammar may take all the time, memory or stack that there is. Here that ends this process
-alone. A frame is a length in four bytes and JSON, which has integers of any size: first a `Setup`,
-which is answered once the tokenizer is read, then `AnswerFormat`s, each answered by a `Checked`.
+alone. Its frames (`loraserve.text.workers.child`) are JSON, which has integers of any size: first a
+`Setup`, then `AnswerFormat`s, each answered by a `Checked`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import random
-import resource
-import signal
-import struct
 import sys
 import threading
 import time
@@ -23,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -32,6 +28,7 @@ from loraserve.limits import KIB, MIB
 from loraserve.text.answer_format import AnswerFormat, AnswerKind, grammar_of, json_schema_of
 from loraserve.text.grammar import PLACE, GrammarCompiler, grammar_error
 from loraserve.text.json_schema import find_fault, place
+from loraserve.text.workers.child import serve
 from loraserve.types import Struct
 
 if TYPE_CHECKING:
@@ -48,8 +45,6 @@ NUM_PROBE_TOKENS, MAX_MASK_S = 16, 0.1
 STACK_BYTES = 4 * MIB
 """Stack of the compiling thread, smaller than that of the engine's threads."""
 _NICENESS = 10
-_PR_SET_PDEATHSIG = 1
-LENGTH = struct.Struct("<I")
 
 
 class Setup(Struct, frozen=True):
@@ -176,13 +171,6 @@ def _allocated_bytes() -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
-def _limit_memory() -> None:
-    """Let this process have `MAX_WORK_BYTES` more than it has now."""
-    with suppress(OSError, ValueError, IndexError):
-        num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes + MAX_WORK_BYTES,) * 2)
-
-
 def _on_small_stack(work: Callable[[], T]) -> T:
     results: list[T] = []
     threading.stack_size(STACK_BYTES)
@@ -192,43 +180,23 @@ def _on_small_stack(work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _read(stream: BinaryIO) -> bytes | None:
-    header = stream.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    return stream.read(LENGTH.unpack(header)[0])
-
-
-def _write(answer: Checked) -> None:
-    frame = msgspec.json.encode(answer)
-    sys.stdout.buffer.write(LENGTH.pack(len(frame)) + frame)
-    sys.stdout.buffer.flush()
-
-
-def main() -> int:
-    """Answer frames until there are no more."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the server's drain decides when this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(OSError):
-        os.nice(_NICENESS)
-    sys.setrecursionlimit(2 * KIB)
-    first = _read(sys.stdin.buffer)
-    if first is None:
-        return 0
-    setup = msgspec.json.decode(first, type=Setup)
+def _prepare(setup_frame: bytes) -> Callable[[bytes], bytes]:
+    setup = msgspec.json.decode(setup_frame, type=Setup)
     compiler = GrammarCompiler(Path(setup.model_dir), setup.vocab_size, setup.eos_token_ids)
     with suppress(LoraserveError):
         # what is wrong is said in answer to the first format
         compiler.load()
-    _limit_memory()
-    _write(Checked())
-    while (frame := _read(sys.stdin.buffer)) is not None:
-        wanted = msgspec.json.decode(frame, type=AnswerFormat)
-        _write(_on_small_stack(partial(check, compiler, wanted)))
-    return 0
+
+    def answer(question: bytes) -> bytes:
+        wanted = msgspec.json.decode(question, type=AnswerFormat)
+        return msgspec.json.encode(_on_small_stack(partial(check, compiler, wanted)))
+
+    return answer
+
+
+def main() -> int:
+    """Answer frames until there are no more."""
+    return serve(_prepare, max_work_bytes=MAX_WORK_BYTES, niceness=_NICENESS, recursion_limit=2 * KIB)
 
 
 if __name__ == "__main__":

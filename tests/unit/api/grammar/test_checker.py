@@ -115,9 +115,9 @@ async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
     (process,) = checker._all
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
-    await process._process.wait()
+    assert process._process._process is not None
+    os.kill(process._process._process.pid, signal.SIGKILL)
+    await process._process._process.wait()
     assert (await checker.check("a", regex("b"))).text
     assert process.num_starts == 2
 
@@ -125,7 +125,7 @@ async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:
 async def test_a_cancelled_check_kills_its_process_and_gives_the_place_back(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
-    pid = checker._all[0]._process.pid
+    pid = checker._all[0]._process._process.pid
     task = asyncio.create_task(checker.check("a", endless()))
     await asyncio.sleep(0.3)
     task.cancel()
@@ -165,6 +165,6 @@ async def test_a_process_that_cannot_be_started_is_no_fault_of_the_request(make_
 async def test_closing_leaves_no_process_behind(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
-    pid = checker._all[0]._process.pid
+    pid = checker._all[0]._process._process.pid
     await checker.close()
     assert not is_running(pid)

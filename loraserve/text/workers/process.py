@@ -1,0 +1,122 @@
+"""A process of `loraserve.text.workers.child` as the server sees it: asked, killed, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+
+from loraserve.limits import MIB
+from loraserve.text.workers.child import LENGTH
+
+_MAX_ANSWER_BYTES = 64 * MIB
+_END_S = 5.0
+_BROKEN = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
+"""Errors of reading from, or writing to, a process that has ended."""
+_PLAIN_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ")
+
+
+class WorkerDied(Exception):
+    """The process ended over a question: of memory, of its stack, or of time on its processor."""
+
+
+class WorkerStartFailed(Exception):
+    """No process can be started."""
+
+
+class WorkerProcess:
+    """Run a module's `serve`, from the first question on, and again after a kill.
+
+    Args:
+        module: name of the module that is run.
+        setup: its first frame.
+
+    Attributes:
+        num_starts: processes so far.
+    """
+
+    def __init__(self, module: str, setup: bytes) -> None:
+        self.num_starts = 0
+        self._module, self._setup = module, setup
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, question: bytes, timeout_s: float, start_timeout_s: float) -> bytes:
+        """Return the answer to a question. No other question may be asked meanwhile.
+
+        Every failure, and cancelling this, kills the process.
+
+        Args:
+            start_timeout_s: seconds that a process may take to start, where none runs.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s`.
+            WorkerDied, WorkerStartFailed
+        """
+        process = await self._running(start_timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _write(process, question)
+                return await _read(process)
+        except _BROKEN as error:
+            raise WorkerDied from error
+        finally:
+            if sys.exception() is not None:
+                await self.close()
+
+    async def close(self) -> None:
+        """Kill the process, if there is one."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(process.wait()), _END_S)
+
+    async def _running(self, timeout_s: float) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    self._module,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    env=_plain(os.environ),
+                )
+                self.num_starts += 1
+                await _write(self._process, self._setup)
+                await _read(self._process)
+        except (OSError, TimeoutError, *_BROKEN) as error:
+            raise WorkerStartFailed from error
+        finally:
+            if sys.exception() is not None:
+                await self.close()
+        return self._process
+
+
+def _plain(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without the server's own, some of which are secrets."""
+    return {name: environment[name] for name in _PLAIN_VARIABLES if name in environment}
+
+
+async def _write(process: asyncio.subprocess.Process, frame: bytes) -> None:
+    if process.stdin is None:
+        raise BrokenPipeError
+    process.stdin.write(LENGTH.pack(len(frame)) + frame)
+    await process.stdin.drain()
+
+
+async def _read(process: asyncio.subprocess.Process) -> bytes:
+    if process.stdout is None:
+        raise BrokenPipeError
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    if length > _MAX_ANSWER_BYTES:
+        raise BrokenPipeError
+    return await process.stdout.readexactly(length)
