@@ -9,10 +9,10 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from adapters_store.base import BlobStore, StagedBlob
 from adapters_store.local import LocalStore
-from adapters_store.memory import MemoryBlob, read_memory
+from adapters_store.memory import MemoryBlob, read_extra_bytes, read_memory
 from loraserve.errors import ConfigError
 
-__all__ = ["BlobStore", "LocalStore", "MemoryBlob", "StagedBlob", "open_store", "read_memory"]
+__all__ = ["BlobStore", "LocalStore", "MemoryBlob", "StagedBlob", "open_store", "read_extra_bytes", "read_memory"]
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")

@@ -11,12 +11,13 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from adapters_store.base import corrupt
 from adapters_store.files import storage_errors, write_all
 from loraserve.errors import BlobNotFound, StorageError
-from loraserve.types import Digest, MemoryFile
+from loraserve.types import Digest, ExtraFile, MemoryFile
 
 
 class MemoryBlob:
@@ -84,14 +85,14 @@ class MemoryBlob:
             pages = mmap.mmap(fd, self._num_weights_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         return memoryview(pages)
 
-    def seal(self, config: bytes) -> MemoryFile:
-        """Append the config, forbid any further change, and return where the engine finds both.
+    def seal(self, config: bytes, extras: bytes = b"") -> MemoryFile:
+        """Append the config and extra files, forbid any further change, and return where all are.
 
         Raises:
             StorageError: it is closed, or the system has no memory.
             RateLimited, Overloaded: `take` refuses.
         """
-        self._append(memoryview(config))
+        self._append(memoryview(config + extras))
         with self._lock, storage_errors("The adapter's memory can't be sealed"):
             fd = self._open_fd()
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
@@ -99,6 +100,7 @@ class MemoryBlob:
                 path=f"/proc/{os.getpid()}/fd/{fd}",
                 weights_bytes=self._num_weights_bytes,
                 config_bytes=len(config),
+                extra_bytes=len(extras),
             )
 
     def close(self) -> None:
@@ -134,22 +136,49 @@ def read_memory(file: MemoryFile, config: Digest, weights: Digest) -> tuple[memo
         BlobCorrupt: the bytes are others: the descriptor was used again.
         StorageError: the memory can't be read.
     """
-    size = file.weights_bytes + file.config_bytes
-    try:
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise BlobNotFound(f"The memory of the ephemeral version {weights} is gone.") from error
-    try:
-        with storage_errors("The memory of an ephemeral version can't be read"):
-            found = os.fstat(fd).st_size
-            if found != size:
-                raise corrupt(weights, found, "another size")
-            pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(fd)
+    with _opened(file, weights) as fd, storage_errors("The memory of an ephemeral version can't be read"):
+        size = os.fstat(fd).st_size
+        pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     view = memoryview(pages)
-    parts = view[file.weights_bytes :], view[: file.weights_bytes]
+    end = file.weights_bytes + file.config_bytes
+    parts = view[file.weights_bytes : end], view[: file.weights_bytes]
     for part, digest in zip(parts, (config, weights), strict=True):
         if (sha := hashlib.sha256(part).hexdigest()) != digest:
             raise corrupt(digest, len(part), sha)
     return parts
+
+
+def read_extra_bytes(file: MemoryFile, offset: int, extra: ExtraFile) -> bytes:
+    """Return an extra file in `file`, verified against its digest.
+
+    Args:
+        offset: of its first byte behind the config.
+
+    Raises:
+        BlobNotFound, BlobCorrupt, StorageError: as `read_memory`.
+    """
+    with _opened(file, extra.blob) as fd, storage_errors("The memory of an ephemeral version can't be read"):
+        data = os.pread(fd, extra.num_bytes, file.weights_bytes + file.config_bytes + offset)
+    if (sha := hashlib.sha256(data).hexdigest()) != extra.blob:
+        raise corrupt(extra.blob, len(data), sha)
+    return data
+
+
+@contextmanager
+def _opened(file: MemoryFile, digest: Digest) -> Iterator[int]:
+    """Open the memory, which has the size that is expected.
+
+    Args:
+        digest: what is looked for in it, for messages.
+    """
+    try:
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise BlobNotFound(f"The memory of the ephemeral version {digest} is gone.") from error
+    try:
+        found = os.fstat(fd).st_size
+        if found != file.weights_bytes + file.config_bytes + file.extra_bytes:
+            raise corrupt(digest, found, "another size")
+        yield fd
+    finally:
+        os.close(fd)

@@ -11,6 +11,7 @@ status.
     │   ├── UnsupportedParameter    a field that would change the answer and isn't implemented
     │   ├── ContextLengthExceeded   prompt + max_tokens don't fit the model
     │   ├── NoChatTemplate          messages for a model that takes prompts alone
+    │   ├── ChatTemplateFailed      a version's own template makes no prompt of these messages
     │   ├── GrammarTooComplex       a grammar that takes too much to compile or to follow
     │   ├── PayloadTooLarge         a body, a header or a list is over its bound
     │   │   └── HeadersTooLarge
@@ -134,6 +135,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class NoChatTemplate(InvalidRequest):
     code = "no_chat_template"
+
+
+class ChatTemplateFailed(InvalidRequest):
+    code = "chat_template_failed"
 
 
 class GrammarTooComplex(InvalidRequest):

@@ -111,6 +111,14 @@ class Limits:
     # adapters
     max_adapter_header_bytes: int = 1 * MIB
     max_adapter_config_bytes: int = 64 * KIB
+    max_chat_template_bytes: int = 64 * KIB
+    """Of a version's own template. The base's, which the operator chose, may have a MiB."""
+    max_generation_config_bytes: int = 16 * KIB
+    max_parser_name_bytes: int = 64
+    template_timeout_s: float = 2.0
+    """Time that a version's template may take for one prompt. Then its process is killed."""
+    max_version_chat_bytes: int = 16 * MIB
+    """Budget of the server's cache of versions' templates and defaults."""
     max_adapter_tensors: int = 8192
     max_tensor_name_bytes: int = 512
     max_rank: int = 512

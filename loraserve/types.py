@@ -32,6 +32,38 @@ class MemoryFile(Struct, frozen=True):
     """Bytes of the weights, which come first."""
     config_bytes: int
     """Bytes of the config after them."""
+    extra_bytes: int = 0
+    """Bytes of the extra files after it."""
+
+
+class ExtraFile(Struct, frozen=True):
+    """File of a version beside its config and its weights."""
+
+    blob: Digest
+    """SHA-256 of its bytes, under which the store has them."""
+    num_bytes: int
+
+
+class VersionExtras(Struct, frozen=True):
+    """What a version has beside its config and its weights, for chats with it."""
+
+    chat_template: ExtraFile | None = None
+    """``chat_template.jinja``; None: the base's template is used."""
+    generation_config: ExtraFile | None = None
+    """``generation_config.json``; None: the defaults of fields are the API's own."""
+    tool_parser: str | None = None
+    """Format of its tool calls, by its name; None: recognized, or the base's."""
+    reasoning_parser: str | None = None
+    """Format of its reasoning, by its name; None: recognized, or the base's."""
+
+    @property
+    def files(self) -> tuple[ExtraFile, ...]:
+        """Its files, in the order in which memory holds them."""
+        return tuple(file for file in (self.chat_template, self.generation_config) if file is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
 
 
 class AdapterRef(Struct, frozen=True, weakref=True):
@@ -57,6 +89,8 @@ class AdapterRef(Struct, frozen=True, weakref=True):
     """Of a composition, which has no blobs of its own: the weighted sum of what these change."""
     memory: MemoryFile | None = None
     """Memory that holds an ephemeral version; None: the store does."""
+    extras: VersionExtras | None = None
+    """Files for chats with it; None: it has none. The engine doesn't need them."""
 
     @property
     def is_ephemeral(self) -> bool:

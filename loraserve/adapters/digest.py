@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.config.peft_config import DEFAULTS
+from loraserve.adapters.extra_files import ExtraFiles
 from loraserve.adapters.ir import TensorView
 from loraserve.adapters.tuners.fields import number
 from loraserve.types import Digest
@@ -21,6 +22,7 @@ Fields = list[tuple[str, str]]
 """Names and values of a config's fields, as the digest frames them."""
 
 _TAG = b"loraserve adapter v1"
+_VERSION_TAG = b"loraserve version with extra files v1"
 _NUMBERS = ("r", "lora_alpha")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _FLAGS = ("use_rslora",)
@@ -61,6 +63,22 @@ def adapter_digest(
         frame(",".join(map(str, tensor.shape)).encode())
         frame(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data)
         pause()
+    return Digest(sha.hexdigest())
+
+
+def version_digest(adapter: Digest, extras: ExtraFiles) -> Digest:
+    """Return the identity of a version: of the adapter alone if it has no extra files.
+
+    Otherwise it covers the extra files' bytes and the parsers' names too, each framed.
+    """
+    given = extras.as_bytes()
+    if not given:
+        return adapter
+    sha = hashlib.sha256()
+    fields = [part for name, data in sorted(given.items()) for part in (name.encode(), data)]
+    for part in (_VERSION_TAG, adapter.encode(), *fields):
+        sha.update(len(part).to_bytes(8, "big"))
+        sha.update(part)
     return Digest(sha.hexdigest())
 
 

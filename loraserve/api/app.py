@@ -102,6 +102,8 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
         TableCollector(stats_tables, lambda: services.engine.stats),
         TableCollector(tables.ROUTING, lambda: services.routing),
         TableCollector(tables.CHECKS, lambda: services.grammars),
+        TableCollector(tables.TEMPLATES, lambda: services.templates),
+        TableCollector(tables.VERSION_CHATS, lambda: services.version_chats),
         TableCollector(tables.ADMISSIONS, lambda: services.admissions),
         TableCollector(tables.SHARES, shares),
         TableCollector(tables.REGISTRY, lambda: services.registry),

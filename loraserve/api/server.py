@@ -105,6 +105,7 @@ async def _serve(settings: Settings) -> int:
                 *([responses.close] if responses is not None else []),
                 services.files.close,
                 services.grammars.close,
+                services.templates.close,
                 services.engine.stop,
                 registry.pins.close,
                 registry.certificate_backfill.close,

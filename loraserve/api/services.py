@@ -14,6 +14,8 @@ from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.shadow import ShadowRunner
+from loraserve.api.version_chat.formats import VersionChats
+from loraserve.api.version_chat.renderer import TemplateRenderer
 from loraserve.batches.batches import Batches
 from loraserve.batches.runner import BatchRunner
 from loraserve.batches.stored_files import StoredFiles
@@ -21,6 +23,7 @@ from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.shares import Rooms
+from loraserve.text.chat_template import special_tokens
 from loraserve.text.grammar_worker import Setup
 
 if TYPE_CHECKING:
@@ -62,6 +65,9 @@ class Services:
     is_closed: bool = False
     """New work is refused; what runs may finish."""
     grammars: GrammarChecker = field(init=False)
+    templates: TemplateRenderer = field(init=False)
+    """Renders versions' chat templates; the base's is rendered here."""
+    version_chats: VersionChats = field(init=False)
     shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
     routing: AdapterRouting = field(init=False)
@@ -72,6 +78,19 @@ class Services:
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
+        self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)
+        self.registry.publisher.inspect_template = self.templates.inspect
+        self.version_chats = VersionChats(
+            lambda: self.chat_format,
+            self.tokenizer,
+            self.store,
+            self.templates,
+            tool_call_parser=self.settings.tool_call_parser,
+            reasoning_parser=self.settings.reasoning_parser,
+            vocab_size=lambda: self.engine.base.vocab_size,
+            on_damage=self.registry.corruption.report,
+            limits=self.limits,
+        )
         self.routing = AdapterRouting(self.engine, self.metrics.adapter_load, self.settings.max_num_seqs)
         self.shadows = ShadowRunner(self.engine, self.registry, self.metrics, limits=self.limits)
         registry = self.registry

@@ -175,11 +175,38 @@ class AdapterVersion(Base):
     dtype: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     checks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    chat_template_blob: Mapped[str | None] = mapped_column(String(DIGEST_LENGTH))
+    """Blob of its own chat template; NULL: it has none."""
+    chat_template_bytes: Mapped[int | None] = mapped_column(Integer)
+    generation_config_blob: Mapped[str | None] = mapped_column(String(DIGEST_LENGTH))
+    """Blob of its defaults of requests' fields; NULL: it has none."""
+    generation_config_bytes: Mapped[int | None] = mapped_column(Integer)
+    tool_parser: Mapped[str | None] = mapped_column(String(64))
+    """Format of its tool calls; NULL: recognized, or the base's."""
+    reasoning_parser: Mapped[str | None] = mapped_column(String(64))
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     created_by: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+
+
+EXTRA_COLUMNS = (
+    AdapterVersion.chat_template_blob,
+    AdapterVersion.chat_template_bytes,
+    AdapterVersion.generation_config_blob,
+    AdapterVersion.generation_config_bytes,
+    AdapterVersion.tool_parser,
+    AdapterVersion.reasoning_parser,
+)
+"""Columns of a version's extra files."""
+BLOB_COLUMNS = (
+    AdapterVersion.config_blob,
+    AdapterVersion.weights_blob,
+    AdapterVersion.chat_template_blob,
+    AdapterVersion.generation_config_blob,
+)
+"""Columns of a version that refer to blobs."""
 
 
 class Alias(Base):

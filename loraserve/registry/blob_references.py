@@ -20,6 +20,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from adapters_store.base import BlobStore
 from loraserve.db.models import (
+    BLOB_COLUMNS,
     Adapter,
     AdapterVersion,
     BatchChunk,
@@ -63,8 +64,7 @@ async def referenced(
     found: set[Digest] = set()
     for some in _parts(digests):
         queries = (
-            select(AdapterVersion.config_blob).where(AdapterVersion.config_blob.in_(some), kept),
-            select(AdapterVersion.weights_blob).where(AdapterVersion.weights_blob.in_(some), kept),
+            *(select(column).where(column.in_(some), kept) for column in BLOB_COLUMNS),
             select(Upload.sha256).where(Upload.sha256.in_(some), Upload.is_complete),
             select(UploadChunk.digest).where(UploadChunk.digest.in_(some)),
             select(FileRow.blob).where(FileRow.blob.in_(some), of_files),
@@ -74,7 +74,7 @@ async def referenced(
             select(BatchChunk.digest).where(BatchChunk.digest.in_(some)),
         )
         for query in queries:
-            found.update(map(Digest, (await session.scalars(query.distinct())).all()))
+            found.update(Digest(one) for one in (await session.scalars(query.distinct())).all() if one)
     return found
 
 
@@ -84,11 +84,12 @@ async def published(session: AsyncSession, digests: Collection[Digest] | None) -
     With None, return one such digest if there is any.
     """
     found: set[Digest] = set()
-    for column in (AdapterVersion.config_blob, AdapterVersion.weights_blob):
-        if digests is None:
-            return set(map(Digest, (await session.scalars(select(column).limit(1))).all()))
+    if digests is None:
+        return set(map(Digest, (await session.scalars(select(AdapterVersion.config_blob).limit(1))).all()))
+    for column in BLOB_COLUMNS:
         for some in _parts(digests):
-            found.update(map(Digest, (await session.scalars(select(column).where(column.in_(some)).distinct())).all()))
+            query = select(column).where(column.in_(some)).distinct()
+            found.update(Digest(one) for one in (await session.scalars(query)).all() if one)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from loraserve.adapters.ir import SCORE
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.types import AdapterRef, Digest, TenantId
+from loraserve.types import AdapterRef, Digest, ExtraFile, TenantId, VersionExtras
 
 READY = "ready"
 QUARANTINED = "quarantined"
@@ -53,6 +53,8 @@ class VersionRecord:
     """Revision of the adapter; grows with every change that may affect this record."""
     base_digest: Digest
     """Digest of the base that the version was made for and is served on."""
+    extras: VersionExtras | None = None
+    """Its files beside the config and the weights; None: it has none."""
     notes: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class VersionRecord:
             config_blob=self.config_blob,
             weights_blob=self.weights_blob,
             has_head=SCORE in self.target_modules,
+            extras=self.extras,
         )
 
 
@@ -233,3 +236,27 @@ class Precondition:
 
 
 NO_CONDITION = Precondition()
+
+
+def extras_of(row: Any) -> VersionExtras | None:
+    """Return the extra files of a row with `EXTRA_COLUMNS`; None if it has none."""
+    extras = VersionExtras(
+        chat_template=_file(row.chat_template_blob, row.chat_template_bytes),
+        generation_config=_file(row.generation_config_blob, row.generation_config_bytes),
+        tool_parser=row.tool_parser,
+        reasoning_parser=row.reasoning_parser,
+    )
+    return None if extras == _NO_EXTRAS else extras
+
+
+def blobs_of(row: Any) -> tuple[Digest, ...]:
+    """Return the blobs that hold the version of a row."""
+    extras = extras_of(row) or _NO_EXTRAS
+    return (Digest(row.config_blob), Digest(row.weights_blob), *(file.blob for file in extras.files))
+
+
+_NO_EXTRAS = VersionExtras()
+
+
+def _file(blob: str | None, num_bytes: int | None) -> ExtraFile | None:
+    return None if blob is None else ExtraFile(blob=Digest(blob), num_bytes=num_bytes or 0)

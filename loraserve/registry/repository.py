@@ -18,7 +18,15 @@ from loraserve.db.names import is_name
 from loraserve.db.upsert import upsert
 from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
 from loraserve.registry.model_name import MAX_VERSION
-from loraserve.registry.records import AdapterRecord, AliasRecord, AliasTarget, ShadowPart, SplitPart, VersionRecord
+from loraserve.registry.records import (
+    AdapterRecord,
+    AliasRecord,
+    AliasTarget,
+    ShadowPart,
+    SplitPart,
+    VersionRecord,
+    extras_of,
+)
 from loraserve.types import Digest, TenantId
 
 
@@ -381,6 +389,7 @@ class AdapterRepository:
             checks=tuple(row.checks),
             revision=adapter.revision,
             base_digest=Digest(row.base_digest),
+            extras=extras_of(row),
             notes=row.notes,
             tags=dict(row.tags),
         )

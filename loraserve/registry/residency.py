@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from loraserve.db.models import Adapter, AdapterVersion, OperatorPin, Tenant
+from loraserve.db.models import BLOB_COLUMNS, Adapter, AdapterVersion, OperatorPin, Tenant
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Database
 from loraserve.types import Digest, TenantId
@@ -88,7 +88,7 @@ async def versions_stored_in(session: AsyncSession, digest: Digest, blob: Digest
         .join(Tenant, Tenant.id == Adapter.tenant_id)
         .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
         .where(AdapterVersion.digest == digest)
-        .where(or_(AdapterVersion.config_blob == blob, AdapterVersion.weights_blob == blob))
+        .where(or_(*(column == blob for column in BLOB_COLUMNS)))
         .order_by(AdapterVersion.id)
     )
     return [(TenantId(tenant), name, number) for tenant, name, number in (await session.execute(query)).all()]

@@ -12,10 +12,10 @@ from sqlalchemy import BindParameter, ColumnElement, Integer, Row, Select, bindp
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from loraserve.adapters.ir import SCORE
-from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
+from loraserve.db.models import EXTRA_COLUMNS, Adapter, AdapterVersion, Alias, Grant, Tenant
 from loraserve.registry.binding import Route, SplitTarget, Target
 from loraserve.registry.model_name import BASE_FALLBACK, LIVE, ParsedModel
-from loraserve.registry.records import QUARANTINED, ServableAdapter
+from loraserve.registry.records import QUARANTINED, ServableAdapter, extras_of
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 
@@ -125,6 +125,7 @@ class RouteRepository:
             config_blob=Digest(row.config_blob),
             weights_blob=Digest(row.weights_blob),
             has_head=SCORE in row.target_modules,
+            extras=extras_of(row),
         )
         return Target(ref, row.created_at, row.state, tuple(row.checks), Digest(row.base_digest), self._served)
 
@@ -140,6 +141,7 @@ _TARGET_COLUMNS = (
     AdapterVersion.state,
     AdapterVersion.checks,
     AdapterVersion.base_digest,
+    *EXTRA_COLUMNS,
 )
 
 

@@ -22,6 +22,7 @@ from loraserve.text.tool_parsers.parser import (
     ToolParser,
 )
 from loraserve.text.tool_parsers.table import tool_format
+from loraserve.text.version_template import VersionTemplate
 
 AUTO = "auto"
 
@@ -56,7 +57,7 @@ class ChatFormat:
 
     def __init__(
         self,
-        template: ChatTemplate,
+        template: ChatTemplate | VersionTemplate,
         tokenizer: Tokenizer,
         *,
         tool_call_parser: str = AUTO,

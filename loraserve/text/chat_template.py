@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
@@ -91,63 +91,31 @@ def _check_deadline() -> None:
         raise _TooExpensive
 
 
-class ChatTemplate:
-    """Renders what the model's directory says.
-
-    That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
+class TemplateText:
+    """Text of chat templates, and what can be told from it.
 
     Args:
-        model_dir: where the template is. A model without one is fine until `render` is called.
-        tokenizer: for the special tokens that templates write (``bos_token``, …); read from
-            `model_dir` when not given.
-        max_output_chars, timeout_s: bounds on one rendering.
-        now: the clock behind ``strftime_now``.
+        sources: text of each template, by its name; the usual one is called ``default``.
+        read: variables that they look at and don't set.
 
-    Raises:
-        ConfigError: the template isn't valid Jinja.
+    Attributes:
+        source: text of the template, or of all of them.
     """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        tokenizer: Tokenizer | None = None,
-        *,
-        max_output_chars: int = 4 << 20,
-        timeout_s: float = 2.0,
-        now: Callable[[], datetime] = datetime.now,
-    ) -> None:
-        self._max_output_chars = max_output_chars
-        self._timeout_s = timeout_s
-        config = tokenizer.config if tokenizer else read_json_object(Path(model_dir) / "tokenizer_config.json")
-        self._special_tokens = _special_tokens(config)
-
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: now().strftime(format)
-        self._templates: dict[str, jinja2.Template] = {}
-        self._read: set[str] = set()
-        self.sources: Mapping[str, str] = _read_sources(Path(model_dir), config)
-        """Text of each template, by its name; the usual one is called ``default``."""
-        self.source = "\n".join(self.sources.values())
-        """Text of the template, or of all of them."""
+    def __init__(self, sources: Mapping[str, str], read: Iterable[str]) -> None:
+        self.sources = sources
+        self.source = "\n".join(sources.values())
+        self._read = set(read)
         self._has_tools_in_message = _TOOLS_IN_MESSAGE.search(self.source) is not None
-        for name, source in self.sources.items():
-            try:
-                self._templates[name] = environment.from_string(source)
-                self._read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
-            except jinja2.TemplateError as error:
-                raise ConfigError(f"The model's chat template ({name}) is not valid Jinja: {error}") from error
-
-    @property
-    def is_available(self) -> bool:
-        return bool(self._templates)
 
     def reads(self, variable: str) -> bool:
         """Return whether a template looks at a variable of that name that it doesn't set itself."""
         return variable in self._read
+
+    @property
+    def read(self) -> frozenset[str]:
+        """Variables that a template looks at and doesn't set itself."""
+        return frozenset(self._read)
 
     @property
     def takes_tools(self) -> bool:
@@ -158,6 +126,71 @@ class ChatTemplate:
     def takes_tool_calls(self) -> bool:
         """Whether the calls of earlier messages reach the prompt."""
         return "tool_calls" in self.source
+
+    def _with_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Return messages whose first holds the tools, for a template that looks for them there."""
+        if self.reads("tools") or not self._has_tools_in_message:
+            return list(messages)
+        functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+        has_system = bool(messages) and messages[0].get("role") == "system"
+        first = messages[0] if has_system else {"role": "system", "content": ""}
+        return [{**first, "tools": functions}, *messages[1 if has_system else 0 :]]
+
+
+class CompiledTemplate(TemplateText):
+    """Renders templates in this process.
+
+    Args:
+        sources: text of each template, by its name.
+        special_tokens: the special tokens that templates write (``bos_token``, …).
+        max_output_chars, timeout_s: bounds on one rendering.
+        now: the clock behind ``strftime_now``.
+
+    Attributes:
+        subject: what messages call the template.
+
+    Raises:
+        ConfigError: a template isn't valid Jinja; its cause is Jinja's error.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        max_output_chars: int = 4 << 20,
+        timeout_s: float = 2.0,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.subject = "the model's chat template"
+        self._max_output_chars = max_output_chars
+        self._timeout_s = timeout_s
+        self._special_tokens = special_tokens
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda format: now().strftime(format)
+        self._templates: dict[str, jinja2.Template] = {}
+        read: set[str] = set()
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+                read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+            except jinja2.TemplateError as error:
+                raise ConfigError(f"{self._subject_first} ({name}) is not valid Jinja: {error}") from error
+        super().__init__(sources, read)
+
+    @property
+    def is_available(self) -> bool:
+        return bool(self._templates)
+
+    @property
+    def _subject_first(self) -> str:
+        return self.subject[0].upper() + self.subject[1:]
 
     def render(
         self,
@@ -177,11 +210,7 @@ class ChatTemplate:
         """
         template = self._template(has_tools=bool(tools))
         extra = dict(variables or {})
-        if reserved := sorted(_RESERVED & extra.keys()):
-            raise InvalidRequest(
-                f"chat_template_kwargs can't set {', '.join(reserved)}: the request has its own field for that.",
-                param="chat_template_kwargs",
-            )
+        check_variables(extra)
         context = {
             **self._special_tokens,
             **extra,
@@ -195,7 +224,7 @@ class ChatTemplate:
             return self._run(template, context)
         except _TooExpensive:
             raise InvalidRequest(
-                "These messages make the model's chat template exceed its limits "
+                f"These messages make {self.subject} exceed its limits "
                 f"({self._timeout_s:g} s, {self._max_output_chars} characters).",
                 param="messages",
             ) from None
@@ -204,25 +233,14 @@ class ChatTemplate:
             # model's, not the caller's input.
             reason = error.message if isinstance(error, _Refused) else type(error).__name__
             raise InvalidRequest(
-                f"The model's chat template refuses these messages: {reason}.", param="messages"
+                f"{self._subject_first} refuses these messages: {reason}.", param="messages"
             ) from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
-                f"The model's chat template can't render these messages ({type(error).__name__}).", param="messages"
+                f"{self._subject_first} can't render these messages ({type(error).__name__}).", param="messages"
             ) from error
         finally:
             _deadline.reset(token)
-
-    def _with_tools(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[Mapping[str, Any]]:
-        """Return messages whose first holds the tools, for a template that looks for them there."""
-        if self.reads("tools") or not self._has_tools_in_message:
-            return list(messages)
-        functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
-        has_system = bool(messages) and messages[0].get("role") == "system"
-        first = messages[0] if has_system else {"role": "system", "content": ""}
-        return [{**first, "tools": functions}, *messages[1 if has_system else 0 :]]
 
     def render_continued(
         self,
@@ -241,7 +259,7 @@ class ChatTemplate:
         text, found, after = self.render(marked, False, tools, variables).rpartition(mark)
         if not found:
             raise InvalidRequest(
-                "The model's chat template leaves out the last message, so it can't be continued.",
+                f"{self._subject_first} leaves out the last message, so it can't be continued.",
                 param="continue_final_message",
             )
         # a template that trims messages would have trimmed this one's end, too
@@ -270,6 +288,53 @@ class ChatTemplate:
         return "".join(chunks)
 
 
+class ChatTemplate(CompiledTemplate):
+    """Renders what the model's directory says.
+
+    That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
+
+    Args:
+        model_dir: where the template is. A model without one is fine until `render` is called.
+        tokenizer: for the special tokens that templates write; read from `model_dir` when not
+            given.
+        max_output_chars, timeout_s, now: as of `CompiledTemplate`.
+
+    Raises:
+        ConfigError: the template isn't valid Jinja.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_output_chars: int = 4 << 20,
+        timeout_s: float = 2.0,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        config = tokenizer.config if tokenizer else read_json_object(Path(model_dir) / "tokenizer_config.json")
+        super().__init__(
+            _read_sources(Path(model_dir), config),
+            special_tokens(config),
+            max_output_chars=max_output_chars,
+            timeout_s=timeout_s,
+            now=now,
+        )
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Check that no variable has a field of its own.
+
+    Raises:
+        InvalidRequest
+    """
+    if reserved := sorted(_RESERVED & variables.keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs can't set {', '.join(reserved)}: the request has its own field for that.",
+            param="chat_template_kwargs",
+        )
+
+
 class _Refused(jinja2.TemplateError):
     """The template called ``raise_exception``."""
 
@@ -289,8 +354,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like, as the strings that templates write."""
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``bos_token`` and its like, as the strings that templates write."""
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(name)

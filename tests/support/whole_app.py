@@ -157,6 +157,7 @@ async def services(
     )
     yield services
     await services.grammars.close()
+    await services.templates.close()
     await usage.close()
     await database.dispose()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ulid import ULID
 
+from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
 from loraserve.api.inference.fields import ignored_header
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.inference.sampling import Sampling, choose_seeds
@@ -39,6 +40,8 @@ class ResolvedModel:
     """``OWNER/NAME`` of those that were asked for under another tenant's name."""
     asked: str | None = None
     """Name under which it was asked for."""
+    defaults: GenerationDefaults = NO_DEFAULTS
+    """Defaults of fields that the request doesn't send, from the bound version."""
 
 
 async def resolve_model(
@@ -58,6 +61,7 @@ async def resolve_model(
     Raises:
         ModelNotFound: the caller's tenant has no such model, or none such as one of the sum's.
         AdapterQuarantined: it, or one of the sum's, isn't served.
+        AdapterCorrupt: the stored defaults of the version are damaged or missing.
         InvalidRequest: the sum isn't one, or is asked for in both ways at once.
     """
     base_id = services.engine.base.id
@@ -74,7 +78,7 @@ async def resolve_model(
         )
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
     granted = tuple(term.adapter.path for term in terms if term.adapter.owner is not None)
-    return ResolvedModel(binding, granted, model)
+    return ResolvedModel(binding, granted, model, await services.version_chats.defaults(binding.adapter))
 
 
 _BASE_NAMES = {"lora_path": ("",), "adapter_id": ("", "__base_model__")}

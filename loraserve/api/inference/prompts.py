@@ -12,6 +12,8 @@ from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat, ToolUse
+from loraserve.text.chat_template import ChatTemplate
+from loraserve.text.version_template import VersionTemplate
 
 T = TypeVar("T")
 
@@ -72,18 +74,24 @@ class PromptReader:
 
         Raises:
             InvalidRequest: a message is wrong, or the template refuses them.
+            ChatTemplateFailed: the version's own template refuses them, or is over its bounds.
             UnsupportedParameter: a message has something other than text, or an old-style call.
             ContextLengthExceeded: they can't be short enough, whatever their tokens.
         """
 
-        def render_and_encode() -> Prompt:
+        template, tools = chat_format.template, None if tool_use is None else tool_use.shown
+
+        def read() -> list[dict[str, Any]]:
             checked = read_messages(messages, chat_format)
             _check_bytes(sum(len(message["content"].encode()) for message in checked), "messages")
-            template, tools = chat_format.template, None if tool_use is None else tool_use.shown
+            return checked
+
+        def render(template: ChatTemplate) -> str:
             if continues_last:
-                text = template.render_continued(checked, tools, variables)
-            else:
-                text = template.render(checked, add_generation_prompt, tools, variables)
+                return template.render_continued(read(), tools, variables)
+            return template.render(read(), add_generation_prompt, tools, variables)
+
+        def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
             if is_bounded and keep is None:
                 _check_fits(text, self.services, "messages")
@@ -91,7 +99,16 @@ class PromptReader:
             kept = _kept(token_ids, keep)
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
-        prompt = await self.run(render_and_encode)
+        if isinstance(template, VersionTemplate):
+            question = await self.run(
+                lambda: template.question(
+                    read(), add_generation_prompt, tools, variables, continues_last=continues_last
+                )
+            )
+            rendered = await self.services.templates.render(self.tenant, question)
+            prompt = await self.run(lambda: encode(rendered))
+        else:
+            prompt = await self.run(lambda: encode(render(template)))
         if not prompt.token_ids:
             raise InvalidRequest("messages render to an empty prompt.", param="messages")
         # As in `_from_text`: a token that the logits lack would fail in the engine.

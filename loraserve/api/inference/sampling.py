@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
 from loraserve.api.grammar.checker import Grammar
 from loraserve.api.inference.schemas import InferenceBody
 from loraserve.errors import ContextLengthExceeded, InvalidRequest
@@ -18,6 +19,7 @@ from loraserve.types import BaseSpec, SamplingParams
 
 _MIN_TOP_P = 1e-9
 _MASK = (1 << 63) - 1
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ def read_sampling(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Sampling:
     """Return the sampling parameters that the body asks for.
 
@@ -80,6 +83,7 @@ def read_sampling(
         logprobs, prompt_logprobs: how many of the likeliest tokens the route shows; what the body
             asks for beside it is added.
         bad_words: tokens of the body's, from `PromptReader.bad_words`.
+        defaults: the bound version's, of fields that the body doesn't have.
 
     Raises:
         InvalidRequest: a field is out of range for this base; `param` names it.
@@ -90,13 +94,22 @@ def read_sampling(
         raise InvalidRequest("prompt_logprobs isn't for streams: send stream: false.", param="prompt_logprobs")
     wanted = [number for number in (prompt_logprobs, body.prompt_logprobs) if number is not None]
     return Sampling(
-        body=body,
+        body=_with_defaults(body, defaults),
         logit_bias=_read_logit_bias(body.logit_bias, base.vocab_size),
-        stop=_read_stop(body.stop),
+        stop=defaults.stop_strings if body.stop is None else _read_stop(body.stop),
         logprobs=logprobs,
         prompt_logprobs=max(wanted, default=None),
         bad_words=bad_words,
     )
+
+
+def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> InferenceBody:
+    """Return the body with defaults for what it doesn't have, and with the stop tokens."""
+    given = {name: getattr(defaults, name) for name in _DEFAULTED if name not in body.model_fields_set}
+    update: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if defaults.stop_token_ids and not body.ignore_eos:
+        update["stop_token_ids"] = list(dict.fromkeys((*body.stop_token_ids, *defaults.stop_token_ids)))
+    return body.model_copy(update=update) if update else body
 
 
 def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from loraserve.adapters.extra_files import NO_EXTRA_FILES
 from loraserve.api.management.payloads.bodies import Body
 from loraserve.errors import AlreadyExists, InvalidRequest, LoraserveError, PermissionDenied
 from loraserve.limits import LIMITS
@@ -20,13 +21,14 @@ from loraserve.registry.records import QUARANTINED
 
 if TYPE_CHECKING:
     from adapters_store import MemoryBlob, StagedBlob
+    from loraserve.adapters.extra_files import ExtraFiles
     from loraserve.api.services import Services
     from loraserve.background import Throttle
     from loraserve.registry.uploads.concurrency_limiter import Sender
     from loraserve.tenancy.identity.auth import Caller
 
-Fill = Callable[["StagedBlob | MemoryBlob"], Awaitable[bytes]]
-"""Function that writes the weights to its argument and returns the config."""
+Fill = Callable[["StagedBlob | MemoryBlob"], Awaitable["tuple[bytes, ExtraFiles]"]]
+"""Function that writes the weights to its argument; returns the config and the extra files."""
 
 
 class LoadBody(Body):
@@ -123,7 +125,7 @@ class LiveLoader:
         """
         folders = self._registry.local_folders
 
-        async def read(weights: StagedBlob | MemoryBlob) -> bytes:
+        async def read(weights: StagedBlob | MemoryBlob) -> tuple[bytes, ExtraFiles]:
             return await self.throttle.run(partial(folders.read, path, self._caller.tenant_name, weights.write))
 
         await self.check()
@@ -146,7 +148,7 @@ class LiveLoader:
         else:
             await self._fill_store(fill)
 
-    async def take(self, config: bytes, weights: MemoryBlob) -> None:
+    async def take(self, config: bytes, weights: MemoryBlob, extras: ExtraFiles = NO_EXTRA_FILES) -> None:
         """Load an ephemeral adapter whose weights are in memory already.
 
         The caller closes them if this fails.
@@ -161,6 +163,7 @@ class LiveLoader:
             config,
             weights,
             owner=caller.tenant_name,
+            extras=extras,
             is_replacing=load.is_in_place,
             ttl_s=load.ttl_s,
         )
@@ -171,7 +174,8 @@ class LiveLoader:
         async with self._registry.uploads.slot(tenant, self._sender):
             weights = self._registry.ephemeral.stage(tenant)
             try:
-                await self.take(await fill(weights), weights)
+                config, extras = await fill(weights)
+                await self.take(config, weights, extras)
             except BaseException:
                 weights.close()
                 raise
@@ -180,13 +184,14 @@ class LiveLoader:
         load, caller, uploads = self._load, self._caller, self._registry.uploads
         weights = await uploads.stage(caller.tenant, self._sender)
         try:
-            config = await fill(weights)
+            config, extras = await fill(weights)
             published = await self._registry.publisher.publish(
                 caller.tenant,
                 load.name,
                 config,
                 weights,
                 actor=caller.key_id,
+                extras=extras,
                 is_new_name=not load.is_in_place,
             )
         except AlreadyExists:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from adapters_store import MemoryBlob, StagedBlob
+from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.api import scopes
 from loraserve.api.errors import headers_of, openai_envelope, status_of
 from loraserve.api.http.json_body import json_object_of
@@ -190,9 +191,9 @@ async def _load_json(request: Request, services: Services, caller: Caller) -> st
             await loader.take(config, held)
         else:
 
-            async def copy(weights: StagedBlob | MemoryBlob) -> bytes:
+            async def copy(weights: StagedBlob | MemoryBlob) -> tuple[bytes, ExtraFiles]:
                 await throttle.run(lambda: weights.write(held.read()))
-                return config
+                return config, NO_EXTRA_FILES
 
             await loader.fill(copy)
             held.close()

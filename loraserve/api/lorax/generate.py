@@ -91,7 +91,14 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
         asked = completion_body(body, base.id)
         model = await resolve_model(services, caller, asked.model)
         prompt_logprobs = 0 if parameters.decoder_input_details else None
-        sampling = read_sampling(asked, base, logprobs=asked.logprobs, prompt_logprobs=prompt_logprobs)
+        sampling = read_sampling(
+            asked,
+            base,
+            logprobs=asked.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            # as TGI: parameters have defaults of their own here; the file says how answers end
+            defaults=model.defaults.only_ends(),
+        )
     reader = PromptReader(services, caller.tenant, len(await request.body()))
     with _in_inputs():
         prompts = await reader.prompts(body.inputs, add_special_tokens=True, keep=parameters.truncate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -20,7 +19,7 @@ from loraserve.api.management.payloads.resources import (
     page_of,
 )
 from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, encode, rendered
-from loraserve.api.management.uploads import is_json, publish_stored, sender_of
+from loraserve.api.management.uploads import content_of, is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.health.checks import quarantine_error
@@ -55,6 +54,9 @@ async def publish_version(
 ) -> Response:
     """Publish the uploaded files: multipart, or as JSON a config and the digest of an upload.
 
+    Both ways take a version's extra files too: ``chat_template``, ``generation_config``,
+    ``tool_parser`` and ``reasoning_parser``.
+
     201 with a new version, 200 with the version that has these bytes or with a dry run's findings.
 
     A version that failed its certificate is published as ``quarantined``, and no alias moves to it.
@@ -72,8 +74,8 @@ async def publish_version(
     boundary = multipart_boundary(request)
     staged = await uploads.stage(caller.tenant, sender_of(request))
     try:
-        config = await read_upload(request, boundary, staged, uploads.throttle)
-        content = hashlib.sha256(config).digest() + staged.digest.encode()
+        config, extras = await read_upload(request, boundary, staged, uploads.throttle)
+        content = content_of(config, staged.digest, extras)
 
         async def work(once: Once[Published] | None) -> Published:
             return await publisher.publish(
@@ -82,6 +84,7 @@ async def publish_version(
                 config,
                 staged,
                 actor=caller.key_id,
+                extras=extras,
                 is_promoting=promote,
                 is_dry_run=dry_run,
                 once=once,

@@ -5,18 +5,27 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from loraserve.adapters.extra_files import FILE_NAMES
 from loraserve.api import scopes
 from loraserve.api.http.blob_response import blob_response
 from loraserve.api.management.payloads.responses import header_list, names_etag
 from loraserve.api.services import services_of
 from loraserve.errors import AdapterCorrupt, NotFound
+from loraserve.registry.records import VersionRecord
 from loraserve.tenancy.identity.auth import Caller
+from loraserve.types import Digest, VersionExtras
 
 router = APIRouter(prefix="/adapters")
 
 _reader = scopes.require(scopes.ADAPTERS_READ)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MEDIA_TYPES = {CONFIG: "application/json", WEIGHTS: "application/octet-stream"}
+TEMPLATE, DEFAULTS = FILE_NAMES["chat_template"], FILE_NAMES["generation_config"]
+_MEDIA_TYPES = {
+    CONFIG: "application/json",
+    WEIGHTS: "application/octet-stream",
+    TEMPLATE: "text/plain; charset=utf-8",
+    DEFAULTS: "application/json",
+}
 
 
 @router.get("/{name}/versions/{number}/files/{file}", response_model=None)
@@ -30,9 +39,10 @@ async def download_file(
     services = services_of(request)
     slots = services.registry.uploads.downloads
     version = await services.registry.get_version(caller.tenant, name, number)
-    if file not in _MEDIA_TYPES:
-        raise NotFound("A version has no file of this name.", hint=f"Its files are {CONFIG} and {WEIGHTS}.")
-    blob = version.config_blob if file == CONFIG else version.weights_blob
+    blobs = _blobs(version)
+    if file not in blobs:
+        raise NotFound("The version has no file of this name.", hint=f"Its files are {' and '.join(blobs)}.")
+    blob = blobs[file]
     etag = f'"{blob}"'
     if names_etag(header_list(request, "if-none-match") or "", etag):
         return Response(status_code=304, headers={"ETag": etag})
@@ -50,3 +60,11 @@ async def download_file(
     return await blob_response(
         services.store, slots, caller.tenant, blob, headers=headers, media_type=_MEDIA_TYPES[file], damaged=damaged
     )
+
+
+def _blobs(version: VersionRecord) -> dict[str, Digest]:
+    """Return the blobs of the version's files by their names."""
+    extras = version.extras or VersionExtras()
+    files = {TEMPLATE: extras.chat_template, DEFAULTS: extras.generation_config}
+    given = {name: file.blob for name, file in files.items() if file is not None}
+    return {CONFIG: version.config_blob, WEIGHTS: version.weights_blob, **given}

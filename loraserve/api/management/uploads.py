@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from loraserve.adapters.digest import version_digest
+from loraserve.adapters.extra_files import FILE_NAMES, ExtraFiles
 from loraserve.api import scopes
 from loraserve.api.http.json_body import parse_json
 from loraserve.api.management.payloads.bodies import Body, read_body
@@ -158,8 +160,12 @@ async def publish_stored(
 ) -> Response:
     """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of a complete upload.
 
+    It may have extra files beside them: ``chat_template`` and ``generation_config`` as the files'
+    text, ``tool_parser`` and ``reasoning_parser`` as names.
+
     Raises:
         InvalidRequest: the body isn't that.
+        AdapterFormatError: an extra file is empty or too large.
         UploadNotFound: there is no such upload, or bytes are missing.
         BytesLost: its bytes are damaged or gone: they must be sent again.
         RateLimited, Overloaded: too many uploads are under way; a publish is one, though its bytes
@@ -167,8 +173,8 @@ async def publish_stored(
     """
     registry = services_of(request).registry
     uploads = registry.uploads
-    config, blob = _read_publish(await _read_bounded(request.stream()))
-    content = hashlib.sha256(config).digest() + blob.encode()
+    config, blob, extras = _read_publish(await _read_bounded(request.stream()))
+    content = content_of(config, blob, extras)
 
     async def work(once: Once[Published] | None) -> Published:
         # what was answered once is answered again, also when the upload has gone since
@@ -182,6 +188,7 @@ async def publish_stored(
                     config,
                     stored,
                     actor=caller.key_id,
+                    extras=extras,
                     is_promoting=is_promoting,
                     is_dry_run=is_dry_run,
                     once=once,
@@ -206,14 +213,26 @@ async def _read_bounded(body: AsyncIterator[bytes]) -> bytes:
     return bytes(data)
 
 
-def _read_publish(body: bytes) -> tuple[bytes, Digest]:
+def content_of(config: bytes, blob: Digest, extras: ExtraFiles) -> bytes:
+    """Return what distinguishes a publish from others under the same ``Idempotency-Key``."""
+    return hashlib.sha256(config).digest() + version_digest(blob, extras).encode()
+
+
+def _read_publish(body: bytes) -> tuple[bytes, Digest, ExtraFiles]:
     value: Any = parse_json(body)
-    if not isinstance(value, dict) or value.keys() - {"config", "blob"}:
-        raise InvalidRequest("The body should be a JSON object with config and blob, and nothing else.")
+    if not isinstance(value, dict) or value.keys() - {"config", "blob", *FILE_NAMES}:
+        raise InvalidRequest(
+            "The body should be a JSON object with config and blob, and nothing else but a version's extra files.",
+            hint=f"Extra files: {', '.join(FILE_NAMES)}.",
+        )
     for name, kind, words in (("config", dict, "an object"), ("blob", str, "a SHA-256 in lower-case hex")):
         if not isinstance(value.get(name), kind):
             raise InvalidRequest(f"{name} should be {words}.", param=name)
     config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     if len(config) > LIMITS.max_adapter_config_bytes:
         raise PayloadTooLarge(f"config exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
-    return config, Digest(value["blob"])
+    given = {name: value[name] for name in FILE_NAMES if value.get(name) is not None}
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{name} should be a string: the file's text.", param=name)
+    return config, Digest(value["blob"]), ExtraFiles.read({name: text.encode() for name, text in given.items()})

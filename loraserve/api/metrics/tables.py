@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from loraserve.api.grammar.checker import OUTCOMES
 from loraserve.api.metrics.routing import AdapterRouting
 from loraserve.api.metrics.table import Table, counter, gauge, histogram
+from loraserve.api.version_chat import formats, renderer
 from loraserve.batches.records import ENDED_STATES
 from loraserve.batches.runner import LINE_OUTCOMES
 from loraserve.registry.health.certificates import REJECTED, VERDICTS
@@ -21,6 +22,8 @@ from loraserve.types import EngineStats
 
 if TYPE_CHECKING:
     from loraserve.api.grammar.checker import GrammarChecker
+    from loraserve.api.version_chat.formats import VersionChats
+    from loraserve.api.version_chat.renderer import TemplateRenderer
     from loraserve.batches.runner import BatchRunner
     from loraserve.conversations.stored_responses import StoredResponses
     from loraserve.engine_client.client import EngineClient
@@ -243,6 +246,29 @@ CHECKS: Table[GrammarChecker] = (
         "Requests that wait until a grammar can be compiled.",
         lambda c: c.num_waiting,
     ),
+)
+
+
+TEMPLATES: Table[TemplateRenderer] = (
+    counter(
+        "loraserve_template_renderings",
+        "Questions to the processes of versions' chat templates, by outcome: rendered, refused, or killed.",
+        lambda t: {outcome: t.num_by_outcome[outcome] for outcome in renderer.OUTCOMES},
+        "outcome",
+    ),
+    histogram("loraserve_template_render_seconds", "Time of each, with the way to its process.", lambda t: t.render_s),
+    gauge("loraserve_template_renderings_waiting", "Questions that wait for a process.", lambda t: t.num_waiting),
+    counter("loraserve_template_process_starts", "Processes for chat templates.", lambda t: t.num_starts),
+)
+
+VERSION_CHATS: Table[VersionChats] = (
+    counter(
+        "loraserve_version_chat_lookups",
+        "Uses of versions' own chat formats and defaults, by outcome: loaded, or cached.",
+        lambda v: {outcome: v.num_by_outcome[outcome] for outcome in formats.OUTCOMES},
+        "outcome",
+    ),
+    gauge("loraserve_version_chat_bytes", "Bytes of those that are kept.", lambda v: v.num_bytes),
 )
 
 

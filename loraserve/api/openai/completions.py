@@ -64,7 +64,8 @@ async def create_completion(
     base = services.engine.base
     model = await resolve_asked(services, caller, body)
     reader = PromptReader(services, caller.tenant, len(await request.body()))
-    keep = kept_tokens(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, base)
+    default_max_tokens = model.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
+    keep = kept_tokens(body, default_max_tokens if body.max_tokens is None else body.max_tokens, base)
     prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
@@ -75,9 +76,10 @@ async def create_completion(
         logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         bad_words=await reader.bad_words(body.bad_words),
+        defaults=model.defaults,
     )
     check_num_candidates(prompts, sampling)
-    max_tokens = [_max_tokens(body, len(prompt.token_ids), services) for prompt in prompts]
+    max_tokens = [_max_tokens(body, default_max_tokens, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
@@ -122,11 +124,11 @@ def _check_combination(body: CompletionBody) -> None:
         raise InvalidRequest("min_tokens exceeds max_tokens.", param="min_tokens")
 
 
-def _max_tokens(body: CompletionBody, num_prompt_tokens: int, services: Services) -> int:
+def _max_tokens(body: CompletionBody, default: int, num_prompt_tokens: int, services: Services) -> int:
     base = services.engine.base
     if body.max_tokens == 0 and num_prompt_tokens <= base.max_model_len:
         return 1
-    return choose_max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, num_prompt_tokens, base, "prompt")
+    return choose_max_tokens(body.max_tokens, default, num_prompt_tokens, base, "prompt")
 
 
 async def _stream(

@@ -37,6 +37,8 @@ async def tokenize(
 ) -> Response:
     """Return the tokens of a prompt, or of messages under the model's chat template.
 
+    An adapter's version may have a template of its own.
+
     Raises:
         InvalidRequest: neither or both were given, or one is wrong.
         ModelNotFound: the tenant has no such model.
@@ -44,8 +46,7 @@ async def tokenize(
     services = services_of(request)
     num_bytes = len(await request.body())
     body, _ = parse_body(TokenizeBody, raw)
-    if body.model is not None:
-        await resolve_model(services, caller, body.model)
+    model = None if body.model is None else await resolve_model(services, caller, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either prompt or messages, and only one of them.", param="prompt")
     reader = PromptReader(services, caller.tenant, num_bytes)
@@ -54,10 +55,12 @@ async def tokenize(
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
         tokens = await reader.text(body.prompt, add_special_tokens=add_special_tokens, param="prompt")
     else:
+        adapter = None if model is None else model.binding.adapter
+        chat_format = await services.version_chats.chat_format(caller.tenant, adapter)
         chat = await reader.chat(
             body.messages,
-            chat_format=services.chat_format,
-            tool_use=await reader.run(lambda: read_tools(body.tools, services.chat_format)),
+            chat_format=chat_format,
+            tool_use=await reader.run(lambda: read_tools(body.tools, chat_format)),
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
             variables=body.chat_template_kwargs,

@@ -26,6 +26,7 @@ from datetime import datetime
 from weakref import WeakValueDictionary
 
 from adapters_store import MemoryBlob
+from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.ir import SCORE
 from loraserve.background import BackgroundTask, Throttle
 from loraserve.db.session import Clock, Database, utc_now
@@ -211,6 +212,7 @@ class EphemeralAdapters:
         blob: MemoryBlob,
         *,
         owner: str,
+        extras: ExtraFiles = NO_EXTRA_FILES,
         is_replacing: bool = False,
         ttl_s: float | None = None,
     ) -> EphemeralLoad:
@@ -222,6 +224,7 @@ class EphemeralAdapters:
 
         Args:
             owner: name of the tenant.
+            extras: files of the version for chats with it.
             ttl_s: seconds after which the name is unloaded; None: the server's own.
 
         Raises:
@@ -236,8 +239,10 @@ class EphemeralAdapters:
         """
         self.check(tenant, name, is_replacing=is_replacing)
         base = self._base()
-        inspected = await self._publisher.inspect(config, blob.read, base, throttle=self.throttle)
-        size_bytes = blob.num_bytes + len(config)
+        inspected = await self._publisher.inspect(
+            config, blob.read, base, tenant=tenant, extras=extras, throttle=self.throttle
+        )
+        size_bytes = blob.num_bytes + len(config) + extras.num_bytes
         async with self._locks.setdefault((tenant, name), asyncio.Lock()), self._claim(tenant, name):
             self.check(tenant, name, is_replacing=is_replacing)
             await self._check_database(tenant, name, size_bytes)
@@ -250,7 +255,7 @@ class EphemeralAdapters:
             number = 1 if present is None else present.ref.version + 1
             is_new_name = present is None
             del present
-            target = self._target(tenant, name, number, config, blob, inspected, base)
+            target = self._target(tenant, name, number, config, extras, blob, inspected, base)
             await self._bring_to_device(target.ref)
             if is_new_name:
                 # a publish that was about to commit when this load claimed the name
@@ -408,6 +413,7 @@ class EphemeralAdapters:
         name: str,
         number: int,
         config: bytes,
+        extras: ExtraFiles,
         blob: MemoryBlob,
         inspected: Inspected,
         base: BaseSpec,
@@ -416,7 +422,7 @@ class EphemeralAdapters:
         holder = tenant_holder(tenant)
         self.versions.take(holder)
         try:
-            memory = blob.seal(config)
+            memory = blob.seal(config, b"".join(extras.files))
         except BaseException:
             self.versions.give_back(holder)
             raise
@@ -429,6 +435,7 @@ class EphemeralAdapters:
             weights_blob=blob.digest,
             has_head=SCORE in inspected.target_modules,
             memory=memory,
+            extras=inspected.extras,
         )
         self._num_by_digest[ref.digest] += 1
         # at the process's end the kernel frees the memory

@@ -14,7 +14,7 @@ from loraserve.errors import AlreadyExists, Conflict
 from loraserve.registry.blob_references import retain
 from loraserve.registry.changes import record_change
 from loraserve.registry.quota import check_quota
-from loraserve.registry.records import AdapterRecord, VersionRecord
+from loraserve.registry.records import AdapterRecord, VersionRecord, blobs_of
 from loraserve.registry.repository import AdapterRepository
 from loraserve.types import Digest, TenantId
 
@@ -163,4 +163,4 @@ def _instant(adapter: Adapter) -> datetime:
 
 
 def _blobs(rows: Sequence[AdapterVersion]) -> list[Digest]:
-    return sorted({Digest(blob) for row in rows for blob in (row.config_blob, row.weights_blob)})
+    return sorted({blob for row in rows for blob in blobs_of(row)})

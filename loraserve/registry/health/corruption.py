@@ -22,6 +22,7 @@ from loraserve.registry.health.checks import (
     set_checks,
 )
 from loraserve.registry.health.outcome import CertificateOutcome
+from loraserve.registry.records import blobs_of
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.residency import versions_stored_in
 from loraserve.types import Digest, TenantId
@@ -104,7 +105,7 @@ class CorruptionQuarantine:
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)
             # restored or replaced since the lookup
-            if row.digest != digest or blob not in (row.config_blob, row.weights_blob):
+            if row.digest != digest or blob not in blobs_of(row):
                 return False
             was_corrupt = is_corrupt(row.checks)
             # The time distinguishes this report from older ones: a running verification clears only

@@ -16,7 +16,7 @@ from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.validation import check_finite
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.served_base import BASE
-from loraserve.types import BaseSpec, Digest
+from loraserve.types import BaseSpec, Digest, VersionExtras
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Inspected:
     dtype: str
     checks: tuple[Mapping[str, Any], ...]
     """Entry of each passed check: ``{"name", "status", "detail"}``."""
+    extras: VersionExtras | None = None
+    """What the version has beside its config and its weights; `digest` covers it."""
 
 
 def inspect_upload(

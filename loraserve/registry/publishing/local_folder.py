@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from adapters_store.files import CHUNK_BYTES, storage_errors
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles
 from loraserve.errors import AdapterFormatError, InvalidRequest, NotFound, PermissionDenied
 from loraserve.limits import LIMITS
 
@@ -34,8 +35,10 @@ class LocalFolders:
     def __init__(self, root: str | None) -> None:
         self._root = root
 
-    def read(self, path: str, tenant_name: str, write: Callable[[bytes], object]) -> bytes:
-        """Give the weights below `path` to `write`, piece by piece, and return the config.
+    def read(self, path: str, tenant_name: str, write: Callable[[bytes], object]) -> tuple[bytes, ExtraFiles]:
+        """Give the weights below `path` to `write`, piece by piece; return the other files.
+
+        They are the config and the extra files that are there.
 
         It blocks, so call it on a thread.
 
@@ -60,10 +63,16 @@ class LocalFolders:
                 )
             config = bytearray()
             _read(folder, CONFIG, LIMITS.max_adapter_config_bytes, config.extend)
+            extras: dict[str, bytes] = {}
+            for part in FILE_NAMES:
+                if FILE_NAMES[part] in found:
+                    data = bytearray()
+                    _read(folder, FILE_NAMES[part], MAX_BYTES[part], data.extend)
+                    extras[part] = bytes(data)
             _read(folder, WEIGHTS, LIMITS.max_upload_bytes, write)
         finally:
             os.close(folder)
-        return bytes(config)
+        return bytes(config), ExtraFiles.read(extras)
 
     def _open(self, path: str, tenant_name: str) -> int:
         if self._root is None:

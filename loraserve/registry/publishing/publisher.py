@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 from adapters_store.base import BlobStore
 from loraserve import faults
+from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.ir import SCORE
 from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
@@ -22,6 +23,7 @@ from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.health.certificates import Certificates
 from loraserve.registry.health.checks import SKIPPED, is_corrupt
+from loraserve.registry.health.extra_files import InspectTemplate, inspect_extra_files, with_extra_files
 from loraserve.registry.health.inspection import Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.model_name import LIVE, check_adapter_name
@@ -76,6 +78,8 @@ class Publisher:
         self._throttle = throttle
         self._names = names
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
+        self.inspect_template: InspectTemplate | None = None
+        """Looks at chat templates; None: none can be published."""
 
     def check_name(self, name: str) -> str:
         """Return `name` if it is a valid adapter name; call this before reading the upload.
@@ -97,6 +101,7 @@ class Publisher:
         weights: Weights,
         *,
         actor: str,
+        extras: ExtraFiles = NO_EXTRA_FILES,
         is_promoting: bool = True,
         is_dry_run: bool = False,
         is_new_name: bool = False,
@@ -112,6 +117,7 @@ class Publisher:
         caller still has to `Uploads.release` staged `weights`.
 
         Args:
+            extras: files of the version for chats with it.
             is_new_name: refuse the files if the tenant has the adapter.
 
         Raises:
@@ -135,15 +141,15 @@ class Publisher:
                 await once.check(session)
         self._check_free(tenant, name)
         base = self._base()
-        inspected = await self.inspect(config, weights.read, base)
-        push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting, is_new_name)
+        inspected = await self.inspect(config, weights.read, base, tenant=tenant, extras=extras)
+        push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting, extras, is_new_name)
         if is_dry_run:
             return await self._preview(push)
         known = await self._look(push)
         stored = await self._store_blobs(push, known)
         outcome = await self._certify(push, known, stored)
         if stored.is_uploaded:
-            await retain_stored(self._database, self._store, (stored.config_blob, stored.weights_blob))
+            await retain_stored(self._database, self._store, _blobs(push, stored.config_blob, stored.weights_blob))
         published = await self._record(push, known, stored, outcome, once)
         self._on_change(tenant, name)
         return published
@@ -154,21 +160,26 @@ class Publisher:
         read: Callable[[], memoryview],
         base: BaseSpec,
         *,
+        tenant: TenantId,
+        extras: ExtraFiles = NO_EXTRA_FILES,
         throttle: Throttle | None = None,
     ) -> Inspected:
-        """Inspect the two files for `base`, on a thread.
+        """Inspect the files for `base`, the two large ones on a thread.
 
         Args:
             read: returns the weights, on the thread.
+            extras: files of the version for chats with it.
             throttle: pauses the work; None: the uploads'.
 
         Raises:
             AdapterRejected: they can't be served; lists every reason.
             StorageError: the weights can't be read.
         """
+        checks = await inspect_extra_files(tenant, extras, base, self.inspect_template)
         async with self._inspections:
             work = partial(_inspect, config, read, base, self._names)
-            return await (throttle or self._throttle).run_in_pieces(work)
+            inspected = await (throttle or self._throttle).run_in_pieces(work)
+        return with_extra_files(inspected, extras, checks)
 
     async def _preview(self, push: Push) -> Published:
         """Return what a publish would return, without the certificate."""
@@ -195,6 +206,7 @@ class Publisher:
             checks=checks_of(push.inspected, self._certificates.check_dry_run()),
             revision=0,
             base_digest=push.base.digest,
+            extras=push.inspected.extras,
         )
         return Published(version, is_new=True)
 
@@ -243,8 +255,8 @@ class Publisher:
         is_same = version is not None and (config_blob, weights_blob) == (version.config_blob, version.weights_blob)
         if version is not None and not known.was_corrupt and not is_same:
             return Stored(Digest(version.config_blob), Digest(version.weights_blob), is_uploaded=False)
-        await retain(self._database, (config_blob, weights_blob))
-        await asyncio.to_thread(self._commit, push.config, push.weights)
+        await retain(self._database, _blobs(push, config_blob, weights_blob))
+        await asyncio.to_thread(self._commit, (push.config, *push.extras.files), push.weights)
         return Stored(config_blob, weights_blob, is_uploaded=True)
 
     async def _certify(self, push: Push, known: _Known, stored: Stored) -> CertificateOutcome | None:
@@ -266,6 +278,7 @@ class Publisher:
             config_blob=stored.config_blob,
             weights_blob=stored.weights_blob,
             has_head=SCORE in push.inspected.target_modules,
+            extras=push.inspected.extras,
         )
         return await self._certificates.check_upload(ref)
 
@@ -333,14 +346,15 @@ class Publisher:
         faults.hit("registry.after_commit")
         return published
 
-    def _commit(self, config: bytes, weights: Weights) -> None:
-        staged_config = self._store.stage()
-        try:
-            staged_config.write(config)
-            staged_config.commit()
-        except BaseException:
-            staged_config.discard()
-            raise
+    def _commit(self, files: Iterable[bytes], weights: Weights) -> None:
+        for data in files:
+            staged = self._store.stage()
+            try:
+                staged.write(data)
+                staged.commit()
+            except BaseException:
+                staged.discard()
+                raise
         weights.commit()
 
 
@@ -355,6 +369,12 @@ class _Known:
     @property
     def was_corrupt(self) -> bool:
         return self.version is not None and is_corrupt(self.version.checks)
+
+
+def _blobs(push: Push, config_blob: Digest, weights_blob: Digest) -> tuple[Digest, ...]:
+    """Return the blobs of the pushed files."""
+    extras = () if push.inspected.extras is None else push.inspected.extras.files
+    return (config_blob, weights_blob, *(file.blob for file in extras))
 
 
 def _has_name(name: str) -> AlreadyExists:

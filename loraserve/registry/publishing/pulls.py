@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from adapters_store import StagedBlob
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles
 from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
 from loraserve.limits import LIMITS
 from loraserve.registry.operations import OperationProgress, OperationRecord, Operations, Result
 from loraserve.registry.publishing.publisher import Publisher
-from loraserve.registry.publishing.sources import Source, check_allowed, parse_source
+from loraserve.registry.publishing.sources import NoSuchFile, Source, check_allowed, parse_source
 from loraserve.registry.uploads.transfers import Uploads
 from loraserve.types import TenantId
 
@@ -92,9 +94,9 @@ class Pulls:
         try:
             rate = _MinimumRate(source.address, self._monotonic)
             fetch = partial(_fetch, source, staged, progress, rate)
-            config = await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
+            config, extras = await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
             published = await self._publisher.publish(
-                tenant, name, config, staged, actor=actor, is_promoting=is_promoting
+                tenant, name, config, staged, actor=actor, extras=extras, is_promoting=is_promoting
             )
         finally:
             await self._uploads.release(tenant, staged)
@@ -155,15 +157,21 @@ class _MinimumRate:
             )
 
 
-def _fetch(source: Source, weights: StagedBlob, progress: OperationProgress, rate: _MinimumRate) -> bytes:
-    """Write the weights to `weights` and return the config.
+def _fetch(
+    source: Source, weights: StagedBlob, progress: OperationProgress, rate: _MinimumRate
+) -> tuple[bytes, ExtraFiles]:
+    """Write the weights to `weights`; return the config and the extra files that are there.
 
-    The sizes of both are checked while they are read.
+    The sizes of all are checked while they are read.
     """
     config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, rate))
     for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, rate):
         weights.write(piece)
-    return config
+    extras: dict[str, bytes] = {}
+    for part, file in FILE_NAMES.items():
+        with suppress(NoSuchFile):
+            extras[part] = b"".join(_bounded(source, file, MAX_BYTES[part], progress, rate))
+    return config, ExtraFiles.read(extras)
 
 
 def _bounded(

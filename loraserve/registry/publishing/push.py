@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.registry.changes import record_change
 from loraserve.registry.health.checks import state_of
@@ -19,7 +20,7 @@ from loraserve.registry.health.corruption import repair
 from loraserve.registry.health.inspection import Inspected
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.repository import AdapterRepository
-from loraserve.types import BaseSpec, Digest, TenantId
+from loraserve.types import BaseSpec, Digest, TenantId, VersionExtras
 
 
 class Weights(Protocol):
@@ -48,12 +49,13 @@ class Push:
     inspected: Inspected
     actor: str
     is_promoting: bool
+    extras: ExtraFiles = NO_EXTRA_FILES
     is_new_name: bool = False
     """Whether the adapter must not exist yet."""
 
     @property
     def size_bytes(self) -> int:
-        return len(self.config) + self.weights.num_bytes
+        return len(self.config) + self.weights.num_bytes + self.extras.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def add_version(
     """Add a version with its audit row."""
     inspected = push.inspected
     checks = checks_of(inspected, outcome)
+    extras = inspected.extras or VersionExtras()
+    template, defaults = extras.chat_template, extras.generation_config
     version = repository.add_version(
         adapter,
         now,
@@ -92,6 +96,12 @@ def add_version(
         dtype=inspected.dtype,
         state=state_of(checks),
         checks=list(checks),
+        chat_template_blob=None if template is None else template.blob,
+        chat_template_bytes=None if template is None else template.num_bytes,
+        generation_config_blob=None if defaults is None else defaults.blob,
+        generation_config_bytes=None if defaults is None else defaults.num_bytes,
+        tool_parser=extras.tool_parser,
+        reasoning_parser=extras.reasoning_parser,
     )
     repository.touch(adapter, now)
     record_change(

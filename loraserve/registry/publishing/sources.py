@@ -47,7 +47,7 @@ class Source(Protocol):
         The iterator yields each piece as it arrives.
 
         Raises:
-            AdapterFormatError: there is no such file.
+            NoSuchFile: there is no such file.
             StorageError: the source can't be reached or refuses; also raised while the bytes are
                 read.
         """
@@ -180,5 +180,9 @@ def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes
         raise StorageError(f"{address} can't be read: {type(error).__name__}.", hint="Try again.") from error
 
 
-def _no_file(address: str, file: str) -> AdapterFormatError:
-    return AdapterFormatError(f"{address} has no file {file}.", hint="Expected a PEFT adapter saved as safetensors.")
+class NoSuchFile(AdapterFormatError):
+    """The source has no file of this name, which may be an extra one."""
+
+
+def _no_file(address: str, file: str) -> NoSuchFile:
+    return NoSuchFile(f"{address} has no file {file}.", hint="Expected a PEFT adapter saved as safetensors.")

@@ -52,7 +52,7 @@ def serve(prepare: Callable[[bytes], Answer], *, max_work_bytes: int, niceness: 
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process have `seconds` more of processor time, rounded up; then the kernel kills it."""
+    """Let this process have `seconds` more of processor time; then the kernel kills it."""
     with suppress(OSError, ValueError):
         used = resource.getrusage(resource.RUSAGE_SELF)
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)

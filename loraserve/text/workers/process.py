@@ -1,4 +1,4 @@
-"""A process of `loraserve.text.workers.child` as the server sees it: asked, killed, started again."""
+"""A process of `loraserve.text.workers.child` as the server sees it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ class WorkerProcess:
         self.num_starts = 0
         self._module, self._setup = module, setup
         self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process has started, and hasn't ended as far as is known."""
+        return self._process is not None and self._process.returncode is None
 
     async def ask(self, question: bytes, timeout_s: float, start_timeout_s: float) -> bytes:
         """Return the answer to a question. No other question may be asked meanwhile.

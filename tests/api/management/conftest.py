@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -91,17 +92,19 @@ async def services(engine: FakeEngine, store: LocalStore, database_url: str, tmp
     authenticator = Authenticator(database, admin_key=ADMIN_KEY)
     await authenticator.open()
     usage = UsageMeter(database, tmp_path / "usage")
-    yield Services(
+    services = Services(
         settings=Settings(model="tiny", data_dir=tmp_path),
         engine=engine,  # type: ignore[arg-type]
         registry=Registry(database, store, lambda: engine.base, certify=engine.verify, pinning=engine),
         authenticator=authenticator,
         store=store,
-        tokenizer=None,  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(config={}),  # type: ignore[arg-type]
         chat_format=None,  # type: ignore[arg-type]
         usage=usage,
         responses=StoredResponses(database),
     )
+    yield services
+    await services.templates.close()
     await usage.close()
     await database.dispose()
 
@@ -167,10 +170,14 @@ def push(make_upload: Callable[..., tuple[bytes, bytes]]) -> Push:
         *,
         params: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
+        extras: dict[str, bytes] | None = None,
         **how: Any,
     ) -> httpx2.Response:
         config, weights = make_upload(seed, **how)
-        files = {"config": ("adapter_config.json", config), "weights": ("adapter_model.safetensors", weights)}
+        files = {**(extras or {})} | {
+            "config": ("adapter_config.json", config),
+            "weights": ("adapter_model.safetensors", weights),
+        }
         return await client.post(f"/adapters/{name}/versions", files=files, params=params, headers=headers)
 
     return run

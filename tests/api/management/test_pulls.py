@@ -49,6 +49,8 @@ class Origin:
         self.gate.set()
 
     def open(self, file: str) -> tuple[int | None, Iterator[bytes]]:
+        if file not in self.files:
+            raise sources.NoSuchFile(f"{self.address} has no file {file}.")
         data = self.files[file]
 
         def read() -> Iterator[bytes]:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from adapters_store import LocalStore
+from loraserve.adapters.extra_files import ExtraFiles
 from loraserve.api.app import create_app
 from loraserve.api.http.connection import BoundedProtocol
 from loraserve.api.http.listener import connection_class
@@ -234,6 +235,7 @@ async def services(
     )
     yield services
     await services.grammars.close()
+    await services.templates.close()
     await usage.close()
     await database.dispose()
 
@@ -308,14 +310,16 @@ async def acme(make_tenant: Callable[[str], Awaitable[Tenant]]) -> Tenant:
 def publish(services: Services, acme: Tenant, make_upload: Callable[..., tuple[bytes, bytes]]) -> Callable[..., Any]:
     """Publishes an adapter for acme (or another), as an upload would."""
 
-    async def run(name: str = "sql", seed: int = 0, tenant: Tenant | None = None) -> int:
+    async def run(name: str = "sql", seed: int = 0, tenant: Tenant | None = None, **extras: bytes) -> int:
         config, weights = make_upload(seed)
         uploads = services.registry.uploads
         owner = (tenant or acme).caller.tenant
         staged = await uploads.stage(owner)
         try:
             staged.write(weights)
-            published = await services.registry.publisher.publish(owner, name, config, staged, actor="test")
+            published = await services.registry.publisher.publish(
+                owner, name, config, staged, actor="test", extras=ExtraFiles.read(extras)
+            )
         finally:
             await uploads.release(owner, staged)
         assert published.version.version is not None

@@ -30,7 +30,7 @@ from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.text.answer_format import AnswerFormat
-from loraserve.text.chat_format import ToolUse
+from loraserve.text.chat_format import ChatFormat, ToolUse
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
@@ -45,6 +45,7 @@ class ChatPrompt:
     """Checked messages and tools, as the model gets them.
 
     Attributes:
+        chat_format: of the bound version.
         asked: tokens that an answer may have; None: as many as there is room for.
         wanted: what the answers have to be; None: any text.
         ignored: fields that change nothing.
@@ -53,6 +54,7 @@ class ChatPrompt:
     body: ChatBody
     reader: PromptReader
     model: ResolvedModel
+    chat_format: ChatFormat
     asked: int | None
     tool_use: ToolUse | None
     wanted: AnswerFormat | None
@@ -83,13 +85,13 @@ class ChatPrompt:
             AdapterQuarantined: it isn't served.
         """
         services = services_of(request)
-        if body.reasoning_effort is not None and not services.chat_format.template.reads("reasoning_effort"):
-            ignored = (*ignored, "reasoning_effort")
         asked = _asked_tokens(body)
         check_priority(body, caller)
         base = services.engine.base
         model = await resolve_asked(services, caller, body)
-        chat_format = services.chat_format
+        chat_format = await services.version_chats.chat_format(caller.tenant, model.binding.adapter)
+        if body.reasoning_effort is not None and not chat_format.template.reads("reasoning_effort"):
+            ignored = (*ignored, "reasoning_effort")
         reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes)
         tool_use = await reader.run(
             lambda: read_tools(body.tools, chat_format, choice=body.tool_choice, is_parallel=body.parallel_tool_calls)
@@ -98,7 +100,13 @@ class ChatPrompt:
             ignored = (*ignored, "tools")
         wanted = read_answer_format(body)
         bad_words = await reader.bad_words(body.bad_words)
-        sampling = read_sampling(body, base, logprobs=body.top_logprobs if body.logprobs else None, bad_words=bad_words)
+        sampling = read_sampling(
+            body,
+            base,
+            logprobs=body.top_logprobs if body.logprobs else None,
+            bad_words=bad_words,
+            defaults=model.defaults,
+        )
         prompt = await reader.chat(
             body.messages,
             chat_format=chat_format,
@@ -111,7 +119,7 @@ class ChatPrompt:
             keep=kept_tokens(body, asked, base),
         )
         check_num_candidates([prompt], sampling)
-        return cls(body, reader, model, asked, tool_use, wanted, sampling, prompt, ignored)
+        return cls(body, reader, model, chat_format, asked, tool_use, wanted, sampling, prompt, ignored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +161,6 @@ class ChatTurn:
             RateLimited: the tenant's share is used up.
         """
         services = services_of(request)
-        chat_format = services.chat_format
         read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
         prompt_text = prompt.text
@@ -161,15 +168,16 @@ class ChatTurn:
             # its end, markers of reasoning too: decoding all of a long prompt takes long
             end = prompt.token_ids[-_NUM_END_TOKENS:]
             prompt_text = services.tokenizer.decode(end, skip_special_tokens=False)
-        answer_format = chat_format.answer_format(
+        answer_format = read.chat_format.answer_format(
             prompt_text, read.tool_use, skip_special_tokens=body.skip_special_tokens
         )
         if answer_format is not None:
             wanted = await read.reader.run(lambda: answer_format.whole(read.wanted))
-        max_tokens = choose_max_tokens(read.asked, None, len(prompt.token_ids), services.engine.base, "messages")
+        default = read.model.defaults.max_new_tokens
+        max_tokens = choose_max_tokens(read.asked, default, len(prompt.token_ids), services.engine.base, "messages")
         if wanted is not None:
             sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
-        admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=read.asked is not None)
+        admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=(read.asked or default) is not None)
 
         passed = tuple((names or {}).get(name, name) for name in read.ignored)
         context = InferenceContext.begin(prefix, services, body, read.model, [prompt], passed)

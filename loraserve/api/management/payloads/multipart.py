@@ -15,6 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS, MIB
 
@@ -51,9 +52,10 @@ def _adapter_form() -> Form:
     return Form(
         WEIGHTS,
         LIMITS.max_upload_bytes,
-        {CONFIG: LIMITS.max_adapter_config_bytes},
+        {CONFIG: LIMITS.max_adapter_config_bytes, **MAX_BYTES},
         (CONFIG, WEIGHTS),
-        f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}.",
+        f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}, "
+        f"and at will with {', '.join(FILE_NAMES)}.",
     )
 
 
@@ -76,13 +78,17 @@ def multipart_boundary(request: Request, form: Form | None = None) -> bytes:
     return boundary
 
 
-async def read_upload(request: Request, boundary: bytes, weights: StagedBlob | MemoryBlob, throttle: Throttle) -> bytes:
-    """Return the part `CONFIG`, after writing the part `WEIGHTS` to `weights`, piece by piece.
+async def read_upload(
+    request: Request, boundary: bytes, weights: StagedBlob | MemoryBlob, throttle: Throttle
+) -> tuple[bytes, ExtraFiles]:
+    """Return the part `CONFIG` and the extra files; write `WEIGHTS` to `weights`, piece by piece.
 
     Raises:
+        AdapterFormatError: an extra file isn't text, or is empty.
         InvalidRequest, PayloadTooLarge, StorageError: as `read_form`.
     """
-    return (await read_form(request, boundary, _adapter_form(), weights, throttle)).short[CONFIG]
+    parts = dict((await read_form(request, boundary, _adapter_form(), weights, throttle)).short)
+    return parts.pop(CONFIG), ExtraFiles.read(parts)
 
 
 async def read_form(

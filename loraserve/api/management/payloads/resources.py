@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from loraserve.adapters.extra_files import FILE_NAMES
 from loraserve.registry.health.checks import WARNED
 from loraserve.registry.records import OTHER_BASE
-from loraserve.types import Digest
+from loraserve.types import Digest, VersionExtras
 
 if TYPE_CHECKING:
     from loraserve.db.paging import Page
@@ -40,6 +41,14 @@ def page_of(page: Page[T], convert: Callable[[T], R]) -> PageResource[R]:
     return PageResource(data=[convert(item) for item in page.items], next_cursor=page.next_cursor)
 
 
+class ExtraFileResource(Resource):
+    """File of a version beside its config and its weights."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
 class VersionResource(Resource):
     name: str
     version: int | None
@@ -62,6 +71,12 @@ class VersionResource(Resource):
     checks: list[dict[str, Any]]
     warnings: list[str]
     """Findings of the checks that don't prevent serving."""
+    extra_files: list[ExtraFileResource]
+    """Files for chats with the version. Without a template, chats use the base's."""
+    tool_parser: str | None
+    """Format of its tool calls; null: recognized in its template, or the base's."""
+    reasoning_parser: str | None
+    """Format of its reasoning; null: recognized in its template, or the base's."""
 
     @classmethod
     def on_base(cls, record: VersionRecord, served: Digest | None) -> VersionResource:
@@ -71,7 +86,23 @@ class VersionResource(Resource):
         """
         state = record.state if served in (None, record.base_digest) else OTHER_BASE
         warnings = [check["detail"] for check in record.checks if check["status"] == WARNED]
-        return cls.model_validate(_values(record) | {"state": state, "warnings": warnings})
+        extras = record.extras or VersionExtras()
+        files = [
+            ExtraFileResource(name=FILE_NAMES[part], size_bytes=file.num_bytes, sha256=file.blob)
+            for part, file in (
+                ("chat_template", extras.chat_template),
+                ("generation_config", extras.generation_config),
+            )
+            if file is not None
+        ]
+        added = {
+            "state": state,
+            "warnings": warnings,
+            "extra_files": files,
+            "tool_parser": extras.tool_parser,
+            "reasoning_parser": extras.reasoning_parser,
+        }
+        return cls.model_validate(_values(record) | added)
 
 
 class SplitResource(Resource):

@@ -1,0 +1,206 @@
+"""A version's ``generation_config.json``: the defaults of fields that a request doesn't send.
+
+The fields that requests have too are read; whatever else it says is ignored, or refused by name
+where it would change the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loraserve.adapters.problems import Problems
+from loraserve.adapters.strict_json import parse_object, shown
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
+from loraserve.limits import LIMITS
+from loraserve.types import Struct
+
+FILE = "generation_config.json"
+_MAX_DEPTH = 8
+_MAX_INT = 1 << 31
+
+_HARMLESS = frozenset(
+    {
+        # what transformers writes for itself
+        *("_commit_hash", "_from_model_config", "generation_kwargs", "transformers_version"),
+        # how it computes, and in which form it returns what it computed
+        *("cache_config", "cache_implementation", "compile_config", "disable_compile", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
+        *("remove_invalid_values", "renormalize_logits", "token_healing", "trust_remote_code"),
+        # assisted generation, which keeps the answer
+        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "is_assistant"),
+        *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("prompt_lookup_num_tokens", "target_lookbehind"),
+        # of padding, of encoders, and of beams, of which there is one
+        *("bos_token_id", "decoder_start_token_id", "pad_token_id", "early_stopping", "length_penalty", "low_memory"),
+        # the length with the prompt, which a request's own context bounds; vLLM reads it neither
+        "max_length",
+    }
+)
+_NEUTRAL: Mapping[str, object] = {
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "constraints": [],
+    "diversity_penalty": 0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": [],
+    "forced_bos_token_id": None,
+    "forced_decoder_ids": [],
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": 0,
+    "sequence_bias": {},
+    "suppress_tokens": [],
+    "top_h": None,
+    "typical_p": 1,
+    "watermarking_config": None,
+}
+"""Field that isn't implemented → the value with which it does nothing, as null does."""
+
+
+class GenerationDefaults(Struct, frozen=True):
+    """Defaults of requests for one version; None and empty: the API's own.
+
+    Attributes:
+        max_new_tokens: length of an answer whose request names none, where there is room.
+        stop_token_ids: tokens that end an answer, beside the base's own.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def only_ends(self) -> GenerationDefaults:
+        """Return the stop tokens alone."""
+        return GenerationDefaults(stop_token_ids=self.stop_token_ids)
+
+
+NO_DEFAULTS = GenerationDefaults()
+
+
+def read_generation_config(data: bytes, vocab_size: int) -> tuple[GenerationDefaults, tuple[str, ...]]:
+    """Return the defaults, and the names of the ignored fields.
+
+    Args:
+        vocab_size: of the base's logits, which have a number for each token that may end an answer.
+
+    Raises:
+        AdapterRejected: a field is malformed, isn't implemented, or is unknown; lists every reason.
+    """
+    config = parse_object(data, what=FILE, max_depth=_MAX_DEPTH)
+    reader = _Reader({name: value for name, value in config.items() if value is not None})
+    defaults = reader.read(vocab_size)
+    reader.problems.raise_if_any()
+    return defaults, tuple(sorted(_HARMLESS & config.keys()))
+
+
+class _Reader:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.problems = Problems()
+        self._config = config
+        self._seen: set[str] = set()
+
+    def read(self, vocab_size: int) -> GenerationDefaults:
+        temperature = self._number("temperature", "a number from 0 to 100", lambda value: 0 <= value <= 100)
+        do_sample = self._take("do_sample", "true or false", lambda value: isinstance(value, bool))
+        defaults = GenerationDefaults(
+            temperature=0.0 if do_sample is False else temperature,
+            top_p=self._number("top_p", "a number from 0 to 1", lambda value: 0 <= value <= 1),
+            top_k=self._integer("top_k", -1),
+            min_p=self._number("min_p", "a number from 0 to 1", lambda value: 0 <= value <= 1),
+            repetition_penalty=self._number(
+                "repetition_penalty", "a number above 0, and 100 at most", lambda value: 0 < value <= 100
+            ),
+            max_new_tokens=self._integer("max_new_tokens", 1),
+            stop_token_ids=self._stop_token_ids(vocab_size),
+            stop_strings=self._stop_strings(),
+        )
+        for name in sorted(self._config.keys() - self._seen - _HARMLESS):
+            self._refuse_unless_neutral(name, self._config[name])
+        return defaults
+
+    def _take(self, name: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
+        """Return the field's value; None if it's absent or wrong."""
+        self._seen.add(name)
+        value = self._config.get(name)
+        if value is None or is_right(value):
+            return value
+        self.problems.add(AdapterFormatError, f"{FILE}: {name} is {shown(value)}; expected {expected}.")
+        return None
+
+    def _number(self, name: str, expected: str, is_in_range: Callable[[float], bool]) -> float | None:
+        def is_right(value: object) -> bool:
+            return _is_number(value) and is_in_range(value)  # type: ignore[arg-type]
+
+        value = self._take(name, expected, is_right)
+        return None if value is None else float(value)
+
+    def _integer(self, name: str, least: int) -> int | None:
+        def is_right(value: object) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and least <= value < _MAX_INT
+
+        found: int | None = self._take(name, f"an integer of {least} or more", is_right)
+        return found
+
+    def _stop_token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        most = LIMITS.max_stop_token_ids
+
+        def is_right(value: object) -> bool:
+            ids = value if isinstance(value, list) else [value]
+            return len(ids) <= most and all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in ids)
+
+        value = self._take("eos_token_id", f"a token id, or a list of at most {most}", is_right)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                self.problems.add(
+                    AdapterBaseMismatch,
+                    f"{FILE}: eos_token_id {shown(token_id)} is not a token of this base: ids go from 0 to "
+                    f"{vocab_size - 1}.",
+                )
+        return tuple(dict.fromkeys(ids))
+
+    def _stop_strings(self) -> tuple[str, ...]:
+        most, most_bytes = LIMITS.max_stop_strings, LIMITS.max_stop_bytes
+
+        def is_right(value: object) -> bool:
+            texts = value if isinstance(value, list) else [value]
+            return len(texts) <= most and all(
+                isinstance(text, str) and 0 < len(text.encode()) <= most_bytes for text in texts
+            )
+
+        expected = f"a string, or a list of at most {most}, each of 1 to {most_bytes} bytes"
+        value = self._take("stop_strings", expected, is_right)
+        return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+    def _refuse_unless_neutral(self, name: str, value: object) -> None:
+        if name in _NEUTRAL:
+            neutral = _NEUTRAL[name]
+            if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
+                return
+            text = f"{FILE}: {name} is {shown(value)}, which would change answers and isn't implemented."
+        else:
+            text = f"{FILE}: the field {shown(name)} isn't known."
+        self.problems.add(AdapterUnsupported, text)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

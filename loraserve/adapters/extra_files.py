@@ -1,0 +1,105 @@
+"""Extra files of a version: chat template, generation config, and the names of two parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from typing import Self
+
+from loraserve.errors import AdapterFormatError
+from loraserve.limits import LIMITS
+from loraserve.types import Digest, ExtraFile, VersionExtras
+
+FILE_NAMES: Mapping[str, str] = {
+    "chat_template": "chat_template.jinja",
+    "generation_config": "generation_config.json",
+    "tool_parser": "tool_parser",
+    "reasoning_parser": "reasoning_parser",
+}
+"""Part of an upload → name of the file in an adapter's folder."""
+MAX_BYTES: Mapping[str, int] = {
+    "chat_template": LIMITS.max_chat_template_bytes,
+    "generation_config": LIMITS.max_generation_config_bytes,
+    "tool_parser": LIMITS.max_parser_name_bytes,
+    "reasoning_parser": LIMITS.max_parser_name_bytes,
+}
+"""Part of an upload → its largest size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraFiles:
+    """Extra files as they were uploaded, not inspected yet; None: absent."""
+
+    chat_template: bytes | None = None
+    generation_config: bytes | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    @classmethod
+    def read(cls, parts: Mapping[str, bytes]) -> Self:
+        """Return the files that these parts of an upload are.
+
+        Args:
+            parts: by the names of `FILE_NAMES`.
+
+        Raises:
+            AdapterFormatError: one is empty, too large, or isn't text; lists every reason.
+        """
+        problems = [
+            problem for name, data in parts.items() if (problem := _problem(name, data, MAX_BYTES[name])) is not None
+        ]
+        if problems:
+            raise AdapterFormatError("The extra files of the version can't be read.", problems=problems)
+        names = {name: parts[name].decode().strip() for name in ("tool_parser", "reasoning_parser") if name in parts}
+        return cls(parts.get("chat_template"), parts.get("generation_config"), **names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the two files."""
+        return sum(len(data) for data in self.files)
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """The two files that are there, in the order of `VersionExtras.files`."""
+        return tuple(data for data in (self.chat_template, self.generation_config) if data is not None)
+
+    def as_bytes(self) -> dict[str, bytes]:
+        """Return what is there, by the names of `FILE_NAMES`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value.encode() if isinstance(value, str) else value
+            for name, value in given.items()
+            if value is not None
+        }
+
+    def described(self) -> VersionExtras | None:
+        """Return the version's extras, which name the files by digest; None: it has none."""
+        if not self.as_bytes():
+            return None
+        return VersionExtras(
+            chat_template=_file(self.chat_template),
+            generation_config=_file(self.generation_config),
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
+
+
+NO_EXTRA_FILES = ExtraFiles()
+
+
+def _problem(name: str, data: bytes, max_bytes: int) -> str | None:
+    """Return what keeps a part from being read; None: nothing does."""
+    if len(data) > max_bytes:
+        return f"{FILE_NAMES[name]} exceeds the limit of {max_bytes} bytes"
+    if not data.strip():
+        return f"{FILE_NAMES[name]} is empty"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"{FILE_NAMES[name]} isn't UTF-8: byte {error.start} is invalid"
+    return None
+
+
+def _file(data: bytes | None) -> ExtraFile | None:
+    return None if data is None else ExtraFile(blob=Digest(sha256(data).hexdigest()), num_bytes=len(data))

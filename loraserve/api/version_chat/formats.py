@@ -1,0 +1,249 @@
+"""Chat formats and defaults of versions, made of their extra files once and kept while in use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from adapters_store import read_extra_bytes
+from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults, read_generation_config
+from loraserve.api.version_chat.renderer import TemplateRenderer
+from loraserve.errors import (
+    AdapterCorrupt,
+    AdapterRejected,
+    AdapterUnservable,
+    BlobCorrupt,
+    BlobNotFound,
+    ChatTemplateFailed,
+)
+from loraserve.limits import LIMITS, Limits
+from loraserve.registry.composition import versions_of
+from loraserve.text.chat_format import AUTO, ChatFormat
+from loraserve.text.version_template import VersionTemplate
+from loraserve.types import AdapterRef, Digest, ExtraFile
+
+if TYPE_CHECKING:
+    from adapters_store.base import BlobStore
+    from loraserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+_ENTRY_BYTES = 4096
+"""What an entry takes beside its template's text, with room to spare."""
+LOADED, CACHED = "loaded", "cached"
+OUTCOMES = (LOADED, CACHED)
+
+
+class VersionChats:
+    """Give the chat format and the defaults of whatever a request is bound to.
+
+    Args:
+        base: returns the format of chats with the base.
+        tool_call_parser, reasoning_parser: what the operator chose for the base.
+        vocab_size: returns the width of the base's logits.
+        on_damage: called with the digest of a version and the blob of its that is damaged.
+
+    Attributes:
+        num_by_outcome: uses of versions' own formats and defaults since the start.
+    """
+
+    def __init__(
+        self,
+        base: Callable[[], ChatFormat],
+        tokenizer: Tokenizer,
+        store: BlobStore,
+        renderer: TemplateRenderer,
+        *,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        vocab_size: Callable[[], int],
+        on_damage: Callable[[Digest, Digest], None] = lambda digest, blob: None,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self.num_by_outcome: Counter[str] = Counter()
+        self._base, self._tokenizer, self._store, self._renderer = base, tokenizer, store, renderer
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
+        self._vocab_size, self._on_damage = vocab_size, on_damage
+        self._cache = TenantCache(limits.max_version_chat_bytes)
+        self._loading: dict[Hashable, asyncio.Task[Any]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the formats and defaults that are kept."""
+        return self._cache.num_bytes
+
+    async def chat_format(self, tenant: str, adapter: AdapterRef | None) -> ChatFormat:
+        """Return the format of chats with what a request is bound to; the base's where it has none.
+
+        Args:
+            tenant: the one whose request it is.
+
+        Raises:
+            AdapterCorrupt: the stored template is damaged or missing.
+            ChatTemplateFailed: it can't be compiled.
+            EngineUnavailable: its process can't be started.
+        """
+        version = _version_of(adapter)
+        extras = None if version is None else version.extras
+        if (
+            version is None
+            or extras is None
+            or not (extras.chat_template or extras.tool_parser or extras.reasoning_parser)
+        ):
+            return self._base()
+        key = ("format", version.tenant, version.name, version.version, version.digest)
+        return await self._kept(key, version.tenant, lambda: self._make_format(tenant, version))
+
+    async def defaults(self, adapter: AdapterRef | None) -> GenerationDefaults:
+        """Return the defaults of requests for what one is bound to.
+
+        Raises:
+            AdapterCorrupt: the stored file is damaged or missing.
+        """
+        version = _version_of(adapter)
+        if version is None or version.extras is None or version.extras.generation_config is None:
+            return NO_DEFAULTS
+        file = version.extras.generation_config
+        key = ("defaults", version.tenant, version.name, version.version, version.digest)
+        return await self._kept(key, version.tenant, lambda: self._read_defaults(version, file))
+
+    async def _kept(self, key: Hashable, owner: str, make: Callable[[], Awaitable[tuple[T, int]]]) -> T:
+        """Return what is kept under the key; make it once for all that ask meanwhile.
+
+        A request that leaves doesn't end what others wait for.
+        """
+        known = self._cache.get(key)
+        if known is not None:
+            self.num_by_outcome[CACHED] += 1
+            return cast(T, known)
+        task = self._loading.get(key)
+        if task is None:
+            task = asyncio.create_task(self._load(key, owner, make), name="version-chat")
+            self._loading[key] = task
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+            # an error that no request waits for any more is nobody's
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return cast(T, await asyncio.shield(task))
+
+    async def _load(self, key: Hashable, owner: str, make: Callable[[], Awaitable[tuple[T, int]]]) -> T:
+        made, num_bytes = await make()
+        self.num_by_outcome[LOADED] += 1
+        self._cache.put(key, owner, made, num_bytes + _ENTRY_BYTES)
+        return made
+
+    async def _make_format(self, tenant: str, version: AdapterRef) -> tuple[ChatFormat, int]:
+        extras = version.extras
+        if extras is None:
+            raise ValueError("the version has no extra files")
+        template: Any = self._base().template
+        num_bytes = 0
+        if extras.chat_template is not None:
+            name = f"{version.name}@{version.version}"
+            source = (await self._read(version, extras.chat_template)).decode()
+            found = await self._renderer.inspect(tenant, source)
+            if found.problems:
+                raise ChatTemplateFailed(
+                    f"The chat template of {name} can't be used: {found.problems[0]}.", param="messages"
+                )
+            template, num_bytes = VersionTemplate(name, source, found.read), 2 * len(source)
+        made = ChatFormat(
+            template,
+            self._tokenizer,
+            tool_call_parser=extras.tool_parser or self._tool_call_parser,
+            reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
+        )
+        known = self._base().tools
+        if made.tools is None and extras.tool_parser is None and known is not None:
+            # the template shows tools in no way that is recognized: the model is the base's kind
+            made = ChatFormat(
+                template,
+                self._tokenizer,
+                tool_call_parser=known.name,
+                reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
+            )
+        return made, num_bytes
+
+    async def _read_defaults(self, version: AdapterRef, file: ExtraFile) -> tuple[GenerationDefaults, int]:
+        data = await self._read(version, file)
+        try:
+            defaults, _ = read_generation_config(data, self._vocab_size())
+        except AdapterRejected as error:
+            # it was good when it was uploaded, to another release or for another base
+            raise AdapterUnservable(
+                f"The defaults of {version.name}@{version.version} don't fit this server: {error.problems[0]}",
+                hint="Push the version again with another generation_config.json.",
+            ) from error
+        return defaults, len(data)
+
+    async def _read(self, version: AdapterRef, file: ExtraFile) -> bytes:
+        """Return the file's bytes, verified.
+
+        Raises:
+            AdapterCorrupt: they are damaged or missing.
+        """
+        try:
+            if version.memory is not None:
+                files = () if version.extras is None else version.extras.files
+                offset = sum(one.num_bytes for one in files[: files.index(file)])
+                return await asyncio.to_thread(read_extra_bytes, version.memory, offset, file)
+            return bytes(await asyncio.to_thread(self._store.read, file.blob))
+        except (BlobCorrupt, BlobNotFound) as error:
+            self._on_damage(version.digest, file.blob)
+            raise AdapterCorrupt(
+                "The stored bytes of this adapter version are damaged or missing.",
+                digest=version.digest,
+                blob=file.blob,
+                hint="Push the adapter again.",
+            ) from error
+
+
+def _version_of(adapter: AdapterRef | None) -> AdapterRef | None:
+    """Return the version whose extra files chats with the adapter use; None: the base's are used.
+
+    Those of a sum are used where all of its versions have the same.
+    """
+    versions = versions_of(adapter)
+    if not versions or any(version.extras != versions[0].extras for version in versions):
+        return None
+    return versions[0]
+
+
+class TenantCache:
+    """Values up to a number of bytes, by their last use; full, the largest tenant gives way.
+
+    Args:
+        max_bytes: of all of them.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Hashable, tuple[str, object, int]] = OrderedDict()
+        self._bytes: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes.total()
+
+    def get(self, key: Hashable) -> object | None:
+        """Return the value and note its use; None if it isn't there."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][1]
+
+    def put(self, key: Hashable, tenant: str, value: object, num_bytes: int) -> None:
+        """Keep the value for the tenant, which pays for it."""
+        self._drop(key)
+        self._entries[key] = tenant, value, num_bytes
+        self._bytes[tenant] += num_bytes
+        while self._bytes.total() > self._max_bytes and self._entries:
+            largest = max(self._bytes, key=lambda one: self._bytes[one])
+            self._drop(next(one for one, entry in self._entries.items() if entry[0] == largest))
+
+    def _drop(self, key: Hashable) -> None:
+        if key in self._entries:
+            tenant, _, num_bytes = self._entries.pop(key)
+            self._bytes[tenant] -= num_bytes
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]

@@ -1,0 +1,244 @@
+"""A version's own chat template, parsers and defaults, in chats with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from loraserve.limits import LIMITS
+
+BASE = "org/base:1"
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+OTHER = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+HERMES = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}<tool_call>"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+MESSAGES = [{"role": "user", "content": "hi"}]
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+async def chat(client: httpx2.AsyncClient, model: str, **body: Any) -> httpx2.Response:
+    return await client.post("/v1/chat/completions", json={"model": model, "messages": MESSAGES, "seed": 1, **body})
+
+
+def prompts_of(engine: Any) -> list[str]:
+    return [engine.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=False) for one in engine.seen]
+
+
+async def test_each_version_has_the_prompt_of_its_own_template(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    one = await publish("sql", chat_template=TEMPLATE.encode())
+    two = await publish("sql", chat_template=OTHER.encode())
+    engine.step_s = 0.01
+    answers = await asyncio.gather(
+        *(chat(client, model) for model in (f"sql@{one}", f"sql@{two}", "sql@1", BASE, f"sql@{one}"))
+    )
+    assert [answer.status_code for answer in answers] == [200] * 5
+    by_version = {
+        one.adapter and one.adapter.version: text for one, text in zip(engine.seen, prompts_of(engine), strict=True)
+    }
+    assert by_version[one] == "[user] hi\n"
+    assert by_version[two] == "<user> hi\n"
+    assert by_version[1] == by_version[None] == "<|user|>hi\n<|assistant|>"
+
+
+async def test_the_same_template_is_read_once_for_requests_at_once(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = await publish("sql", chat_template=TEMPLATE.encode())
+    read, asked = services.store.read, list[str]()
+
+    def counting(digest: Any) -> Any:
+        asked.append(digest)
+        return read(digest)
+
+    monkeypatch.setattr(services.store, "read", counting)
+    await asyncio.gather(*(chat(client, f"sql@{version}") for _ in range(8)))
+    await chat(client, f"sql@{version}")
+    assert len(asked) == 1
+
+
+async def test_tokenize_shows_the_versions_own_prompt(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    version = await publish("sql", chat_template=TEMPLATE.encode())
+    answer = await client.post("/tokenize", json={"model": f"sql@{version}", "messages": MESSAGES})
+    assert engine.tokenizer.decode(answer.json()["tokens"]) == "[user] hi\n"
+    answer = await client.post("/tokenize", json={"model": "sql@1", "messages": MESSAGES})
+    assert "[user]" not in engine.tokenizer.decode(answer.json()["tokens"])
+
+
+async def test_a_last_message_is_continued_by_the_versions_own_template(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    version = await publish("sql", chat_template=TEMPLATE.encode())
+    answer = await chat(
+        client,
+        f"sql@{version}",
+        messages=[*MESSAGES, {"role": "assistant", "content": "well"}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
+    assert answer.status_code == 200
+    assert prompts_of(engine) == ["[user] hi\n[assistant] well"]
+
+
+async def test_a_sum_uses_the_bases_template_unless_its_parts_have_the_same(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    await publish("one", 1, chat_template=TEMPLATE.encode())
+    await publish("two", 2, chat_template=TEMPLATE.encode())
+    await publish("three", 3, chat_template=OTHER.encode())
+    for model in ("one+two", "one+three", "one+sql"):
+        assert (await chat(client, model)).status_code == 200
+    assert prompts_of(engine) == ["[user] hi\n", *["<|user|>hi\n<|assistant|>"] * 2]
+
+
+async def test_a_versions_tool_parser_reads_its_answers(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
+    engine.script = '[TOOL_CALLS]find{"q": 1}'
+    hermes = await publish("sql", chat_template=HERMES.encode())
+    mistral = await publish("sql", chat_template=HERMES.encode(), tool_parser=b"mistral")
+    bare = await publish("sql", tool_parser=b"mistral")
+    one = (await chat(client, f"sql@{hermes}", tools=tools)).json()["choices"][0]
+    two = (await chat(client, f"sql@{mistral}", tools=tools)).json()["choices"][0]
+    assert (one["finish_reason"], one["message"]["content"]) == ("stop", engine.script)
+    assert two["finish_reason"] == "tool_calls"
+    assert two["message"]["tool_calls"][0]["function"]["name"] == "find"
+    # the base's template reads no tools
+    assert (await chat(client, f"sql@{bare}", tools=tools)).json()["error"]["param"] == "tools"
+
+
+async def test_the_defaults_of_a_version_are_used_where_a_request_says_nothing(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any, base: Any
+) -> None:
+    config = {
+        "temperature": 0.3,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "max_new_tokens": 3,
+        "eos_token_id": [5, base.eos_token_ids[0]],
+        "stop_strings": ["!"],
+    }
+    version = await publish("sql", generation_config=json.dumps(config).encode())
+    for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "x"})):
+        body = {"model": f"sql@{version}", **prompt}
+        assert (await client.post(f"/v1/{path}", json=body)).json()["usage"]["completion_tokens"] == 3
+        said = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 2}
+        await client.post(f"/v1/{path}", json=body | said | {"stop": ["?"], "stop_token_ids": [9]})
+        params, asked = (one.params for one in engine.seen[-2:])
+        assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.3, 0.5, 7, 0.1)
+        assert (params.repetition_penalty, params.max_tokens) == (1.2, 3)
+        assert params.stop_token_ids == (5, base.eos_token_ids[0])
+        assert engine.seen[-2].stop == ("!",)
+        assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p) == (1, 1, 0, 0)
+        assert (asked.repetition_penalty, asked.max_tokens) == (1, 2)
+        assert asked.stop_token_ids == (9, 5, base.eos_token_ids[0])
+        assert engine.seen[-1].stop == ("?",)
+    await client.post("/v1/completions", json={"model": f"sql@{version}", "prompt": "x", "ignore_eos": True})
+    assert engine.seen[-1].params.stop_token_ids == ()
+    generated = await client.post("/generate", json={"inputs": "x", "parameters": {"adapter_id": f"sql@{version}"}})
+    assert generated.status_code == 200
+    params = engine.seen[-1].params
+    assert (params.temperature, params.top_p) == (0, 1)
+    assert params.stop_token_ids == (5, base.eos_token_ids[0])
+
+
+async def test_a_version_that_does_not_sample_is_greedy_by_default(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    version = await publish("sql", generation_config=b'{"do_sample": false, "temperature": 0.7}')
+    await chat(client, f"sql@{version}")
+    await chat(client, f"sql@{version}", temperature=0.5)
+    assert [one.params.temperature for one in engine.seen] == [0, 0.5]
+
+
+async def test_another_tenant_has_neither_the_template_nor_a_trace_of_it(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], make_tenant: Any, engine: Any, url: str
+) -> None:
+    globex = await make_tenant("globex")
+    await publish("sql", chat_template=TEMPLATE.encode(), generation_config=b'{"top_k": 3}')
+    await publish("sql", tenant=globex)
+    async with httpx2.AsyncClient(base_url=url, headers=globex.headers) as other:
+        assert (await chat(other, "sql")).status_code == 200
+        absent = await chat(other, "sql@2")
+        missing = await chat(other, "sql@3")
+    assert prompts_of(engine) == ["<|user|>hi\n<|assistant|>"]
+    assert engine.seen[0].params.top_k == 0
+    assert absent.status_code == missing.status_code == 404
+
+
+async def test_a_template_that_refuses_messages_is_named_with_its_version(
+    client: httpx2.AsyncClient, publish: Callable[..., Any]
+) -> None:
+    strict = "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}x"
+    version = await publish("sql", chat_template=strict.encode())
+    answer = await chat(client, f"sql@{version}", messages=MESSAGES * 2)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("chat_template_failed", "messages")
+    assert error["message"] == f"The chat template of sql@{version} refuses these messages: one message only."
+    answer = await chat(client, f"sql@{version}", chat_template_kwargs={"messages": []})
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+async def test_a_renderer_that_was_killed_is_started_again(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, engine: Any
+) -> None:
+    version = await publish("sql", chat_template=TEMPLATE.encode())
+    for process in services.templates._all:
+        os.kill(process._process.pid, signal.SIGKILL)
+    assert (await chat(client, f"sql@{version}")).status_code == 200
+    assert prompts_of(engine) == ["[user] hi\n"]
+    assert services.templates.num_starts == 2
+
+
+async def test_a_template_that_hangs_ends_alone_while_streams_go_on(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, make_tenant: Any, url: str
+) -> None:
+    # one step of many seconds: no look at the clock ends it
+    bomb = "{% if messages[0].content == 'bomb' %}{{ ([[0] * 100] * 10000) | sum(start=[]) }}{% endif %}x"
+    globex = await make_tenant("globex")
+    version = await publish("sql", chat_template=bomb.encode())
+    other = await publish("sql", tenant=globex, chat_template=TEMPLATE.encode())
+    hanging = asyncio.create_task(chat(client, f"sql@{version}", messages=[{"role": "user", "content": "bomb"}]))
+    await asyncio.sleep(0.1)
+    async with httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=10) as others:
+        started = asyncio.get_running_loop().time()
+        assert (await chat(others, f"sql@{other}")).status_code == 200
+        assert asyncio.get_running_loop().time() - started < LIMITS.template_timeout_s
+    assert not hanging.done()
+    answer = await hanging
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "chat_template_failed"
+    assert f"sql@{version}" in answer.json()["error"]["message"]
+    assert services.templates.num_by_outcome["killed"] == 1
+
+
+async def test_damaged_bytes_of_a_template_quarantine_their_version(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any
+) -> None:
+    version = await publish("sql", chat_template=TEMPLATE.encode())
+    for path in services.store.root.rglob("*"):
+        if path.is_file() and path.read_bytes() == TEMPLATE.encode():
+            path.chmod(0o600)
+            path.write_bytes(b"x" * len(TEMPLATE))
+    answer = await chat(client, f"sql@{version}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_corrupt")
+    await services.registry.corruption.close()
+    assert (await chat(client, f"sql@{version}")).json()["error"]["code"] == "adapter_quarantined"
+    assert await publish("sql", chat_template=TEMPLATE.encode()) == version
+    assert (await chat(client, f"sql@{version}")).status_code == 200
