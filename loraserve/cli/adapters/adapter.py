@@ -16,6 +16,7 @@ from loraserve.cli.help import App
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column, Format
+from loraserve.sdk.files.peft_directory import has_older_template
 
 if TYPE_CHECKING:
     from loraserve.sdk import Progress
@@ -70,6 +71,14 @@ def push(
     ] = True,
     notes: NotesOption = None,
     tag: TagOption = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Format of its tool calls, part of the version, such as hermes."),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Format of its reasoning, part of the version, such as qwen3."),
+    ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
@@ -95,6 +104,8 @@ def push(
                     dry_run=dry_run,
                     notes=said,
                     tags=tags,
+                    tool_parser=tool_parser,
+                    reasoning_parser=reasoning_parser,
                     on_progress=tell,
                 )
         except (errors.ConnectionFailed, errors.ClientTimeout, KeyboardInterrupt):
@@ -102,6 +113,11 @@ def push(
                 output.note("The server keeps the bytes that it received: run the same command again to resume.")
             raise
         show_version(output, version)
+        if has_older_template(directory):
+            output.note(
+                "The chat template in tokenizer_config.json wasn't sent. "
+                "To make it part of the version, save it as chat_template.jinja."
+            )
         if dry_run:
             output.note("Dry run: the adapter would be accepted; nothing was stored.")
         else:
@@ -116,7 +132,7 @@ def push(
 def pull(
     target: TargetArgument,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Directory for its two files.", show_default=False)
+        Path | None, typer.Argument(metavar="DIR", help="Directory for its files.", show_default=False)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     source: Annotated[

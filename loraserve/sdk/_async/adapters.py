@@ -15,7 +15,7 @@ from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
 from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress
-from loraserve.sdk.files.peft_directory import find_files, read_config
+from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Version
 from loraserve.sdk.types.operations import Operation
 
@@ -37,6 +37,8 @@ class AsyncAdapters:
         dry_run: bool = False,
         notes: str | None = None,
         tags: Mapping[str, str] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Version:
         """Send a PEFT directory and return the version that the server made of it.
@@ -47,10 +49,15 @@ class AsyncAdapters:
         published. A version whose certificate failed is quarantined (`Version.is_quarantined`): it
         isn't served, and no alias points to it.
 
+        ``chat_template.jinja`` and ``generation_config.json`` in the directory become part of the
+        version.
+
         Args:
             alias: point this alias at the new version too.
             promote: point `live`, which the bare name means, at the new version.
             notes, tags: set on the version.
+            tool_parser, reasoning_parser: formats of its tool calls and its reasoning, part of the
+                version; None: what the directory's file of that name says, if there is one.
             on_progress: called with the bytes sent so far; a resumed push starts from those that
                 the server has.
 
@@ -61,10 +68,13 @@ class AsyncAdapters:
         """
         config_path, weights_path = find_files(Path(directory))
         config = await async_call(read_config, config_path)
+        extras = await async_call(read_extra_files, Path(directory))
+        parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+        extras |= {name: value for name, value in parsers.items() if value is not None}
         params = {} if promote else {"promote": "false"}
         if dry_run:
             params["dry_run"] = "true"
-        made = await self._publish(name, config, weights_path, params, on_progress)
+        made = await self._publish(name, config, extras, weights_path, params, on_progress)
         if made.version is None or dry_run:
             return made
         if notes is not None or tags is not None:
@@ -75,7 +85,13 @@ class AsyncAdapters:
         return await self.version(name, made.version)
 
     async def _publish(
-        self, name: str, config: str, weights: Path, params: Mapping[str, str], on_progress: OnProgress | None
+        self,
+        name: str,
+        config: str,
+        extras: Mapping[str, str],
+        weights: Path,
+        params: Mapping[str, str],
+        on_progress: OnProgress | None,
     ) -> Version:
         """Upload the weights and publish them.
 
@@ -86,7 +102,8 @@ class AsyncAdapters:
         while True:
             digest = await send_file(self._transport, weights, on_progress)
             # the config's own text: the server reads every number to its last digit
-            body = f'{{"config":{config},"blob":"{digest}"}}'.encode()
+            rest = encode({"blob": digest, **extras}).decode().removeprefix("{")
+            body = f'{{"config":{config},{rest}'.encode()
             path, headers = f"{_path(name)}/versions", idempotency_key()
             call = Call("POST", path, read_into(Version), params=params, headers=headers, body=body)
             try:
@@ -108,7 +125,7 @@ class AsyncAdapters:
         overwrite: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Version:
-        """Download a version's two files into `directory`, and return the version.
+        """Download a version's files into `directory`, and return the version.
 
         The files are as they were pushed. Each file is checked against its digest.
 
@@ -126,7 +143,7 @@ class AsyncAdapters:
         await download(
             self._transport,
             _path(name, version),
-            found.size_bytes,
+            found,
             Path(directory),
             overwrite=overwrite,
             on_progress=on_progress,

@@ -17,8 +17,9 @@ from loraserve.sdk.call import Call, read_nothing
 from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress, Progress
 from loraserve.sdk.files import uploads
-from loraserve.sdk.files.download import RETRIED, PartialFile, prepare_directory
-from loraserve.sdk.files.peft_directory import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.sdk.files.download import RETRIED, PartialFile, prepare_directory, write_extras
+from loraserve.sdk.files.peft_directory import CONFIG_FILE, EXTRA_FILES, WEIGHTS_FILE
+from loraserve.sdk.types.management import Version
 
 
 async def send_file(transport: AsyncTransport, path: Path, on_progress: OnProgress | None) -> str:
@@ -61,15 +62,16 @@ async def send_file(transport: AsyncTransport, path: Path, on_progress: OnProgre
 async def download(
     transport: AsyncTransport,
     version_path: str,
-    total_bytes: int,
+    version: Version,
     directory: Path,
     *,
     overwrite: bool,
     on_progress: OnProgress | None,
 ) -> None:
-    """Write both files of the version at `version_path` into `directory`.
+    """Write the files of the version at `version_path` into `directory`.
 
-    They are checked against the server's digests.
+    They are checked against the server's digests. Extra files that the version doesn't have are
+    removed from there.
 
     Raises:
         AlreadyExists: one of them exists, and `overwrite` is False.
@@ -80,15 +82,17 @@ async def download(
 
     def report(num_bytes: int) -> None:
         if on_progress is not None:
-            on_progress(Progress(done_bytes + num_bytes, max(total_bytes, done_bytes + num_bytes)))
+            on_progress(Progress(done_bytes + num_bytes, max(version.size_bytes, done_bytes + num_bytes)))
 
     # the config comes last: a directory that has one has the weights too
-    parts = [PartialFile(directory / name, report) for name in (WEIGHTS_FILE, CONFIG_FILE)]
+    extras = [name for name in EXTRA_FILES.values() if any(file.name == name for file in version.extra_files)]
+    parts = [PartialFile(directory / name, report) for name in (*extras, WEIGHTS_FILE, CONFIG_FILE)]
     try:
         for part in parts:
             call = Call("GET", f"{version_path}/files/{part.path.name}", read_nothing)
             await _fetch(transport, call, part)
             done_bytes += part.num_bytes
+        await async_call(write_extras, directory, extras, version)
         for part in parts:
             await async_call(part.commit)
     finally:

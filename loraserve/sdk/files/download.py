@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import BinaryIO
 
 from loraserve import errors
 from loraserve.sdk.answers import Answer
-from loraserve.sdk.files.peft_directory import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.sdk.files.peft_directory import CONFIG_FILE, EXTRA_FILES, PARSER_FILES, WEIGHTS_FILE
+from loraserve.sdk.types.management import Version
 
 _DIGEST = re.compile(r'(?:W/)?"([0-9a-f]{64})"')
 RETRIED = (errors.ConnectionFailed, errors.ClientTimeout, errors.Overloaded)
@@ -79,12 +80,28 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     """Create the directory.
 
     Raises:
-        AlreadyExists: it holds one of an adapter's two files, and `overwrite` is False.
+        AlreadyExists: it holds one of an adapter's files, and `overwrite` is False.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    existing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if (directory / name).exists()]
+    existing = [
+        name
+        for name in (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES)
+        if (directory / name).exists()
+    ]
     if existing and not overwrite:
         raise errors.AlreadyExists(
             f"{directory} holds {' and '.join(existing)} already.",
             hint="Name another directory, or overwrite them (--force).",
         )
+
+
+def write_extras(directory: Path, downloaded: Collection[str], version: Version) -> None:
+    """Write the names of the version's parsers, and remove the extra files that it doesn't have."""
+    for name in EXTRA_FILES.values():
+        if name not in downloaded:
+            (directory / name).unlink(missing_ok=True)
+    for name, parser in (("tool_parser", version.tool_parser), ("reasoning_parser", version.reasoning_parser)):
+        if parser is None:
+            (directory / name).unlink(missing_ok=True)
+        else:
+            (directory / name).write_text(parser, encoding="utf-8")

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from loraserve import errors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+EXTRA_FILES: Mapping[str, str] = {
+    "chat_template": "chat_template.jinja",
+    "generation_config": "generation_config.json",
+}
+"""Field of a publish → file whose text it is."""
+PARSER_FILES = ("tool_parser", "reasoning_parser")
+"""Files, and fields of a publish, that hold a parser's name."""
+_MAX_EXTRA_BYTES = 1 << 20
 
 
 def find_files(directory: Path) -> tuple[Path, Path]:
@@ -49,3 +58,35 @@ def read_config(path: Path) -> str:
     if not is_object:
         raise errors.AdapterFormatError(f"{path} isn't a JSON object in UTF-8.", hint="Save the adapter again.")
     return text
+
+
+def read_extra_files(directory: Path) -> dict[str, str]:
+    """Return the texts of the extra files that the directory has, by the fields of a publish.
+
+    Raises:
+        AdapterFormatError: one isn't text, or is far too large.
+    """
+    found: dict[str, str] = {}
+    for field, name in {**EXTRA_FILES, **{name: name for name in PARSER_FILES}}.items():
+        path = directory / name
+        if not path.is_file():
+            continue
+        if path.stat().st_size > _MAX_EXTRA_BYTES:
+            raise errors.AdapterFormatError(f"{path} has more than {_MAX_EXTRA_BYTES} bytes.")
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise errors.AdapterFormatError(f"{path} isn't UTF-8: byte {error.start} is invalid.") from error
+        found[field] = text.strip() if field in PARSER_FILES else text
+    return found
+
+
+def has_older_template(directory: Path) -> bool:
+    """Return whether a template is in ``tokenizer_config.json`` alone, which isn't sent."""
+    if (directory / EXTRA_FILES["chat_template"]).is_file():
+        return False
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))

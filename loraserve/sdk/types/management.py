@@ -70,6 +70,14 @@ class Certificate(Result):
     device: str = ""
 
 
+class ExtraFile(Result):
+    """File of a version beside its config and its weights."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
 class Version(Result):
     """An immutable version of an adapter, or the outcome of a dry run (`version` is None then)."""
 
@@ -101,6 +109,12 @@ class Version(Result):
     """Findings that don't keep it from being served,
     such as the name of another base in its config.
     """
+    extra_files: list[ExtraFile] = Field(default_factory=list)
+    """Files for chats with it: its own chat template, and defaults of requests' fields."""
+    tool_parser: str | None = None
+    """Format of its tool calls; None: recognized in its template, or the base's."""
+    reasoning_parser: str | None = None
+    """Format of its reasoning; None: recognized in its template, or the base's."""
 
     @property
     def model(self) -> str:
