@@ -101,3 +101,19 @@ def test_refusal_leaves_nothing_behind(server: Any, client: Client, tmp_path: Pa
     with pytest.raises(errors.VersionNotFound):
         client.adapters.pull("sql", tmp_path, version=1)
     assert files_in(tmp_path) == {}
+
+
+def test_files_for_chats_are_brought_too_and_others_of_their_names_removed(
+    server: Any, client: Client, tmp_path: Path
+) -> None:
+    template = b"{{ messages }}\r\n"
+    files = [{"name": name, "size_bytes": 1, "sha256": ""} for name in ("chat_template.jinja", "../evil")]
+    server.answer_with_version(version=2, extra_files=files, tool_parser="hermes")
+    for content in (template, WEIGHTS, CONFIG):
+        answer_with_file(server, content)
+    (tmp_path / "generation_config.json").write_text("{}")
+    client.adapters.pull("sql", tmp_path, version=2, overwrite=True)
+    assert files_in(tmp_path) == WHOLE | {"chat_template.jinja": template, "tool_parser": b"hermes"}
+    server.answer_with_version(version=2)
+    with pytest.raises(errors.AlreadyExists, match=r"chat_template\.jinja"):
+        client.adapters.pull("sql", tmp_path, version=2)

@@ -278,3 +278,28 @@ def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
     with pytest.raises(errors.AdapterFormatError, match=message):
         client.adapters.push(peft_dir, name="sql")
     assert server.asked == []
+
+
+def test_files_for_chats_are_sent_with_the_config(server: Any, client: Client, peft_dir: Path) -> None:
+    template = "{{ messages }}\r\n\u00e9\u4e2d"
+    (peft_dir / "chat_template.jinja").write_bytes(template.encode())
+    (peft_dir / "generation_config.json").write_text('{"top_p": 0.50}\n')
+    (peft_dir / "tool_parser").write_text("hermes\n")
+    server.answer_with_push()
+    client.adapters.push(peft_dir, name="sql", reasoning_parser="qwen3")
+    sent = server.asked[2].json
+    assert {name: value for name, value in sent.items() if name not in ("config", "blob")} == {
+        "chat_template": template,
+        "generation_config": '{"top_p": 0.50}\n',
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
+    }
+
+
+def test_a_template_that_is_no_text_is_refused_before_anything_is_sent(
+    server: Any, client: Client, peft_dir: Path
+) -> None:
+    (peft_dir / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(errors.AdapterFormatError, match=r"chat_template.jinja isn't UTF-8: byte 1"):
+        client.adapters.push(peft_dir, name="sql")
+    assert not server.asked

@@ -103,6 +103,19 @@ async def test_what_is_pulled_is_a_version_like_any_other(
     assert [row["id"] for row in (await acme.get("/operations")).json()["data"]] == [ended["id"]]
 
 
+async def test_extra_files_are_pulled_too(admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin) -> None:
+    origin.files |= {"chat_template.jinja": b"{{ messages[0].content }}", "tool_parser": b"hermes\n"}
+    assert (await until_ended(acme, await begin(admin)))["state"] == "done"
+    version = (await acme.get("/adapters/sql/versions/1")).json()
+    assert ([file["name"] for file in version["extra_files"]], version["tool_parser"]) == (
+        ["chat_template.jinja"],
+        "hermes",
+    )
+    origin.files["generation_config.json"] = b" " * (LIMITS.max_generation_config_bytes + 1)
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], "exceeds the limit" in ended["error"]["message"]) == ("failed", True)
+
+
 async def test_without_promotion_no_alias_moves(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
 ) -> None:

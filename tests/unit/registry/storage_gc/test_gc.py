@@ -17,6 +17,7 @@ from sqlalchemy import delete, select
 
 from adapters_store import LocalStore
 from loraserve import faults
+from loraserve.adapters.extra_files import ExtraFiles
 from loraserve.db.models import AdapterVersion, GcCandidate
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import Overloaded, StorageError
@@ -29,6 +30,7 @@ from loraserve.registry.storage_gc import deletion_locks
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.tenancy.identity.auth import Authenticator
+from loraserve.text.template_worker import TemplateAnswer
 from loraserve.types import BaseSpec, Digest, TenantId
 
 GRACE_S, RETENTION_S = 100.0, 1000.0
@@ -134,6 +136,30 @@ async def test_the_bytes_of_a_deleted_version_go_after_the_retention_and_its_row
     async with database.read() as session:
         digests = (await session.scalars(select(AdapterVersion.digest))).all()
     assert version.digest in digests
+
+
+async def test_extra_files_stay_with_their_version_and_go_with_it(
+    collector: Collector, store: LocalStore, time: Time, publish: Any, registry: Registry, acme: TenantId
+) -> None:
+    async def inspect(tenant: TenantId, source: str) -> TemplateAnswer:
+        return TemplateAnswer()
+
+    registry.publisher.inspect_template = inspect
+    extras = ExtraFiles(chat_template=b"x", generation_config=b"{}")
+    version = (await publish(extras=extras)).version
+    blobs = [file.blob for file in version.extras.files]
+    assert len(blobs) == 2
+    await passes(collector, time, 0, 2 * GRACE_S, 2 * RETENTION_S)
+    assert all(map(store.exists, blobs))
+    await registry.delete(acme, "sql", actor="test")
+    await passes(collector, time, 1, RETENTION_S - 10)
+    await registry.restorer.restore(acme, "sql", actor="test")
+    await passes(collector, time, 20, 2 * GRACE_S)
+    assert all(map(store.exists, blobs))
+    assert (await registry.get_version(acme, "sql", 1)).extras == version.extras
+    await registry.delete(acme, "sql", actor="test")
+    await passes(collector, time, 1, RETENTION_S + 1, GRACE_S + 1)
+    assert not any(map(store.exists, blobs))
 
 
 async def test_the_bytes_of_a_deleted_tenant_go_after_the_retention(

@@ -1,0 +1,190 @@
+"""A version's files for chats: uploaded, refused with reasons, downloaded, kept and collected."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+
+from adapters_store import LocalStore
+from loraserve.adapters.digest import adapter_digest
+from loraserve.adapters.format.peft_format import read_adapter
+from loraserve.api.services import Services
+from loraserve.limits import LIMITS
+
+TEMPLATE = b"{% for message in messages %}[{{ message.role }}]\r\n{{ message.content }}{% endfor %}\n"
+DEFAULTS = b'{\n  "temperature": 0.3,\n  "transformers_version": "4.50.0"\n}\n'
+EXTRAS = {
+    "chat_template": TEMPLATE,
+    "generation_config": DEFAULTS,
+    "tool_parser": b"hermes\n",
+    "reasoning_parser": b"qwen3",
+}
+ROOT = "/adapters/sql/versions"
+
+
+async def test_extra_files_come_back_as_they_were_uploaded(acme: httpx2.AsyncClient, push: Any) -> None:
+    made = await push(acme, extras=EXTRAS)
+    assert made.status_code == 201
+    shown = made.json()
+    assert shown["tool_parser"], shown["reasoning_parser"] == ("hermes", "qwen3")
+    assert [(file["name"], file["size_bytes"]) for file in shown["extra_files"]] == [
+        ("chat_template.jinja", len(TEMPLATE)),
+        ("generation_config.json", len(DEFAULTS)),
+    ]
+    assert (await acme.get(f"{ROOT}/1")).json()["extra_files"] == shown["extra_files"]
+    (check,) = (check for check in shown["checks"] if check["name"] == "extra_files")
+    assert "ignored in generation_config.json: transformers_version" in check["detail"]
+    for file, data in (("chat_template.jinja", TEMPLATE), ("generation_config.json", DEFAULTS)):
+        answer = await acme.get(f"{ROOT}/1/files/{file}")
+        assert (answer.status_code, answer.content) == (200, data)
+        assert answer.headers["etag"] == f'"{hashlib.sha256(data).hexdigest()}"'
+
+
+async def test_a_version_without_them_has_the_digest_that_it_always_had(
+    acme: httpx2.AsyncClient, push: Any, make_upload: Callable[..., tuple[bytes, bytes]]
+) -> None:
+    plain = (await push(acme)).json()
+    assert (plain["extra_files"], plain["tool_parser"], plain["reasoning_parser"]) == ([], None, None)
+    adapter = read_adapter(*make_upload())
+    assert plain["digest"] == adapter_digest(adapter.config, adapter.tensors)
+    digests = {plain["digest"]}
+    for extras in (
+        {"chat_template": TEMPLATE},
+        {"chat_template": TEMPLATE + b" "},
+        {"generation_config": b"{}"},
+        {"tool_parser": b"hermes"},
+        {"tool_parser": b"mistral"},
+        {"reasoning_parser": b"mistral"},
+        EXTRAS,
+    ):
+        made = await push(acme, extras=extras)
+        again = await push(acme, extras=extras)
+        assert (made.status_code, again.status_code) == (201, 200)
+        assert again.json()["version"] == made.json()["version"]
+        digests.add(made.json()["digest"])
+    assert len(digests) == 8
+    assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).status_code == 404
+
+
+async def test_the_resumable_way_takes_them_too(
+    acme: httpx2.AsyncClient, push: Any, make_upload: Callable[..., tuple[bytes, bytes]]
+) -> None:
+    config, weights = make_upload()
+    sha256 = hashlib.sha256(weights).hexdigest()
+    upload = (await acme.post("/uploads", json={"sha256": sha256, "size": len(weights)})).json()
+    size = len(weights)
+    await acme.patch(
+        f"/uploads/{upload['id']}", content=weights, headers={"Content-Range": f"bytes 0-{size - 1}/{size}"}
+    )
+    body = {"config": json.loads(config), "blob": sha256, **{name: data.decode() for name, data in EXTRAS.items()}}
+    checked = await acme.post(ROOT, json=body, params={"dry_run": "true"})
+    assert (checked.status_code, len(checked.json()["extra_files"])) == (200, 2)
+    made = await acme.post(ROOT, json=body)
+    assert made.status_code == 201
+    assert (await push(acme, extras=EXTRAS)).json()["digest"] == made.json()["digest"]
+    assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).content == TEMPLATE
+    refused = await acme.post(ROOT, json=body | {"tool_parser": 1})
+    assert (refused.status_code, "tool_parser" in refused.text) == (400, True)
+
+
+BAD: list[tuple[dict[str, bytes], str]] = [
+    ({"chat_template": b""}, "chat_template.jinja is empty"),
+    ({"chat_template": b"\xff"}, "isn't UTF-8: byte 0"),
+    ({"chat_template": b"a\nb\n{% for %}"}, "line 3:"),
+    ({"chat_template": b"{{ unknown | nofilter }}"}, "line 1: No filter named 'nofilter'"),
+    ({"chat_template": b"{{ messages[0].content.x.y }}"}, "UndefinedError"),
+    ({"chat_template": b"{{ raise_exception('never') }}"}, "never"),
+    ({"chat_template": b"{% if false %}x{% endif %}"}, "empty prompt"),
+    ({"chat_template": b"{% include '/etc/passwd' %}"}, "chat_template.jinja"),
+    ({"chat_template": b"{{ ''.__class__.__mro__[1].__subclasses__() }}"}, "SecurityError"),
+    ({"chat_template": b"{{ messages.append(1) }}"}, "SecurityError"),
+    ({"chat_template": b"{{ 'a' * 1000000000 }}"}, "limits"),
+    ({"chat_template": b"{{ 'a' | center(4000000000) }}"}, "memory"),
+    ({"chat_template": b"{{ '%4000000000d' % 1 }}"}, "memory"),
+    ({"chat_template": b"{% for i in range(10**9) %}x{% endfor %}"}, "SecurityError"),
+    ({"chat_template": b"{% for i in range(1000000000) %}x{% endfor %}"}, "chat_template.jinja"),
+    ({"chat_template": b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}, "limits"),
+    ({"chat_template": b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"}, "RecursionError"),
+    ({"chat_template": b"{{ " + b"(" * 30_000 + b"1" + b")" * 30_000 + b" }}"}, "chat_template.jinja"),
+    ({"chat_template": b"{{ " + b"[" * 30_000 + b"]" * 30_000 + b" }}"}, "chat_template.jinja"),
+    ({"chat_template": b"{% if 1 %}" * 3_000 + b"{% endif %}" * 3_000}, "chat_template.jinja"),
+    ({"chat_template": b"{{ ([[0] * 100] * 10000) | sum(start=[]) }}"}, "time, memory or stack"),
+    ({"chat_template": b"{% set n = namespace(s='a') %}" + b"{% set n.s = n.s ~ n.s %}" * 60}, "memory"),
+    ({"tool_parser": b"nobody"}, "tool_parser isn't known. Expected one of: functiongemma, granite"),
+    ({"reasoning_parser": b"nobody"}, "reasoning_parser isn't known. Expected one of: deepseek_r1"),
+    ({"generation_config": b"[]"}, "expected an object"),
+    ({"generation_config": b'{"temperature": 1, "temperature": 2}'}, "appears twice"),
+    ({"generation_config": b'{"temperature": NaN}'}, "isn't a JSON number"),
+    ({"generation_config": b'{"temperature": "1"}'}, "temperature is '1'; expected a number"),
+    ({"generation_config": b'{"temperature": true}'}, "temperature is True"),
+    ({"generation_config": b'{"top_p": 2}'}, "top_p is 2"),
+    ({"generation_config": b'{"top_k": 1.5}'}, "top_k is 1.5"),
+    ({"generation_config": b'{"max_new_tokens": 0}'}, "max_new_tokens is 0"),
+    ({"generation_config": b'{"eos_token_id": 99999999}'}, "is not a token of this base"),
+    ({"generation_config": b'{"eos_token_id": [1, "2"]}'}, "eos_token_id is"),
+    ({"generation_config": b'{"stop_strings": [""]}'}, "stop_strings is"),
+    ({"generation_config": b'{"do_sample": 1}'}, "do_sample is 1"),
+    ({"generation_config": b'{"num_beams": 4}'}, "num_beams is 4, which would change answers"),
+    ({"generation_config": b'{"suppress_tokens": [1]}'}, "suppress_tokens"),
+    ({"generation_config": b'{"my_field": 1}'}, "the field 'my_field' isn't known"),
+]
+
+
+async def test_bad_extra_files_are_refused_with_their_reason(
+    acme: httpx2.AsyncClient, push: Any, subtests: Any, services: Services
+) -> None:
+    for extras, reason in BAD:
+        with subtests.test(reason=reason):
+            refused = await push(acme, extras=extras, params={"dry_run": "true"})
+            assert refused.status_code == 422
+            assert reason in " ".join(error["detail"] for error in refused.json()["errors"])
+    assert (await acme.get(ROOT)).status_code == 404
+
+
+async def test_every_problem_is_listed_at_once(acme: httpx2.AsyncClient, push: Any) -> None:
+    refused = await push(
+        acme,
+        extras={
+            "chat_template": b"{% x %}",
+            "tool_parser": b"a",
+            "reasoning_parser": b"b",
+            "generation_config": b'{"top_p": 2, "num_beams": 2}',
+        },
+    )
+    assert len(refused.json()["errors"]) == 5
+
+
+async def test_a_part_over_its_bound_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
+    for name, most in (
+        ("chat_template", LIMITS.max_chat_template_bytes),
+        ("generation_config", LIMITS.max_generation_config_bytes),
+        ("tool_parser", LIMITS.max_parser_name_bytes),
+    ):
+        refused = await push(acme, extras={name: b"x" * (most + 1)})
+        assert (refused.status_code, f'The part "{name}" exceeds' in refused.json()["detail"]) == (413, True)
+
+
+async def test_another_tenants_extra_files_are_absent(
+    acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, push: Any
+) -> None:
+    await push(acme, extras=EXTRAS)
+    answers = [await globex.get(f"/adapters/{name}/versions/1/files/chat_template.jinja") for name in ("sql", "none")]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert answers[0].json()["detail"].replace("sql", "none") == answers[1].json()["detail"]
+
+
+async def test_a_damaged_template_quarantines_its_version_until_it_is_pushed_again(
+    acme: httpx2.AsyncClient, push: Any, store: LocalStore, services: Services
+) -> None:
+    made = (await push(acme, extras=EXTRAS)).json()
+    blob = made["extra_files"][0]["sha256"]
+    (store.root / blob[:2] / blob[2:4] / blob).unlink()
+    assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).status_code == 503
+    await services.registry.corruption.close()
+    assert (await acme.get(f"{ROOT}/1")).json()["state"] == "quarantined"
+    assert (await push(acme, extras=EXTRAS)).json()["state"] == "ready"
+    assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).content == TEMPLATE
