@@ -12,7 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from loraserve.api.services import Services
 from loraserve.limits import LIMITS
+from loraserve.registry.model_name import parse_model
+from loraserve.registry.registry import Registry
 
 BASE = "org/base:1"
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -242,3 +245,26 @@ async def test_damaged_bytes_of_a_template_quarantine_their_version(
     assert (await chat(client, f"sql@{version}")).json()["error"]["code"] == "adapter_quarantined"
     assert await publish("sql", chat_template=TEMPLATE.encode()) == version
     assert (await chat(client, f"sql@{version}")).status_code == 200
+
+
+async def test_a_server_that_starts_again_has_them_still(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], services: Services, engine: Any, acme: Any
+) -> None:
+    version = await publish("sql", chat_template=TEMPLATE.encode(), generation_config=b'{"top_k": 3}')
+    registry = Registry(services.registry._database, services.store, lambda: engine.base)
+    again = Services(
+        settings=services.settings,
+        engine=services.engine,
+        registry=registry,
+        authenticator=services.authenticator,
+        store=services.store,
+        tokenizer=services.tokenizer,
+        chat_format=services.chat_format,
+    )
+    adapter = await registry.resolve(acme.caller.tenant, parse_model(f"sql@{version}", BASE))
+    try:
+        chat_format = await again.version_chats.chat_format(acme.caller.tenant, adapter)
+        assert chat_format.template.source == TEMPLATE
+        assert (await again.version_chats.defaults(adapter)).top_k == 3
+    finally:
+        await again.templates.close()
