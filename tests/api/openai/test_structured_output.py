@@ -283,7 +283,7 @@ async def test_a_client_that_leaves_ends_the_compilation(client: httpx2.AsyncCli
             "/v1/completions", json={"model": "sql", "prompt": "x", "guided_json": endless()}, timeout=0.3
         )
     async with asyncio.timeout(10):
-        while process._process is not None:
+        while process._process._process is not None:
             await asyncio.sleep(0.01)
     assert (await chat(client, regex="c")).status_code == 200
     assert process.num_starts == 2
