@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from loraserve.adapters.extra_files import FILE_NAMES
 from loraserve.api.anthropic.body import MessageBody, MessageTokensBody
 from loraserve.api.inference.schemas import (
     ChatBody,
@@ -69,12 +70,16 @@ _SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 
 _UPLOADED_FILES: Schema = {
     "type": "object",
-    "properties": {"config": _BINARY, "weights": _BINARY},
+    "properties": {"config": _BINARY, "weights": _BINARY, **dict.fromkeys(FILE_NAMES, _BINARY)},
     "required": ["config", "weights"],
 }
 _STORED_UPLOAD: Schema = {
     "type": "object",
-    "properties": {"config": {"type": "object", "description": "adapter_config.json"}, "blob": _SHA256},
+    "properties": {
+        "config": {"type": "object", "description": "adapter_config.json"},
+        "blob": _SHA256,
+        **{name: {"type": "string", "minLength": 1, "description": file} for name, file in FILE_NAMES.items()},
+    },
     "required": ["config", "blob"],
     "additionalProperties": False,
 }
