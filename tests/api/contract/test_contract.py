@@ -129,7 +129,10 @@ async def test_generated_requests_are_answered_as_described(
         prepared.headers.update(bearer(key))
         answer = asyncio.run_coroutine_threadsafe(transmit(prepared), loop).result()
         statuses.setdefault(case.operation.label, set()).add(answer.status_code)
-        case.validate_response(answer, checks=CHECKS)
+        # the document describes a stream's text, and schemathesis compares each event with that
+        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        checks = [check for check in CHECKS if check is not response_schema_conformance] if is_stream else CHECKS
+        case.validate_response(answer, checks=checks)
 
     def run() -> None:
         for label, number, strategy in generated(app, world, num_requests):
