@@ -280,7 +280,7 @@ class Limits:
     max_batch_chunk_lines: int = 256
     max_batch_output_bytes: int = 2 * GIB
     batch_poll_s: float = 2.0
-    """How often a server looks for batches that no server runs."""
+    """Seconds between a server's looks for batches that no server runs."""
     batch_lease_s: float = 15.0
     """After so long, another server goes on with the batches of one that was killed."""
     file_sweep_s: float = 300.0

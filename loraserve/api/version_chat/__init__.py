@@ -1,1 +1,1 @@
-"""What a version brings for chats with it: its template, its parsers and its defaults."""
+"""Files of a version for chats with it: its template, its parsers and its defaults."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _ENTRY_BYTES = 4096
-"""What an entry takes beside its template's text, with room to spare."""
+"""Bytes that an entry takes beside its template's text, with room to spare."""
 LOADED, CACHED = "loaded", "cached"
 OUTCOMES = (LOADED, CACHED)
 

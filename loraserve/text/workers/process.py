@@ -23,7 +23,7 @@ class WorkerDied(Exception):
 
 
 class WorkerStartFailed(Exception):
-    """No process can be started."""
+    """Failure to start a process."""
 
 
 class WorkerProcess:

@@ -283,6 +283,10 @@ async def test_one_batch_of_a_tenant_is_computed_at_a_time(place: Place, acme: T
     batches = [await place.create(tenant, input_of(1)) for tenant in (acme, acme, globex)]
     for batch in batches:
         await place.until(batch, lambda found: found.state == "in_progress")
+    async with asyncio.timeout(30):
+        while place.handler.num_live < 2:
+            await asyncio.sleep(0.01)
+    # time for a third, if it were begun
     await asyncio.sleep(0.3)
     assert place.handler.num_live == 2
     place.handler.gate.set()

@@ -34,7 +34,7 @@ _OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _LOGPROBS = "message.output_text.logprobs"
 _HARMLESS = frozenset({"reasoning.encrypted_content"})
-"""What `include` may ask for though no answer has it."""
+"""Values of `include` that are taken though no answer has them."""
 _NO_TOKENS = "Ask /v1/chat/completions for it."
 
 FIELDS: Mapping[str, str] = {

@@ -32,7 +32,7 @@ class _OpenItem:
 
     item: dict[str, Any]
     place: dict[str, Any]
-    """Where its events say that they belong."""
+    """Fields that place its events in the answer."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class ResponseOutput:
         self._choice = choice
         self._open: _OpenItem | None = None
         self._logprobs: list[dict[str, Any]] = []
-        """Those of tokens whose text hasn't come yet."""
+        """Log probabilities of tokens whose text hasn't come yet."""
 
     def add(self, chunk: Chunk) -> list[Event]:
         """Return the events of what the chunk adds."""
