@@ -101,6 +101,12 @@ def status_of(error: LoraserveError) -> int:
     return 500
 
 
+def client_status_of(error: LoraserveError) -> int:
+    """Return the status that OpenAI's, vLLM's and SGLang's clients expect: 400 in place of 422."""
+    status = status_of(error)
+    return 400 if status == 422 else status
+
+
 def openai_envelope(error: LoraserveError) -> dict[str, Any]:
     """Return ``{"error": {…}}`` as OpenAI's clients read it.
 
@@ -209,7 +215,7 @@ def error_response(
     media_type = "application/problem+json" if is_management else "application/json"
     return Response(
         orjson.dumps(body),
-        status_code=status_of(error),
+        status_code=status_of(error) if is_management else client_status_of(error),
         headers={**headers_of(error), **(headers or {})},
         media_type=media_type,
     )

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from adapters_store import MemoryBlob, StagedBlob
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.api import scopes
-from loraserve.api.errors import headers_of, openai_envelope, status_of
+from loraserve.api.errors import client_status_of, headers_of, openai_envelope
 from loraserve.api.http.json_body import json_object_of
 from loraserve.api.live_adapters.loading import LiveLoad, LiveLoader, LoadBody, PathLoadBody
 from loraserve.api.live_adapters.tensors_body import FIELDS, read_tensors
@@ -143,7 +143,7 @@ async def _answer(work: Awaitable[dict[str, str]]) -> Response:
     try:
         loaded = await work
     except LoraserveError as error:
-        status = status_of(error)
+        status = client_status_of(error)
         if status >= 500:
             raise
         update = LoraUpdate(success=False, error_message=str(error), loaded_adapters={})

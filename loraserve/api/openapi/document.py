@@ -293,7 +293,7 @@ def _errors(key: str, is_management: bool) -> set[int]:
     if not is_management:
         # a version in quarantine or of another base; a timeout of the request's own
         is_generating = key in operations.CHATS or key in operations.GENERATING
-        return found | {409} | ({504} if is_generating else set()) | ({422, 507} if is_storing else set())
+        return found | {409} | ({504} if is_generating else set()) | ({507} if is_storing else set())
     if not key.startswith("GET "):
         found |= set(_CHANGES)
     if key in operations.CONDITIONAL:
