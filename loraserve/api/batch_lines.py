@@ -23,6 +23,7 @@ from loraserve.tenancy.billing.meter import CollectedUsage
 ENDPOINTS: Mapping[str, frozenset[str]] = {
     "/v1/chat/completions": frozenset({"stream"}),
     "/v1/completions": frozenset({"stream"}),
+    "/v1/responses": frozenset({"stream"}),
     "/v1/embeddings": frozenset(),
     "/v1/score": frozenset(),
     "/v1/rerank": frozenset(),

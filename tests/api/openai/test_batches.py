@@ -105,6 +105,7 @@ async def test_each_endpoint_takes_batches(client: httpx2.AsyncClient, engine: A
     bodies = {
         "/v1/chat/completions": CHAT,
         "/v1/embeddings": {"model": "sql", "input": "x"},
+        "/v1/responses": {"model": "sql", "input": "x", "max_output_tokens": 2},
         "/v1/rerank": {"model": "sql", "query": "x", "documents": ["y"]},
         "/v1/score": {"model": "sql", "text_1": "x", "text_2": "y"},
     }
