@@ -3,18 +3,20 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+space  := $(subst ,, )
 # Tests that run at once.
 WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo formats test check bench gpu format sdk clean
+.PHONY: demo formats test clients check bench gpu format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
+	@echo "make clients          other projects' clients against the server, each in an environment of its own (ARGS='-k node' to choose)"
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
@@ -50,6 +52,24 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed-dev
 	$(BIN)/python -P -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
+# Other projects' clients, in environments that agree neither with each other's packages nor with ours: .clients/NAME for each
+# file of tests/clients/requirements, and .clients/node. CLIENTS="openai3 node" installs and tests these alone.
+CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/clients/requirements/*.txt)) node
+clients: export OMP_NUM_THREADS = 1
+clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
+	$(BIN)/python -P -m pytest -m clients -n 2 --dist loadgroup tests/clients -k "$(subst $(space), or ,$(strip $(CLIENTS)))" $(ARGS)
+
+.clients/node/.installed: tests/clients/node/package.json tests/clients/node/package-lock.json
+	@mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
+	@ln -sfn $(CURDIR)/tests/clients/node $(@D)/scripts
+	@touch $@
+.clients/%/.installed: tests/clients/requirements/%.txt constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@touch $@
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -74,4 +94,4 @@ gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON) -P benchmarks/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models
+	rm -rf $(VENV) .clients .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models

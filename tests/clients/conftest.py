@@ -1,0 +1,96 @@
+"""One server for all clients, and each client's answers, made in one process of its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess
+
+from loraserve import Client
+from loraserve.demo.pack import adapter_dirs, pack_dir
+
+from .table import ROOT, Row
+
+ADAPTERS = ("sql", "json", "french")
+TIMEOUT_S = 300
+ENVIRONMENTS = Path(os.environ.get("LORASERVE_TEST_CLIENTS", ROOT / ".clients"))
+
+
+@dataclass(frozen=True)
+class ServedPack:
+    """A server on the bundled pack, and a tenant's key."""
+
+    url: str
+    key: str
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPack]:
+    # trainers load their adapters from a folder
+    flags = ("--memory-budget", "64MiB", "--host-cache", "64MiB", "--ephemeral-loads")
+    server = ServerProcess(
+        tmp_path_factory.mktemp("clients") / "data", flags=(*flags, "--lora-dir", str(pack_dir() / "adapters"))
+    )
+    server.start()
+    key = server.make_tenant("acme")
+    directories = adapter_dirs()
+    with Client(server.url, api_key=key) as client:
+        for name in ADAPTERS:
+            client.adapters.push(directories[name], name=name)
+    yield ServedPack(server.url, key)
+    assert server.stop() == 0
+
+
+def command(row: Row) -> list[str]:
+    """Return the interpreter of the client's environment, and its script.
+
+    The test is skipped where the environment isn't installed.
+    """
+    folder = ENVIRONMENTS / row.group
+    if not (folder / ".installed").is_file():
+        pytest.skip(f"{row.group} isn't installed: make clients CLIENTS={row.group} installs and tests it")
+    if row.group == "node":
+        # the scripts are reached by a link beside the packages, from where they import these
+        return ["node", "--preserve-symlinks", "--preserve-symlinks-main", str(folder / "scripts" / row.script)]
+    return [str(folder / "bin" / "python"), "-B", str(row.path)]
+
+
+@pytest.fixture(scope="session")
+def answer_of(request: pytest.FixtureRequest) -> Callable[[Row, str], Any]:
+    """A function that returns what a client's script printed for a feature.
+
+    A script's features are run together, when the first of them is asked for.
+    """
+    answers: dict[Row, dict[str, dict[str, Any]]] = {}
+
+    def answers_of(row: Row) -> dict[str, dict[str, Any]]:
+        interpreter = command(row)
+        served: ServedPack = request.getfixturevalue("served")
+        options = [f"--{option}" for option in row.options]
+        done = subprocess.run(
+            [*interpreter, served.url, served.key, *options, *row.tested],
+            env={**os.environ, "NO_COLOR": "1"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"feature"')]
+        named = {line["feature"]: line for line in lines}
+        failed = {"error": f"{row.script} ended with {done.returncode}:\n{done.stderr[-4000:]}"}
+        return {feature: named.get(feature, failed) for feature in row.tested}
+
+    def answer_of(row: Row, feature: str) -> Any:
+        if row not in answers:
+            answers[row] = answers_of(row)
+        line = answers[row][feature]
+        assert "error" not in line, line["error"]
+        return line["answer"]
+
+    return answer_of

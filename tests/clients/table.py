@@ -1,0 +1,176 @@
+"""Which feature of which client is tested: the source of the tests, and of a table in the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+COLUMNS = {
+    "chat": "chat",
+    "stream": "stream",
+    "call": "call",
+    "stream_call": "call, streamed",
+    "result": "call and result",
+    "agent": "agent",
+    "parse": "parse",
+    "stream_parse": "parse, streamed",
+    "embeddings": "embeddings",
+    "logprobs": "logprobs",
+    "completion": "completion",
+    "errors": "errors",
+}
+"""Heading of each feature's column."""
+FOLDED = {
+    "models": "chat",
+    "stream_agent": "agent",
+    "unknown_model": "errors",
+    "context_window": "errors",
+    "count_tokens": "chat",
+    "loglikelihood": "logprobs",
+    "load": "completion",
+    "bench": "stream",
+}
+"""Features without a column of their own, and the column that also stands for them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A client on one of the server's APIs."""
+
+    client: str
+    group: str
+    """Its environment: a file of requirements, or ``node``."""
+    package: str
+    script: str
+    features: str
+    """Tested, by their names in the script."""
+    options: tuple[str, ...] = ()
+    has_adapter: bool = True
+    """Whether it can name an adapter; otherwise the base answers."""
+    pending: str = ""
+    """Features that the server hasn't yet what they need for."""
+
+    def __str__(self) -> str:
+        return f"{self.client} {self.version.split('.')[0]}"
+
+    @property
+    def tested(self) -> tuple[str, ...]:
+        return tuple(self.features.split())
+
+    @property
+    def version(self) -> str:
+        """The version that is pinned."""
+        if self.group == "node":
+            pinned = json.loads((HERE / "node" / "package.json").read_text())["dependencies"][self.package]
+            return str(pinned)
+        text = (HERE / "requirements" / f"{self.group}.txt").read_text()
+        found = re.search(rf"^{re.escape(self.package)}(?:\[.*\])?==(\S+)", text, re.MULTILINE)
+        assert found, f"{self.group}.txt has no {self.package}"
+        return found[1]
+
+    @property
+    def path(self) -> Path:
+        return HERE / ("node" if self.group == "node" else "python") / self.script
+
+
+_ALL = "chat stream call stream_call result parse stream_parse embeddings logprobs completion unknown_model"
+_AGENTS = "chat stream call agent stream_agent parse stream_parse unknown_model"
+_VERCEL = f"{_ALL} agent stream_agent".replace("logprobs ", "")
+_RESPONSES = "chat stream call stream_call result parse stream_parse unknown_model"
+_MESSAGES = "models chat stream call stream_call result parse count_tokens unknown_model"
+_VERCEL_RESPONSES = f"{_RESPONSES} agent stream_agent"
+ROWS = (
+    Row("openai (Python)", "openai2", "openai", "openai_python.py", f"models {_ALL}"),
+    Row("openai (Python)", "openai3", "openai", "openai_python.py", f"models {_ALL}"),
+    Row("openai (Node)", "node", "openai", "openai_node.mjs", f"models {_ALL} agent"),
+    Row(
+        "langchain-openai",
+        "openai3",
+        "langchain-openai",
+        "langchain_client.py",
+        f"{_ALL} agent",
+    ),
+    Row("litellm `openai/`", "openai2", "litellm", "litellm_client.py", f"{_ALL} context_window"),
+    Row("litellm `hosted_vllm/`", "openai2", "litellm", "litellm_client.py", f"{_ALL} context_window", ("vllm",)),
+    Row(
+        "instructor",
+        "openai2",
+        "instructor",
+        "instructor_client.py",
+        "chat call stream_call parse stream_parse unknown_model",
+    ),
+    Row(
+        "pydantic-ai (chat)",
+        "openai3",
+        "pydantic-ai-slim",
+        "pydantic_ai_client.py",
+        "chat stream call stream_call agent parse stream_parse embeddings logprobs unknown_model",
+    ),
+    Row(
+        "llama-index OpenAILike",
+        "openai2",
+        "llama-index-llms-openai-like",
+        "llama_index_client.py",
+        f"{_ALL} agent",
+    ),
+    Row("@ai-sdk/openai-compatible", "node", "@ai-sdk/openai-compatible", "ai_sdk.mjs", _VERCEL),
+    Row("@ai-sdk/openai (chat)", "node", "@ai-sdk/openai", "ai_sdk.mjs", _VERCEL, ("chat",)),
+    Row("openai-agents (chat)", "openai3", "openai-agents", "openai_agents.py", _AGENTS, ("chat",)),
+    Row("lorax-client", "lorax", "lorax-client", "lorax_client.py", "stream logprobs completion"),
+    Row(
+        "text-generation (TGI)",
+        "lorax",
+        "text-generation",
+        "lorax_client.py",
+        "stream logprobs completion",
+        ("tgi",),
+        has_adapter=False,
+    ),
+    Row("lm-eval local-completions", "lm_eval", "lm-eval", "lm_eval_client.py", "loglikelihood completion"),
+    Row("lm-eval local-chat-completions", "lm_eval", "lm-eval", "lm_eval_client.py", "chat", ("chat",)),
+    Row("guidellm", "torch", "guidellm", "guidellm_client.py", "bench"),
+    Row("guidellm (completions)", "torch", "guidellm", "guidellm_client.py", "bench", ("completions",)),
+    Row("TRL's client of AsyncGRPO", "torch", "trl", "trl_client.py", "load"),
+    Row("openai (Python, responses)", "openai2", "openai", "openai_responses.py", "", pending=_RESPONSES),
+    Row("openai (Python, responses)", "openai3", "openai", "openai_responses.py", "", pending=_RESPONSES),
+    Row("openai (Node, responses)", "node", "openai", "openai_node_responses.mjs", "", pending=_RESPONSES),
+    Row(
+        "pydantic-ai (responses)",
+        "openai3",
+        "pydantic-ai-slim",
+        "pydantic_ai_client.py",
+        "",
+        ("responses",),
+        pending="chat stream call stream_call agent parse stream_parse unknown_model",
+    ),
+    Row("@ai-sdk/openai", "node", "@ai-sdk/openai", "ai_sdk.mjs", "", ("responses",), pending=_VERCEL_RESPONSES),
+    Row("openai-agents", "openai3", "openai-agents", "openai_agents.py", "", pending=_AGENTS),
+    Row("anthropic (Python)", "openai3", "anthropic", "anthropic_python.py", "", pending=_MESSAGES),
+    Row("anthropic (Node)", "node", "@anthropic-ai/sdk", "anthropic_node.mjs", "", pending=_MESSAGES),
+)
+
+
+def state(row: Row, column: str) -> str:
+    """Return what a cell of the table says."""
+    if any(FOLDED.get(name, name) == column for name in row.tested):
+        return "✓"
+    if any(FOLDED.get(name, name) == column for name in row.pending.split()):
+        return "pending"
+    return "—"
+
+
+def rendered() -> str:
+    """Return the table as Markdown."""
+    lines = [f"| client | version | {' | '.join(COLUMNS.values())} |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    for row in ROWS:
+        lines.append(f"| {row.client} | {row.version} | {' | '.join(state(row, column) for column in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(rendered())

@@ -1,0 +1,39 @@
+"""The table of docs/clients.md says what is tested, and what is tested is in it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .table import COLUMNS, FOLDED, HERE, ROOT, ROWS, Row, rendered
+
+DOCS = ROOT / "docs" / "clients.md"
+
+
+def test_the_page_has_the_table_of_the_tests() -> None:
+    assert rendered() in DOCS.read_text(), "docs/clients.md: python -P -m tests.clients.table prints the right table"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.group}-{row}")
+def test_a_row_is_what_its_script_has(row: Row) -> None:
+    text = row.path.read_text()
+    pattern = r"^  async (\w+)\(\) \{" if row.group == "node" else r"^@feature\n(?:async )?def (\w+)"
+    written = set(re.findall(pattern, text, re.MULTILINE))
+    named = {*row.tested, *row.pending.split()}
+    assert named <= written, f"{row.script} hasn't {named - written}"
+    assert {FOLDED.get(name, name) for name in named} <= set(COLUMNS)
+    assert row.version
+
+
+def test_every_feature_of_a_script_is_in_a_row() -> None:
+    for script in {row.script for row in ROWS}:
+        rows = [row for row in ROWS if row.script == script]
+        text = rows[0].path.read_text()
+        written = set(re.findall(r"^(?:@feature\n(?:async )?def|  async) (\w+)\(", text, re.MULTILINE))
+        assert written == {name for row in rows for name in (*row.tested, *row.pending.split())}, script
+
+
+def test_every_script_has_a_row() -> None:
+    scripts = {path.name for folder in ("python", "node") for path in (HERE / folder).glob("*.[pm]*")}
+    assert {name for name in scripts if not name.startswith("probe.")} == {row.script for row in ROWS}
