@@ -144,7 +144,10 @@ def messages_envelope(error: LoraserveError, request_id: str | None) -> dict[str
     kind = _MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     param = getattr(error, "param", None)
     param = param or "model" if isinstance(error, errors.ModelNotFound) else param
-    detail = {"type": kind, "message": str(error), "code": error.code, "param": param}
+    detail: dict[str, Any] = {"type": kind, "message": str(error), "code": error.code, "param": param}
+    if isinstance(error, errors.UnsupportedParameter) and param == "thread":
+        # with this code, the clients' loops of tool calls go on without a thread
+        detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}
 
 

@@ -64,6 +64,7 @@ class MessageTokensBody(SamplingBody):
         "container": "",
         "mcp_servers": "",
         "context_management": "",
+        "thread": "Send the whole conversation in messages.",
         **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids"), _NO_LOGPROBS),
         **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), "Send structured_outputs."),
     }

@@ -321,6 +321,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
             ("container", "c"),
             ("mcp_servers", [{"url": "x"}]),
             ("context_management", {"edits": []}),
+            ("thread", {"type": "create"}),
             ("stop", ["x"]),
             ("user", "ann"),
             ("n", 2),
@@ -331,6 +332,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
         )
     ),
 ]
+
+
+async def test_a_thread_is_refused_so_that_the_clients_loop_goes_on_without_one(client: httpx2.AsyncClient) -> None:
+    error = (await ask(client, thread={"type": "continue", "previous_message_id": "msg_1"})).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "details" not in (await ask(client, container="c")).json()["error"]
 
 
 async def test_bad_fields_are_named_in_anthropics_envelope(
