@@ -22,6 +22,7 @@ COLUMNS = {
     "embeddings": "embeddings",
     "logprobs": "logprobs",
     "completion": "completion",
+    "batch": "batch",
     "errors": "errors",
 }
 """Heading of each feature's column."""
@@ -52,8 +53,6 @@ class Row:
     options: tuple[str, ...] = ()
     has_adapter: bool = True
     """Whether it can name an adapter; otherwise the base answers."""
-    pending: str = ""
-    """Features that the server hasn't yet what they need for."""
 
     def __str__(self) -> str:
         return f"{self.client} {self.version.split('.')[0]}"
@@ -85,8 +84,8 @@ _RESPONSES = "chat stream call stream_call result parse stream_parse unknown_mod
 _MESSAGES = "models chat stream call stream_call result parse count_tokens unknown_model"
 _VERCEL_RESPONSES = f"{_RESPONSES} agent stream_agent"
 ROWS = (
-    Row("openai (Python)", "openai2", "openai", "openai_python.py", f"models {_ALL}"),
-    Row("openai (Python)", "openai3", "openai", "openai_python.py", f"models {_ALL}"),
+    Row("openai (Python)", "openai2", "openai", "openai_python.py", f"models {_ALL} batch"),
+    Row("openai (Python)", "openai3", "openai", "openai_python.py", f"models {_ALL} batch"),
     Row("openai (Node)", "node", "openai", "openai_node.mjs", f"models {_ALL} agent"),
     Row(
         "langchain-openai",
@@ -136,22 +135,21 @@ ROWS = (
     Row("guidellm", "torch", "guidellm", "guidellm_client.py", "bench"),
     Row("guidellm (completions)", "torch", "guidellm", "guidellm_client.py", "bench", ("completions",)),
     Row("TRL's client of AsyncGRPO", "torch", "trl", "trl_client.py", "load"),
-    Row("openai (Python, responses)", "openai2", "openai", "openai_responses.py", "", pending=_RESPONSES),
-    Row("openai (Python, responses)", "openai3", "openai", "openai_responses.py", "", pending=_RESPONSES),
-    Row("openai (Node, responses)", "node", "openai", "openai_node_responses.mjs", "", pending=_RESPONSES),
+    Row("openai (Python, responses)", "openai2", "openai", "openai_responses.py", _RESPONSES),
+    Row("openai (Python, responses)", "openai3", "openai", "openai_responses.py", _RESPONSES),
+    Row("openai (Node, responses)", "node", "openai", "openai_node_responses.mjs", _RESPONSES),
     Row(
         "pydantic-ai (responses)",
         "openai3",
         "pydantic-ai-slim",
         "pydantic_ai_client.py",
-        "",
+        "chat stream call stream_call agent parse stream_parse unknown_model",
         ("responses",),
-        pending="chat stream call stream_call agent parse stream_parse unknown_model",
     ),
-    Row("@ai-sdk/openai", "node", "@ai-sdk/openai", "ai_sdk.mjs", "", ("responses",), pending=_VERCEL_RESPONSES),
-    Row("openai-agents", "openai3", "openai-agents", "openai_agents.py", "", pending=_AGENTS),
-    Row("anthropic (Python)", "openai3", "anthropic", "anthropic_python.py", "", pending=_MESSAGES),
-    Row("anthropic (Node)", "node", "@anthropic-ai/sdk", "anthropic_node.mjs", "", pending=_MESSAGES),
+    Row("@ai-sdk/openai", "node", "@ai-sdk/openai", "ai_sdk.mjs", _VERCEL_RESPONSES, ("responses",)),
+    Row("openai-agents", "openai3", "openai-agents", "openai_agents.py", _AGENTS),
+    Row("anthropic (Python)", "openai3", "anthropic", "anthropic_python.py", f"{_MESSAGES} agent"),
+    Row("anthropic (Node)", "node", "@anthropic-ai/sdk", "anthropic_node.mjs", _MESSAGES),
 )
 
 
@@ -159,8 +157,6 @@ def state(row: Row, column: str) -> str:
     """Return what a cell of the table says."""
     if any(FOLDED.get(name, name) == column for name in row.tested):
         return "✓"
-    if any(FOLDED.get(name, name) == column for name in row.pending.split()):
-        return "pending"
     return "—"
 
 

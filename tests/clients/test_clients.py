@@ -100,6 +100,11 @@ def test_a_clients_feature_works(
             check_embeddings(answer, request.getfixturevalue("served"))
         case "logprobs":
             check_logprobs(answer, text)
+        case "count_tokens":
+            # the question's seven words and two digits, and two marks around them
+            assert answer == 11
+        case "batch":
+            assert answer == {"status": "completed", "texts": [FRAME.render("sql")]}
         case "loglikelihood":
             assert answer == 1.0
         case "bench":

@@ -21,7 +21,9 @@ from probe import (
 )
 
 client: Any = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=60)
-TEXT: dict[str, Any] = {"model": TEXT_MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": MAX_TOKENS}
+# version 2 has no temperature of its own any more
+COMMON: dict[str, Any] = {"max_tokens": MAX_TOKENS, "extra_body": {"temperature": 0}}
+TEXT: dict[str, Any] = {"model": TEXT_MODEL, "messages": MESSAGES, **COMMON}
 JSON = {**TEXT, "model": JSON_MODEL}
 TOOL = {"name": "query", "description": DESCRIPTION, "input_schema": SCHEMA}
 FORCED = {**JSON, "tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
@@ -68,6 +70,25 @@ def result() -> str:
         {"role": "user", "content": [output, {"type": "text", "text": MESSAGES[0]["content"]}]},
     ]
     return client.messages.create(**{**TEXT, "messages": messages}, tools=[TOOL]).content[0].text
+
+
+@feature
+def agent() -> dict[str, Any]:
+    calls, results = [], []
+
+    @anthropic.beta_tool(name="query", description=DESCRIPTION, input_schema=SCHEMA)
+    def query(**arguments: Any) -> str:
+        calls.append(arguments)
+        return RESULT
+
+    runner = client.beta.messages.tool_runner(**{**FORCED, "tools": [query]})
+    for message in runner:
+        text = "".join(block.text for block in message.content if block.type == "text")
+        if answer := runner.generate_tool_call_response():
+            results += [block["content"] for block in answer["content"]]
+            # the first step has to call, and only that
+            runner.set_messages_params(lambda params: {**params, "tool_choice": {"type": "auto"}})
+    return {"calls": calls, "results": results, "text": text}
 
 
 @feature

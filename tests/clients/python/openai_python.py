@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import openai
@@ -99,6 +101,22 @@ def logprobs() -> list[Any]:
 @feature
 def completion() -> str:
     return client.completions.create(model=TEXT_MODEL, prompt=QUESTION, max_tokens=48, temperature=0).choices[0].text
+
+
+@feature
+def batch() -> dict[str, Any]:
+    body = {"model": TEXT_MODEL, "messages": MESSAGES, "temperature": 0}
+    line = {"custom_id": "first", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    asked = client.files.create(file=("requests.jsonl", json.dumps(line).encode()), purpose="batch")
+    made = client.batches.create(input_file_id=asked.id, endpoint="/v1/chat/completions", completion_window="24h")
+    deadline = time.monotonic() + 60
+    while made.status in ("validating", "in_progress", "finalizing") and time.monotonic() < deadline:
+        time.sleep(0.2)
+        made = client.batches.retrieve(made.id)
+    assert made.output_file_id, made
+    lines = [json.loads(text) for text in client.files.content(made.output_file_id).text.splitlines()]
+    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines]
+    return {"status": made.status, "texts": texts}
 
 
 @feature
