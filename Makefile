@@ -57,7 +57,7 @@ test: $(VENV)/.installed-dev
 CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/clients/requirements/*.txt)) node
 clients: export OMP_NUM_THREADS = 1
 clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
-	$(BIN)/python -P -m pytest -m clients -n 2 --dist loadgroup tests/clients -k "$(subst $(space), or ,$(strip $(CLIENTS)))" $(ARGS)
+	$(BIN)/python -P -m pytest -m clients -n 2 --dist worksteal tests/clients -k "$(subst $(space), or ,$(strip $(CLIENTS) vllm_bench))" $(ARGS)
 
 .clients/node/.installed: tests/clients/node/package.json tests/clients/node/package-lock.json
 	@mkdir -p $(@D)

@@ -1,4 +1,4 @@
-"""One server for all clients, and each client's answers, made in one process of its environment."""
+"""One server for all clients, and the answers that each client gets."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def command(row: Row) -> list[str]:
     return [str(folder / "bin" / "python"), "-B", str(row.path)]
 
 
-@pytest.fixture(scope="session")
-def answer_of(request: pytest.FixtureRequest) -> Callable[[Row, str], Any]:
-    """A function that returns what a client's script printed for a feature.
+@pytest.fixture
+def answers_of(request: pytest.FixtureRequest) -> Callable[[Row], tuple[ServedPack, dict[str, Any]]]:
+    """A function that runs a client's script for all features that are tested, in one process.
 
-    A script's features are run together, when the first of them is asked for.
+    It returns the server and what the script printed for each feature. The server is started after
+    the environment was found.
     """
-    answers: dict[Row, dict[str, dict[str, Any]]] = {}
 
-    def answers_of(row: Row) -> dict[str, dict[str, Any]]:
+    def answers_of(row: Row) -> tuple[ServedPack, dict[str, Any]]:
         interpreter = command(row)
         served: ServedPack = request.getfixturevalue("served")
         options = [f"--{option}" for option in row.options]
@@ -84,13 +84,6 @@ def answer_of(request: pytest.FixtureRequest) -> Callable[[Row, str], Any]:
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"feature"')]
         named = {line["feature"]: line for line in lines}
         failed = {"error": f"{row.script} ended with {done.returncode}:\n{done.stderr[-4000:]}"}
-        return {feature: named.get(feature, failed) for feature in row.tested}
+        return served, {feature: named.get(feature, failed) for feature in row.tested}
 
-    def answer_of(row: Row, feature: str) -> Any:
-        if row not in answers:
-            answers[row] = answers_of(row)
-        line = answers[row][feature]
-        assert "error" not in line, line["error"]
-        return line["answer"]
-
-    return answer_of
+    return answers_of

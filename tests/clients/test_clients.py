@@ -66,18 +66,7 @@ def check_embeddings(answer: Any, served: ServedPack) -> None:
         assert vector == pytest.approx(right, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("row", "feature"),
-    [
-        pytest.param(row, feature, id=f"{row.group}-{row}-{feature}", marks=pytest.mark.xdist_group(str(row)))
-        for row in ROWS
-        for feature in row.tested
-    ],
-)
-def test_a_clients_feature_works(
-    row: Row, feature: str, answer_of: Callable[[Row, str], Any], request: pytest.FixtureRequest
-) -> None:
-    answer = answer_of(row, feature)
+def check(row: Row, feature: str, answer: Any, served: ServedPack) -> None:
     text = FRAME.render("sql" if row.has_adapter else "plain")
     match feature:
         case "models":
@@ -97,7 +86,7 @@ def test_a_clients_feature_works(
             jsonschema.validate(answer, QUERY)
             assert answer == json.loads(FRAME.render("json"))
         case "embeddings":
-            check_embeddings(answer, request.getfixturevalue("served"))
+            check_embeddings(answer, served)
         case "logprobs":
             check_logprobs(answer, text)
         case "count_tokens":
@@ -122,3 +111,15 @@ def test_a_clients_feature_works(
             assert "maximum context length is 512 tokens" in answer
         case _:
             raise AssertionError(f"no check for {feature}")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.group}-{row}")
+def test_a_client_works(
+    row: Row, answers_of: Callable[[Row], tuple[ServedPack, dict[str, Any]]], subtests: pytest.Subtests
+) -> None:
+    served, answers = answers_of(row)
+    for feature in row.tested:
+        with subtests.test(feature):
+            line = answers[feature]
+            assert "error" not in line, line["error"]
+            check(row, feature, line["answer"], served)
