@@ -79,6 +79,8 @@ class Limits:
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0
     """What a request may name as its own timeout."""
+    max_pause_s: float = 300.0
+    """Seconds after which a tenant's pause (/pause) ends by itself."""
     max_shadow_requests: int = 16
     """Copies of requests that run on shadow versions at once; beyond it a request has no copy."""
     max_shadow_requests_per_tenant: int = 4

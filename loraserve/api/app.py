@@ -105,6 +105,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
         TableCollector(tables.TEMPLATES, lambda: services.templates),
         TableCollector(tables.VERSION_CHATS, lambda: services.version_chats),
         TableCollector(tables.ADMISSIONS, lambda: services.admissions),
+        TableCollector(tables.PAUSES, lambda: services.pauses),
         TableCollector(tables.SHARES, shares),
         TableCollector(tables.REGISTRY, lambda: services.registry),
         TableCollector(tables.BILLING, lambda: services.usage),

@@ -22,6 +22,7 @@ from loraserve.batches.stored_files import StoredFiles
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.admission import Admissions
+from loraserve.tenancy.limits.pauses import Pauses
 from loraserve.tenancy.limits.shares import Rooms
 from loraserve.text.chat_template import special_tokens
 from loraserve.text.grammar_worker import Setup
@@ -70,6 +71,7 @@ class Services:
     version_chats: VersionChats = field(init=False)
     shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
+    pauses: Pauses = field(init=False)
     routing: AdapterRouting = field(init=False)
     files: StoredFiles = field(init=False)
     batches: Batches = field(init=False)
@@ -77,6 +79,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
+        self.pauses = Pauses(self.limits.max_pause_s)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)
         self.registry.publisher.inspect_template = self.templates.inspect

@@ -25,6 +25,9 @@ class Trainer:
         headers = self.headers | how.pop("headers", {})
         return await self.client.post(path, headers=headers, **how)
 
+    async def get(self, path: str) -> httpx2.Response:
+        return await self.client.get(path, headers=self.headers)
+
     async def load(self, name: str = "policy", path: str = "small", **fields: Any) -> httpx2.Response:
         """By vLLM's route."""
         return await self.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **fields})

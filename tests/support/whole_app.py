@@ -289,7 +289,19 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
 }
 """What each route with a body is sent; braces stand for things of the world."""
-WITHOUT_BODY = ("restore", "verify", "warm", "pin", "unpin", "rollback", "grants/{tenant}", "ping", "cancel")
+WITHOUT_BODY = (
+    "/pause",
+    "/resume",
+    "restore",
+    "verify",
+    "warm",
+    "pin",
+    "unpin",
+    "rollback",
+    "grants/{tenant}",
+    "ping",
+    "cancel",
+)
 
 
 def filled(path: str, things: dict[str, str]) -> str:

@@ -64,6 +64,8 @@ async def resolve_model(
         AdapterCorrupt: the stored defaults of the version are damaged or missing.
         InvalidRequest: the sum isn't one, or is asked for in both ways at once.
     """
+    # before it is bound: what came in a pause gets the version that was loaded meanwhile
+    await services.pauses.wait(caller.tenant)
     base_id = services.engine.base.id
     if adapters is None:
         terms = parse_terms(model, base_id)

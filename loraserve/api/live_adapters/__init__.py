@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from loraserve.api.live_adapters import sglang, vllm
+from loraserve.api.live_adapters import pausing, sglang, vllm
 
 router = APIRouter()
 router.include_router(vllm.router, prefix="/v1")
 router.include_router(sglang.router)
+router.include_router(pausing.router)
 
 __all__ = ["router"]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from loraserve.registry.registry import Registry
     from loraserve.tenancy.billing.meter import UsageMeter
     from loraserve.tenancy.limits.admission import Admissions
+    from loraserve.tenancy.limits.pauses import Pauses
     from loraserve.tenancy.limits.shares import Shares
 
 ENGINE: Table[EngineClient] = (
@@ -293,6 +294,10 @@ ROUTING: Table[AdapterRouting] = (
 )
 """Table for routers with adapters, such as those of the Gateway API Inference Extension."""
 
+
+PAUSES: Table[Pauses] = (
+    gauge("loraserve_paused_tenants", "Tenants whose new requests wait until they resume.", lambda p: p.num_paused),
+)
 
 ADMISSIONS: Table[Admissions] = (
     counter(

@@ -147,6 +147,8 @@ NO_BODY = frozenset(
         "POST /api/v1/adapters/{name}/aliases/{alias}/rollback",
         "POST /v1/batches/{batch_id}/cancel",
         "POST /ping",
+        "POST /pause",
+        "POST /resume",
     }
 )
 """Routes that could have a body, and take none."""

@@ -33,6 +33,9 @@ FEW_REQUESTS = {(True, True): 3, (True, False): 1, (False, True): 2, (False, Fal
 """The number of requests to each route, by (is as described, names things that are there)."""
 
 NOTHING_TO_DO = {
+    # its mode has to be keep
+    "POST /pause": None,
+    "POST /t/{tenant}/pause": None,
     "DELETE /api/v1/adapters/{name}/versions/{number}": "conflict",
     "DELETE /api/v1/tenants/{tenant}/keys/{key_id}": "key_not_found",
     # the same as without the tenant, which was sent before

@@ -24,9 +24,15 @@ def load() -> dict[str, Any]:
     PartialState()  # its logger wants one, which the trainer makes
     client = VLLMClient(SERVER, server_timeout=30)
     client.wait_for_server_ready()
+    config = client.get_server_info()
+    assert config["lora_config"]["max_lora_rank"] >= 16
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert client.get_dtype().startswith("torch.")
     texts = []
     for version in (1, 2):
+        client.pause()
         client.load_lora_adapter(f"policy-v{version}", ADAPTER)
+        client.resume()
         if version > 1:
             client.unload_lora_adapter(f"policy-v{version - 1}")
         tokens = requests.post(f"{SERVER}/tokenize", json={"prompt": QUESTION}, timeout=60).json()["tokens"]

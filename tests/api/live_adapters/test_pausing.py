@@ -1,0 +1,70 @@
+"""vLLM's pause, resume and server_info, as trainers call them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx2
+import pytest
+from trainer import Trainer
+from whole_app import write_small
+
+from loraserve.api.services import Services
+from loraserve.limits import LIMITS
+from loraserve.tenancy.limits.pauses import Pauses
+
+
+async def test_what_comes_in_a_pause_gets_the_version_that_was_loaded_in_it(
+    acme: Trainer, globex: Trainer, folder: Path
+) -> None:
+    write_small(folder / "step-2", 0.25)
+    await acme.load()
+    await globex.load()
+    assert (await acme.post("/pause?mode=keep")).json() == {"status": "paused"}
+    waiting = [asyncio.create_task(acme.version()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting)
+    assert await globex.version() == "policy@1"
+    assert (await acme.get("/is_paused")).json() == {"is_paused": True}
+    assert (await globex.get("/is_paused")).json() == {"is_paused": False}
+    assert (await acme.load(path="step-2", load_inplace=True)).status_code == 200
+    assert (await acme.post("/resume")).json() == {"status": "resumed"}
+    assert await asyncio.gather(*waiting) == ["policy@2", "policy@2"]
+    assert (await acme.post("/resume")).status_code == 200
+
+
+async def test_a_pause_ends_by_itself(acme: Trainer, services: Services) -> None:
+    await acme.load()
+    services.pauses = Pauses(0.05)
+    await acme.post("/pause?mode=keep")
+    assert await asyncio.wait_for(acme.version(), 10) == "policy@1"
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/pause", "mode"),
+        ("/pause?mode=abort", "mode"),
+        ("/pause?mode=wait", "mode"),
+        ("/pause?mode=keep&wait_for_inflight_requests=true", "mode"),
+        ("/pause?mode=keep&odd=1", "odd"),
+    ],
+)
+async def test_other_ways_to_pause_are_refused_by_name(acme: Trainer, path: str, param: str) -> None:
+    answer = await acme.post(path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert (await acme.get("/is_paused")).json() == {"is_paused": False}
+
+
+async def test_server_info_is_what_trainers_read_of_vllms(acme: Trainer) -> None:
+    config = (await acme.get("/server_info?config_format=json")).json()["vllm_config"]
+    assert config["lora_config"]["max_lora_rank"] == LIMITS.max_rank
+    assert config["lora_config"]["max_loras"] >= 1
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert (await acme.get("/server_info?config_format=text")).json()["error"]["param"] == "config_format"
+
+
+async def test_pausing_takes_a_key(client: httpx2.AsyncClient) -> None:
+    for path in ("/pause?mode=keep", "/resume"):
+        assert (await client.post(path)).status_code == 401
