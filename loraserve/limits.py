@@ -94,7 +94,7 @@ class Limits:
     """Time for which a response can be continued."""
     response_sweep_s: float = 600.0
     store_response_s: float = 2.0
-    """What an answer waits for the database to store it."""
+    """Seconds that an answer waits for the database to store it."""
     max_stored_response_bytes: int = 4 * MIB
     """A longer response isn't stored."""
     max_stored_responses_per_tenant: int = 10_000
@@ -114,7 +114,7 @@ class Limits:
     max_adapter_header_bytes: int = 1 * MIB
     max_adapter_config_bytes: int = 64 * KIB
     max_chat_template_bytes: int = 64 * KIB
-    """Of a version's own template. The base's, which the operator chose, may have a MiB."""
+    """Bytes of a version's own template. The base's, which the operator chose, may have a MiB."""
     max_generation_config_bytes: int = 16 * KIB
     max_parser_name_bytes: int = 64
     template_timeout_s: float = 2.0
@@ -247,7 +247,7 @@ class Limits:
     max_batch_line_bytes: int = 2 * MIB
     max_custom_id_length: int = 512
     max_batch_errors: int = 50
-    """Of one input file: the first that are found."""
+    """Faults of one input file that are reported: the first that are found."""
     max_files_per_tenant: int = 1000
     max_file_name_length: int = 255
     max_live_batches_per_tenant: int = 64
@@ -255,7 +255,7 @@ class Limits:
     max_batches_per_tenant: int = 1000
     """Kept: the oldest that have ended make room."""
     batch_window_s: float = 86_400.0
-    """What is not done by then is not done."""
+    """Seconds after which a batch's remaining lines are not computed any more."""
     min_file_ttl_s: int = 3600
     max_file_ttl_s: int = 30 * 86_400
     batch_file_ttl_s: int = 30 * 86_400
@@ -269,9 +269,9 @@ class Limits:
     """
     max_batch_requests_per_batch: int = 8
     max_running_batches: int = 64
-    """Of one server, one of each tenant's; the others wait for their turn."""
+    """Batches on one server, one of each tenant's; the others wait for their turn."""
     max_waiting_lines: int = 64
-    """Of one batch: lines that were refused for now, while others are tried."""
+    """Lines of one batch that were refused for now, while others are tried."""
     max_batch_wait_s: float = 60.0
     """Longest wait before a line that was refused for now is tried again."""
     batch_chunk_s: float = 3.0

@@ -546,7 +546,7 @@ class BatchRow(Base):
     times: Mapped[dict[str, int]] = mapped_column(JSON)
     """Second since 1970 at which it came to each state that it has been in."""
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
-    """What is wrong with the input, or why the batch failed."""
+    """Faults of the input, or the reason why the batch failed."""
     num_lines: Mapped[int] = mapped_column(Integer)
     num_completed: Mapped[int] = mapped_column(Integer)
     num_failed: Mapped[int] = mapped_column(Integer)

@@ -122,7 +122,7 @@ class VersionChats:
             task = asyncio.create_task(self._load(key, owner, make), name="version-chat")
             self._loading[key] = task
             task.add_done_callback(lambda _: self._loading.pop(key, None))
-            # an error that no request waits for any more is nobody's
+            # read, so that asyncio reports no error that every request has stopped waiting for
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return cast(T, await asyncio.shield(task))
 

@@ -234,13 +234,13 @@ class ToolParser(Parser):
                     content = self._text.settle()
                     self._say(content.removesuffix(marker) if marker in self._hidden else content)
 
+    @abstractmethod
     def _calls(self, marker: str) -> Steps[None]:
         """Read the calls behind a marker, and whatever ends them.
 
         Raises:
             NotACall: something else is there. Calls that were begun stay.
         """
-        raise NotImplementedError
 
     def _give_back(self) -> bool:
         """Go back to the end of the last call: what follows is content.
