@@ -45,6 +45,11 @@ def hit(point: str) -> None:
         armed.action()
 
 
+def is_armed(point: str) -> bool:
+    """Return whether a test armed this point."""
+    return point in _armed
+
+
 @contextmanager
 def arm(point: str, action: str | Callable[[], None]) -> Iterator[None]:
     """Arm `point` for the length of a with block.

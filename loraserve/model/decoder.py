@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer, Norm
+from loraserve.model.backends.step_program import StepProgram
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
 from loraserve.model.layers.experts import MixtureOfExperts
@@ -68,6 +70,7 @@ class Decoder:
         self._norm = norm
         self._norm_weights = norm_weights or {}
         self._head = LoraLinear(head, "lm_head", 0)
+        self._program = backend.program(layers, norm, self._head, self._progress)
 
     @property
     def device(self) -> torch.device:
@@ -148,12 +151,10 @@ class Decoder:
         These have passed the last norm, with adapters' own weights of it: [num_pooled, hidden_size]
         in the dtype of the activations; None where nothing is pooled.
         """
+        if self._program is not None and isinstance(inputs, ModelInputs) and self._program.takes(kv):
+            return self._run(self._program, inputs, kv)
         step = self.backend.begin(inputs, kv)
-        hidden = step.embed(self._embedding)
-        if inputs.lora is not None:
-            apply_embedding_lora(inputs.token_ids, hidden, inputs.lora)
-        if self.config.embedding_scale != 1.0:
-            hidden.mul_(self.config.embedding_scale)
+        hidden = self._adapted_embedding(step.embed(self._embedding), inputs)
         last = len(self._layers) - 1
         x = self._layers[0].attention_norm(hidden)
         for i in range(last):
@@ -165,6 +166,24 @@ class Decoder:
             delta = self._finish(i, hidden, attended, inputs.lora)
             x = self._add(self._layers[i + 1].attention_norm, hidden, delta, inputs.lora, i, "mlp_out_norm")
         return self._last_layer(step, hidden, x, inputs, kv)
+
+    def _run(self, program: StepProgram, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
+        """Compute a step as one program."""
+        hidden = program.hidden(inputs.token_ids.shape[0])
+        hidden.copy_(F.embedding(inputs.token_ids, self._embedding))
+        self._adapted_embedding(hidden, inputs)
+        logits, x = program.run(inputs, kv)
+        if logits is not None:
+            return self._finish_logits(logits), None
+        return self._pooled(x, inputs)
+
+    def _adapted_embedding(self, hidden: Tensor, inputs: ModelInputs | GpuInputs) -> Tensor:
+        """Add the adapters' part to embedded rows, scale them, and return them."""
+        if inputs.lora is not None:
+            apply_embedding_lora(inputs.token_ids, hidden, inputs.lora)
+        if self.config.embedding_scale != 1.0:
+            hidden.mul_(self.config.embedding_scale)
+        return hidden
 
     def _last_layer(
         self, step: BackendStep, hidden: Tensor, x: Tensor, inputs: ModelInputs | GpuInputs, kv: KVTensors
@@ -183,12 +202,16 @@ class Decoder:
         delta = self._finish(last, hidden, attended, lora)
         x = self._add(self._norm, hidden, delta, lora, last, "mlp_out_norm")
         x = self._with_own_norms(x, hidden, lora, 0, "norm")
-        pooled = inputs.pooled
-        if pooled is None:
+        if inputs.pooled is None:
             return self._finish_logits(self._head(x, lora)), None
-        states = x[pooled.hidden_places]
-        if pooled.logits_places.shape[0] == 0:
-            return hidden.new_empty(0, self.spec.vocab_size), states
+        return self._pooled(x, inputs)
+
+    def _pooled(self, x: Tensor, inputs: ModelInputs | GpuInputs) -> tuple[Tensor, Tensor | None]:
+        """Return the logits, and the pooled states, of kept rows that have passed the last norm."""
+        pooled = inputs.pooled
+        states = None if pooled is None else x[pooled.hidden_places]
+        if pooled is None or pooled.logits_places.shape[0] == 0:
+            return x.new_empty(0, self.spec.vocab_size, dtype=torch.float32), states
         return self._finish_logits(self._head(x[pooled.logits_places], inputs.logits_lora)), states
 
     def _finish_logits(self, logits: Tensor) -> Tensor:

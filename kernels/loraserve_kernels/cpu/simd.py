@@ -457,38 +457,75 @@ def larger(typingctx: Any, a: Any, b: Any) -> Any:
     return vector(vector, vector), codegen
 
 
-@intrinsic
-def store_int8(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
-    """Write the lanes, rounded to the nearest integer, plus `offset` to the bytes at `address`.
+def _store_codes(element: ir.Type) -> Any:
+    """Return the intrinsic that writes codes of a type of integers.
 
-    Ties go to even. They must be finite and within ±127.5.
+    Their rounding is the nearest integer, ties to even.
     """
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
-        )
-        codes = builder.fptosi(builder.call(function, [args[2]]), ir.VectorType(_I32, LANES))
-        undefined = ir.Constant(codes.type, ir.Undefined)
-        first = builder.insert_element(undefined, builder.trunc(args[3], _I32), ir.Constant(_I32, 0))
-        offsets = builder.shuffle_vector(first, undefined, ir.Constant(codes.type, [0] * LANES))
-        codes = builder.add(codes, offsets)
-        pointer = builder.bitcast(_pointer(builder, args[0], args[1], _I8), _wide(_I8).as_pointer())
-        builder.store(builder.trunc(codes, _wide(_I8)), pointer, align=1)
-        return context.get_dummy_value()
+    @intrinsic
+    def store_codes(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
+        """Write the lanes, rounded, plus `offset`; their sums must fit."""
 
-    return types.void(types.intp, types.intp, vector, types.int64), codegen
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
+            )
+            codes = builder.fptosi(builder.call(function, [args[2]]), ir.VectorType(_I32, LANES))
+            undefined = ir.Constant(codes.type, ir.Undefined)
+            first = builder.insert_element(undefined, builder.trunc(args[3], _I32), ir.Constant(_I32, 0))
+            offsets = builder.shuffle_vector(first, undefined, ir.Constant(codes.type, [0] * LANES))
+            codes = builder.add(codes, offsets)
+            pointer = builder.bitcast(_pointer(builder, args[0], args[1], element), _wide(element).as_pointer())
+            builder.store(builder.trunc(codes, _wide(element)), pointer, align=element.width // 8)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, vector, types.int64), codegen
+
+    return store_codes
+
+
+def _store_code(element: ir.Type) -> Any:
+    """Return the intrinsic that writes one code, rounded as `_store_codes` rounds."""
+
+    @intrinsic
+    def store_code(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
+        """Write a float32, rounded, plus `offset`; the sum must fit."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32"
+            )
+            code = builder.fptosi(builder.call(function, [args[2]]), _I32)
+            code = builder.add(code, builder.trunc(args[3], _I32))
+            builder.store(builder.trunc(code, element), _pointer(builder, args[0], args[1], element))
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, types.float32, types.int64), codegen
+
+    return store_code
+
+
+store_int8, store_int8_one = _store_codes(_I8), _store_code(_I8)
+store_int16, store_int16_one = _store_codes(_I16), _store_code(_I16)
 
 
 @intrinsic
-def store_int8_one(typingctx: Any, address: Any, index: Any, value: Any, offset: Any) -> Any:
-    """Write a float32, rounded as `store_int8` rounds, plus `offset` to the bytes at `address`."""
+def square_root(typingctx: Any, value: Any) -> Any:
+    """Return the square root of a float32, correctly rounded."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32")
-        code = builder.fptosi(builder.call(function, [args[2]]), _I32)
-        code = builder.add(code, builder.trunc(args[3], _I32))
-        builder.store(builder.trunc(code, _I8), _pointer(builder, args[0], args[1], _I8))
-        return context.get_dummy_value()
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.sqrt.f32")
+        return builder.call(function, [args[0]])
 
-    return types.void(types.intp, types.intp, types.float32, types.int64), codegen
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def multiply(typingctx: Any, a: Any, b: Any) -> Any:
+    """Return ``a · b`` by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(args[0], args[1])
+
+    return vector(vector, vector), codegen

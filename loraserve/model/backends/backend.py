@@ -5,6 +5,7 @@ One backend per loaded base.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +19,10 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
+from loraserve.progress import Progress
 
 if TYPE_CHECKING:
+    from loraserve.model.backends.step_program import StepProgram
     from loraserve_kernels.common.quantized import QuantizedWeight
 
 
@@ -135,6 +138,15 @@ class Backend(Protocol):
         """Take what `begin` needs to know of the model; called once.
 
         Its layers' rotary embeddings are among it.
+        """
+        ...
+
+    def program(
+        self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress
+    ) -> StepProgram | None:
+        """Return all layers of a step as one program; None: they're computed one by one.
+
+        `bind` was called.
         """
         ...
 

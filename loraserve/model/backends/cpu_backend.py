@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.model.backends.backend import DecoderLayer, Norm
+from loraserve.model.backends.step_program import StepProgram, can_run
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import Linear, check_format, make_linear
+from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm, geglu, swiglu
 from loraserve.model.layers.rotary import RotaryEmbedding, rotate
+from loraserve.progress import Progress
 from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan, paged_attention, store_kv
 
 if TYPE_CHECKING:
@@ -64,6 +67,13 @@ class CpuBackend:
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
         self._config, self._rotaries = config, rotaries
         self._gate = swiglu if config.activation is ActivationFunction.SILU else geglu
+
+    def program(
+        self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress
+    ) -> StepProgram | None:
+        if not can_run(self._config):
+            return None
+        return StepProgram(self._config, layers, norm, head, self._rotaries, progress)
 
     def begin(self, inputs: ModelInputs, kv: KVTensors) -> CpuStep:
         return CpuStep(self._config, self._rotaries, inputs, kv)

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import ConfigError
-from loraserve.model.backends.backend import DecoderLayer
+from loraserve.model.backends.backend import DecoderLayer, Norm
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.model.layers.linears import row_blocks
+from loraserve.model.layers.lora_linear import LoraLinear
+from loraserve.progress import Progress
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
@@ -71,6 +73,9 @@ class GpuBackend:
     def bind(self, config: ModelConfig, *rotaries: RotaryEmbedding) -> None:
         self._config = config
         self._tables = [rotary.table().to(self.device) for rotary in rotaries]
+
+    def program(self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress) -> None:
+        """Return None: a step is a CUDA graph."""
 
     def begin(self, inputs: GpuInputs, kv: KVTensors) -> GpuStep:
         return GpuStep(self._config, self._tables, inputs, self.kv_dtype)

@@ -23,6 +23,7 @@ from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantiz
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.cpu.linear.chooser import chooser
+from loraserve_kernels.cpu.linear.decoded import DecodedWeight, DotWeight
 from loraserve_kernels.cpu.linear.gemm import (
     LEVELS,
     HalfWeight,
@@ -236,6 +237,11 @@ class HalfLinear:
     def arithmetics(self) -> tuple[Arithmetic, ...]:
         return (self._arithmetic,)
 
+    @property
+    def own_weight(self) -> DecodedWeight | None:
+        """Weight as our own kernels multiply it; None where a library does."""
+        return self._weight.packed if self._weight.kernel == "numba" else None
+
     def __call__(self, x: Tensor) -> Tensor:
         return half_linear(x, self._weight, self.bias)
 
@@ -261,6 +267,11 @@ class Int8Linear:
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
         return (self._arithmetic,)
+
+    @property
+    def own_weight(self) -> DotWeight | None:
+        """Weight as our own kernels multiply it; None where a library does."""
+        return self._weight.packed if self._weight.kernel == "numba-dot" else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return int8_linear(x, self._weight, self.bias)
@@ -290,6 +301,11 @@ class PackedLinear:
         isa = instructions.numba() if kernel == "numba" else instructions.onednn()
         return (Arithmetic(WEIGHT_ONLY[self._weight.format], kernel, isa),)
 
+    @property
+    def own_weight(self) -> DecodedWeight | None:
+        """Weight as our own kernels multiply it; None where a library does."""
+        return self._weight.decoded
+
     def __call__(self, x: Tensor) -> Tensor:
         return packed_linear(x, self._weight, self.bias)
 
@@ -303,10 +319,10 @@ class JoinedLinear:
     The outputs are side by side, in order. On any device.
     """
 
-    __slots__ = ("_parts", "bias", "num_bytes", "out_features")
+    __slots__ = ("bias", "num_bytes", "out_features", "parts")
 
     def __init__(self, parts: Sequence[Linear]) -> None:
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self.num_bytes = sum(part.num_bytes for part in parts)
         self.out_features = sum(part.out_features for part in parts)
         biases = [part.bias for part in parts]
@@ -324,18 +340,23 @@ class JoinedLinear:
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
-        return tuple(arithmetic for part in self._parts for arithmetic in part.arithmetics)
+        return tuple(arithmetic for part in self.parts for arithmetic in part.arithmetics)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=-1)
+        return torch.cat([part(x) for part in self.parts], dim=-1)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         first = 0
-        for part in self._parts:
+        for part in self.parts:
             last = first + part.out_features
             if first < end and last > start:
                 yield from part.rows(max(start - first, 0), min(end, last) - first)
             first = last
+
+
+def own_weight(linear: Linear) -> DotWeight | DecodedWeight | None:
+    """Return a CPU linear's weight as our own kernels multiply it; None where a library does."""
+    return linear.own_weight if isinstance(linear, Int8Linear | PackedLinear | HalfLinear) else None
 
 
 def _num_bytes(bias: Tensor | None) -> int:

@@ -59,28 +59,31 @@ class ResidualNorm:
         norm: of the sum; None: the sum itself goes on.
         delta_norm: of the output before it is added; None: it stays as it is.
         delta_scale: what the output is multiplied with before it is added.
+
+    Attributes:
+        norm, delta_norm, delta_scale: as given, for kernels that compute all of it themselves.
     """
 
-    __slots__ = ("_delta_norm", "_delta_scale", "_norm")
+    __slots__ = ("delta_norm", "delta_scale", "norm")
 
     def __init__(self, norm: RMSNorm | None, *, delta_norm: RMSNorm | None, delta_scale: float) -> None:
-        self._norm, self._delta_norm, self._delta_scale = norm, delta_norm, delta_scale
+        self.norm, self.delta_norm, self.delta_scale = norm, delta_norm, delta_scale
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the normed rows, or `hidden` itself."""
-        return hidden if self._norm is None else self._norm(hidden)
+        return hidden if self.norm is None else self.norm(hidden)
 
     def after_adding(self, hidden: Tensor, delta: Tensor) -> Tensor:
         """Add the normed and scaled `delta` to `hidden` in place; return what goes on.
 
         `delta` is spent.
         """
-        if self._delta_norm is not None:
-            delta = self._delta_norm(delta)
-        if self._delta_scale != 1.0:
+        if self.delta_norm is not None:
+            delta = self.delta_norm(delta)
+        if self.delta_scale != 1.0:
             # not add_'s alpha: where a thread's part ends, torch may round that otherwise than in
             # whole vectors
-            delta.mul_(self._delta_scale)
+            delta.mul_(self.delta_scale)
         return self(hidden.add_(delta))
 
 

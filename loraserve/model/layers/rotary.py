@@ -23,21 +23,24 @@ class RotaryEmbedding:
     They are numpy's of float64, rounded: torch's come from MKL, which may serve a process's first
     calls at its lowest accuracy, and this table is as long-lived as the process (pytorch issue
     188792).
+
+    Attributes:
+        cos, sin: [max_model_len, rotated dim / 2] float32.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int) -> None:
         angles = torch.arange(max_model_len).float()[:, None] * rope_frequencies(config, head_dim)
         exact = angles.numpy().astype(np.float64)
-        self._cos = torch.from_numpy(np.cos(exact).astype(np.float32)).mul_(config.attention_factor)
-        self._sin = torch.from_numpy(np.sin(exact).astype(np.float32)).mul_(config.attention_factor)
-        self.num_bytes = self._cos.nbytes + self._sin.nbytes
+        self.cos = torch.from_numpy(np.cos(exact).astype(np.float32)).mul_(config.attention_factor)
+        self.sin = torch.from_numpy(np.sin(exact).astype(np.float32)).mul_(config.attention_factor)
+        self.num_bytes = self.cos.nbytes + self.sin.nbytes
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `rotate` needs for these positions, each [num_tokens, 1, rotated dim].
 
         These are the cosines, and the sines with the first half negated.
         """
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self.cos[positions], self.sin[positions]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def table(self) -> Tensor:
@@ -45,7 +48,7 @@ class RotaryEmbedding:
 
         It is for kernels that look them up themselves.
         """
-        return torch.cat((self._cos, self._sin), -1)
+        return torch.cat((self.cos, self.sin), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:

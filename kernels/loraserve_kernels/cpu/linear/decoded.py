@@ -25,7 +25,7 @@ _RUNS = {2: torch.int16, 4: torch.int32}
 _SUMMED_ROWS = 256
 """Rows of a weight whose codes are summed at a time."""
 
-_GROUP = 256
+GROUP = 256
 """Inputs that are summed before they're added to the total, where a channel has one scale."""
 
 
@@ -154,7 +154,7 @@ def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tens
     num_channels = weight.scales.shape[1]
     y = torch.empty(x.shape[0], num_channels)
     has_groups = weight.scales.shape[0] > 1
-    full_bias = _no_bias(num_channels) if bias is None else _filled(bias[None])
+    full_bias = full_bias_of(bias, num_channels)
     args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
     args[decoded_kernel.X :] = (
         x.data_ptr(),
@@ -170,7 +170,7 @@ def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tens
         num_channels if has_groups else 0,
         full_bias.data_ptr(),
         weight.in_features,
-        weight.group_size if has_groups else _GROUP,
+        weight.group_size if has_groups else GROUP,
         weight.codes.shape[0],
     )
     _run(_compiled(weight.kind), args, weight.codes.numel() * x.shape[0])
@@ -211,14 +211,15 @@ def code_offset() -> int:
     return 128 if HAS_VNNI else 0
 
 
-def dot(codes: Tensor, scales: Tensor, weight: DotWeight) -> Tensor:
-    """Return ``sum(code · x) · scale · row's scale``, [num_tokens, out_features] float32.
+def dot(codes: Tensor, scales: Tensor, weight: DotWeight, bias: Tensor | None = None) -> Tensor:
+    """Return ``sum(code · x) · scale · row's scale + bias``, [num_tokens, out_features] float32.
 
-    The sums are exact, each converted and scaled once.
+    The sums are exact, each converted and scaled once; the last product and sum are rounded once.
 
     Args:
         codes: [num_tokens, in_features] int8, each plus `code_offset` as a byte.
         scales: [num_tokens, 1] float32.
+        bias: [out_features] float32.
     """
     from loraserve_kernels.cpu.linear import decoded_kernel
 
@@ -239,7 +240,9 @@ def dot(codes: Tensor, scales: Tensor, weight: DotWeight) -> Tensor:
         weight.codes.stride(0),
         weight.scales.data_ptr(),
     )
+    full_bias = full_bias_of(bias, num_channels)
     args[decoded_kernel.SUM_STARTS], args[decoded_kernel.ROW_SCALES] = weight.sum_starts.data_ptr(), scales.data_ptr()
+    args[decoded_kernel.DOT_BIAS] = full_bias.data_ptr()
     args[decoded_kernel.WIDTH], args[decoded_kernel.NUM_TILES] = width, weight.codes.shape[0]
     _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
     return _cut(y, weight.out_features)
@@ -250,24 +253,34 @@ def warm_up(kind: str) -> None:
     _compiled(kind)
 
 
+def full_bias_of(bias: Tensor | None, num_channels: int) -> Tensor:
+    """Return a bias with zeros added up to whole tiles: zeros alone where there is none."""
+    return _no_bias(num_channels) if bias is None else _filled(bias[None])[0]
+
+
 @functools.cache
-def _compiled(kind: str) -> tuple[Callable[[int], None], int, Any]:
+def compiled_handle(kind: str) -> Any:
+    """Return the kernel of a `DecodedWeight.kind`, or ``dot``."""
     from loraserve_kernels.cpu.linear import decoded_kernel
 
     if kind == "dot":
-        handle = decoded_kernel.compiled_dot()
-    else:
-        kinds = {
-            "int8": decoded_kernel.INT8,
-            "int8z": decoded_kernel.INT8_ZEROS,
-            "int4": decoded_kernel.INT4,
-            "int4z": decoded_kernel.INT4_ZEROS,
-            "nf4": decoded_kernel.NF4,
-            "fp8": decoded_kernel.FP8,
-            "bf16": decoded_kernel.BF16,
-            "f16": decoded_kernel.F16,
-        }
-        handle = decoded_kernel.compiled(kinds[kind])
+        return decoded_kernel.compiled_dot()
+    kinds = {
+        "int8": decoded_kernel.INT8,
+        "int8z": decoded_kernel.INT8_ZEROS,
+        "int4": decoded_kernel.INT4,
+        "int4z": decoded_kernel.INT4_ZEROS,
+        "nf4": decoded_kernel.NF4,
+        "fp8": decoded_kernel.FP8,
+        "bf16": decoded_kernel.BF16,
+        "f16": decoded_kernel.F16,
+    }
+    return decoded_kernel.compiled(kinds[kind])
+
+
+@functools.cache
+def _compiled(kind: str) -> tuple[Callable[[int], None], int, Any]:
+    handle = compiled_handle(kind)
     return handle.ctypes, handle.address, handle
 
 

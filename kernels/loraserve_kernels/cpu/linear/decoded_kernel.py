@@ -33,7 +33,7 @@ from loraserve_kernels.cpu.simd import FEATURES, LANES, STAMP, fetch_add, load_i
 # The argument block, in int64 words. The counter is on a cache line of its own.
 CLAIMED, X, X_STRIDE, NUM_ROWS, Y, Y_STRIDE, CODES, TILE_BYTES = 0, 8, 9, 10, 11, 12, 13, 14
 SCALES, SCALE_STRIDE, ZEROS, ZERO_STRIDE, BIAS, WIDTH, GROUP, NUM_TILES, NUM_WORDS = 15, 16, 17, 18, 19, 20, 21, 22, 23
-SUM_STARTS, ROW_SCALES = BIAS, ZEROS
+SUM_STARTS, ROW_SCALES, DOT_BIAS = GROUP, ZEROS, BIAS
 """int8 by int8: each channel's first sum, [channels] int32; the rows' scales, [rows] float32."""
 
 VECTORS = 2
@@ -297,7 +297,7 @@ def _dot(num_rows: int) -> Any:
     def dot(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
         """Compute `num_rows` rows of a tile's channels from activations in bytes or int16.
 
-        Each is ``sum(code · x) · scale · row's scale``, the sum exact.
+        Each is ``sum(code · x) · scale · row's scale + bias``, the sum exact, the end rounded once.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -323,12 +323,14 @@ def _dot(num_rows: int) -> Any:
                     for c in range(VECTORS):
                         builder.store(_add_products(writer, builder.load(sums[t, c]), x, loaded[c]), sums[t, c])
             at = writer.at(writer.word(SCALES), writer.times(channel, 4))
+            bias = writer.at(writer.word(DOT_BIAS), writer.times(channel, 4))
 
             def result(t: int, c: int) -> Any:
                 scale = writer.load(writer.at(at, writer.const(c * LANES * 4)), _vector(_FLOAT), 4)
                 scaled = builder.fmul(builder.sitofp(builder.load(sums[t, c]), _vector(_FLOAT)), scale)
                 row_scale = writer.load(writer.at(writer.word(ROW_SCALES), writer.times(rows[t], 4)), _FLOAT, 4)
-                return builder.fmul(scaled, writer.splat(row_scale))
+                added = writer.load(writer.at(bias, writer.const(c * LANES * 4)), _vector(_FLOAT), 4)
+                return writer.fma(scaled, writer.splat(row_scale), added)
 
             _store(writer, rows, channel, result)
             return context.get_dummy_value()

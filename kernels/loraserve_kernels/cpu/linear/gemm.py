@@ -156,11 +156,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     else:
         if weight.kernel == "numba-dot":
             codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), decoded.code_offset())
-            if bias is None:
-                return decoded.dot(codes, scales, weight.packed)
             # scaled where the bias is added, in one rounding, as after other kernels
-            y = decoded.dot(codes, torch.ones_like(scales), weight.packed)
-            return torch.addcmul(bias, y, scales)
+            return decoded.dot(codes, scales, weight.packed, bias)
         codes, scales = quantize_rows(x)
         y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
     return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
@@ -438,7 +435,7 @@ def _quantize_rows_numba(x: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     codes, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty((num_rows, 1))
     args = np.array(
-        (*[0] * 8, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width, offset),
+        (*[0] * 8, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width, offset, width, 0),
         dtype=np.int64,
     )
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1

@@ -24,58 +24,86 @@ from loraserve_kernels.cpu.simd import (
     splat,
     store_int8,
     store_int8_one,
+    store_int16,
+    store_int16_one,
     store_one,
     sum_lanes,
 )
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
-CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, NUM_WORDS = 0, 8, 9, 10, 11, 12, 13, 14, 15
+CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, CODE_ROW_BYTES, IS_WIDE, NUM_WORDS = (
+    0,
+    8,
+    9,
+    10,
+    11,
+    12,
+    13,
+    14,
+    15,
+    16,
+    17,
+)
 
 ROW_BLOCK = 8
 F32_BYTES = 4
 
 
 @numba.njit
-def _quantize(args):  # type: ignore[no-untyped-def]
-    """Quantize the rows that this thread claims.
+def quantize_row(source, target, scale, width, offset, is_wide):  # type: ignore[no-untyped-def]
+    """Write a row's codes, ``round(127 x / max |x|)`` plus the offset, and ``max |x| / 127``.
 
-    Codes are ``round(127 x / max |x|)`` plus the offset, scales ``max |x| / 127``.
+    Args:
+        source: address of `width` float32.
+        target: of as many bytes, or int16 if `is_wide` isn't 0.
+        scale: of one float32. A row that isn't finite gets codes of 0 and the scale NaN.
     """
+    whole, zero = width // LANES * LANES, splat(np.float32(0))
+    # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
+    largest, taint = zero, zero
+    for k in range(0, whole, LANES):
+        v = load(source, k, F32)
+        largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
+    top, bad = max_lanes(largest), sum_lanes(taint)
+    for k in range(whole, width):
+        one = load_one(source, k, F32)
+        top, bad = max(top, abs(one)), bad + one * np.float32(0)
+    # also for rows so small that the factor overflows: they round to nothing
+    factor = np.float32(127) / top if top > np.float32(1e-36) else np.float32(0)
+    if bad != bad:
+        factor = np.float32(0)
+    store_one(scale, 0, top / np.float32(127) + bad)
+    times = splat(factor)
+    for k in range(0, whole, LANES):
+        # infinity · 0 would be NaN
+        scaled = zero if factor == np.float32(0) else fma(load(source, k, F32), times, zero)
+        if is_wide != 0:
+            store_int16(target, k, scaled, offset)
+        else:
+            store_int8(target, k, scaled, offset)
+    for k in range(whole, width):
+        code = np.float32(0) if factor == np.float32(0) else load_one(source, k, F32) * factor
+        if is_wide != 0:
+            store_int16_one(target, k, code, offset)
+        else:
+            store_int8_one(target, k, code, offset)
+
+
+@numba.njit
+def _quantize(args):  # type: ignore[no-untyped-def]
+    """Quantize the rows that this thread claims."""
     x, x_stride, codes = load_int(args, X), load_int(args, X_STRIDE), load_int(args, CODES)
     scales, num_rows, width = load_int(args, SCALES), load_int(args, NUM_ROWS), load_int(args, WIDTH)
-    whole, offset = width // LANES * LANES, load_int(args, OFFSET)
-    zero = splat(np.float32(0))
+    offset, row_bytes = load_int(args, OFFSET), load_int(args, CODE_ROW_BYTES)
+    is_wide = load_int(args, IS_WIDE)
+    block = ROW_BLOCK if num_rows > ROW_BLOCK * ROW_BLOCK else 1
     while True:
-        first = fetch_add(args, ROW_BLOCK)
+        first = fetch_add(args, block)
         if first >= num_rows:
             return
-        for row in range(first, min(first + ROW_BLOCK, num_rows)):
-            source, target = x + row * x_stride * F32_BYTES, codes + row * width
-            # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
-            largest, taint = zero, zero
-            for k in range(0, whole, LANES):
-                v = load(source, k, F32)
-                largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
-            top, bad = max_lanes(largest), sum_lanes(taint)
-            for k in range(whole, width):
-                one = load_one(source, k, F32)
-                top, bad = max(top, abs(one)), bad + one * np.float32(0)
-            # also for rows so small that the factor overflows: they round to nothing
-            factor = np.float32(127) / top if top > np.float32(1e-36) else np.float32(0)
-            if bad != bad:
-                factor = np.float32(0)
-            store_one(scales, row, top / np.float32(127) + bad)
-            if factor == np.float32(0):
-                for k in range(0, whole, LANES):
-                    store_int8(target, k, zero, offset)
-                for k in range(whole, width):
-                    store_int8_one(target, k, np.float32(0), offset)
-            else:
-                times = splat(factor)
-                for k in range(0, whole, LANES):
-                    store_int8(target, k, fma(load(source, k, F32), times, zero), offset)
-                for k in range(whole, width):
-                    store_int8_one(target, k, load_one(source, k, F32) * factor, offset)
+        for row in range(first, min(first + block, num_rows)):
+            source, target = x + row * x_stride * F32_BYTES, codes + row * row_bytes
+            quantize_row(source, target, scales + row * F32_BYTES, width, offset, is_wide)
 
 
 @functools.cache

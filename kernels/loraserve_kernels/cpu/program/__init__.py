@@ -1,0 +1,1 @@
+"""A step's kernels, one after the other, in one region of threads."""

@@ -1,0 +1,135 @@
+"""Residual sums and RMSNorms of a step's rows, and their codes in int8; compiled by numba.
+
+A row: ``hidden += scale · norm(delta)``, where there is a delta, then ``out = norm(hidden)``, then
+out's codes, where the linears behind it take codes. Rows of adapters with norms of their own are
+normed by these. A row is computed by one thread, in one order: its bits don't depend on the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from loraserve_kernels.cpu.linear import row_quantization
+from loraserve_kernels.cpu.linear.row_quantization import quantize_row
+from loraserve_kernels.cpu.simd import (
+    F32,
+    LANES,
+    STAMP,
+    add,
+    fetch_add,
+    fma,
+    fma_one,
+    load,
+    load_int,
+    load_one,
+    multiply,
+    splat,
+    square_root,
+    store,
+    store_one,
+    sum_lanes,
+)
+
+# The argument block, in int64 words. The counter is on a cache line of its own. A weight of 0: no
+# norm. The tables of weights have an address for each row; 0: every row has the one weight.
+CLAIMED, NUM_ROWS, WIDTH, HIDDEN, DELTA, DELTA_STRIDE, DELTA_WEIGHT, DELTA_WEIGHTS = 0, 8, 9, 10, 11, 12, 13, 14
+WEIGHT, WEIGHTS, OUT, CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE = 15, 16, 17, 18, 19, 20, 21, 22
+EPS, DELTA_SCALE, NUM_WORDS = 23, 24, 25
+"""EPS, DELTA_SCALE: float32 in the word's first half."""
+
+F32_BYTES, WORD = 4, 8
+ROW_BLOCK = 4
+"""Rows that a thread claims at once where there are many."""
+MANY_ROWS = 64
+
+
+@numba.njit
+def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
+    """Return ``1 / sqrt(mean(x²) + eps)`` of `width` float32."""
+    whole = width // LANES * LANES
+    total = splat(np.float32(0))
+    for k in range(0, whole, LANES):
+        v = load(x, k, F32)
+        total = fma(v, v, total)
+    square = sum_lanes(total)
+    for k in range(whole, width):
+        v = load_one(x, k, F32)
+        square = fma_one(v, v, square)
+    return np.float32(1) / square_root(square / np.float32(width) + eps)
+
+
+@numba.njit
+def scale_row(x, factor, weight, width, out):  # type: ignore[no-untyped-def]
+    """Write ``factor · x · weight`` of `width` float32."""
+    whole, factors = width // LANES * LANES, splat(factor)
+    for k in range(0, whole, LANES):
+        store(out, k, multiply(multiply(load(x, k, F32), factors), load(weight, k, F32)))
+    for k in range(whole, width):
+        store_one(out, k, load_one(x, k, F32) * factor * load_one(weight, k, F32))
+
+
+@numba.njit
+def _add_row(hidden, delta, scale, width):  # type: ignore[no-untyped-def]
+    """Add ``scale · delta`` to `width` float32."""
+    whole, scales = width // LANES * LANES, splat(scale)
+    for k in range(0, whole, LANES):
+        store(hidden, k, add(load(hidden, k, F32), multiply(load(delta, k, F32), scales)))
+    for k in range(whole, width):
+        store_one(hidden, k, load_one(hidden, k, F32) + load_one(delta, k, F32) * scale)
+
+
+@numba.njit
+def _norm(args):  # type: ignore[no-untyped-def]
+    num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
+    hiddens, deltas, outs = load_int(args, HIDDEN), load_int(args, DELTA), load_int(args, OUT)
+    eps, delta_scale = load_one(args, 2 * EPS, F32), load_one(args, 2 * DELTA_SCALE, F32)
+    codes, scales = load_int(args, CODES), load_int(args, SCALES)
+    block = ROW_BLOCK if num_rows > MANY_ROWS else 1
+    while True:
+        first = fetch_add(args, block)
+        if first >= num_rows:
+            return
+        for row in range(first, min(first + block, num_rows)):
+            hidden, out = hiddens + row * width * F32_BYTES, outs + row * width * F32_BYTES
+            if deltas != 0:
+                delta = deltas + row * load_int(args, DELTA_STRIDE) * F32_BYTES
+                weight = load_int(args, DELTA_WEIGHT)
+                if load_int(args, DELTA_WEIGHTS) != 0:
+                    weight = load_int(load_int(args, DELTA_WEIGHTS), row)
+                if weight != 0:
+                    scale_row(delta, inverse_rms(delta, width, eps), weight, width, delta)
+                _add_row(hidden, delta, delta_scale, width)
+            weight = load_int(args, WEIGHT)
+            if load_int(args, WEIGHTS) != 0:
+                weight = load_int(load_int(args, WEIGHTS), row)
+            if weight != 0:
+                scale_row(hidden, inverse_rms(hidden, width, eps), weight, width, out)
+            else:
+                for k in range(width):
+                    store_one(out, k, load_one(hidden, k, F32))
+            if codes != 0:
+                target = codes + row * load_int(args, CODE_ROW_BYTES)
+                scale = scales + row * F32_BYTES
+                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE))
+
+
+@functools.cache
+def compiled() -> Any:
+    """Return the kernel, compiled or read from numba's cache.
+
+    It is a C function of the argument block's address.
+    """
+    stamp = STAMP ^ zlib.crc32(Path(row_quantization.__file__).read_bytes())
+
+    def norm_rows(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _norm(args)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(norm_rows)

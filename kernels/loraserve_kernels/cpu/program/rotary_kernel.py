@@ -1,0 +1,136 @@
+"""What a step's rows pass between qkv and attention, in one kernel; compiled by numba.
+
+Queries and keys are normed, where the architecture does, and turned by their positions, in place;
+keys and values are written to the paged cache. A row is computed by one thread, in one order: its
+bits don't depend on the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from loraserve_kernels.cpu.program import norm_kernel
+from loraserve_kernels.cpu.program.norm_kernel import inverse_rms, scale_row
+from loraserve_kernels.cpu.simd import (
+    F32,
+    LANES,
+    STAMP,
+    fetch_add,
+    fma,
+    fma_one,
+    load,
+    load_int,
+    load_one,
+    multiply,
+    splat,
+    store,
+    store_one,
+)
+
+# The argument block, in int64 words. Both counters are written, and on cache lines of their own.
+CLAIMED, OUTSIDE, NUM_ROWS, QKV, QKV_STRIDE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 0, 8, 16, 17, 18, 19, 20, 21
+ROTATED, COS, SIN, POSITIONS, SLOTS, NUM_BLOCKS, BLOCK_SIZE = 22, 23, 24, 25, 26, 27, 28
+K_CACHE, K_BLOCK, K_HEAD, V_CACHE, V_BLOCK, V_HEAD = 29, 30, 31, 32, 33, 34
+Q_NORM, K_NORM, IS_NORM_WHOLE, EPS, NUM_WORDS = 35, 36, 37, 38, 39
+"""ROTATED: elements of a head that turn; 0: none. Q_NORM, K_NORM: addresses of weights; 0: none.
+EPS: float32 in the word's first half.
+"""
+
+F32_BYTES, WORD = 4, 8
+ROW_BLOCK = 4
+"""Rows that a thread claims at once where there are many."""
+MANY_ROWS = 64
+
+
+@numba.njit
+def _norm_heads(x, num_heads, width, weight, is_whole, eps):  # type: ignore[no-untyped-def]
+    if is_whole != 0:
+        scale_row(x, inverse_rms(x, num_heads * width, eps), weight, num_heads * width, x)
+        return
+    for head in range(num_heads):
+        at = x + head * width * F32_BYTES
+        scale_row(at, inverse_rms(at, width, eps), weight, width, at)
+
+
+@numba.njit
+def _rotate(x, num_heads, width, half, cos, sin):  # type: ignore[no-untyped-def]
+    """Turn each head's elements i and half + i by the angle i."""
+    whole = half // LANES * LANES
+    for head in range(num_heads):
+        first = x + head * width * F32_BYTES
+        second = first + half * F32_BYTES
+        for k in range(0, whole, LANES):
+            c, s = load(cos, k, F32), load(sin, k, F32)
+            a, b = load(first, k, F32), load(second, k, F32)
+            store(first, k, fma(b, multiply(s, splat(np.float32(-1))), multiply(a, c)))
+            store(second, k, fma(a, s, multiply(b, c)))
+        for k in range(whole, half):
+            c, s = load_one(cos, k, F32), load_one(sin, k, F32)
+            a, b = load_one(first, k, F32), load_one(second, k, F32)
+            store_one(first, k, fma_one(b, -s, a * c))
+            store_one(second, k, fma_one(a, s, b * c))
+
+
+@numba.njit
+def _copy(x, out, width):  # type: ignore[no-untyped-def]
+    for k in range(0, width, LANES):
+        store(out, k, load(x, k, F32))
+
+
+@numba.njit
+def _turn_and_store(args):  # type: ignore[no-untyped-def]
+    num_rows, width = load_int(args, NUM_ROWS), load_int(args, HEAD_DIM)
+    num_heads, num_kv_heads = load_int(args, NUM_HEADS), load_int(args, NUM_KV_HEADS)
+    half, size = load_int(args, ROTATED) // 2, load_int(args, BLOCK_SIZE)
+    eps, is_whole = load_one(args, 2 * EPS, F32), load_int(args, IS_NORM_WHOLE)
+    block = ROW_BLOCK if num_rows > MANY_ROWS else 1
+    while True:
+        first = fetch_add(args, block)
+        if first >= num_rows:
+            return
+        for row in range(first, min(first + block, num_rows)):
+            q = load_int(args, QKV) + row * load_int(args, QKV_STRIDE) * F32_BYTES
+            k = q + num_heads * width * F32_BYTES
+            v = k + num_kv_heads * width * F32_BYTES
+            if load_int(args, Q_NORM) != 0:
+                _norm_heads(q, num_heads, width, load_int(args, Q_NORM), is_whole, eps)
+                _norm_heads(k, num_kv_heads, width, load_int(args, K_NORM), is_whole, eps)
+            if half != 0:
+                angle = load_int(load_int(args, POSITIONS), row) * half * F32_BYTES
+                # keys follow queries
+                _rotate(
+                    q, num_heads + num_kv_heads, width, half, load_int(args, COS) + angle, load_int(args, SIN) + angle
+                )
+            slot = load_int(load_int(args, SLOTS), row)
+            if slot < 0 or slot >= load_int(args, NUM_BLOCKS) * size:
+                # counted and not written
+                fetch_add(args + OUTSIDE * WORD, 1)
+                continue
+            number, offset = slot // size, slot % size
+            for head in range(num_kv_heads):
+                k_to = number * load_int(args, K_BLOCK) + head * load_int(args, K_HEAD) + offset * width
+                v_to = number * load_int(args, V_BLOCK) + head * load_int(args, V_HEAD) + offset * width
+                _copy(k + head * width * F32_BYTES, load_int(args, K_CACHE) + k_to * F32_BYTES, width)
+                _copy(v + head * width * F32_BYTES, load_int(args, V_CACHE) + v_to * F32_BYTES, width)
+
+
+@functools.cache
+def compiled() -> Any:
+    """Return the kernel, compiled or read from numba's cache.
+
+    It is a C function of the argument block's address.
+    """
+    stamp = STAMP ^ zlib.crc32(Path(norm_kernel.__file__).read_bytes())
+
+    def turn_and_store(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _turn_and_store(args)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(turn_and_store)
