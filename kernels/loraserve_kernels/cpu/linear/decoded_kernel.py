@@ -66,6 +66,7 @@ _NAMES: dict[Any, str] = {
     types.uint16: "bf16",
     types.int16: "f16",
 }
+_INT4_CODE = tuple(float(code - 8) for code in range(16))
 FP8_SCALE = 256.0
 """Factor for numbers of fp8 that were decoded as a float16 with the same bits."""
 
@@ -125,12 +126,13 @@ class _Writer:
         return self._call(f"llvm.fmuladd.v{LANES}f32", _vector(_FLOAT), a, b, c)
 
     def look_up(self, table: tuple[float, ...], indices: Any) -> Any:
-        """Return the entries of a table of 16 at the lanes of a vector of int32."""
+        """Return the entries of a table of 16 at the low four bits of a vector of int32."""
         builder = self.builder
         if LANES == 16 and "avx512f" in FEATURES:
             return self._call(
                 "llvm.x86.avx512.permvar.sf.512", _vector(_FLOAT), ir.Constant(_vector(_FLOAT), list(table)), indices
             )
+        indices = builder.and_(indices, _fill(_I32, 15))
         if LANES == 8 and "avx2" in FEATURES:
             halves = [
                 self._call(
@@ -203,9 +205,12 @@ def _decode(writer: _Writer, kind: str, address: Any, zero: Any) -> list[Any]:
         value = builder.sitofp(builder.sext(raw, ints), floats)
         return [value if kind == "int8" else builder.fsub(value, zero)]
     wide = builder.zext(raw, ints)
-    halves = [builder.and_(wide, _fill(_I32, 15)), builder.lshr(wide, _fill(_I32, 4))]
-    if kind == "nf4":
-        return [writer.look_up(NF4_CODE, half) for half in halves]
+    high = builder.lshr(wide, _fill(_I32, 4))
+    if kind in ("nf4", "int4"):
+        # a look-up takes the place of two instructions that convert and subtract 8
+        table = NF4_CODE if kind == "nf4" else _INT4_CODE
+        return [writer.look_up(table, half) for half in (wide, high)]
+    halves = [builder.and_(wide, _fill(_I32, 15)), high]
     return [builder.fsub(builder.sitofp(half, floats), zero) for half in halves]
 
 
