@@ -221,8 +221,9 @@ class Settings(BaseSettings):
     quantize: Literal["none", "int8", "int4", "nf4", "fp8"] = "none"
     """Format that a float checkpoint's linears are rounded to while loading; none: as stored."""
     activation_dtype: Literal["auto", "int8", "float"] = "auto"
-    """Activations that int8 linears multiply on a CPU: rounded to int8, or float. auto: int8 with
-    --quantize, float for checkpoints that hold int8 weights.
+    """Activations that int8 and int4 linears multiply on a CPU: rounded to int8, or float.
+
+    auto: int8 with --quantize int8, float with int4 and for checkpoints that hold int8 weights.
     """
     memory_budget: Size | None = None
     """Memory for KV blocks and adapters together.

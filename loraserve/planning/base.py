@@ -18,7 +18,7 @@ from loraserve.model.checkpoint.blueprint import (
     check_gpu,
     context_len,
     draw,
-    rounds_activations,
+    rounded_formats,
 )
 from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
 from loraserve.model.config.formats import group_size
@@ -110,7 +110,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         check_gpu(model)
     max_model_len = context_len(model, config.max_model_len)
     blueprint = draw(model, read_headers(model_dir), config.quantize)
-    rounds_activations(blueprint, config.activation_dtype, device)
+    rounded_formats(blueprint, config.activation_dtype, device)
     parts = Counter[tuple[str, str]]()
     for name, format, num_bytes in _parts(blueprint, device, dtype, max_model_len):
         parts[name, format] += num_bytes

@@ -80,6 +80,22 @@ def follows_weight(candidate: Candidate, format: str) -> bool:
     return True
 
 
+def follows_codes(candidate: Candidate, format: str) -> bool:
+    """Return whether products of int4 by int8 are exact within the rounding of their scales.
+
+    Rows are their own codes: the largest of each is 127.
+    """
+    weight = _of_codes(format, worst(CHANNELS, 127, -128).to(torch.int8))
+    wide = weight.double() if isinstance(weight, Tensor) else weight.dequantize(torch.float64)
+    product = candidate.make(weight)
+    for num_rows in (1, 2, 8, 17, 64):
+        for x in (worst(num_rows, 127, -127), worst(num_rows, 127, -127).flip(0)):
+            bound = 1e-6 * (x.double().abs() @ wide.abs().T)
+            if ((product(x.float()) - x.double() @ wide.T).abs() > bound).any():
+                return False
+    return True
+
+
 def loud_row_spoils_others(candidate: Candidate, format: str) -> bool:
     """Return whether a row fifty times as loud as the others changes their bits."""
     product = candidate.make(example(format, CHANNELS, WIDTH))
@@ -134,10 +150,15 @@ def look_at(format: str) -> dict[str, Any]:
     for candidate in FORMATS[format]:
         if not candidate.is_there() or (format, candidate.kernel) in chooser._hopeless:
             continue
-        rounds = candidate.name in gemm.LEVELS
+        if format == "int4-rounded" and candidate.name in gemm.LEVELS:
+            is_right = follows_codes(candidate, format)
+        elif candidate.name in gemm.LEVELS:
+            is_right = not saturates(candidate, format)
+        else:
+            is_right = follows_weight(candidate, format)
         found[candidate.kernel] = {
             "name": candidate.name,
-            "is_right": not saturates(candidate, format) if rounds else follows_weight(candidate, format),
+            "is_right": is_right,
             "is_taken_for_right": candidate.is_exact(candidate, format, WIDTH),
             "loud_row_spoils": loud_row_spoils_others(candidate, format),
             "batch_changes_bits": batch_changes_bits(candidate, format),

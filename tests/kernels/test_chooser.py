@@ -104,9 +104,10 @@ def test_int8_gives_the_same_bits_on_every_machine() -> None:
     """All kernels that round activations to 8 bits are of one rank,
     so that the clock may choose among them.
     """
-    digests = {found(machine)["int8"]["digest"] for machine in MACHINES}
-    assert {found(machine)["int8"]["name"] for machine in MACHINES} == {"w8a8-row"}
-    assert len(digests) == 1
+    for format, name in (("int8", "w8a8-row"), ("int4-rounded", "w4a8-row")):
+        digests = {found(machine)[format]["digest"] for machine in MACHINES}
+        assert {found(machine)[format]["name"] for machine in MACHINES} == {name}
+        assert len(digests) == 1, format
 
 
 @pytest.mark.campaign

@@ -11,6 +11,8 @@ W8A8_ROW = "w8a8-row"
 """int8 weights by output channel, activations rounded to int8 by row."""
 W8A7_ROW = "w8a7-row"
 """int8 weights by output channel, activations rounded to 7 bits by row."""
+W4A8_ROW = "w4a8-row"
+"""int4 weights in groups, activations rounded to int8 by row."""
 WEIGHT_ONLY = {"int8": "w8a16", "int4": "w4a16", "nf4": "w4a16-nf4", "fp8": "w8a16-fp8"}
 """Format of the weights → the name where activations aren't rounded to integers: they have 16 bits
 on a GPU and 32 on a CPU.
@@ -27,11 +29,12 @@ class Arithmetic:
     """Way in which a linear's products are computed.
 
     Attributes:
-        name: ``w8a8-row``, ``w8a7-row``, ``w8a16``, ``w8a16-fp8``, ``w4a16``, ``w4a16-nf4``,
-            ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round equally.
-        kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 by
-            int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some channels
-            at a time).
+        name: ``w8a8-row``, ``w8a7-row``, ``w4a8-row``, ``w8a16``, ``w8a16-fp8``, ``w4a16``,
+            ``w4a16-nf4``, ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round
+            equally.
+        kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 or
+            int4 by int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some
+            channels at a time).
         instructions: the widest instruction set that the kernel may use here, such as
             ``avx512_vnni``, or a GPU's ``sm_90``.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,9 +36,9 @@ class CpuBackend:
     device = torch.device("cpu")
     kv_dtype = torch.float32
 
-    def __init__(self, dtype: torch.dtype, quantize: str, *, rounds_activations: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, quantize: str, *, rounded: Collection[str] = ("int8",)) -> None:
         check_format(quantize, dtype)
-        self._dtype, self._quantize, self._rounds_activations = dtype, quantize, rounds_activations
+        self._dtype, self._quantize, self._rounded = dtype, quantize, rounded
 
     def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
         return make_linear(
@@ -46,7 +46,7 @@ class CpuBackend:
             bias,
             quantize=self._quantize,
             dtype=self._dtype,
-            rounds_activations=self._rounds_activations,
+            rounded=self._rounded,
         )
 
     def head(self, weight: Tensor | QuantizedWeight) -> Linear:

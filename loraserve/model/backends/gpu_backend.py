@@ -17,8 +17,8 @@ from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
 from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.lora_linear import LoraLinear
-from loraserve.progress import Progress
 from loraserve.model.layers.rotary import RotaryEmbedding
+from loraserve.progress import Progress
 from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.cpu import instructions

@@ -220,14 +220,14 @@ def check_gpu(config: ModelConfig) -> None:
         )
 
 
-def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str) -> bool:
-    """Return whether int8 weights by output channel are multiplied with rounded activations.
+def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) -> frozenset[str]:
+    """Return the formats of weights whose activations are rounded to int8 on a CPU.
 
-    On a CPU these are rounded to int8.
+    They are ``int8``, for weights by output channel, and ``int4``.
 
     Args:
-        activation_dtype: ``int8``: they are. ``float``: they aren't. ``auto``: they are where float
-            weights are rounded while they're loaded, and aren't where the checkpoint holds int8
+        activation_dtype: ``int8``: both. ``float``: none. ``auto``: int8 alone, and that where
+            float weights are rounded while they're loaded, not where the checkpoint holds int8
             weights already, whose config asks for float activations (``"input_activations": null``;
             others are refused).
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
@@ -241,22 +241,28 @@ def rounds_activations(blueprint: Blueprint, activation_dtype: str, device: str)
                 "--activation-dtype int8 is for CPUs; a GPU's linears keep their activations in 16 bits.",
                 hint="Leave --activation-dtype out.",
             )
-        if not _has_int8_channels(blueprint):
+        if not _can_round(blueprint):
             raise ConfigError(
                 f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights with "
-                "one scale per output channel, which int8 activations need.",
+                "one scale per output channel, or symmetric int4 weights, which int8 activations need.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
-    return activation_dtype == "int8" or (activation_dtype == "auto" and not blueprint.stored)
+        return frozenset({"int8", "int4"})
+    return frozenset({"int8"} if activation_dtype == "auto" and not blueprint.stored else ())
 
 
-def _has_int8_channels(blueprint: Blueprint) -> bool:
-    if "int8" in (blueprint.quantize, blueprint.head_quantize):
+def _can_round(blueprint: Blueprint) -> bool:
+    if {"int8", "int4"} & {blueprint.quantize, blueprint.head_quantize}:
         return True
     return any(
-        weight.scheme.format == "int8"
-        and weight.scheme.is_symmetric
-        and (weight.scheme.group_size or weight.in_features) >= weight.in_features
+        weight.scheme.is_symmetric
+        and (
+            weight.scheme.format == "int4"
+            or (
+                weight.scheme.format == "int8"
+                and (weight.scheme.group_size or weight.in_features) >= weight.in_features
+            )
+        )
         for weight in blueprint.stored.values()
     )
 

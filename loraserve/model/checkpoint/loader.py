@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from loraserve.model.checkpoint.blueprint import (
     check_gpu,
     context_len,
     draw,
-    rounds_activations,
+    rounded_formats,
 )
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.site import MakeLinear, Site, SiteModule, return_free_memory
@@ -71,7 +71,7 @@ def load_model(
         device: ``cpu`` or ``cuda``.
         max_model_len: None: what the config says. More than that only as far as its rope scaling
             covers.
-        activation_dtype: as for `blueprint.rounds_activations`.
+        activation_dtype: as for `blueprint.rounded_formats`.
         progress: told how far the load is, and by the decoder of each part of a forward pass; None:
             nothing reads it.
 
@@ -100,7 +100,7 @@ def load_model(
         device,
         dtype,
         "none" if blueprint.stored else quantize,
-        rounds_activations=rounds_activations(blueprint, activation_dtype, device),
+        rounded=rounded_formats(blueprint, activation_dtype, device),
     )
     loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress)
     before = chooser().around
@@ -111,18 +111,18 @@ def load_model(
         chooser().around = before
 
 
-def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounds_activations: bool = True) -> Backend:
+def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounded: Collection[str] = ("int8",)) -> Backend:
     """Return the backend of a kind of device.
 
     Args:
-        rounds_activations: whether a CPU rounds what int8 weights by output channel multiply; a GPU
-            never does.
+        rounded: formats of weights, of int8 by output channel and int4, for which a CPU rounds
+            activations to int8; a GPU never does.
 
     Raises:
         ConfigError: there's no such device here, or it can't keep weights so.
     """
     if device == "cpu":
-        return CpuBackend(dtype, quantize, rounds_activations=rounds_activations)
+        return CpuBackend(dtype, quantize, rounded=rounded)
     if device == "cuda":
         # Triton is loaded for GPUs alone
         from loraserve.model.backends.gpu_backend import GpuBackend

@@ -10,7 +10,7 @@ batch either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -18,12 +18,18 @@ from torch import Tensor
 
 from loraserve.errors import ConfigError, ModelError
 from loraserve.model.config.formats import group_size
-from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.arithmetic import FLOATS, W4A8_ROW, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.cpu.linear.chooser import chooser
-from loraserve_kernels.cpu.linear.decoded import DecodedWeight, DotWeight
+from loraserve_kernels.cpu.linear.decoded import (
+    DecodedWeight,
+    DotWeight,
+    GroupDotWeight,
+    pack_group_dot,
+    unpack_group_dot,
+)
 from loraserve_kernels.cpu.linear.gemm import (
     LEVELS,
     HalfWeight,
@@ -32,6 +38,7 @@ from loraserve_kernels.cpu.linear.gemm import (
     float_linear,
     half_linear,
     half_rows,
+    int4_linear,
     int8_linear,
     pack_float,
     pack_half,
@@ -88,7 +95,7 @@ def make_linear(
     *,
     quantize: str,
     dtype: torch.dtype,
-    rounds_activations: bool = True,
+    rounded: Collection[str] = ("int8",),
 ) -> Linear:
     """Return the linear of these weights, in a form of its own.
 
@@ -98,8 +105,8 @@ def make_linear(
         bias: [out_features] float32.
         quantize: ``none`` or one of `FORMATS`: what a float weight is rounded to.
         dtype: what a float weight is kept in, when not quantized.
-        rounds_activations: whether x is rounded to int8 by row where the weight is int8 by output
-            channel; otherwise it stays float32.
+        rounded: formats of weights, of int8 by output channel and int4, for which x is rounded to
+            int8 by row; otherwise it stays float32.
 
     Raises:
         ModelError: the weight can't be rounded so.
@@ -107,8 +114,10 @@ def make_linear(
     if isinstance(weight, Tensor) and quantize != "none":
         weight = quantize_weight(weight, quantize)
     if isinstance(weight, QuantizedWeight):
-        format = weight_format(weight, rounds_activations=rounds_activations)
+        format = weight_format(weight, rounded=rounded)
         arithmetic = chooser().choose(format, weight.out_features, weight.in_features).arithmetic
+        if arithmetic.name == W4A8_ROW:
+            return Int4Linear(weight, bias, arithmetic)
         if arithmetic.name in LEVELS:
             return Int8Linear(weight, bias, arithmetic)
         return PackedLinear(weight, bias, arithmetic.kernel)
@@ -282,6 +291,29 @@ class Int8Linear:
             yield codes[first:last].float() * self._weight.scales[first:last, None]
 
 
+class Int4Linear:
+    """int4 weights in groups, x in int8 by row."""
+
+    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight")
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self.own_weight: GroupDotWeight = pack_group_dot(weight)
+        self.bias, self.out_features = bias, weight.out_features
+        self.num_bytes = self.own_weight.num_bytes + _num_bytes(bias)
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return (self._arithmetic,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return int4_linear(x, self.own_weight, self.bias)
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        for first, last in row_blocks(start, end, self.own_weight.in_features):
+            yield unpack_group_dot(self.own_weight, first, last)
+
+
 class PackedLinear:
     """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied.
 
@@ -354,9 +386,15 @@ class JoinedLinear:
             first = last
 
 
-def own_weight(linear: Linear) -> DotWeight | DecodedWeight | None:
+OwnWeight = DotWeight | GroupDotWeight | DecodedWeight
+"""Weight as our own kernels multiply it."""
+
+
+def own_weight(linear: Linear) -> OwnWeight | None:
     """Return a CPU linear's weight as our own kernels multiply it; None where a library does."""
-    return linear.own_weight if isinstance(linear, Int8Linear | PackedLinear | HalfLinear) else None
+    if isinstance(linear, Int8Linear | Int4Linear | PackedLinear | HalfLinear):
+        return linear.own_weight
+    return None
 
 
 def _num_bytes(bias: Tensor | None) -> int:

@@ -129,7 +129,7 @@ async def test_a_step_that_hangs_is_reported_with_its_stack_and_the_request_goes
         assert client.num_restarts == 1
     assert re.search(r"made no progress for 1.5 s while it was computing step \d+ of 1 requests", caplog.text)
     assert re.search(
-        r"it hangs in faults.py:\d+ in <lambda> < faults.py:\d+ in hit < decoder.py:\d+ in _finish", caplog.text
+        r"it hangs in faults.py:\d+ in <lambda> < faults.py:\d+ in hit < step_program.py:\d+ in _run_items", caplog.text
     )
     stacks = next(record.getMessage() for record in caplog.records if "Its Python stacks" in record.getMessage())
     assert 'loraserve/engine/worker/main.py"' in stacks

@@ -8,13 +8,21 @@ compared with exact ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.arithmetic import BF16_WEIGHTS, FLOATS, W8A7_ROW, W8A8_ROW, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.arithmetic import (
+    BF16_WEIGHTS,
+    FLOATS,
+    W4A8_ROW,
+    W8A7_ROW,
+    W8A8_ROW,
+    WEIGHT_ONLY,
+    Arithmetic,
+)
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear import decoded, gemm
@@ -49,10 +57,16 @@ class Candidate:
         return Arithmetic(self.name, self.kernel, self.instructions())
 
 
-def weight_format(weight: QuantizedWeight, *, rounds_activations: bool) -> str:
-    """Return which of `FORMATS` a quantized weight is."""
+def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
+    """Return which of `FORMATS` a quantized weight is.
+
+    Args:
+        rounded: formats of weights whose activations are rounded to int8, where they can be.
+    """
     if weight.format == "int8" and not weight.has_groups:
-        return "int8" if rounds_activations else "int8-weights"
+        return "int8" if "int8" in rounded else "int8-weights"
+    if "int4" in rounded and HAS_NUMBA and decoded.can_round_activations(weight):
+        return "int4-rounded"
     grouped = f"{weight.format}-groups" if weight.format == "int8" else weight.format
     return grouped if weight.zeros is None else f"{grouped}-zeros"
 
@@ -62,8 +76,10 @@ def compile_kernel(candidate: Candidate, format: str) -> None:
 
     Otherwise compiling would be taken for slowness.
     """
-    if candidate.kernel.startswith("numba"):
-        decoded.warm_up(_KINDS.get(format, "dot"))
+    if candidate.kernel == "numba-dot":
+        decoded.warm_up("int4-dot" if candidate.name == W4A8_ROW else "dot")
+    elif candidate.kernel == "numba":
+        decoded.warm_up(_KINDS.get(format, format.partition("-")[0]))
     gemm.warm_up()
 
 
@@ -176,6 +192,13 @@ def _make_int8(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Te
     return make
 
 
+def _make_int4_dot(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+    if isinstance(weight, Tensor):
+        raise TypeError("a float weight")
+    packed = decoded.pack_group_dot(weight)
+    return lambda x: gemm.int4_linear(x, packed)
+
+
 def _make_packed(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
     def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
         if isinstance(weight, Tensor):
@@ -198,6 +221,14 @@ def _make_half(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Te
 
 def _has_numba() -> bool:
     return HAS_NUMBA
+
+
+def _has_byte_pairs() -> bool:
+    if not HAS_NUMBA:
+        return False
+    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_BYTE_PAIRS
+
+    return HAS_BYTE_PAIRS
 
 
 def _weight_only(format: str) -> tuple[Candidate, ...]:
@@ -227,6 +258,10 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
             _multiplies_exactly,
             lambda: True,
         ),
+    ),
+    "int4-rounded": (
+        Candidate(W4A8_ROW, "numba-dot", 0, instructions.numba, _make_int4_dot, _multiplies_exactly, _has_byte_pairs),
+        *(replace(candidate, rank=candidate.rank + 1) for candidate in _weight_only("int4")),
     ),
     **{format: _weight_only(format) for format in _KINDS if format not in DTYPES},
     "bfloat16": (
@@ -262,5 +297,6 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
 }
 """Format → its candidates, by rank.
 
-``int8``: activations are rounded by row too; ``int8-weights``: they aren't.
+``int8``, ``int4-rounded``: activations are rounded by row too; ``int8-weights``, ``int4``: they
+aren't.
 """

@@ -79,6 +79,39 @@ class DotWeight:
     out_features: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupDotWeight:
+    """A linear's weight in int4 with a scale for each group, for activations in int8.
+
+    Attributes:
+        codes: [tiles, runs of eight inputs, channels of a tile] int32: four bytes, each with the
+            code, plus 8, of one of the first four inputs in its low half and of the next four in
+            its high half; filled up with zeros.
+        scales: [groups, channels] float32.
+        group_size: inputs that share a scale.
+        in_features, out_features: of the linear.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group_size: int
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and scales of the channels that there are."""
+        return self.out_features * (self.in_features // 2 + 4 * self.scales.shape[0])
+
+
+def can_round_activations(weight: QuantizedWeight) -> bool:
+    """Return whether there is a kernel for this weight in int4 and activations in int8."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_BYTE_PAIRS
+
+    # a group's products, at most 15 · 127 · 128, add up to less than 2²⁴: float32 holds the sum
+    return HAS_BYTE_PAIRS and weight.format == "int4" and weight.zeros is None
+
+
 def can_decode(weight: QuantizedWeight) -> bool:
     """Return whether the kernels decode each code as `QuantizedWeight.dequantize` does.
 
@@ -156,7 +189,7 @@ def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tens
     has_groups = weight.scales.shape[0] > 1
     full_bias = full_bias_of(bias, num_channels)
     args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
-    args[decoded_kernel.X :] = (
+    args[decoded_kernel.X : decoded_kernel.NUM_TILES + 1] = (
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -202,6 +235,70 @@ def unpack_dot(weight: DotWeight) -> Tensor:
     tiles = weight.codes.view(_RUNS[DOT_INPUTS])
     codes = tiles.mT.reshape(-1, tiles.shape[1])[: weight.out_features].contiguous()
     return codes.view(torch.int8)[:, : weight.in_features].contiguous()
+
+
+def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
+    """Bring a weight in int4, which `can_round_activations`, into tiles; it's copied."""
+    codes = weight.codes.view(torch.uint8)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).view(weight.out_features, -1, 2, 4)
+    packed = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)[..., 0]
+    return GroupDotWeight(
+        _tiles(packed), _filled(weight.scales.t()), weight.group_size, weight.in_features, weight.out_features
+    )
+
+
+def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
+    """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+
+    first = start // TILE
+    tiles = weight.codes[first : -(-end // TILE)]
+    runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    packed = runs[..., None].view(torch.uint8)
+    codes = torch.stack((packed & 15, packed >> 4), -2).view(end - start, weight.in_features).float() - 8
+    groups = codes.view(end - start, -1, weight.group_size)
+    return (groups * weight.scales[:, start:end].t()[..., None]).view(end - start, weight.in_features)
+
+
+def group_dot(
+    codes: Tensor, scales: Tensor, starts: Tensor, weight: GroupDotWeight, bias: Tensor | None = None
+) -> Tensor:
+    """Return ``Σ_group scale · sum(code · x) · row's scale + bias``, [num_tokens, out_features].
+
+    A group's sum is exact; groups are added in order; the end is rounded once.
+
+    Args:
+        codes: [num_tokens, in_features] int8.
+        scales: [num_tokens, 1] float32.
+        starts: [num_tokens, groups] float32: -8 times the sum of each group's codes.
+        bias: [out_features] float32.
+    """
+    from loraserve_kernels.cpu.linear import decoded_kernel
+
+    num_channels, num_groups = weight.scales.shape[1], weight.scales.shape[0]
+    y = torch.empty(codes.shape[0], num_channels)
+    full_bias = full_bias_of(bias, num_channels)
+    args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
+    args[decoded_kernel.X :] = (
+        codes.data_ptr(),
+        codes.stride(0),
+        codes.shape[0],
+        y.data_ptr(),
+        num_channels,
+        weight.codes.data_ptr(),
+        weight.codes.stride(0) * 4,
+        weight.scales.data_ptr(),
+        num_channels,
+        scales.data_ptr(),
+        num_groups,
+        full_bias.data_ptr(),
+        weight.in_features,
+        weight.group_size,
+        weight.codes.shape[0],
+        starts.data_ptr(),
+    )
+    _run(_compiled("int4-dot"), args, weight.codes.numel() * 8 * codes.shape[0])
+    return _cut(y, weight.out_features)
 
 
 def code_offset() -> int:
@@ -260,11 +357,13 @@ def full_bias_of(bias: Tensor | None, num_channels: int) -> Tensor:
 
 @functools.cache
 def compiled_handle(kind: str) -> Any:
-    """Return the kernel of a `DecodedWeight.kind`, or ``dot``."""
+    """Return the kernel of a `DecodedWeight.kind`, or ``dot`` or ``int4-dot``."""
     from loraserve_kernels.cpu.linear import decoded_kernel
 
     if kind == "dot":
         return decoded_kernel.compiled_dot()
+    if kind == "int4-dot":
+        return decoded_kernel.compiled_group_dot()
     kinds = {
         "int8": decoded_kernel.INT8,
         "int8z": decoded_kernel.INT8_ZEROS,

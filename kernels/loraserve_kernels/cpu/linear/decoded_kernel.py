@@ -32,9 +32,11 @@ from loraserve_kernels.cpu.simd import FEATURES, LANES, STAMP, fetch_add, load_i
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
 CLAIMED, X, X_STRIDE, NUM_ROWS, Y, Y_STRIDE, CODES, TILE_BYTES = 0, 8, 9, 10, 11, 12, 13, 14
-SCALES, SCALE_STRIDE, ZEROS, ZERO_STRIDE, BIAS, WIDTH, GROUP, NUM_TILES, NUM_WORDS = 15, 16, 17, 18, 19, 20, 21, 22, 23
+SCALES, SCALE_STRIDE, ZEROS, ZERO_STRIDE, BIAS, WIDTH, GROUP, NUM_TILES, NUM_WORDS = 15, 16, 17, 18, 19, 20, 21, 22, 24
 SUM_STARTS, ROW_SCALES, DOT_BIAS = GROUP, ZEROS, BIAS
 """int8 by int8: each channel's first sum, [channels] int32; the rows' scales, [rows] float32."""
+GROUP_STARTS, START_STRIDE = 23, ZERO_STRIDE
+"""int4 by int8: what is added to the sum of each group, [rows, groups] float32."""
 
 VECTORS = 2
 TILE = VECTORS * LANES
@@ -168,6 +170,17 @@ class _Writer:
     def multiply_fours(self, sums: Any, a: Any, b: Any) -> Any:
         """Return the sums plus four products of bytes each, of unsigned a by signed b."""
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _vector(_I32), sums, a, b)
+
+    def add_fours(self, sums: Any, a: Any, b: Any) -> Any:
+        """Return the sums plus four products each, of codes of int4 by bytes with a sign."""
+        if HAS_VNNI:
+            return self.multiply_fours(sums, a, b)
+        # two products of at most 15 · 128 fit in 16 bits
+        shorts, width = _vector(_I16, 2 * LANES), 32 * LANES
+        name = "llvm.x86.avx512.pmaddubs.w.512" if LANES == 16 else "llvm.x86.avx2.pmadd.ub.sw"
+        bytes_ = _vector(_I8, width // 8)
+        pairs = self._call(name, shorts, self.builder.bitcast(a, bytes_), self.builder.bitcast(b, bytes_))
+        return self.builder.add(sums, self.multiply_pairs(pairs, _fill(_I16, 1, 2 * LANES)))
 
     def _call(self, name: str, result: ir.Type, *args: Any) -> Any:
         function = cgutils.get_or_insert_function(
@@ -359,6 +372,85 @@ def _add_products(writer: _Writer, sums: Any, x: Any, codes: Any) -> Any:
     return writer.builder.add(writer.multiply_pairs(codes, writer.builder.bitcast(x, codes.type)), sums)
 
 
+HAS_BYTE_PAIRS = "avx512bw" in FEATURES if LANES == 16 else "avx2" in FEATURES
+"""Whether there is an instruction that multiplies bytes without a sign by bytes with one."""
+FOURS = 4
+"""Inputs of a channel whose codes of int4 are one half of four bytes; the next four are the other
+half.
+"""
+
+
+def _group_dot(num_rows: int) -> Any:
+    @intrinsic
+    def group_dot(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
+        """Compute `num_rows` rows of a tile's channels in int4 from activations in int8.
+
+        Each is ``Σ_group scale · (sum(code · x) + start) · row's scale + bias``, a group's sum
+        exact.
+        """
+
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            writer = _Writer(builder, values[0])
+            rows = _rows_of(writer, values[2], num_rows)
+            inputs = [writer.at(writer.word(X), builder.mul(r, writer.word(X_STRIDE))) for r in rows]
+            start_bytes = writer.times(writer.word(START_STRIDE), 4)
+            starts = [writer.at(writer.word(GROUP_STARTS), builder.mul(r, start_bytes)) for r in rows]
+            codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
+            channel = writer.times(values[1], TILE)
+            scales = writer.at(writer.word(SCALES), writer.times(channel, 4))
+            scale_bytes, width, group = (
+                writer.times(writer.word(SCALE_STRIDE), 4),
+                writer.word(WIDTH),
+                writer.word(GROUP),
+            )
+            cells = [(t, c) for t in range(num_rows) for c in range(VECTORS)]
+            totals = {cell: cgutils.alloca_once_value(builder, _ZERO) for cell in cells}
+            sums = {cell: cgutils.alloca_once(builder, _vector(_I32)) for cell in cells}
+            low = _fill(_I32, 0x0F0F0F0F)
+            with cgutils.for_range_slice(builder, writer.const(0), width, group, _I64, inc=True) as (start, _):
+                for cell in cells:
+                    builder.store(_fill(_I32, 0), sums[cell])
+                end = writer.at(start, group)
+                with cgutils.for_range_slice(builder, start, end, writer.const(2 * FOURS), _I64, inc=True) as (k, _):
+                    # four bytes a channel hold eight inputs
+                    at = writer.at(codes, writer.times(k, TILE * FOURS // (2 * FOURS)))
+                    packed = [
+                        writer.load(writer.at(at, writer.const(c * LANES * 4)), _vector(_I32)) for c in range(VECTORS)
+                    ]
+                    halves = [
+                        [builder.and_(p, low) for p in packed],
+                        [builder.and_(builder.lshr(p, _fill(_I32, 4)), low) for p in packed],
+                    ]
+                    for half in (0, 1):
+                        for t in range(num_rows):
+                            address = writer.at(inputs[t], k, writer.const(half * FOURS))
+                            x = writer.splat(writer.load(address, _I32))
+                            for c in range(VECTORS):
+                                value = writer.add_fours(builder.load(sums[t, c]), halves[half][c], x)
+                                builder.store(value, sums[t, c])
+                index = builder.udiv(start, group)
+                at = writer.at(scales, builder.mul(index, scale_bytes))
+                for c in range(VECTORS):
+                    scale = writer.load(writer.at(at, writer.const(c * LANES * 4)), _vector(_FLOAT), 4)
+                    for t in range(num_rows):
+                        first = writer.splat(writer.load(writer.at(starts[t], writer.times(index, 4)), _FLOAT, 4))
+                        exact = builder.fadd(builder.sitofp(builder.load(sums[t, c]), _vector(_FLOAT)), first)
+                        builder.store(writer.fma(scale, exact, builder.load(totals[t, c])), totals[t, c])
+            bias = writer.at(writer.word(BIAS), writer.times(channel, 4))
+
+            def result(t: int, c: int) -> Any:
+                row_scale = writer.load(writer.at(writer.word(ROW_SCALES), writer.times(rows[t], 4)), _FLOAT, 4)
+                added = writer.load(writer.at(bias, writer.const(c * LANES * 4)), _vector(_FLOAT), 4)
+                return writer.fma(builder.load(totals[t, c]), writer.splat(row_scale), added)
+
+            _store(writer, rows, channel, result)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.int64, types.int64, kind), codegen
+
+    return group_dot
+
+
 ROWS = 8 if LANES == 16 else 4
 """Rows that one pass over a tile's codes multiplies:
 as many as there are registers for their sums.
@@ -394,6 +486,7 @@ def _runner(one: Any, four: Any, eight: Any) -> Any:
 
 _run_tiles = _runner(_tile(1), _tile(4), _tile(8))
 _run_dots = _runner(_dot(1), _dot(4), _dot(8))
+_run_group_dots = _runner(_group_dot(1), _group_dot(4), _group_dot(8))
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # the kinds' values are equal, their types aren't
@@ -424,3 +517,18 @@ def compiled_dot() -> Any:
             _run_dots(args, 0)
 
     return numba.cfunc(types.void(types.intp), cache=True)(multiply_int8)
+
+
+@functools.cache
+def compiled_group_dot() -> Any:
+    """Return the kernel for int4 by int8, compiled or read from numba's cache.
+
+    It is a C function of the argument block's address.
+    """
+    stamp = STAMP
+
+    def multiply_int4(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _run_group_dots(args, 0)
+
+    return numba.cfunc(types.void(types.intp), cache=True)(multiply_int4)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve_kernels.common.arithmetic import W8A7_ROW, W8A8_ROW
+from loraserve_kernels.common.arithmetic import W4A8_ROW, W8A7_ROW, W8A8_ROW
 from loraserve_kernels.cpu import instructions, threads
 from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
@@ -43,7 +43,7 @@ from loraserve_kernels.errors import TensorMismatch
 _MIN_PARALLEL_BYTES = 128 << 10
 _LARGEST_FLOAT16 = 65504.0
 
-LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63}
+LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63, W4A8_ROW: 127}
 """The largest code of a row's activations."""
 
 
@@ -161,6 +161,25 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
         codes, scales = quantize_rows(x)
         y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
     return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
+
+
+def int4_linear(x: Tensor, weight: decoded.GroupDotWeight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
+
+    A row's bits don't depend on the other rows.
+
+    Args:
+        x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
+            only.
+        bias: [out_features] float32.
+
+    Raises:
+        TensorMismatch: x isn't float32 of the weight's in_features.
+    """
+    _check(x, weight.in_features)
+    starts = torch.empty(x.shape[0], weight.scales.shape[0])
+    codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), 0, starts)
+    return decoded.group_dot(codes, scales, starts, weight, bias)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -429,13 +448,18 @@ def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
     return handle.ctypes, handle.address, handle
 
 
-def _quantize_rows_numba(x: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does."""
+def _quantize_rows_numba(x: Tensor, offset: int = 0, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does.
+
+    Args:
+        starts: [num_tokens, groups] float32, where -8 times the sum of each group's codes goes.
+    """
     call, address, _ = _rows_kernel()
     num_rows, width = x.shape
     codes, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty((num_rows, 1))
     args = np.array(
-        (*[0] * 8, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width, offset, width, 0),
+        (*[0] * 8, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width, offset, width, 0)
+        + ((0, 0) if starts is None else (starts.data_ptr(), width // starts.shape[1])),
         dtype=np.int64,
     )
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1

@@ -11,9 +11,11 @@ from numba import types
 
 from loraserve_kernels.cpu.simd import (
     F32,
+    I8,
     LANES,
     STAMP,
     absolute,
+    add,
     fetch_add,
     fma,
     larger,
@@ -31,7 +33,7 @@ from loraserve_kernels.cpu.simd import (
 )
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
-CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, CODE_ROW_BYTES, IS_WIDE, NUM_WORDS = (
+CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, CODE_ROW_BYTES, IS_WIDE, STARTS, GROUP, NUM_WORDS = (
     0,
     8,
     9,
@@ -43,6 +45,8 @@ CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, CODE_ROW_BYTES, IS
     15,
     16,
     17,
+    18,
+    19,
 )
 
 ROW_BLOCK = 8
@@ -50,13 +54,15 @@ F32_BYTES = 4
 
 
 @numba.njit
-def quantize_row(source, target, scale, width, offset, is_wide):  # type: ignore[no-untyped-def]
+def quantize_row(source, target, scale, width, offset, is_wide, starts, group):  # type: ignore[no-untyped-def]
     """Write a row's codes, ``round(127 x / max |x|)`` plus the offset, and ``max |x| / 127``.
 
     Args:
         source: address of `width` float32.
         target: of as many bytes, or int16 if `is_wide` isn't 0.
         scale: of one float32. A row that isn't finite gets codes of 0 and the scale NaN.
+        starts: of a float32 for each group of `group` inputs, a multiple of `LANES`: -8 times the
+            sum of the group's codes, which have no offset; 0: they aren't wanted.
     """
     whole, zero = width // LANES * LANES, splat(np.float32(0))
     # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
@@ -87,6 +93,12 @@ def quantize_row(source, target, scale, width, offset, is_wide):  # type: ignore
             store_int16_one(target, k, code, offset)
         else:
             store_int8_one(target, k, code, offset)
+    if starts != 0:
+        for g in range(width // group):
+            total = zero
+            for k in range(g * group, (g + 1) * group, LANES):
+                total = add(total, load(target, k, I8))
+            store_one(starts, g, sum_lanes(total) * np.float32(-8))
 
 
 @numba.njit
@@ -95,7 +107,7 @@ def _quantize(args):  # type: ignore[no-untyped-def]
     x, x_stride, codes = load_int(args, X), load_int(args, X_STRIDE), load_int(args, CODES)
     scales, num_rows, width = load_int(args, SCALES), load_int(args, NUM_ROWS), load_int(args, WIDTH)
     offset, row_bytes = load_int(args, OFFSET), load_int(args, CODE_ROW_BYTES)
-    is_wide = load_int(args, IS_WIDE)
+    is_wide, starts, group = load_int(args, IS_WIDE), load_int(args, STARTS), load_int(args, GROUP)
     block = ROW_BLOCK if num_rows > ROW_BLOCK * ROW_BLOCK else 1
     while True:
         first = fetch_add(args, block)
@@ -103,7 +115,8 @@ def _quantize(args):  # type: ignore[no-untyped-def]
             return
         for row in range(first, min(first + block, num_rows)):
             source, target = x + row * x_stride * F32_BYTES, codes + row * row_bytes
-            quantize_row(source, target, scales + row * F32_BYTES, width, offset, is_wide)
+            own = 0 if starts == 0 else starts + row * (width // group) * F32_BYTES
+            quantize_row(source, target, scales + row * F32_BYTES, width, offset, is_wide, own, group)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from loraserve_kernels.cpu.simd import (
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
 CLAIMED, NUM_ROWS, WIDTH, X, X_STRIDE, OUT, IS_GELU = 0, 8, 9, 10, 11, 12, 13
-CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, NUM_WORDS = 14, 15, 16, 17, 18, 19
+CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, NUM_WORDS = 14, 15, 16, 17, 18, 19, 20, 21
 
 F32_BYTES = 4
 ROW_BLOCK = 4
@@ -82,8 +82,10 @@ def _gate(args):  # type: ignore[no-untyped-def]
                 store_one(out, k, np.float32(x / (1 + np.exp(-slope)) * load_one(up, k, F32)))
             if codes != 0:
                 target = codes + row * load_int(args, CODE_ROW_BYTES)
-                scale = scales + row * F32_BYTES
-                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE))
+                scale, starts, group = scales + row * F32_BYTES, load_int(args, STARTS), load_int(args, GROUP)
+                if starts != 0:
+                    starts += row * (width // group) * F32_BYTES
+                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from loraserve_kernels.cpu.simd import (
 # norm. The tables of weights have an address for each row; 0: every row has the one weight.
 CLAIMED, NUM_ROWS, WIDTH, HIDDEN, DELTA, DELTA_STRIDE, DELTA_WEIGHT, DELTA_WEIGHTS = 0, 8, 9, 10, 11, 12, 13, 14
 WEIGHT, WEIGHTS, OUT, CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE = 15, 16, 17, 18, 19, 20, 21, 22
-EPS, DELTA_SCALE, NUM_WORDS = 23, 24, 25
+EPS, DELTA_SCALE, STARTS, GROUP, NUM_WORDS = 23, 24, 25, 26, 27
 """EPS, DELTA_SCALE: float32 in the word's first half."""
 
 F32_BYTES, WORD = 4, 8
@@ -116,8 +116,10 @@ def _norm(args):  # type: ignore[no-untyped-def]
                     store_one(out, k, load_one(hidden, k, F32))
             if codes != 0:
                 target = codes + row * load_int(args, CODE_ROW_BYTES)
-                scale = scales + row * F32_BYTES
-                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE))
+                scale, starts, group = scales + row * F32_BYTES, load_int(args, STARTS), load_int(args, GROUP)
+                if starts != 0:
+                    starts += row * (width // group) * F32_BYTES
+                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group)
 
 
 @functools.cache

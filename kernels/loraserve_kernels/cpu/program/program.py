@@ -43,8 +43,9 @@ def kernel(name: str) -> Kernel:
     """Return a kernel, compiled or read from numba's cache.
 
     Args:
-        name: ``norm``, ``gate``, ``gather``, ``rotary``, ``attention``, ``quantize``, ``dot``, a
-            kind of `DecodedWeight`, or ``lora-`` and the dtype that adapters are stored in.
+        name: ``norm``, ``gate``, ``gather``, ``rotary``, ``attention``, ``quantize``, ``dot``,
+            ``int4-dot``, a kind of `DecodedWeight`, or ``lora-`` and the dtype that adapters are
+            stored in.
     """
     from loraserve_kernels.cpu.attention import kernel as attention_kernel
     from loraserve_kernels.cpu.linear import decoded, row_quantization

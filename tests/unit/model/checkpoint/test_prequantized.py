@@ -164,10 +164,14 @@ def test_float_weights_that_are_rounded_to_int8_have_their_activations_rounded_u
 
 @pytest.mark.parametrize(
     ("groups", "base"),
-    [([], "none"), ([group(8, "group", group_size=128, symmetric=False)], "int8"), ([group(4, "channel")], "int4")],
-    ids=["floats", "int8-in-groups", "int4"],
+    [
+        ([], "none"),
+        ([group(8, "group", group_size=128, symmetric=False)], "int8"),
+        ([group(4, "group", group_size=128, symmetric=False)], "int4"),
+    ],
+    ids=["floats", "int8-in-groups", "int4-with-zeros"],
 )
-def test_rounded_activations_are_refused_where_no_weight_is_int8_by_channel(
+def test_rounded_activations_are_refused_where_no_weight_takes_them(
     tmp_path: Path, groups: list[dict[str, Any]], base: str
 ) -> None:
     model = build_model(**{**WIDE, "hidden_size": 256})

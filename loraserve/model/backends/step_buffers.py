@@ -1,0 +1,109 @@
+"""Buffers of a step's rows between a CPU's kernels, and how they are rounded for linears."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loraserve.model.layers.linears import JoinedLinear, Linear, own_weight
+from loraserve_kernels.cpu.linear.decoded import DotWeight, GroupDotWeight, code_offset
+
+_SMALLEST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowRounding:
+    """How kernels read rows that are rounded to int8.
+
+    Attributes:
+        offset: what is added to the codes.
+        is_wide: whether they are int16.
+        group_size: inputs whose codes are summed beside; 0: none are.
+    """
+
+    offset: int
+    is_wide: bool
+    group_size: int
+
+
+@dataclass(slots=True, eq=False)
+class InputRows:
+    """Buffer of rows that linears read.
+
+    Attributes:
+        values: [capacity, width] float32.
+        codes: [capacity, bytes] int8, the same rounded, for linears that take it so; filled up with
+            zeros to what one instruction multiplies.
+        scales: [capacity] float32, of the codes.
+        starts: [capacity, groups] float32, what int4's kernel adds to the sum of each group; as
+            many groups as there may be.
+    """
+
+    values: Tensor
+    codes: Tensor
+    scales: Tensor
+    starts: Tensor
+
+    @classmethod
+    def make(cls, capacity: int, width: int) -> InputRows:
+        from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS
+
+        num_bytes = -(-width // DOT_INPUTS) * 4
+        return cls(
+            torch.zeros(capacity, width),
+            torch.zeros(capacity, num_bytes, dtype=torch.int8),
+            torch.ones(capacity),
+            torch.zeros(capacity, -(-width // _SMALLEST_GROUP)),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[1]
+
+
+@dataclass(slots=True, eq=False)
+class OutputRows:
+    """Buffer that linears write: [capacity, width] float32, the width filled up to whole tiles."""
+
+    values: Tensor
+    width: int
+
+    @classmethod
+    def make(cls, capacity: int, width: int) -> OutputRows:
+        from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+
+        # a joined linear's parts fill up their own channels, the last beyond the width
+        return cls(torch.zeros(capacity, -(-width // TILE) * TILE + TILE), width)
+
+    def rows(self, count: int) -> Tensor:
+        return self.values[:count, : self.width]
+
+
+def rounding_of(linear: Linear) -> RowRounding | None:
+    """Return how a linear's kernels, or the first of its parts' that does, read rounded rows."""
+    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_VNNI
+
+    if isinstance(linear, JoinedLinear):
+        return next((rounding for part in linear.parts if (rounding := rounding_of(part)) is not None), None)
+    weight = own_weight(linear)
+    if isinstance(weight, DotWeight):
+        return RowRounding(code_offset(), not HAS_VNNI, 0)
+    return RowRounding(0, False, weight.group_size) if isinstance(weight, GroupDotWeight) else None
+
+
+def code_words(rows: InputRows, rounding: RowRounding | None, k: Any) -> dict[int, int]:
+    """Return the words that have a kernel, whose module k is, round its rows."""
+    if rounding is None:
+        return {}
+    return {
+        k.CODES: rows.codes.data_ptr(),
+        k.CODE_ROW_BYTES: rows.codes.stride(0),
+        k.SCALES: rows.scales.data_ptr(),
+        k.OFFSET: rounding.offset,
+        k.IS_WIDE: int(rounding.is_wide),
+        k.STARTS: rows.starts.data_ptr() if rounding.group_size else 0,
+        k.GROUP: rounding.group_size,
+    }

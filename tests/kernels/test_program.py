@@ -1,0 +1,130 @@
+"""Kernels that run one after the other in one region of threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from loraserve_kernels.cpu.program import gather_kernel, norm_kernel
+from loraserve_kernels.cpu.program.program import Program, kernel
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def gathering(program: Program, x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> int:
+    k = gather_kernel
+    words = {
+        k.NUM_ROWS: len(rows),
+        k.ROWS: rows.data_ptr(),
+        k.X: x.data_ptr(),
+        k.OUT: out.data_ptr(),
+        k.WIDTH: x.shape[1],
+    }
+    return program.add(kernel("gather"), words)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.usefixtures("two_threads")
+def test_each_kernel_sees_all_that_the_one_before_wrote(num_threads: int) -> None:
+    """Rows are turned around 400 times: one that was read too early would stay where it was."""
+    buffers = [torch.randn(7, 19), torch.zeros(7, 19)]
+    expected, rows = buffers[0].clone(), torch.tensor([1, 2, 3, 4, 5, 6, 0])
+    program = Program()
+    for number in range(400):
+        gathering(program, buffers[number % 2], buffers[1 - number % 2], rows)
+    program.freeze()
+    for _ in range(5):
+        program.reset()
+        program.run(0, 400, num_threads)
+        expected = expected.roll(-400 % 7, 0)
+        assert torch.equal(buffers[0], expected)
+
+
+def test_a_range_runs_and_no_more_and_a_place_without_a_kernel_is_passed_over() -> None:
+    first, second, third = torch.randn(2, 16), torch.zeros(2, 16), torch.zeros(2, 16)
+    program, rows = Program(), torch.tensor([0, 1])
+    gathering(program, first, second, rows)
+    place = program.add(None, {gather_kernel.NUM_ROWS: 2})
+    gathering(program, second, third, rows)
+    program.freeze()
+    program.reset()
+    program.run(0, 2, 1)
+    assert torch.equal(second, first)
+    assert not third.any()
+    program.reset()
+    program.run(0, 3, 2)
+    assert torch.equal(third, first)
+    program.blocks[place] = program.blocks[0]
+    program.blocks[place, gather_kernel.X], program.blocks[place, gather_kernel.ROWS] = 0, 0
+    program.blocks[place, gather_kernel.NUM_ROWS] = 0
+    program.put([place], kernel("gather"))
+    program.reset()
+    program.run(0, 3, 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_that_others_keep_off_the_cores_are_waited_for() -> None:
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            torch.ones(64).sum()
+
+    others = [threading.Thread(target=spin) for _ in range(4)]
+    for thread in others:
+        thread.start()
+    try:
+        test_each_kernel_sees_all_that_the_one_before_wrote(2)
+    finally:
+        stop.set()
+        for thread in others:
+            thread.join()
+
+
+@pytest.mark.parametrize("width", [16, 48, 61])
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+@pytest.mark.parametrize("delta", ["none", "plain", "normed"])
+def test_sums_and_norms_equal_their_definition(width: int, num_rows: int, delta: str) -> None:
+    k = norm_kernel
+    hidden, added = torch.randn(num_rows, width) * 3, torch.randn(num_rows, width)
+    weight, own = torch.randn(width), torch.randn(width)
+    out, eps, scale = torch.zeros(num_rows, width), 1e-5, 0.22
+    table = torch.tensor([(own if row % 3 == 1 else weight).data_ptr() for row in range(num_rows)])
+    numbers = torch.tensor([eps, 0, scale, 0]).view(torch.int64)
+    expected = hidden.double()
+    if delta != "none":
+        term = added.double()
+        if delta == "normed":
+            term = term / (term.square().mean(1, keepdim=True) + eps).sqrt() * own.double()
+        expected = expected + scale * term
+    words = {
+        k.NUM_ROWS: num_rows,
+        k.WIDTH: width,
+        k.HIDDEN: hidden.data_ptr(),
+        k.DELTA: added.data_ptr() if delta != "none" else 0,
+        k.DELTA_STRIDE: width,
+        k.DELTA_WEIGHT: own.data_ptr() if delta == "normed" else 0,
+        k.WEIGHT: weight.data_ptr(),
+        k.WEIGHTS: table.data_ptr(),
+        k.OUT: out.data_ptr(),
+        k.EPS: int(numbers[0]),
+        k.DELTA_SCALE: int(numbers[1]),
+    }
+    program = Program()
+    program.add(kernel("norm"), words)
+    program.freeze()
+    program.reset()
+    program.run(0, 1, 2)
+    torch.testing.assert_close(hidden.double(), expected, rtol=0, atol=1e-5)
+    weights = torch.stack([own if row % 3 == 1 else weight for row in range(num_rows)]).double()
+    normed = expected / (expected.square().mean(1, keepdim=True) + eps).sqrt() * weights
+    torch.testing.assert_close(out.double(), normed, rtol=0, atol=2e-5)
