@@ -14,7 +14,6 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -22,6 +21,7 @@ import msgspec
 
 from loraserve.errors import ConfigError, InvalidRequest
 from loraserve.limits import LIMITS, MIB
+from loraserve.tenant_cache import TenantCache
 from loraserve.text.chat_template import CompiledTemplate
 from loraserve.text.workers.child import limit_cpu, serve
 from loraserve.types import Struct
@@ -32,6 +32,7 @@ RENDER_S = LIMITS.template_timeout_s / 2
 """Time after which a rendering ends by itself: the process needn't be killed for most."""
 MAX_OUTPUT_CHARS = LIMITS.max_prompt_bytes
 _NUM_COMPILED = 32
+"""Compiled templates that a process keeps."""
 _NICENESS = 5
 _RECURSION_LIMIT = 1000
 _SAMPLES: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -48,9 +49,15 @@ class TemplateSetup(Struct, frozen=True):
 
 
 class InspectTemplate(Struct, frozen=True, tag="inspect"):
-    """Question: whether this is a template, and what it reads."""
+    """Question: whether this is a template, and what it reads.
+
+    Attributes:
+        tenant: the one that asks: tenants share no compiled template, so that its time says nothing
+            about others.
+    """
 
     source: str
+    tenant: str
 
 
 class RenderMessages(Struct, frozen=True, tag="render"):
@@ -58,11 +65,13 @@ class RenderMessages(Struct, frozen=True, tag="render"):
 
     Attributes:
         name: name of the version, for messages.
+        tenant: as in `InspectTemplate`.
         continues_last: whether the prompt ends with the last message's text.
     """
 
     name: str
     source: str
+    tenant: str
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     tools: list[Any] | None = None
@@ -91,26 +100,26 @@ class TemplateAnswer(Struct, frozen=True):
 
 
 class Templates:
-    """Templates of this process, compiled once while they are in use."""
+    """Templates of this process, compiled once for each tenant while they are in use."""
 
     def __init__(self, setup: TemplateSetup) -> None:
         self._special_tokens = setup.special_tokens
-        self._compiled = lru_cache(_NUM_COMPILED)(self._compile)
+        self._compiled: TenantCache[CompiledTemplate] = TenantCache(_NUM_COMPILED)
 
     def answer(self, question: InspectTemplate | RenderMessages) -> TemplateAnswer:
         """Answer a question; nothing that a template does is raised."""
         try:
             if isinstance(question, InspectTemplate):
-                return self._inspect(question.source)
+                return self._inspect(question)
             return self._render(question)
         except MemoryError:
-            self._compiled.cache_clear()
+            self._compiled = TenantCache(_NUM_COMPILED)
             text = "it takes more memory than a template may"
             return TemplateAnswer(problems=(f"{text}",), error=text, param="messages", is_spent=True)
 
-    def _inspect(self, source: str) -> TemplateAnswer:
+    def _inspect(self, question: InspectTemplate) -> TemplateAnswer:
         try:
-            template = self._compiled(source)
+            template = self._template(question)
         except ConfigError as error:
             return TemplateAnswer(problems=(_syntax(error.__cause__),))
         except (RecursionError, SyntaxError, ValueError, TypeError, ArithmeticError, AttributeError) as error:
@@ -133,7 +142,7 @@ class Templates:
 
     def _render(self, question: RenderMessages) -> TemplateAnswer:
         try:
-            template = self._compiled(question.source)
+            template = self._template(question)
         except (ConfigError, RecursionError, SyntaxError, ValueError, TypeError, ArithmeticError, AttributeError):
             # it was compiled when it was uploaded, by another release
             error = f"The chat template of {question.name} can't be compiled."
@@ -150,10 +159,15 @@ class Templates:
             return TemplateAnswer(error=error.message, param=error.param)
         return TemplateAnswer(text=text)
 
-    def _compile(self, source: str) -> CompiledTemplate:
-        return CompiledTemplate(
-            {"default": source}, self._special_tokens, max_output_chars=MAX_OUTPUT_CHARS, timeout_s=RENDER_S
-        )
+    def _template(self, question: InspectTemplate | RenderMessages) -> CompiledTemplate:
+        tenant, source = question.tenant, question.source
+        template = self._compiled.get(tenant, source)
+        if template is None:
+            template = CompiledTemplate(
+                {"default": source}, self._special_tokens, max_output_chars=MAX_OUTPUT_CHARS, timeout_s=RENDER_S
+            )
+            self._compiled.put(tenant, source, template, 1)
+        return template
 
 
 def _syntax(error: BaseException | None) -> str:
@@ -168,7 +182,7 @@ def _prepare(setup: bytes) -> Callable[[bytes], bytes]:
         InspectTemplate | RenderMessages
     )
     # the first one is slow: a question's time shouldn't have that
-    templates.answer(InspectTemplate(source="{{ messages[0].content }}"))
+    templates.answer(InspectTemplate(source="{{ messages[0].content }}", tenant=""))
     for limit, value in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 8), (resource.RLIMIT_NPROC, 0)):
         with suppress(OSError, ValueError):
             resource.setrlimit(limit, (value, value))

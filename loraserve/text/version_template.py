@@ -24,6 +24,7 @@ class VersionTemplate(TemplateText):
 
     def question(
         self,
+        tenant: str,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -34,6 +35,7 @@ class VersionTemplate(TemplateText):
         """Return the question for the prompt of `messages`.
 
         Args:
+            tenant: the one whose request it is.
             continues_last: whether the prompt ends with the last message's text.
 
         Raises:
@@ -44,6 +46,7 @@ class VersionTemplate(TemplateText):
             RenderMessages(
                 name=self._name,
                 source=self.source,
+                tenant=tenant,
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None if tools is None else list(tools),

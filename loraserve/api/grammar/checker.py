@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-from cachetools import LRUCache
 
 from loraserve.errors import EngineUnavailable, GrammarTooComplex, InvalidRequest, LoraserveError, error_from_code
 from loraserve.limits import LIMITS, Limits
 from loraserve.memory.timings import Timings
 from loraserve.tenancy.limits.turns import TenantTurns
+from loraserve.tenant_cache import TenantCache
 from loraserve.text.answer_format import AnswerFormat
 from loraserve.text.grammar_worker import Checked, Setup
 from loraserve.text.workers.process import WorkerDied, WorkerProcess, WorkerStartFailed
@@ -27,6 +27,9 @@ NUM_PROCESSES = 2
 """Processes that compile grammars, started when they are needed. A tenant never has both."""
 _START_S = 30.0
 """Seconds that a process may take to start and to read the tokenizer."""
+
+_ENTRY_BYTES = 256
+"""Bytes that a checked grammar takes beside its texts."""
 
 COMPILED, CACHED, REFUSED, TOO_COMPLEX = "compiled", "cached", "refused", "too_complex"
 OUTCOMES = (COMPILED, CACHED, REFUSED, TOO_COMPLEX)
@@ -90,7 +93,7 @@ class GrammarProcess:
 
 
 class GrammarChecker:
-    """Compile the grammars of requests in processes of their own, once each.
+    """Compile the grammars of requests in processes of their own, once for each tenant.
 
     Args:
         setup: called when a process is made.
@@ -111,10 +114,7 @@ class GrammarChecker:
         self._turns = TenantTurns(NUM_PROCESSES)
         self._idle: list[GrammarProcess] = []
         self._all: list[GrammarProcess] = []
-        self._known: LRUCache[bytes, Checked] = LRUCache(
-            limits.max_checked_grammar_bytes,
-            getsizeof=lambda checked: len(checked.grammar) + len(checked.message) + 256,
-        )
+        self._known: TenantCache[Checked] = TenantCache(limits.max_checked_grammar_bytes)
         self._seconds = Timings()
 
     @property
@@ -136,7 +136,7 @@ class GrammarChecker:
             ConfigError, UnsupportedParameter: this base can't follow grammars.
         """
         key = hashlib.sha256(msgspec.json.encode(wanted)).digest()
-        checked = self._known.get(key)
+        checked = self._known.get(tenant, key)
         if checked is None:
             checked = await self._compile(tenant, key, wanted)
             outcome = COMPILED
@@ -158,7 +158,7 @@ class GrammarChecker:
         await self._turns.take(tenant)
         try:
             # while this one waited, another may have asked for the same
-            known = self._known.get(key)
+            known = self._known.get(tenant, key)
             if known is not None:
                 return known
             if not self._idle:
@@ -177,8 +177,7 @@ class GrammarChecker:
         finally:
             self._turns.give_back(tenant)
         self._seconds.add(checked.seconds)
-        if len(checked.grammar) < self._known.maxsize:
-            self._known[key] = checked
+        self._known.put(tenant, key, checked, len(checked.grammar) + len(checked.message) + _ENTRY_BYTES)
         return checked
 
 

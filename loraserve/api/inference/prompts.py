@@ -102,7 +102,7 @@ class PromptReader:
         if isinstance(template, VersionTemplate):
             question = await self.run(
                 lambda: template.question(
-                    read(), add_generation_prompt, tools, variables, continues_last=continues_last
+                    self.tenant, read(), add_generation_prompt, tools, variables, continues_last=continues_last
                 )
             )
             rendered = await self.services.templates.render(self.tenant, question)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.composition import versions_of
+from loraserve.tenant_cache import TenantCache
 from loraserve.text.chat_format import AUTO, ChatFormat
 from loraserve.text.version_template import VersionTemplate
 from loraserve.types import AdapterRef, Digest, ExtraFile
@@ -65,7 +66,7 @@ class VersionChats:
         self._base, self._tokenizer, self._store, self._renderer = base, tokenizer, store, renderer
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
         self._vocab_size, self._on_damage = vocab_size, on_damage
-        self._cache = TenantCache(limits.max_version_chat_bytes)
+        self._cache: TenantCache[object] = TenantCache(limits.max_version_chat_bytes)
         self._loading: dict[Hashable, asyncio.Task[Any]] = {}
 
     @property
@@ -113,7 +114,7 @@ class VersionChats:
 
         A request that leaves doesn't end what others wait for.
         """
-        known = self._cache.get(key)
+        known = self._cache.get(owner, key)
         if known is not None:
             self.num_by_outcome[CACHED] += 1
             return cast(T, known)
@@ -129,7 +130,7 @@ class VersionChats:
     async def _load(self, key: Hashable, owner: str, make: Callable[[], Awaitable[tuple[T, int]]]) -> T:
         made, num_bytes = await make()
         self.num_by_outcome[LOADED] += 1
-        self._cache.put(key, owner, made, num_bytes + _ENTRY_BYTES)
+        self._cache.put(owner, key, made, num_bytes + _ENTRY_BYTES)
         return made
 
     async def _make_format(self, tenant: str, version: AdapterRef) -> tuple[ChatFormat, int]:
@@ -207,43 +208,3 @@ def _version_of(adapter: AdapterRef | None) -> AdapterRef | None:
     if not versions or any(version.extras != versions[0].extras for version in versions):
         return None
     return versions[0]
-
-
-class TenantCache:
-    """Values up to a number of bytes, by their last use; full, the largest tenant gives way.
-
-    Args:
-        max_bytes: of all of them.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[Hashable, tuple[str, object, int]] = OrderedDict()
-        self._bytes: Counter[str] = Counter()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._bytes.total()
-
-    def get(self, key: Hashable) -> object | None:
-        """Return the value and note its use; None if it isn't there."""
-        if key not in self._entries:
-            return None
-        self._entries.move_to_end(key)
-        return self._entries[key][1]
-
-    def put(self, key: Hashable, tenant: str, value: object, num_bytes: int) -> None:
-        """Keep the value for the tenant, which pays for it."""
-        self._drop(key)
-        self._entries[key] = tenant, value, num_bytes
-        self._bytes[tenant] += num_bytes
-        while self._bytes.total() > self._max_bytes and self._entries:
-            largest = max(self._bytes, key=lambda one: self._bytes[one])
-            self._drop(next(one for one, entry in self._entries.items() if entry[0] == largest))
-
-    def _drop(self, key: Hashable) -> None:
-        if key in self._entries:
-            tenant, _, num_bytes = self._entries.pop(key)
-            self._bytes[tenant] -= num_bytes
-            if not self._bytes[tenant]:
-                del self._bytes[tenant]

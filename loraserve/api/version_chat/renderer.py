@@ -75,7 +75,7 @@ class TemplateRenderer:
         Raises:
             EngineUnavailable: no process can be started.
         """
-        answer = await self._ask(tenant, msgspec.json.encode(InspectTemplate(source=source)))
+        answer = await self._ask(tenant, msgspec.json.encode(InspectTemplate(source=source, tenant=tenant)))
         if answer is None:
             return TemplateAnswer(problems=("it takes more time, memory or stack than a template may",))
         return answer

@@ -97,7 +97,8 @@ class Constraint:
 
         Args:
             token_ids: the output.
-            tenant: whose request it is: tenants have turns on the threads.
+            tenant: whose request it is: tenants have turns on the threads, and grammars of their
+                own.
             num_bytes: bytes of the compiled grammar; 0: unknown.
             wake: called on a thread when a mask is there that no step waits for.
         """
@@ -198,7 +199,7 @@ class Constraint:
         Not if one of the request's own failed after the same output.
         """
         if self._compiled is not None:
-            self._cache.discard(self._grammar, self._compiled)
+            self._cache.discard(self._tenant, self._grammar, self._compiled)
         if self._failed_at == self.num_output_tokens or self._num_restarts == _MAX_RESTARTS:
             return False
         self._failed_at = self.num_output_tokens
@@ -209,7 +210,7 @@ class Constraint:
         if not len(self._buffer):
             self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
             self.words = self._buffer[: -(-self._vocab_size // 32)]
-        self._compiled = self._cache.get(self._grammar, self._num_bytes)
+        self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes)
         self._matcher = self._compiled.new_matcher()
         self._follow(self._token_ids)
 

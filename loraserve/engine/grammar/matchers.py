@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachetools import LRUCache
-
 from loraserve.memory.timings import Timings
+from loraserve.tenant_cache import TenantCache
 from loraserve.text.grammar import GrammarCompiler
 from loraserve.types import Histogram
 
@@ -44,13 +43,16 @@ class CompiledGrammar:
 
 
 class MatcherCache:
-    """Compiled grammars by their text, for one tokenizer; the least recently used is evicted first.
+    """Compiled grammars by tenant and text, for one tokenizer; within a tenant, the least recently
+    used is evicted first.
 
+    Tenants share neither a compilation nor a lexer, which a grammar's use makes faster, or ends.
     Safe to use from several threads.
 
     Args:
         compiler: makes what isn't there.
-        max_bytes: budget; a grammar that is larger is compiled for each request.
+        max_bytes: budget, as in `TenantCache`; a grammar over a tenant's share is compiled for each
+            request.
 
     Attributes:
         num_compiled: compilations so far, failed ones included.
@@ -62,16 +64,17 @@ class MatcherCache:
         self.num_compiled = 0
         self._compiler, self._clock = compiler, clock
         self._lock = threading.Lock()
-        self._compiled: LRUCache[str, CompiledGrammar] = LRUCache(max_bytes, getsizeof=lambda one: one.num_bytes)
+        self._compiled: TenantCache[CompiledGrammar] = TenantCache(max_bytes)
         self._compile_s = Timings()
 
     @property
     def num_bytes(self) -> int:
-        return int(self._compiled.currsize)
+        return self._compiled.num_bytes
 
     @property
     def num_grammars(self) -> int:
-        return len(self._compiled)
+        with self._lock:
+            return len(self._compiled)
 
     @property
     def compile_s(self) -> Histogram:
@@ -83,8 +86,8 @@ class MatcherCache:
         """Words of 32 bits of a matcher's mask: a bit for each token of tokenizer or logits."""
         return -(-self._compiler.load().vocab_size // 32)
 
-    def get(self, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
-        """Return the compiled grammar, which is compiled now if it isn't there.
+    def get(self, tenant: str, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
+        """Return the tenant's compiled grammar, which is compiled now if it isn't there.
 
         Args:
             num_bytes: what it takes, as measured before; 0: unknown.
@@ -93,16 +96,16 @@ class MatcherCache:
             InvalidRequest, ConfigError: as `GrammarCompiler.compile`.
         """
         with self._lock:
-            compiled = self._compiled.get(grammar)
-        return self._compile(grammar, num_bytes) if compiled is None else compiled
+            compiled = self._compiled.get(tenant, grammar)
+        return self._compile(tenant, grammar, num_bytes) if compiled is None else compiled
 
-    def discard(self, grammar: str, compiled: CompiledGrammar) -> None:
+    def discard(self, tenant: str, grammar: str, compiled: CompiledGrammar) -> None:
         """Forget a compiled grammar whose lexer failed: none of its matchers works any more."""
         with self._lock:
-            if self._compiled.get(grammar) is compiled:
-                del self._compiled[grammar]
+            if self._compiled.get(tenant, grammar) is compiled:
+                self._compiled.drop(tenant, grammar)
 
-    def _compile(self, grammar: str, num_bytes: int) -> CompiledGrammar:
+    def _compile(self, tenant: str, grammar: str, num_bytes: int) -> CompiledGrammar:
         # building the tokenizer isn't the grammar's time
         self._compiler.load()
         started = self._clock()
@@ -114,6 +117,5 @@ class MatcherCache:
                 self._compile_s.add(self._clock() - started)
         compiled = CompiledGrammar(matcher, max(LEAST_BYTES, num_bytes or BYTES_PER_CHARACTER * len(grammar)))
         with self._lock:
-            if compiled.num_bytes <= self._compiled.maxsize:
-                self._compiled[grammar] = compiled
+            self._compiled.put(tenant, grammar, compiled, compiled.num_bytes)
         return compiled

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from loraserve.errors import InvalidRequest
+from loraserve.text import template_worker
 from loraserve.text.template_worker import InspectTemplate, RenderMessages, TemplateAnswer, Templates, TemplateSetup
 from loraserve.text.version_template import VersionTemplate
 
@@ -26,7 +27,7 @@ def templates() -> Templates:
 
 def ask(templates: Templates, source: str, *args: Any, **kwargs: Any) -> TemplateAnswer:
     """Send the question as the server does."""
-    question = VersionTemplate("sql@3", source, ()).question(*args, **kwargs)
+    question = VersionTemplate("sql@3", source, ()).question("acme", *args, **kwargs)
     return templates.answer(msgspec.json.decode(question, type=RenderMessages))
 
 
@@ -40,7 +41,7 @@ def test_it_renders_as_transformers_does(templates: Templates) -> None:
 
 
 def test_it_tells_what_a_template_reads(templates: Templates) -> None:
-    answer = templates.answer(InspectTemplate(source=TEMPLATE))
+    answer = templates.answer(InspectTemplate(source=TEMPLATE, tenant="acme"))
     assert (answer.problems, answer.error) == ((), None)
     assert set(answer.read) == {"messages", "bos_token", "tools", "add_generation_prompt", "mood"}
 
@@ -62,6 +63,25 @@ def test_a_refusal_names_the_version(templates: Templates) -> None:
     assert answer.error == "The chat template of sql@3 refuses these messages: no."
     answer = ask(templates, "{{ 'a' * 10000000 }}", MESSAGES)
     assert (answer.error or "").startswith("These messages make the chat template of sql@3 exceed its limits")
+
+
+def test_tenants_share_no_compiled_template_and_no_tenant_has_all(templates: Templates, monkeypatch) -> None:
+    made = []
+    compile = template_worker.CompiledTemplate
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        made.append(args[0]["default"])
+        return compile(*args, **kwargs)
+
+    monkeypatch.setattr(template_worker, "CompiledTemplate", counting)
+    for tenant in ("acme", "acme", "globex", "globex"):
+        templates.answer(InspectTemplate(source=TEMPLATE, tenant=tenant))
+    assert made == [TEMPLATE, TEMPLATE]
+    for number in range(100):
+        templates.answer(InspectTemplate(source=f"{number}", tenant="globex"))
+    made.clear()
+    ask(templates, TEMPLATE, MESSAGES)
+    assert made == []
 
 
 def test_one_rendering_leaves_nothing_for_the_next(templates: Templates) -> None:

@@ -56,11 +56,24 @@ def is_running(pid: int) -> bool:
 
 async def test_a_grammar_is_measured_and_remembered(make_checker) -> None:
     checker = make_checker()
-    first, again = await checker.check("a", regex("[0-9]+")), await checker.check("b", regex("[0-9]+"))
+    first, again = await checker.check("a", regex("[0-9]+")), await checker.check("a", regex("[0-9]+"))
     assert first == again
     assert first.num_bytes > 0
     assert checker.num_by_outcome == {"compiled": 1, "cached": 1}
     assert checker.check_s.num == 1
+
+
+async def test_another_tenants_grammar_is_compiled_anew_and_tells_nothing(make_checker) -> None:
+    checker = make_checker()
+    # one after the other, together, and one that is wrong: b waits as long as if a weren't there
+    await checker.check("a", regex("[0-9]+"))
+    await checker.check("b", regex("[0-9]+"))
+    await asyncio.gather(*(checker.check(tenant, regex("[a-z]+")) for tenant in "ab"))
+    for tenant in "ab":
+        with pytest.raises(InvalidRequest):
+            await checker.check(tenant, regex("("))
+    assert checker.check_s.num == 6
+    assert checker.num_by_outcome == {"compiled": 4, "refused": 2}
 
 
 async def test_requests_for_one_grammar_compile_it_once(make_checker) -> None:
@@ -86,7 +99,7 @@ async def test_memory_of_grammars_is_bounded(make_checker) -> None:
     for number in range(30):
         await checker.check("a", regex(f"[0-9]{{{number}}}x"))
     assert len(checker._known) < 15
-    assert checker._known.currsize <= 4000
+    assert checker._known.num_bytes <= 4000
 
 
 async def test_a_process_that_takes_too_long_is_killed_and_replaced(make_checker) -> None:

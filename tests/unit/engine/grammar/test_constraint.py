@@ -232,7 +232,7 @@ def test_a_request_that_ended_has_nothing_compiled_any_more(make_bench) -> None:
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(make_bench) -> None:
-    bench = make_bench(lexer, max_bytes=3 * LEAST_BYTES)
+    bench = make_bench(lexer, max_bytes=6 * LEAST_BYTES)
     bench.settle(*(bench.begin("a") for _ in range(5)))
     assert bench.compiler.compiled == ["a"]
     for name in "bcad":
@@ -245,11 +245,25 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(make_bench) -> Non
 
 
 def test_a_grammar_counts_what_it_was_measured_to_take(make_bench) -> None:
-    bench = make_bench(lexer, max_bytes=10 * LEAST_BYTES)
-    bench.cache.get("large", 8 * LEAST_BYTES)
+    bench = make_bench(lexer, max_bytes=16 * LEAST_BYTES)
+    bench.cache.get("a", "large", 8 * LEAST_BYTES)
     assert bench.cache.num_bytes == 8 * LEAST_BYTES
-    bench.cache.get("larger than all", 11 * LEAST_BYTES)
+    bench.cache.get("b", "larger than a tenant's share", 9 * LEAST_BYTES)
     assert bench.cache.num_bytes == 8 * LEAST_BYTES
+
+
+def test_tenants_share_no_compiled_grammar(make_bench) -> None:
+    bench = make_bench(lexer)
+    bench.settle(*(bench.begin("g", tenant="a") for _ in range(3)))
+    assert bench.compiler.compiled == ["g"]
+    bench.settle(*(bench.begin("g", tenant="b") for _ in range(3)))
+    assert bench.compiler.compiled == ["g", "g"]
+    # so that a lexer that fails, or grows, does so for one tenant alone
+    first, second = (bench.cache.get(tenant, "g") for tenant in "ab")
+    assert first is not second
+    bench.cache.discard("a", "g", first)
+    assert bench.cache.get("b", "g") is second
+    assert bench.cache.get("a", "g") is not first
 
 
 # llguidance
