@@ -43,8 +43,7 @@ class CompiledGrammar:
 
 
 class MatcherCache:
-    """Compiled grammars by tenant and text, for one tokenizer; within a tenant, the least recently
-    used is evicted first.
+    """Compiled grammars by tenant and text, for one tokenizer.
 
     Tenants share neither a compilation nor a lexer, which a grammar's use makes faster, or ends.
     Safe to use from several threads.
