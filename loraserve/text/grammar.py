@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,10 @@ MAX_LEXER_STATES = 8192
 """States of a grammar's lexer, of one to two kilobytes each. A lexer with more is made anew."""
 MAX_GRAMMAR_SIZE = 250_000
 """Symbols in a grammar's productions."""
+
+_IGNORED = re.compile(r"\b(?:temperature|capture|stop_capture)\b", re.ASCII)
+"""Attributes of Lark's rules that llguidance reads and a matcher doesn't follow."""
+_IS_ATTRIBUTE = re.compile(r"Unknown attribute: ([a-z_]+)|Expected token '='")
 
 PLACE = re.compile(r" \(line \d+, column \d+\)|line \d+, column \d+: ")
 """Place that an error's message names."""
@@ -107,13 +112,44 @@ class GrammarCompiler:
             GrammarTooComplex: it is over a limit.
             ConfigError, UnsupportedParameter: as `load`.
         """
-        tokenizer = self.load()
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+        matcher = self._matcher(grammar)
         if matcher.is_error():
             raise grammar_error(matcher.get_error())
         return matcher
+
+    def check_attributes(self, lark: str) -> None:
+        """Check that no rule of a grammar, which can be compiled, has an attribute without effect.
+
+        llguidance itself says where a word is an attribute, rather than a rule or text: it is
+        asked about the grammar with words there that it doesn't know.
+
+        Raises:
+            UnsupportedParameter: one has.
+        """
+        if not _IGNORED.search(lark):
+            return
+        ending = "q"
+        while ending in lark:
+            ending += "q"
+        changed = _IGNORED.sub(lambda found: found[0] + ending, lark)
+        first = self._matcher(json.dumps({"grammars": [{"lark_grammar": changed}]})).get_error().partition("\n")[0]
+        found = _IS_ATTRIBUTE.search(first)
+        if found is not None:
+            # only this one may stand without a value
+            name = (found[1] or "capture").removesuffix(ending)
+            position = _POSITION.match(first)
+            # the column is one of the changed text
+            where = "" if position is None else f"line {position[1]}: "
+            raise UnsupportedParameter(
+                f"The grammar can't be used: {where}the attribute {name} of a rule is not supported.",
+                hint="Send temperature beside the grammar." if name == "temperature" else "Leave it out.",
+            )
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        tokenizer = self.load()
+        from llguidance import LLMatcher
+
+        return LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _build(self) -> LLTokenizer:
         try:

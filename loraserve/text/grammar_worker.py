@@ -78,12 +78,15 @@ def check(compiler: GrammarCompiler, wanted: AnswerFormat) -> Checked:
     try:
         grammar = grammar_of(wanted, lambda text: _is_special(compiler, text))
         before = _allocated_bytes()
+        own = json.loads(grammar)["grammars"][1 if wanted.around else 0].get("lark_grammar")
         try:
             matcher = compiler.compile(grammar)
+            if wanted.kind is AnswerKind.GRAMMAR:
+                compiler.check_attributes(own)
         except InvalidRequest as error:
             error.param = _fault(compiler, wanted)
             error.message = error.message.replace("The grammar", error.param, 1)
-            if json.loads(grammar)["grammars"][0].get("lark_grammar") != wanted.value:
+            if wanted.around or own != wanted.value:
                 # the place is one in a grammar that the client hasn't seen
                 error.message = PLACE.sub("", error.message)
             raise

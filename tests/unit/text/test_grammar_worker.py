@@ -81,6 +81,59 @@ def test_no_place_is_named_in_a_grammar_that_was_made_of_the_text(
     assert "column" not in checked.message
 
 
+@pytest.mark.parametrize(
+    ("attributes", "name"),
+    [
+        ("temperature=0.5", "temperature"),
+        ("lazy, temperature = 1", "temperature"),
+        ("capture", "capture"),
+        ('max_tokens=3, capture="x"', "capture"),
+        ('stop="!", stop_capture="x"', "stop_capture"),
+    ],
+)
+def test_an_attribute_without_effect_is_refused_by_name(compiler: GrammarCompiler, attributes: str, name: str) -> None:
+    for text in (
+        f"start: a\na[{attributes}]: /[a-z]*/",
+        f"%import common.INT a[{attributes}]: /[a-z]*/\nstart: a temperatureq\ntemperatureq: INT",
+        f'start: a\na: %lark {{\nstart: b\nb[{attributes}]: /[a-z]*/\n}} "!"',
+    ):
+        checked = answer(compiler, "grammar", text)
+        assert (checked.error_code, checked.param) == ("unsupported_parameter", "field")
+        assert f"the attribute {name} of a rule is not supported" in checked.message
+
+
+def test_words_that_are_no_attributes_are_not_refused(compiler: GrammarCompiler) -> None:
+    text = """start: temperature capture? [stop_capture] "a[temperature=1]" /[capture=]/ // b[temperature=1]: "x"
+        temperature: "temperature=0.5"
+        capture: %json {"properties": {"temperature": {"const": 1}}}
+        stop_capture[max_tokens=2]: /x*/"""
+    assert answer(compiler, "grammar", text).error_code is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "is_right"),
+    [
+        ("[max_tokens=2]: /a*/", "aaz", True),
+        ("[max_tokens=2]: /a*/", "aaaz", False),
+        ('[stop="b"]: /a*/', "aabz", True),
+        ('[stop="b"]: /a*/', "aaz", False),
+        ('[suffix="b"]: /a*/', "aabz", True),
+        ("[lazy]: /[ab]*b/", "abz", True),
+        ("[lazy]: /[ab]*b/", "abbz", False),
+    ],
+)
+def test_the_other_attributes_are_followed(compiler: GrammarCompiler, rule: str, text: str, is_right: bool) -> None:
+    checked = answer(compiler, "grammar", f'start: a "z"\na{rule}')
+    assert checked.error_code is None
+    tokenizer = Tokenizer(base_dir())
+    # at once, as after a preemption, and token by token
+    token_ids = [tokenizer.token_to_id(character) for character in text]
+    matcher = compiler.compile(checked.grammar).deep_copy()
+    taken = [matcher.consume_token(token_id) for token_id in token_ids]
+    assert (all(taken) and matcher.is_accepting()) is is_right
+    assert compiler.compile(checked.grammar).consume_tokens(token_ids) is is_right
+
+
 @pytest.mark.parametrize(("trigger", "is_special"), [("<|assistant|>", True), ("<tool>", False)])
 def test_triggers_are_special_tokens_where_the_tokenizer_has_them(
     compiler: GrammarCompiler, trigger: str, is_special: bool
