@@ -13,6 +13,7 @@ status.
     │   ├── NoChatTemplate          messages for a model that takes prompts alone
     │   ├── ChatTemplateFailed      a version's own template makes no prompt of these messages
     │   ├── GrammarTooComplex       a grammar that takes too much to compile or to follow
+    │   ├── GrammarCrashed          a grammar over which its compiler crashed: a bug
     │   ├── PayloadTooLarge         a body, a header or a list is over its bound
     │   │   └── HeadersTooLarge
     │   ├── MethodNotAllowed        the route exists, for other methods
@@ -143,6 +144,10 @@ class ChatTemplateFailed(InvalidRequest):
 
 class GrammarTooComplex(InvalidRequest):
     code = "grammar_too_complex"
+
+
+class GrammarCrashed(InvalidRequest):
+    code = "grammar_crashed"
 
 
 class PayloadTooLarge(InvalidRequest):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loraserve.errors import ConfigError, GrammarTooComplex, InvalidRequest, UnsupportedParameter
+from loraserve.errors import ConfigError, GrammarCrashed, GrammarTooComplex, InvalidRequest, UnsupportedParameter
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -38,7 +38,11 @@ _IS_ATTRIBUTE = re.compile(r"Unknown attribute: ([a-z_]+)|Expected token '='")
 PLACE = re.compile(r" \(line \d+, column \d+\)|line \d+, column \d+: ")
 """Place that an error's message names."""
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_PANIC = re.compile(r"(?:[A-Z][A-Za-z ]*: )?panic: ")
+"""Beginning of what llguidance says where it has caught a panic of its own."""
 _UNCLEAR = "it can't be compiled"
+
+CRASH_HINT = "That is a bug of the server: report it, and write the grammar in another way."
 
 _LIMITS = re.compile(
     r"too (?:many|large|complex|big|deep)|limit|max is|fuel|exceed|nest|unable to determine", re.IGNORECASE
@@ -190,6 +194,8 @@ class GrammarCompiler:
 def grammar_error(message: str) -> InvalidRequest:
     """Return the error for what llguidance says of a grammar, without the grammar's own words."""
     first = message.strip().partition("\n")[0]
+    if _PANIC.match(first):
+        return GrammarCrashed("The grammar crashed its compiler.", hint=CRASH_HINT)
     position = _POSITION.match(first)
     where = f"line {position[1]}, column {position[2]}: " if position is not None else ""
     if _LIMITS.search(first):

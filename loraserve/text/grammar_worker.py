@@ -176,10 +176,21 @@ def _allocated_bytes() -> int:
 
 def _on_small_stack(work: Callable[[], T]) -> T:
     results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            # a panic too: the process ends, and says of what
+            errors.append(error)
+
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: results.append(work()))
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    if errors:
+        raise errors[0]
     return results[0]
 
 

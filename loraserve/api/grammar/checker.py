@@ -6,19 +6,27 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from loraserve.errors import EngineUnavailable, GrammarTooComplex, InvalidRequest, LoraserveError, error_from_code
-from loraserve.limits import LIMITS, Limits
+from loraserve.errors import (
+    EngineUnavailable,
+    GrammarCrashed,
+    GrammarTooComplex,
+    InvalidRequest,
+    LoraserveError,
+    error_from_code,
+)
+from loraserve.limits import LIMITS, MIB, Limits
 from loraserve.memory.timings import Timings
 from loraserve.tenancy.limits.turns import TenantTurns
 from loraserve.tenant_cache import TenantCache
 from loraserve.text.answer_format import AnswerFormat
-from loraserve.text.grammar_worker import Checked, Setup
-from loraserve.text.workers.process import WorkerDied, WorkerProcess, WorkerStartFailed
+from loraserve.text.grammar import CRASH_HINT
+from loraserve.text.grammar_worker import MAX_WORK_BYTES, Checked, Setup
+from loraserve.text.workers.process import Death, WorkerDied, WorkerProcess, WorkerStartFailed
 from loraserve.types import Histogram
 
 logger = logging.getLogger(__name__)
@@ -31,8 +39,8 @@ _START_S = 30.0
 _ENTRY_BYTES = 256
 """Bytes that a checked grammar takes beside its texts."""
 
-COMPILED, CACHED, REFUSED, TOO_COMPLEX = "compiled", "cached", "refused", "too_complex"
-OUTCOMES = (COMPILED, CACHED, REFUSED, TOO_COMPLEX)
+COMPILED, CACHED, REFUSED, TOO_COMPLEX, CRASHED = "compiled", "cached", "refused", "too_complex", "crashed"
+OUTCOMES = (COMPILED, CACHED, REFUSED, TOO_COMPLEX, CRASHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,8 @@ class GrammarProcess:
 
         Raises:
             GrammarTooComplex: it took longer than `timeout_s`, or more memory or stack than it may.
-            EngineUnavailable: no process can be started.
+            GrammarCrashed: the process crashed.
+            EngineUnavailable: no process can be started, or it was killed.
         """
         try:
             answer = await self._process.ask(msgspec.json.encode(wanted), timeout_s, start_timeout_s)
@@ -78,10 +87,8 @@ class GrammarProcess:
             raise GrammarTooComplex(
                 f"The grammar took longer than {timeout_s:g} s to compile.", hint="Simplify it."
             ) from None
-        except WorkerDied:
-            raise GrammarTooComplex(
-                "The grammar takes more memory than one may to compile, or is nested too deeply.", hint="Simplify it."
-            ) from None
+        except WorkerDied as died:
+            raise _death_error(died.death) from None
         except WorkerStartFailed as error:
             logger.exception("the process that compiles grammars can't be started")
             raise EngineUnavailable("Grammars can't be checked now: their process didn't start.") from error
@@ -133,6 +140,7 @@ class GrammarChecker:
         Raises:
             InvalidRequest: it is no grammar, or can't be enforced; `param` names the place.
             GrammarTooComplex: compiling it takes more time or memory than it may.
+            GrammarCrashed: it crashed its compiler.
             ConfigError, UnsupportedParameter: this base can't follow grammars.
         """
         key = hashlib.sha256(msgspec.json.encode(wanted)).digest()
@@ -146,7 +154,7 @@ class GrammarChecker:
             self.num_by_outcome[outcome] += 1
             return Grammar(checked.grammar, checked.num_bytes)
         error = _error(checked)
-        self.num_by_outcome[TOO_COMPLEX if isinstance(error, GrammarTooComplex) else REFUSED] += 1
+        self.num_by_outcome[_OUTCOMES.get(type(error), REFUSED)] += 1
         raise error
 
     async def close(self) -> None:
@@ -168,8 +176,8 @@ class GrammarChecker:
             started = self._clock()
             try:
                 checked = await process.ask(wanted, self._limits.grammar_timeout_s, _START_S)
-            except GrammarTooComplex as error:
-                # not remembered: it may be this machine that was slow
+            except (GrammarTooComplex, GrammarCrashed) as error:
+                # not remembered: it may be this machine that was slow, or has little memory
                 self._seconds.add(self._clock() - started)
                 return Checked(error_code=error.code, message=error.message, hint=error.hint, param=wanted.param)
             finally:
@@ -179,6 +187,31 @@ class GrammarChecker:
         self._seconds.add(checked.seconds)
         self._known.put(tenant, key, checked, len(checked.grammar) + len(checked.message) + _ENTRY_BYTES)
         return checked
+
+
+_OUTCOMES: Mapping[type[LoraserveError], str] = {GrammarTooComplex: TOO_COMPLEX, GrammarCrashed: CRASHED}
+
+
+def _death_error(death: Death) -> LoraserveError:
+    """Return the error of a request whose grammar ended its process."""
+    match death:
+        case Death.MEMORY:
+            return GrammarTooComplex(
+                f"The grammar takes more memory to compile than the {MAX_WORK_BYTES // MIB} MiB that one may.",
+                hint="Simplify it.",
+            )
+        case Death.STACK:
+            return GrammarTooComplex(
+                "The grammar is nested too deeply: compiling it overflowed the stack.", hint="Simplify it."
+            )
+        case Death.TIME:
+            return GrammarTooComplex("The grammar takes too much processor time to compile.", hint="Simplify it.")
+        case Death.KILLED:
+            logger.error("the process that compiles grammars was killed")
+            return EngineUnavailable("The process that compiles grammars was killed.", hint="Send the request again.")
+        case Death.CRASH:
+            logger.error("the process that compiles grammars crashed")
+            return GrammarCrashed("The grammar crashed the process that compiles it.", hint=CRASH_HINT)
 
 
 def _error(checked: Checked) -> LoraserveError:

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 LENGTH = struct.Struct("<I")
+OUT_OF_MEMORY, TOO_DEEP, CRASHED = 80, 81, 82
+"""Exit codes of a process that a question ended: `MemoryError`, `RecursionError`, anything else."""
+MAX_WORDS_BYTES = 16 * 1024
+"""Bytes that a process may write to stderr."""
 _PR_SET_PDEATHSIG = 1
 
 Answer = Callable[[bytes], bytes]
@@ -25,6 +29,8 @@ Answer = Callable[[bytes], bytes]
 
 def serve(prepare: Callable[[bytes], Answer], *, max_work_bytes: int, niceness: int, recursion_limit: int) -> int:
     """Answer the frames of stdin on stdout until there are no more; return the exit code.
+
+    What a question raises ends the process, with one of the codes above: it may be in any state.
 
     Args:
         prepare: called with the setup; returns what answers questions.
@@ -39,6 +45,7 @@ def serve(prepare: Callable[[bytes], Answer], *, max_work_bytes: int, niceness: 
         os.nice(niceness)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_WORDS_BYTES, MAX_WORDS_BYTES))
     sys.setrecursionlimit(recursion_limit)
     setup = _read(sys.stdin.buffer)
     if setup is None:
@@ -47,7 +54,16 @@ def serve(prepare: Callable[[bytes], Answer], *, max_work_bytes: int, niceness: 
     _limit_memory(max_work_bytes)
     _write(b"")
     while (question := _read(sys.stdin.buffer)) is not None:
-        _write(answer(question))
+        try:
+            frame = answer(question)
+        except MemoryError:
+            return OUT_OF_MEMORY
+        except RecursionError:
+            return TOO_DEEP
+        except BaseException:
+            # llguidance reports panics as subclasses of BaseException
+            return CRASHED
+        _write(frame)
     return 0
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
+from enum import StrEnum
 
 from loraserve.limits import MIB
-from loraserve.text.workers.child import LENGTH
+from loraserve.text.workers.child import CRASHED, LENGTH, MAX_WORDS_BYTES, OUT_OF_MEMORY, TOO_DEEP
 
 _MAX_ANSWER_BYTES = 64 * MIB
 _END_S = 5.0
@@ -18,8 +20,42 @@ _BROKEN = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
 _PLAIN_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ")
 
 
+class Death(StrEnum):
+    """What a process ended of."""
+
+    MEMORY = "memory"
+    STACK = "stack"
+    TIME = "time"
+    KILLED = "killed"
+    """By the system, which may have no memory left, or by an operator."""
+    CRASH = "crash"
+    """A bug: an exception, a panic, an abort."""
+
+
+_CODES: Mapping[int, Death] = {
+    OUT_OF_MEMORY: Death.MEMORY,
+    TOO_DEEP: Death.STACK,
+    CRASHED: Death.CRASH,
+    # programs in safe Rust and Python have no other bad address than one beyond their stack
+    -signal.SIGSEGV: Death.STACK,
+    -signal.SIGBUS: Death.STACK,
+    -signal.SIGXCPU: Death.TIME,
+    -signal.SIGKILL: Death.KILLED,
+    -signal.SIGTERM: Death.KILLED,
+}
+_LAST_WORDS: Mapping[bytes, Death] = {
+    b"memory allocation of": Death.MEMORY,
+    b"overflowed its stack": Death.STACK,
+}
+"""Words of Rust's runtime before it aborts."""
+
+
 class WorkerDied(Exception):
-    """The process ended over a question: of memory, of its stack, or of time on its processor."""
+    """The process ended over a question."""
+
+    def __init__(self, death: Death) -> None:
+        super().__init__(death)
+        self.death = death
 
 
 class WorkerStartFailed(Exception):
@@ -41,6 +77,8 @@ class WorkerProcess:
         self.num_starts = 0
         self._module, self._setup = module, setup
         self._process: asyncio.subprocess.Process | None = None
+        # what the process writes to stderr: it may have a client's text in it, and is in no log
+        self._words: int | None = None
 
     @property
     def is_running(self) -> bool:
@@ -60,12 +98,15 @@ class WorkerProcess:
             WorkerDied, WorkerStartFailed
         """
         process = await self._running(start_timeout_s)
+        if self._words is not None:
+            os.ftruncate(self._words, 0)
+            os.lseek(self._words, 0, os.SEEK_SET)
         try:
             async with asyncio.timeout(timeout_s):
                 await _write(process, question)
                 return await _read(process)
         except _BROKEN as error:
-            raise WorkerDied from error
+            raise WorkerDied(await self._death(process)) from error
         finally:
             if sys.exception() is not None:
                 await self.close()
@@ -73,6 +114,9 @@ class WorkerProcess:
     async def close(self) -> None:
         """Kill the process, if there is one."""
         process, self._process = self._process, None
+        if self._words is not None:
+            os.close(self._words)
+            self._words = None
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -80,10 +124,23 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(process.wait()), _END_S)
 
+    async def _death(self, process: asyncio.subprocess.Process) -> Death:
+        """Return what a process ended of that closed its stdout."""
+        try:
+            code = await asyncio.wait_for(asyncio.shield(process.wait()), _END_S)
+        except TimeoutError:
+            return Death.CRASH
+        if code == -signal.SIGABRT and self._words is not None:
+            words = os.pread(self._words, MAX_WORDS_BYTES, 0)
+            return next((death for text, death in _LAST_WORDS.items() if text in words), Death.CRASH)
+        return _CODES.get(code, Death.CRASH)
+
     async def _running(self, timeout_s: float) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
+        await self.close()
         try:
+            self._words = os.memfd_create("worker-stderr")
             async with asyncio.timeout(timeout_s):
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -92,7 +149,7 @@ class WorkerProcess:
                     self._module,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.DEVNULL,
+                    stderr=self._words,
                     env=_plain(os.environ),
                 )
                 self.num_starts += 1

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from loraserve.demo.pack import base_dir
-from loraserve.errors import ConfigError, GrammarTooComplex, InvalidRequest, PayloadTooLarge, UnsupportedParameter
+from loraserve.errors import (
+    ConfigError,
+    GrammarCrashed,
+    GrammarTooComplex,
+    InvalidRequest,
+    PayloadTooLarge,
+    UnsupportedParameter,
+)
 from loraserve.text.answer_format import AnswerFormat, AnswerKind, grammar_of
 from loraserve.text.grammar import GrammarCompiler, grammar_error
 from loraserve.text.tokenizer import Tokenizer
@@ -189,6 +196,14 @@ def test_a_grammar_that_cannot_be_compiled_says_why_in_our_words(
 
 def test_what_llguidance_may_say_one_day_is_never_repeated() -> None:
     assert MARK not in str(grammar_error(f"some new message about {MARK}"))
+
+
+def test_a_panic_that_llguidance_caught_is_called_a_crash() -> None:
+    for message in ("panic: too many of something\nat x.rs:1", "Parser Error: panic: secret"):
+        error = grammar_error(message)
+        assert isinstance(error, GrammarCrashed)
+        assert "secret" not in str(error)
+    assert not isinstance(grammar_error('1(2): Expected (at "panic: ")'), GrammarCrashed)
 
 
 def allowed(compiler: GrammarCompiler, grammar: str) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from loraserve.demo.pack import base_dir
@@ -108,6 +109,21 @@ def test_words_that_are_no_attributes_are_not_refused(compiler: GrammarCompiler)
         capture: %json {"properties": {"temperature": {"const": 1}}}
         stop_capture[max_tokens=2]: /x*/"""
     assert answer(compiler, "grammar", text).error_code is None
+
+
+def test_a_panic_on_the_compiling_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As llguidance's are."""
+
+    def compile(*_: object) -> Checked:
+        raise Panic("with a client's words")
+
+    monkeypatch.setattr(grammar_worker, "check", compile)
+    tokenizer = Tokenizer(base_dir())
+    setup = grammar_worker.Setup(str(base_dir()), tokenizer.vocab_size, (tokenizer.eos_token_id,))
+    process = grammar_worker._prepare(msgspec.json.encode(setup))
+    with pytest.raises(Panic):
+        process(msgspec.json.encode(AnswerFormat(kind=AnswerKind.REGEX, value="a", param="field")))
 
 
 @pytest.mark.parametrize(

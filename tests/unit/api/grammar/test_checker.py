@@ -13,10 +13,18 @@ import pytest
 
 from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.demo.pack import base_dir
-from loraserve.errors import EngineUnavailable, GrammarTooComplex, InvalidRequest, UnsupportedParameter
+from loraserve.errors import (
+    EngineUnavailable,
+    GrammarCrashed,
+    GrammarTooComplex,
+    InvalidRequest,
+    LoraserveError,
+    UnsupportedParameter,
+)
 from loraserve.limits import LIMITS, Limits
 from loraserve.text.answer_format import AnswerFormat, AnswerKind
 from loraserve.text.grammar_worker import Setup
+from loraserve.text.workers.process import Death, WorkerDied, WorkerProcess
 
 
 @pytest.fixture
@@ -122,6 +130,30 @@ async def test_a_process_that_breaks_costs_its_request_alone(make_checker) -> No
     with pytest.raises(GrammarTooComplex, match="nested too deeply"):
         await checker.check("a", rules(9000))
     assert (await checker.check("a", rules(3))).text
+
+
+async def test_what_ended_a_process_is_said(make_checker, monkeypatch, subtests) -> None:
+    checker = make_checker()
+    await checker.check("a", regex("a"))
+    for death, error, words in (
+        (Death.MEMORY, GrammarTooComplex, "more memory to compile than the 512 MiB"),
+        (Death.STACK, GrammarTooComplex, "nested too deeply"),
+        (Death.TIME, GrammarTooComplex, "processor time"),
+        (Death.CRASH, GrammarCrashed, "crashed the process"),
+        (Death.KILLED, EngineUnavailable, "was killed"),
+    ):
+
+        async def die(*_: object, death: Death = death) -> bytes:
+            raise WorkerDied(death)
+
+        with subtests.test(death), monkeypatch.context() as patch:
+            patch.setattr(WorkerProcess, "ask", die)
+            with pytest.raises(LoraserveError, match=words) as caught:
+                await checker.check("a", regex("b"))
+            assert type(caught.value) is error
+    assert checker.num_by_outcome == {"compiled": 1, "too_complex": 3, "crashed": 1}
+    # nothing of it is remembered
+    assert (await checker.check("a", regex("b"))).text
 
 
 async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:

@@ -1,0 +1,102 @@
+"""What is said of a process's end: memory, stack, time, a kill and a crash aren't the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loraserve.text.workers.process import Death, WorkerDied, WorkerProcess
+
+WORKER = """
+import ctypes, os, signal, sys
+from loraserve.text.workers.child import serve
+
+class Panic(BaseException):
+    pass
+
+def answer(question):
+    match question.decode():
+        case "memory":
+            bytearray(1 << 40)
+        case "depth":
+            (f := lambda: f())()
+        case "panic":
+            raise Panic("in here")
+        case "rust-memory":
+            print("memory allocation of 99 bytes failed", file=sys.stderr, flush=True)
+            os.abort()
+        case "rust-stack":
+            print("thread 'x' has overflowed its stack", file=sys.stderr, flush=True)
+            os.abort()
+        case "words":
+            print("memory allocation of 99 bytes failed", file=sys.stderr, flush=True)
+        case "flood":
+            for _ in range(100):
+                os.write(2, b"x" * 1000)
+        case "abort":
+            os.abort()
+        case "exit":
+            sys.stdout.flush()
+            os._exit(1)
+        case name if name.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, name))
+    return b"done"
+
+sys.exit(serve(lambda setup: answer, max_work_bytes=1 << 28, niceness=0, recursion_limit=1000))
+"""
+
+
+@pytest.fixture
+async def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerProcess]:
+    (tmp_path / "dying_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    made = WorkerProcess("dying_worker", b"")
+    yield made
+    await made.close()
+
+
+async def test_the_end_of_a_process_is_told_by_its_cause(process: WorkerProcess, subtests) -> None:
+    causes = {
+        "memory": Death.MEMORY,
+        "rust-memory": Death.MEMORY,
+        "depth": Death.STACK,
+        "rust-stack": Death.STACK,
+        "SIGSEGV": Death.STACK,
+        "SIGXCPU": Death.TIME,
+        "SIGKILL": Death.KILLED,
+        "panic": Death.CRASH,
+        "abort": Death.CRASH,
+        "exit": Death.CRASH,
+    }
+    for question, expected in causes.items():
+        with subtests.test(question):
+            with pytest.raises(WorkerDied) as caught:
+                await process.ask(question.encode(), 20, 20)
+            assert caught.value.death is expected
+            # and the next question has another process
+            assert await process.ask(b"any", 20, 20) == b"done"
+
+
+async def test_the_words_of_an_earlier_question_say_nothing_of_this_end(process: WorkerProcess) -> None:
+    assert await process.ask(b"words", 20, 20) == b"done"
+    with pytest.raises(WorkerDied) as caught:
+        await process.ask(b"abort", 20, 20)
+    assert caught.value.death is Death.CRASH
+
+
+async def test_what_a_process_writes_beside_its_answers_is_bounded(process: WorkerProcess) -> None:
+    with pytest.raises(WorkerDied) as caught:
+        await process.ask(b"flood", 20, 20)
+    # the write fails, which is an exception here
+    assert caught.value.death is Death.CRASH
+
+
+async def test_no_descriptor_is_left(process: WorkerProcess) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(WorkerDied):
+            await process.ask(b"abort", 20, 20)
+    assert len(os.listdir("/proc/self/fd")) <= before
