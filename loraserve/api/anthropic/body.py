@@ -90,14 +90,14 @@ class ChatRequest:
 
     Attributes:
         body: the chat's body.
-        ignored: fields that change nothing.
+        ignored: fields that change nothing, whatever answers.
 
     Raises:
         InvalidRequest: a field is wrong; `param` names the place.
         UnsupportedParameter: a field asks for what isn't implemented.
     """
 
-    def __init__(self, body: MessageTokensBody, chat_format: ChatFormat) -> None:
+    def __init__(self, body: MessageTokensBody) -> None:
         dialogue = Dialogue()
         dialogue.add_system(body.system)
         dialogue.add_messages(body.messages)
@@ -106,8 +106,7 @@ class ChatRequest:
         if has_cache_control or dialogue.has_cache_control:
             ignored.append("cache_control")
         choice, is_parallel = _chat_choice(body.tool_choice)
-        variables = dict(body.chat_template_kwargs)
-        ignored += _add_thinking(body.thinking, variables, chat_format)
+        self._thinking = _thinking(body.thinking)
         output = fields_of(body.output_config, "output_config", ("effort", "format"))
         self._places = dialogue.places
         self.ignored = tuple(dict.fromkeys(ignored))
@@ -124,11 +123,26 @@ class ChatRequest:
             "parallel_tool_calls": is_parallel,
             "response_format": _chat_format(output.get("format")),
             "reasoning_effort": _effort(output.get("effort")),
-            "chat_template_kwargs": variables,
+            "chat_template_kwargs": body.chat_template_kwargs,
             "continue_final_message": dialogue.continues_last,
             "add_generation_prompt": not dialogue.continues_last,
         }
         self.body = ChatBody(**fields)
+
+    def variables(self, chat_format: ChatFormat) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return the variables for the template, and the fields that it can't follow.
+
+        Args:
+            chat_format: of the bound version.
+        """
+        if not self._thinking:
+            return {}, ()
+        if not chat_format.template.reads(_THINKING_SWITCH):
+            return {}, ("thinking",)
+        ignored = tuple(
+            f"thinking.{name}" for name, value in self._thinking.items() if name != "type" and value is not None
+        )
+        return {_THINKING_SWITCH: self._thinking["type"] != "disabled"}, ignored
 
     def place(self, param: str) -> str:
         """Return the place in the request's body for a place in the chat's."""
@@ -204,17 +218,14 @@ def _chat_choice(choice: object) -> tuple[Any, bool]:
     return _MODES[kind], not is_alone
 
 
-def _add_thinking(thinking: object, variables: dict[str, Any], chat_format: ChatFormat) -> list[str]:
-    """Set the chat template's switch; return what it can't follow."""
+def _thinking(thinking: object) -> Mapping[str, Any]:
+    """Return the fields of `thinking`, whose type is known; none if it isn't sent."""
     if thinking is None:
-        return []
+        return {}
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if not isinstance(thinking, dict) or kind not in ("enabled", "disabled", "adaptive"):
         raise InvalidRequest("thinking.type should be enabled, disabled or adaptive.", param="thinking.type")
-    if not chat_format.template.reads(_THINKING_SWITCH):
-        return ["thinking"]
-    variables.setdefault(_THINKING_SWITCH, kind != "disabled")
-    return [f"thinking.{name}" for name, value in thinking.items() if name != "type" and value is not None]
+    return thinking
 
 
 def _chat_format(wanted: object) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ from loraserve.api.http.sse import named_event
 from loraserve.api.inference.chat.turn import ChatPrompt, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
-from loraserve.api.services import services_of
 from loraserve.errors import LoraserveError
 from loraserve.tenancy.identity.auth import Caller
 
@@ -43,9 +42,17 @@ async def create_message(
         RateLimited: the tenant's share is used up.
     """
     body, ignored = parse_body(MessageBody, raw)
-    chat = ChatRequest(body, services_of(request).chat_format)
+    chat = ChatRequest(body)
     with renamed(chat.place, FIELDS):
-        turn = await ChatTurn.begin(request, caller, chat.body, (*ignored, *chat.ignored), prefix="msg_", names=FIELDS)
+        turn = await ChatTurn.begin(
+            request,
+            caller,
+            chat.body,
+            (*ignored, *chat.ignored),
+            prefix="msg_",
+            names=FIELDS,
+            variables=chat.variables,
+        )
     content = MessageContent(turn.choices[0])
 
     async def finish() -> None:
@@ -76,9 +83,9 @@ async def count_tokens(
         ModelNotFound: the tenant has no such model.
     """
     body, ignored = parse_body(MessageTokensBody, raw)
-    chat = ChatRequest(body, services_of(request).chat_format)
+    chat = ChatRequest(body)
     with renamed(chat.place, FIELDS):
-        read = await ChatPrompt.read(request, caller, chat.body, ignored, is_bounded=False)
+        read = await ChatPrompt.read(request, caller, chat.body, ignored, is_bounded=False, variables=chat.variables)
     return MessageTokensCount(input_tokens=len(read.prompt.token_ids))
 
 

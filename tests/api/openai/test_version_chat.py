@@ -123,6 +123,30 @@ async def test_a_versions_tool_parser_reads_its_answers(
     assert (await chat(client, f"sql@{bare}", tools=tools)).json()["error"]["param"] == "tools"
 
 
+async def test_a_messages_thinking_follows_the_versions_own_template(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    switch = "{% if enable_thinking %}think! {% endif %}{{ messages[0].content }}"
+    one, two = await publish("sql", chat_template=switch.encode()), await publish("sql", chat_template=OTHER.encode())
+    body = {"max_tokens": 4, "messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    for model, prompt, ignored in (
+        (f"sql@{one}", "think! hi", "thinking.budget_tokens"),
+        (f"sql@{two}", "<user> hi\n", "thinking"),
+        (BASE, "<|user|>hi\n<|assistant|>", "thinking"),
+    ):
+        answer = await client.post("/v1/messages", json={"model": model, **body})
+        assert (answer.status_code, answer.headers["x-loraserve-ignored"]) == (200, ignored)
+        assert prompts_of(engine)[-1] == prompt
+        counted = await client.post(
+            "/v1/messages/count_tokens", json={"model": model, "messages": MESSAGES, "thinking": body["thinking"]}
+        )
+        assert counted.json()["input_tokens"] == len(engine.seen[-1].prompt_token_ids)
+    # what the body says itself goes first
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    await client.post("/v1/messages", json={"model": f"sql@{one}", **body, **kwargs})
+    assert prompts_of(engine)[-1] == "hi"
+
+
 async def test_the_defaults_of_a_version_are_used_where_a_request_says_nothing(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any, base: Any
 ) -> None:

@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 _NUM_END_TOKENS = 64
 """Tokens of a prompt's end that say whether the answer begins with reasoning."""
 
+Variables = Callable[[ChatFormat], tuple[Mapping[str, Any], tuple[str, ...]]]
+"""Function of the bound version's chat format: variables for its template, and fields that it can't
+follow.
+"""
+
+
+def _no_variables(_: ChatFormat) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    return {}, ()
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -72,12 +81,15 @@ class ChatPrompt:
         *,
         num_more_bytes: int = 0,
         is_bounded: bool = True,
+        variables: Variables = _no_variables,
     ) -> ChatPrompt:
         """Check the body in the order that every chat has, and make tokens of its messages.
 
         Args:
             num_more_bytes: size of what is read beside the request's body.
             is_bounded: whether the prompt has to fit the context.
+            variables: those of the template that other fields of the route set, where the body
+                doesn't.
 
         Raises:
             InvalidRequest: a field is wrong; `param` names it.
@@ -92,6 +104,8 @@ class ChatPrompt:
         chat_format = await services.version_chats.chat_format(caller.tenant, model.binding.adapter)
         if body.reasoning_effort is not None and not chat_format.template.reads("reasoning_effort"):
             ignored = (*ignored, "reasoning_effort")
+        more, unread = variables(chat_format)
+        ignored = (*ignored, *unread)
         reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes)
         tool_use = await reader.run(
             lambda: read_tools(body.tools, chat_format, choice=body.tool_choice, is_parallel=body.parallel_tool_calls)
@@ -112,7 +126,7 @@ class ChatPrompt:
             chat_format=chat_format,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens,
-            variables=_template_variables(body),
+            variables={**more, **_template_variables(body)},
             tool_use=tool_use,
             is_bounded=is_bounded,
             continues_last=body.continue_final_message,
@@ -147,6 +161,7 @@ class ChatTurn:
         prefix: str,
         names: Mapping[str, str] | None = None,
         num_more_bytes: int = 0,
+        variables: Variables = _no_variables,
     ) -> ChatTurn:
         """Check everything, and admit the chat. No token is made before `respond`.
 
@@ -154,6 +169,7 @@ class ChatTurn:
             prefix: what its id begins with.
             names: a chat's fields that the route calls otherwise, for the ignored ones.
             num_more_bytes: size of what was read beside the request's body.
+            variables: as in `ChatPrompt.read`.
 
         Raises:
             LoraserveError: as `ChatPrompt.read`.
@@ -161,7 +177,7 @@ class ChatTurn:
             RateLimited: the tenant's share is used up.
         """
         services = services_of(request)
-        read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes)
+        read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes, variables=variables)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
         prompt_text = prompt.text
         if prompt_text is None:
