@@ -1,4 +1,4 @@
-"""vLLM's pause, resume and server_info, as trainers call them."""
+"""vLLM's pause and resume, as trainers call them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from trainer import Trainer
 from whole_app import write_small
 
 from loraserve.api.services import Services
-from loraserve.limits import LIMITS
 from loraserve.tenancy.limits.pauses import Pauses
 
 
@@ -55,14 +54,6 @@ async def test_other_ways_to_pause_are_refused_by_name(acme: Trainer, path: str,
     answer = await acme.post(path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert (await acme.get("/is_paused")).json() == {"is_paused": False}
-
-
-async def test_server_info_is_what_trainers_read_of_vllms(acme: Trainer) -> None:
-    config = (await acme.get("/server_info?config_format=json")).json()["vllm_config"]
-    assert config["lora_config"]["max_lora_rank"] == LIMITS.max_rank
-    assert config["lora_config"]["max_loras"] >= 1
-    assert config["parallel_config"]["data_parallel_size"] == 1
-    assert (await acme.get("/server_info?config_format=text")).json()["error"]["param"] == "config_format"
 
 
 async def test_pausing_takes_a_key(client: httpx2.AsyncClient) -> None:
