@@ -20,6 +20,8 @@ MAX_SAME_NAME = 3
 """Packages that a file name may be in."""
 
 STAND_ALONE = {
+    "loraserve.api.live_adapters.pausing": "a router",
+    "loraserve.api.live_adapters.server_info": "a router",
     "loraserve.api.logs": "set up once, before the server",
     "loraserve.api.management.files": "a router",
     "loraserve.api.management.grants": "a router",
