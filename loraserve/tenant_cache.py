@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LARGEST_SHARE = 0.5
+HALF = 0.5
 """Most of the budget that one tenant's values take, even while no other has any."""
 
 
@@ -20,10 +20,11 @@ class TenantCache(Generic[T]):
 
     Args:
         max_bytes: of all of them.
+        share: part of it that one tenant's values may take.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, *, share: float = HALF) -> None:
+        self._max_bytes, self._share_bytes = max_bytes, int(max_bytes * share)
         self._values: dict[str, OrderedDict[Hashable, tuple[T, int]]] = {}
         self._bytes: Counter[str] = Counter()
         self._num_bytes = 0
@@ -34,6 +35,12 @@ class TenantCache(Generic[T]):
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
+
+    def items(self) -> Iterator[tuple[str, Hashable, T]]:
+        """Iterate over tenants, keys and values, each tenant's least recently used first."""
+        for tenant, values in self._values.items():
+            for key, (value, _) in values.items():
+                yield tenant, key, value
 
     def get(self, tenant: str, key: Hashable) -> T | None:
         """Return the tenant's value and note its use; None if it isn't there."""
@@ -46,12 +53,11 @@ class TenantCache(Generic[T]):
     def put(self, tenant: str, key: Hashable, value: T, num_bytes: int) -> None:
         """Keep the value for the tenant, which pays for it; one over its share isn't kept."""
         self.drop(tenant, key)
-        share = int(self._max_bytes * _LARGEST_SHARE)
-        if num_bytes > share:
+        if num_bytes > self._share_bytes:
             return
         self._values.setdefault(tenant, OrderedDict())[key] = value, num_bytes
         self._add(tenant, num_bytes)
-        while self._bytes[tenant] > share:
+        while self._bytes[tenant] > self._share_bytes:
             self._drop_oldest(tenant)
         while self._num_bytes > self._max_bytes:
             self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))

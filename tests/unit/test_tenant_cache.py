@@ -39,6 +39,15 @@ def test_no_tenant_has_more_than_half_even_alone() -> None:
     assert cache.num_bytes == 40
 
 
+def test_a_tenant_alone_may_have_all_where_the_share_says_so() -> None:
+    cache: TenantCache[int] = TenantCache(3, share=1.0)
+    for number in range(4):
+        cache.put("a", number, number, 1)
+    assert list(cache.items()) == [("a", 1, 1), ("a", 2, 2), ("a", 3, 3)]
+    cache.put("b", 0, 9, 1)
+    assert list(cache.items()) == [("a", 2, 2), ("a", 3, 3), ("b", 0, 9)]
+
+
 def test_a_use_keeps_a_value_and_a_new_one_replaces_it() -> None:
     cache: TenantCache[int] = TenantCache(200)
     cache.put("a", "one", 1, 40)

@@ -40,6 +40,8 @@ class ResolvedModel:
     """``OWNER/NAME`` of those that were asked for under another tenant's name."""
     asked: str | None = None
     """Name under which it was asked for."""
+    tenant: str = ""
+    """Name of the tenant that asked for it."""
     defaults: GenerationDefaults = NO_DEFAULTS
     """Defaults of fields that the request doesn't send, from the bound version."""
 
@@ -80,7 +82,8 @@ async def resolve_model(
         )
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
     granted = tuple(term.adapter.path for term in terms if term.adapter.owner is not None)
-    return ResolvedModel(binding, granted, model, await services.version_chats.defaults(binding.adapter))
+    defaults = await services.version_chats.defaults(binding.adapter)
+    return ResolvedModel(binding, granted, model, caller.tenant_name, defaults)
 
 
 _BASE_NAMES = {"lora_path": ("",), "adapter_id": ("", "__base_model__")}
@@ -228,7 +231,7 @@ class InferenceContext:
         prompts: Sequence[Prompt],
         ignored: tuple[str, ...],
     ) -> InferenceContext:
-        target = TargetSelector(model.binding, services.engine.base.id, model.asked)
+        target = TargetSelector(model.binding, services.engine.base.id, model.asked, tenant=model.tenant)
         ident = f"{prefix}{ULID()}"
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 

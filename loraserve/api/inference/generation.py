@@ -205,7 +205,9 @@ class Generation:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
         copy: ShadowCopy | None = None
-        use = metrics.adapter_load.begin(request.adapter, () if self._target is None else self._target.names())
+        target = self._target
+        names, owners = ([], []) if target is None else (target.names(), target.owner_names())
+        use = metrics.adapter_load.begin(request.adapter, names, owners)
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
                 async for chunk in chunks:

@@ -59,7 +59,7 @@ class PoolingContext:
         prompts: Sequence[Prompt],
         ignored: tuple[str, ...],
     ) -> PoolingContext:
-        target = TargetSelector(model.binding, services.engine.base.id)
+        target = TargetSelector(model.binding, services.engine.base.id, tenant=model.tenant)
         ident = f"{prefix}-{ULID()}"
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 

@@ -24,12 +24,14 @@ class TargetSelector:
     It changes once at most, from the version that was asked for to its fallback.
     """
 
-    def __init__(self, binding: Binding, base_id: str, asked: str | None = None) -> None:
+    def __init__(self, binding: Binding, base_id: str, asked: str | None = None, *, tenant: str = "") -> None:
         """Select what `binding` says.
 
         Args:
             asked: name under which the client requested it.
+            tenant: name of the client's tenant.
         """
+        self._tenant = tenant
         self._asked = asked
         self.adapter = binding.adapter
         """Adapter that answers; None: the base."""
@@ -80,6 +82,10 @@ class TargetSelector:
             return [self._asked]
         paths = ((self.owners.get(one.tenant), one.name) for one in versions_of(self.adapter))
         return [name if owner is None else f"{owner}/{name}" for owner, name in paths]
+
+    def owner_names(self) -> list[str]:
+        """Return the names of the tenants that own what answers: of a sum, its parts'."""
+        return [self.owners.get(one.tenant, self._tenant) for one in versions_of(self.adapter)]
 
     def label(self, adapter: AdapterRef) -> str:
         """Return the name by which the client can request it.

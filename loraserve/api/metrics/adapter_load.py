@@ -11,6 +11,7 @@ from loraserve.limits import LIMITS
 from loraserve.memory.eviction import MAX_NAMES, NEVER, Uses
 from loraserve.registry.catalog.last_used import UsedVersion, VersionKey, version_key
 from loraserve.registry.composition import versions_of
+from loraserve.tenant_cache import TenantCache
 from loraserve.types import AdapterRef, Digest
 
 Key = TypeVar("Key", bound=Hashable)
@@ -30,15 +31,17 @@ class AdapterLoad:
         self._running_names: Counter[str] = Counter()
         # the last used last
         self._uses: OrderedDict[VersionKey, Uses] = OrderedDict()
-        self._digests: OrderedDict[str, Digest] = OrderedDict()
+        # of a name each, by its adapter's owner: no tenant's names push out those of one with fewer
+        self._digests: TenantCache[Digest] = TenantCache(LIMITS.max_named_residents, share=1.0)
 
-    def begin(self, adapter: AdapterRef | None, names: Sequence[str]) -> AdapterUse:
+    def begin(self, adapter: AdapterRef | None, names: Sequence[str], owners: Sequence[str] = ()) -> AdapterUse:
         """Count one request for the adapter as waiting; `end` must follow.
 
         Args:
             adapter: None: the base, which isn't counted. A sum counts for each of its parts.
             names: under which a router would request it, one for each part; none: it is counted
                 without being named.
+            owners: names of the tenants that own the parts; none: their ids stand in for them.
         """
         versions = versions_of(adapter)
         now_s = self._clock()
@@ -48,11 +51,8 @@ class AdapterLoad:
         while len(self._uses) > self._max_versions:
             self._uses.popitem(last=False)
         if names:
-            for name, one in zip(names, versions, strict=True):
-                self._digests[name] = one.digest
-                self._digests.move_to_end(name)
-        while len(self._digests) > LIMITS.max_named_residents:
-            self._digests.popitem(last=False)
+            for name, owner, one in zip(names, owners or [one.tenant for one in versions], versions, strict=True):
+                self._digests.put(owner, name, one.digest, 1)
         self._waiting_names.update(names)
         return AdapterUse(self, [version_key(one) for one in versions], list(names))
 
@@ -72,9 +72,9 @@ class AdapterLoad:
         """Return the names of the adapters with a request past its first token, sorted."""
         return sorted(self._running_names)
 
-    def named_digests(self) -> dict[str, Digest]:
-        """Return the digests of the adapters that were requested last, by their names."""
-        return dict(self._digests)
+    def named_digests(self) -> dict[tuple[str, str], Digest]:
+        """Return the digests of the adapters that were requested last, by owner and name."""
+        return {(owner, str(name)): digest for owner, name, digest in self._digests.items()}
 
     def _answer(self, keys: Iterable[VersionKey], names: Iterable[str]) -> None:
         _subtract(self._waiting_names, names)

@@ -74,11 +74,11 @@ class AdapterRouting:
             rows = ()
         self._rows = {row.digest: row for row in rows}
 
-    def loaded(self) -> dict[tuple[str, str, str], float]:
-        """Return 1 by name, level and whether an operator has pinned it, of each that is loaded."""
+    def loaded(self) -> dict[tuple[str, str, str, str], float]:
+        """Return 1 by name, level, whether it is pinned, and owner, of each that is loaded."""
         found = {}
-        for name, digest in self._load.named_digests().items():
+        for (owner, name), digest in self._load.named_digests().items():
             row = self._rows.get(digest)
             if row is not None and row.tier in _LEVELS:
-                found[name, _LEVELS[row.tier], str(row.is_pinned).lower()] = 1.0
+                found[name, _LEVELS[row.tier], str(row.is_pinned).lower(), owner] = 1.0
         return found

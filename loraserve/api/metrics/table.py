@@ -14,7 +14,13 @@ from loraserve.types import TIME_BOUNDS_S, Histogram
 
 Source = TypeVar("Source")
 Sample = float | Histogram
-Samples = Sample | Mapping[str, Sample] | Mapping[tuple[str, str], Sample] | Mapping[tuple[str, str, str], Sample]
+Samples = (
+    Sample
+    | Mapping[str, Sample]
+    | Mapping[tuple[str, str], Sample]
+    | Mapping[tuple[str, str, str], Sample]
+    | Mapping[tuple[str, str, str, str], Sample]
+)
 """The only sample, or by the label's value, or by the values of several labels."""
 
 

@@ -290,6 +290,7 @@ ROUTING: Table[AdapterRouting] = (
         "adapter_name",
         "level",
         "pinned",
+        "tenant",
     ),
 )
 """Table for routers with adapters, such as those of the Gateway API Inference Extension."""

@@ -17,7 +17,7 @@ from loraserve.api.app import create_app
 from loraserve.api.services import Services
 from loraserve.errors import ConfigError
 from loraserve.limits import Limits
-from loraserve.types import AdapterResidency, Tier
+from loraserve.types import AdapterResidency, Digest, Tier
 
 ADMIN = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20}
 
@@ -241,11 +241,48 @@ async def test_adapters_in_memory_are_named_as_they_are_requested(
     for tier, level in ((Tier.HOST, "cpu"), (Tier.DEVICE, "gpu")):
         engine.resident = {digest: msgspec.structs.replace(row, tier=tier)}
         text = (await client.get("/metrics", headers=ADMIN)).text
-        assert f'vllm:lora_adapter_loaded{{adapter_name="sql@1",level="{level}",pinned="false"}} 1.0' in text
+        assert (
+            f'vllm:lora_adapter_loaded{{adapter_name="sql@1",level="{level}",pinned="false",tenant="acme"}} 1.0' in text
+        )
     engine.resident = {}
     assert "vllm:lora_adapter_loaded{" not in (await client.get("/metrics", headers=ADMIN)).text
     # probes and metrics don't ask the engine for what no request has named
     assert engine.num_residency_queries == 3
+
+
+async def test_one_name_of_two_tenants_is_two_adapters_in_memory(
+    client: httpx2.AsyncClient,
+    engine: Any,
+    acme: Any,
+    make_tenant: Callable[[str], Awaitable[Any]],
+    publish: Callable[..., Awaitable[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("loraserve.api.metrics.routing.MAX_AGE_S", 0.0)
+    globex = await make_tenant("globex")
+    await publish("sql", 7, tenant=globex)
+    row = AdapterResidency(
+        digest=Digest(""), tier=Tier.DEVICE, device_bytes=9, host_bytes=9, num_pins=0, is_pinned=False, last_used_s=1.0
+    )
+    tiers = {}
+    # a router sends what the client sent; with the owner before it, a name is one adapter's alone
+    for tenant, model, tier in (
+        (acme, "sql", Tier.DEVICE),
+        (acme, "acme/sql", Tier.DEVICE),
+        (globex, "sql", Tier.HOST),
+    ):
+        body = {"model": model, "prompt": "list", "max_tokens": 1}
+        answer = await client.post("/v1/completions", json=body, headers=tenant.headers)
+        assert answer.status_code == 200
+        tiers[engine.seen[-1].adapter.digest] = tier
+    assert len(tiers) == 2
+    engine.resident = {digest: msgspec.structs.replace(row, digest=digest, tier=tier) for digest, tier in tiers.items()}
+    text = (await client.get("/metrics", headers=ADMIN)).text
+    found = {line for line in text.splitlines() if line.startswith("vllm:lora_adapter_loaded{")}
+    assert found == {
+        f'vllm:lora_adapter_loaded{{adapter_name="{name}",level="{level}",pinned="false",tenant="{tenant}"}} 1.0'
+        for name, level, tenant in (("sql", "gpu", "acme"), ("acme/sql", "gpu", "acme"), ("sql", "cpu", "globex"))
+    }
 
 
 async def test_tokenize_and_detokenize_are_inverse(client: httpx2.AsyncClient) -> None:

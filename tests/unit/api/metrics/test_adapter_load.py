@@ -98,5 +98,24 @@ def test_the_names_that_were_requested_last_lead_to_digests(load: AdapterLoad) -
     load.begin(make_ref(digest="new"), ["a2"]).end()
     known = load.named_digests()
     assert len(known) == LIMITS.max_named_residents
-    assert "a1" not in known
-    assert known["a2"] == "new"
+    assert (ACME, "a1") not in known
+    assert known[ACME, "a2"] == "new"
+
+
+def test_one_name_of_two_tenants_leads_to_two_digests(load: AdapterLoad) -> None:
+    load.begin(make_ref(ACME, digest="mine"), NAMES, ["acme"]).end()
+    load.begin(make_ref(GLOBEX, digest="theirs"), NAMES, ["globex"]).end()
+    load.begin(make_ref(ACME, digest="mine"), ["acme/sql"], ["acme"]).end()
+    assert load.named_digests() == {
+        ("acme", "sql"): "mine",
+        ("acme", "acme/sql"): "mine",
+        ("globex", "sql"): "theirs",
+    }
+
+
+def test_one_tenants_many_names_push_out_none_of_anothers(load: AdapterLoad) -> None:
+    load.begin(make_ref(GLOBEX, digest="theirs"), NAMES).end()
+    for number in range(2 * LIMITS.max_named_residents):
+        load.begin(make_ref(digest=f"d{number}"), [f"a{number}"]).end()
+    assert load.named_digests()[GLOBEX, "sql"] == "theirs"
+    assert len(load.named_digests()) == LIMITS.max_named_residents

@@ -70,7 +70,7 @@ def routing(engine: Any, clock: Clock) -> AdapterRouting:
             config_blob=Digest(""),
             weights_blob=Digest(""),
         )
-        load.begin(ref, [name]).end()
+        load.begin(ref, [name], ["acme"]).end()
     return AdapterRouting(engine, load, 64, clock=clock)
 
 
@@ -82,7 +82,7 @@ async def test_adapters_in_memory_are_named_with_their_level(routing: AdapterRou
         make_row("digest-nobody-asked-for", Tier.DEVICE),
     ]
     await routing.refresh()
-    assert routing.loaded() == {("a", "gpu", "true"): 1.0, ("b", "cpu", "false"): 1.0}
+    assert routing.loaded() == {("a", "gpu", "true", "acme"): 1.0, ("b", "cpu", "false", "acme"): 1.0}
     assert engine.asked == [{f"digest-{name}" for name in "abcd"}]
 
 
