@@ -21,7 +21,7 @@ from loraserve.errors import (
 )
 from loraserve.limits import LIMITS, MIB, Limits
 from loraserve.memory.timings import Timings
-from loraserve.tenancy.limits.turns import TenantTurns
+from loraserve.tenancy.limits.processes import START_S, TenantProcesses
 from loraserve.tenant_cache import TenantCache
 from loraserve.text.answer_format import AnswerFormat
 from loraserve.text.grammar import CRASH_HINT
@@ -31,10 +31,7 @@ from loraserve.types import Histogram
 
 logger = logging.getLogger(__name__)
 
-NUM_PROCESSES = 2
-"""Processes that compile grammars, started when they are needed. A tenant never has both."""
-_START_S = 30.0
-"""Seconds that a process may take to start and to read the tokenizer."""
+_MODULE = "loraserve.text.grammar_worker"
 
 _ENTRY_BYTES = 256
 """Bytes that a checked grammar takes beside its texts."""
@@ -56,49 +53,6 @@ class Grammar:
     num_bytes: int = 0
 
 
-class GrammarProcess:
-    """Ask a process of ``loraserve.text.grammar_worker`` for grammars."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._process = WorkerProcess("loraserve.text.grammar_worker", msgspec.json.encode(setup))
-
-    @property
-    def num_starts(self) -> int:
-        """Processes so far."""
-        return self._process.num_starts
-
-    async def ask(self, wanted: AnswerFormat, timeout_s: float, start_timeout_s: float) -> Checked:
-        """Return what the process makes of a format. No other question may be asked meanwhile.
-
-        Cancelling this kills the process.
-
-        Args:
-            start_timeout_s: seconds that a process may take to start and to read the tokenizer,
-                where none runs.
-
-        Raises:
-            GrammarTooComplex: it took longer than `timeout_s`, or more memory or stack than it may.
-            GrammarCrashed: the process crashed.
-            EngineUnavailable: no process can be started, or it was killed.
-        """
-        try:
-            answer = await self._process.ask(msgspec.json.encode(wanted), timeout_s, start_timeout_s)
-        except TimeoutError:
-            raise GrammarTooComplex(
-                f"The grammar took longer than {timeout_s:g} s to compile.", hint="Simplify it."
-            ) from None
-        except WorkerDied as died:
-            raise _death_error(died.death) from None
-        except WorkerStartFailed as error:
-            logger.exception("the process that compiles grammars can't be started")
-            raise EngineUnavailable("Grammars can't be checked now: their process didn't start.") from error
-        return msgspec.json.decode(answer, type=Checked)
-
-    async def close(self) -> None:
-        """Kill the process, if there is one."""
-        await self._process.close()
-
-
 class GrammarChecker:
     """Compile the grammars of requests in processes of their own, once for each tenant.
 
@@ -118,9 +72,7 @@ class GrammarChecker:
     ) -> None:
         self.num_by_outcome: Counter[str] = Counter()
         self._setup, self._limits, self._clock = setup, limits, clock
-        self._turns = TenantTurns(NUM_PROCESSES)
-        self._idle: list[GrammarProcess] = []
-        self._all: list[GrammarProcess] = []
+        self._processes = TenantProcesses(lambda: WorkerProcess(_MODULE, msgspec.json.encode(self._setup())))
         self._known: TenantCache[Checked] = TenantCache(limits.max_checked_grammar_bytes)
         self._seconds = Timings()
 
@@ -132,7 +84,7 @@ class GrammarChecker:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a process."""
-        return self._turns.num_waiting
+        return self._processes.num_waiting
 
     async def check(self, tenant: str, wanted: AnswerFormat) -> Grammar:
         """Return the grammar of a format, once it has been compiled.
@@ -159,34 +111,46 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """Kill the processes."""
-        for process in self._all:
-            await process.close()
+        await self._processes.close()
 
     async def _compile(self, tenant: str, key: bytes, wanted: AnswerFormat) -> Checked:
-        await self._turns.take(tenant)
-        try:
+        async with self._processes.take(tenant) as process:
             # while this one waited, another may have asked for the same
             known = self._known.get(tenant, key)
             if known is not None:
                 return known
-            if not self._idle:
-                self._all.append(GrammarProcess(self._setup()))
-                self._idle.append(self._all[-1])
-            process = self._idle.pop()
             started = self._clock()
             try:
-                checked = await process.ask(wanted, self._limits.grammar_timeout_s, _START_S)
+                checked = await self._ask(process, wanted)
             except (GrammarTooComplex, GrammarCrashed) as error:
                 # not remembered: it may be this machine that was slow, or has little memory
                 self._seconds.add(self._clock() - started)
                 return Checked(error_code=error.code, message=error.message, hint=error.hint, param=wanted.param)
-            finally:
-                self._idle.append(process)
-        finally:
-            self._turns.give_back(tenant)
         self._seconds.add(checked.seconds)
         self._known.put(tenant, key, checked, len(checked.grammar) + len(checked.message) + _ENTRY_BYTES)
         return checked
+
+    async def _ask(self, process: WorkerProcess, wanted: AnswerFormat) -> Checked:
+        """Return what the process makes of a format.
+
+        Raises:
+            GrammarTooComplex: it took longer, or more memory or stack, than it may.
+            GrammarCrashed: the process crashed.
+            EngineUnavailable: no process can be started, or it was killed.
+        """
+        timeout_s = self._limits.grammar_timeout_s
+        try:
+            answer = await process.ask(msgspec.json.encode(wanted), timeout_s, START_S)
+        except TimeoutError:
+            raise GrammarTooComplex(
+                f"The grammar took longer than {timeout_s:g} s to compile.", hint="Simplify it."
+            ) from None
+        except WorkerDied as died:
+            raise _death_error(died.death) from None
+        except WorkerStartFailed as error:
+            logger.exception("the process that compiles grammars can't be started")
+            raise EngineUnavailable("Grammars can't be checked now: their process didn't start.") from error
+        return msgspec.json.decode(answer, type=Checked)
 
 
 _OUTCOMES: Mapping[type[LoraserveError], str] = {GrammarTooComplex: TOO_COMPLEX, GrammarCrashed: CRASHED}

@@ -12,18 +12,14 @@ import msgspec
 from loraserve.errors import ChatTemplateFailed, EngineUnavailable, InvalidRequest
 from loraserve.limits import LIMITS, Limits
 from loraserve.memory.timings import Timings
-from loraserve.tenancy.limits.turns import TenantTurns
+from loraserve.tenancy.limits.processes import START_S, TenantProcesses
 from loraserve.text.template_worker import InspectTemplate, TemplateAnswer, TemplateSetup
 from loraserve.text.workers.process import WorkerDied, WorkerProcess, WorkerStartFailed
 from loraserve.types import Histogram
 
 logger = logging.getLogger(__name__)
 
-NUM_PROCESSES = 2
-"""Processes that render, started when they are needed. A tenant never has both."""
 _MODULE = "loraserve.text.template_worker"
-_START_S = 30.0
-"""Seconds that a process may take to start."""
 
 RENDERED, REFUSED, KILLED = "rendered", "refused", "killed"
 OUTCOMES = (RENDERED, REFUSED, KILLED)
@@ -49,9 +45,7 @@ class TemplateRenderer:
     ) -> None:
         self.num_by_outcome: Counter[str] = Counter()
         self._special_tokens, self._limits, self._clock = special_tokens, limits, clock
-        self._turns = TenantTurns(NUM_PROCESSES)
-        self._idle: list[WorkerProcess] = []
-        self._all: list[WorkerProcess] = []
+        self._processes = TenantProcesses(self._make)
         self._seconds = Timings()
 
     @property
@@ -62,12 +56,12 @@ class TemplateRenderer:
     @property
     def num_waiting(self) -> int:
         """Questions that wait for a process."""
-        return self._turns.num_waiting
+        return self._processes.num_waiting
 
     @property
     def num_starts(self) -> int:
         """Processes since the start."""
-        return sum(process.num_starts for process in self._all)
+        return self._processes.num_starts
 
     async def inspect(self, tenant: str, source: str) -> TemplateAnswer:
         """Return what a template is like: its `problems`, or what it reads.
@@ -108,26 +102,20 @@ class TemplateRenderer:
 
     async def close(self) -> None:
         """Kill the processes."""
-        for process in self._all:
-            await process.close()
+        await self._processes.close()
+
+    def _make(self) -> WorkerProcess:
+        setup = TemplateSetup(special_tokens=dict(self._special_tokens()))
+        return WorkerProcess(_MODULE, msgspec.json.encode(setup))
 
     async def _ask(self, tenant: str, question: bytes) -> TemplateAnswer | None:
         """Return the answer; None: the question was over the process's bounds."""
-        await self._turns.take(tenant)
-        try:
-            if not self._idle:
-                setup = msgspec.json.encode(TemplateSetup(special_tokens=dict(self._special_tokens())))
-                self._all.append(WorkerProcess(_MODULE, setup))
-                self._idle.append(self._all[-1])
-            process = self._idle.pop()
+        async with self._processes.take(tenant) as process:
             started = self._clock()
             try:
                 answer = await self._ask_twice(process, question)
             finally:
-                self._idle.append(process)
                 self._seconds.add(self._clock() - started)
-        finally:
-            self._turns.give_back(tenant)
         is_killed = answer is None or answer.is_spent
         is_refused = answer is not None and (answer.error is not None or answer.problems)
         self.num_by_outcome[KILLED if is_killed else REFUSED if is_refused else RENDERED] += 1
@@ -139,7 +127,7 @@ class TemplateRenderer:
         for _ in range(2):
             was_new = not process.is_running
             try:
-                frame = await process.ask(question, self._limits.template_timeout_s, _START_S)
+                frame = await process.ask(question, self._limits.template_timeout_s, START_S)
             except TimeoutError:
                 return None
             except WorkerDied:

@@ -85,6 +85,14 @@ class WorkerProcess:
         """Whether a process has started, and hasn't ended as far as is known."""
         return self._process is not None and self._process.returncode is None
 
+    async def start(self, timeout_s: float) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            WorkerStartFailed: it can't be started, or takes longer.
+        """
+        await self._running(timeout_s)
+
     async def ask(self, question: bytes, timeout_s: float, start_timeout_s: float) -> bytes:
         """Return the answer to a question. No other question may be asked meanwhile.
 

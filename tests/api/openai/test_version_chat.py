@@ -226,7 +226,7 @@ async def test_a_renderer_that_was_killed_is_started_again(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, engine: Any
 ) -> None:
     version = await publish("sql", chat_template=TEMPLATE.encode())
-    for process in services.templates._all:
+    for process in services.templates._processes._all:
         os.kill(process._process.pid, signal.SIGKILL)
     assert (await chat(client, f"sql@{version}")).status_code == 200
     assert prompts_of(engine) == ["[user] hi\n"]
@@ -253,6 +253,32 @@ async def test_a_template_that_hangs_ends_alone_while_streams_go_on(
     assert answer.json()["error"]["code"] == "chat_template_failed"
     assert f"sql@{version}" in answer.json()["error"]["message"]
     assert services.templates.num_by_outcome["killed"] == 1
+
+
+async def test_a_tenant_whose_templates_always_hang_delays_no_other(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, make_tenant: Any, url: str
+) -> None:
+    bomb = "{% if messages[0].content == 'bomb' %}{{ ([[0] * 100] * 10000) | sum(start=[]) }}{% endif %}x"
+    globex = await make_tenant("globex")
+    version = await publish("sql", chat_template=bomb.encode())
+    other = await publish("sql", tenant=globex, chat_template=TEMPLATE.encode())
+    messages = [{"role": "user", "content": "bomb"}]
+    async with (
+        httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=10) as others,
+        httpx2.AsyncClient(base_url=url, headers=client.headers, timeout=60) as hostile,
+    ):
+        assert (await chat(others, f"sql@{other}")).status_code == 200
+        # each is killed, and the process started again
+        hanging = [asyncio.create_task(chat(hostile, f"sql@{version}", messages=messages)) for _ in range(2)]
+        while not all(task.done() for task in hanging):
+            waiting = services.templates.num_waiting
+            assert (await chat(others, f"sql@{other}")).status_code == 200
+            # it had a process at once
+            assert services.templates.num_waiting <= waiting
+            await asyncio.sleep(0.05)
+    assert services.templates.num_by_outcome["killed"] == 2
+    # none of the other tenant's questions started a process
+    assert services.templates.num_starts <= 4
 
 
 async def test_damaged_bytes_of_a_template_quarantine_their_version(

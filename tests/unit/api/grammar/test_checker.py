@@ -118,7 +118,7 @@ async def test_a_process_that_takes_too_long_is_killed_and_replaced(make_checker
         await checker.check("a", endless())
     assert time.monotonic() - started < 5
     assert (await checker.check("a", regex("b"))).text
-    assert checker._all[0].num_starts == 2
+    assert checker._processes._all[0].num_starts == 2
     # it is tried again: it may be the machine that was slow
     with pytest.raises(GrammarTooComplex):
         await checker.check("a", endless())
@@ -159,10 +159,10 @@ async def test_what_ended_a_process_is_said(make_checker, monkeypatch, subtests)
 async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
-    (process,) = checker._all
-    assert process._process._process is not None
-    os.kill(process._process._process.pid, signal.SIGKILL)
-    await process._process._process.wait()
+    (process,) = checker._processes._all
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    await process._process.wait()
     assert (await checker.check("a", regex("b"))).text
     assert process.num_starts == 2
 
@@ -170,7 +170,7 @@ async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:
 async def test_a_cancelled_check_kills_its_process_and_gives_the_place_back(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
-    pid = checker._all[0]._process._process.pid
+    pid = checker._processes._all[0]._process.pid
     task = asyncio.create_task(checker.check("a", endless()))
     await asyncio.sleep(0.3)
     task.cancel()
@@ -210,6 +210,6 @@ async def test_a_process_that_cannot_be_started_is_no_fault_of_the_request(make_
 async def test_closing_leaves_no_process_behind(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
-    pid = checker._all[0]._process._process.pid
+    pid = checker._processes._all[0]._process.pid
     await checker.close()
     assert not is_running(pid)
