@@ -78,14 +78,20 @@ def finish(
     machine: Mapping[str, Any],
     options: argparse.Namespace,
     arguments: Sequence[str] | None,
+    *,
+    variant: str = "",
     **numbers: Any,
 ) -> None:
-    """The page is printed, and it and its numbers are written."""
+    """The page is printed, and it and its numbers are written.
+
+    Args:
+        variant: what the run differs in from another of the day, which keeps its page.
+    """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     head = describe(machine, command(part, typed), os.getloadavg()[0], today())
     page = f"{head}\n{text}"
     print(page)
-    name = dated(part, options.size, is_quick=options.quick)
+    name = dated(f"{part}-{variant}" if variant else part, options.size, is_quick=options.quick)
     written = write(name, title, page, {"options": vars(options), **numbers}, machine)
     say(f"written: {' and '.join(f'benchmarks/results/{path.name}' for path in written)}")
 
