@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from loraserve.api.metrics.adapter_load import AdapterLoad
-from loraserve.errors import LoraserveError
+from loraserve.errors import EngineUnavailable, LoraserveError
 from loraserve.types import AdapterResidency, Digest, Tier
 
 if TYPE_CHECKING:
@@ -51,6 +51,17 @@ class AdapterRouting:
         Without one there that could be measured, each sequence of a step may have its own.
         """
         return self._engine.stats.max_device_adapters or self._max_num_seqs
+
+    def num_loaded(self) -> dict[str, float]:
+        """Return the number of adapters that steps can use, by the base's id.
+
+        By that id a router knows the requests that need no adapter. Nothing, before it is loaded.
+        """
+        stats = self._engine.stats
+        try:
+            return {self._engine.base.id: stats.device_adapters - stats.num_arriving_adapters}
+        except EngineUnavailable:
+            return {}
 
     def requests_info(self) -> dict[tuple[str, str, str], float]:
         """Return the time, by `max_lora` and the names of adapters that run and are waited for."""

@@ -229,7 +229,6 @@ VLLM: Table[EngineStats] = (
         "block_size",
         "num_gpu_blocks",
     ),
-    gauge("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.device_adapters - s.num_arriving_adapters),
     gauge("vllm:num_cpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.host_adapters),
 )
 
@@ -283,6 +282,7 @@ ROUTING: Table[AdapterRouting] = (
         "waiting_lora_adapters",
     ),
     gauge("vllm:max_gpu_lora_adapters", "As vLLM's.", lambda routing: routing.max_lora),
+    gauge("vllm:num_gpu_loaded_lora_adapters", "As vLLM's.", lambda routing: routing.num_loaded(), "model_name"),
     gauge(
         "vllm:lora_adapter_loaded",
         "As vLLM's: 1 for each adapter in memory, of those that were requested last.",

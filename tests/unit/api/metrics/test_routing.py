@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,13 @@ class Engine:
     failure: Exception | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     asked: list[set[Digest]] = field(default_factory=list)
+    base_id: str | None = "org/base"
+
+    @property
+    def base(self) -> Any:
+        if self.base_id is None:
+            raise EngineUnavailable("The base model isn't loaded yet.")
+        return SimpleNamespace(id=self.base_id)
 
     async def residency(self, only: Collection[Digest]) -> tuple[AdapterResidency, ...]:
         self.asked.append(set(only))
@@ -117,6 +125,14 @@ async def test_nothing_is_told_while_the_engine_is_away(
     clock.now_s += MAX_AGE_S
     await routing.refresh()
     assert routing.loaded() == {}
+
+
+def test_the_number_of_loaded_adapters_names_the_base_that_needs_none(routing: AdapterRouting, engine: Engine) -> None:
+    assert routing.num_loaded() == {"org/base": 0}
+    engine.stats = EngineStats(device_adapters=5, num_arriving_adapters=2)
+    assert routing.num_loaded() == {"org/base": 3}
+    engine.base_id = None
+    assert routing.num_loaded() == {}
 
 
 def test_max_lora_is_what_fits_or_as_many_as_a_step_has_sequences(routing: AdapterRouting, engine: Engine) -> None:
