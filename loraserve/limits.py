@@ -72,9 +72,11 @@ class Limits:
     grammar_timeout_s: float = 3.0
     """Time that compiling a grammar may take."""
     max_checked_grammar_bytes: int = 16 * MIB
-    """Budget of the server's cache of checked grammars."""
+    """Budget of the server's cache of checked grammars, half of it at most one tenant's."""
     max_grammar_cache_bytes: int = 128 * MIB
-    """Budget of the engine's cache of compiled grammars, whose bytes are measured before."""
+    """Budget of the engine's cache of compiled grammars, whose bytes are measured before; half of
+    it at most one tenant's.
+    """
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0
@@ -120,7 +122,9 @@ class Limits:
     template_timeout_s: float = 2.0
     """Time that a version's template may take for one prompt. Then its process is killed."""
     max_version_chat_bytes: int = 16 * MIB
-    """Budget of the server's cache of versions' templates and defaults."""
+    """Budget of the server's cache of versions' templates and defaults, half of it at most one
+    tenant's.
+    """
     max_adapter_tensors: int = 8192
     max_tensor_name_bytes: int = 512
     max_rank: int = 512
