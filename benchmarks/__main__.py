@@ -6,7 +6,7 @@ import importlib
 import signal
 import sys
 
-PARTS = ("registered", "churn", "trace", "metering", "fairness", "structured", "swaps")
+PARTS = ("registered", "churn", "trace", "metering", "fairness", "structured", "swaps", "peers")
 
 
 def main(arguments: list[str]) -> None:

@@ -4,7 +4,8 @@ fresh random prompt, and say how fast it answered.
     LORASERVE_API_KEY=… python benchmarks/load.py --url http://127.0.0.1:8000 \\
         --models lora-{:04d} --adapters 32 --concurrency 32
 
-Request i asks for model i of ``--adapters``. Prints one JSON object.
+Request i asks for model i of ``--adapters``. Prints one JSON object. A server that takes adapters
+in another way gets them by ``--body '{"lora": [{"id": "{}", "scale": 1.0}]}'``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,18 @@ class Answer:
     num_tokens: int = 0
 
 
-async def ask(client: httpx2.AsyncClient, model: str, prompt: list[int], output_tokens: int) -> Answer:
+def filled(value: Any, number: int) -> Any:
+    """The same value with the adapter's number in place of each string ``{}``."""
+    if isinstance(value, dict):
+        return {key: filled(item, number) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, number) for item in value]
+    return number if value == "{}" else value
+
+
+async def ask(
+    client: httpx2.AsyncClient, model: str, prompt: list[int], output_tokens: int, fields: dict[str, Any]
+) -> Answer:
     body = {
         "model": model,
         "prompt": prompt,
@@ -42,6 +54,7 @@ async def ask(client: httpx2.AsyncClient, model: str, prompt: list[int], output_
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
     answer = Answer(time.perf_counter())
     async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -69,16 +82,16 @@ async def load(options: argparse.Namespace) -> dict[str, Any]:
     ]
     waiting = list(enumerate(prompts))[::-1]
     answers: list[Answer] = []
-    headers = {"Authorization": f"Bearer {os.environ['LORASERVE_API_KEY']}"}
+    headers = {"Authorization": f"Bearer {os.environ.get('LORASERVE_API_KEY', 'none')}"}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(base_url=options.url, headers=headers, limits=limits, timeout=900) as client:
 
         async def work() -> None:
             while waiting:
                 i, prompt = waiting.pop()
-                answers.append(
-                    await ask(client, options.models.format(i % options.adapters), prompt, options.output_tokens)
-                )
+                number = i % options.adapters
+                model, fields = options.models.format(number), filled(options.body, number)
+                answers.append(await ask(client, model, prompt, options.output_tokens, fields))
 
         # the first connection and its handshake aren't what is measured
         await client.get("/livez")
@@ -115,6 +128,9 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--body", type=json.loads, default={}, help='more of the body; a string "{}" in it is the adapter\'s number'
+    )
     print(json.dumps(asyncio.run(load(parser.parse_args()))))
 
 

@@ -54,19 +54,23 @@ def make_models(size: str) -> Path:
 class Peft:
     """PEFT in a process of its own, idle between its turns."""
 
-    def __init__(self, model: Path, num_adapters: int) -> None:
+    def __init__(self, model: Path, num_adapters: int, *, python: str = sys.executable, dtype: str = "float32") -> None:
         sizes = ("--adapters", num_adapters, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", OUTPUT_TOKENS)
-        command = [sys.executable, "-P", str(HERE / "peft_generate.py"), str(model), *map(str, sizes)]
+        command = [python, "-P", str(HERE / "peft_generate.py"), str(model), "--dtype", dtype, *map(str, sizes)]
         # alone on the cores in its turns, it's fastest with OpenMP's own wait policy, in which
         # threads spin for a while
         env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._read()
 
-    def generate(self, concurrency: int) -> dict[str, Any]:
-        """One mixed batch of so many rows, each with an adapter of its own."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def generate(self, concurrency: int, mode: str = "mixed") -> dict[str, Any]:
+        """One batch of so many rows, each with an adapter of its own, or `base` only."""
         assert self._process.stdin is not None
-        print(json.dumps({"concurrency": concurrency, "mode": "mixed"}), file=self._process.stdin, flush=True)
+        print(json.dumps({"concurrency": concurrency, "mode": mode}), file=self._process.stdin, flush=True)
         return self._read()
 
     def close(self) -> None:

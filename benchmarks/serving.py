@@ -107,20 +107,27 @@ class Server:
         return json.loads(script("load.py", *arguments, env={"LORASERVE_API_KEY": self.key}))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextlib.contextmanager
-def serve(model: Path, quantize: str, adapters: Sequence[Path] = (), flags: Sequence[str] = ()) -> Iterator[Server]:
+def serve(
+    model: Path, quantize: str, adapters: Sequence[Path] = (), flags: Sequence[str] = (), dtype: str = "float32"
+) -> Iterator[Server]:
     """A server with these adapters pushed through its API; stopped, and its data gone, afterwards.
 
     Args:
         flags: more of `loraserve serve`'s.
     """
     admin_key, data = secrets.token_urlsafe(32), Path(tempfile.mkdtemp(prefix="loraserve-bench-"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve"]
     command += ["--model", str(model), "--model-id", "base", "--port", str(port), "--data-dir", str(data)]
-    command += ["--quantize", quantize, "--dtype", "float32", "--log-level", "warning", *flags]
+    command += ["--quantize", quantize, "--dtype", dtype, "--log-level", "warning", *flags]
     log = data / "server.log"
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as sink:
