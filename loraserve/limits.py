@@ -91,6 +91,12 @@ class Limits:
     """What was compared is in the database that soon."""
     shadow_retention_s: float = 90 * 86_400.0
     """After which an hour's comparison is forgotten."""
+    # answers that are kept for requests that ask for it
+    result_cache_share: float = 0.5
+    """Part of the budget that one tenant's answers may take at most."""
+    max_cached_answer_bytes: int = 256 * KIB
+    """A longer answer isn't kept."""
+    max_result_cache_ttl_s: float = 86_400.0
     # stored responses
     response_ttl_s: float = 30 * 86_400.0
     """Time for which a response can be continued."""
@@ -313,6 +319,7 @@ class Limits:
 
 LIMITS = Limits()
 
+DEFAULT_RESULT_CACHE_BYTES = 64 * MIB
 DEFAULT_EPHEMERAL_BYTES = 1 * GIB
 DEFAULT_EPHEMERAL_TTL_S = 3600.0
 

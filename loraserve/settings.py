@@ -20,7 +20,13 @@ from pydantic_settings import (
 
 from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError
-from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, GIB, LIMITS
+from loraserve.limits import (
+    DEFAULT_EPHEMERAL_BYTES,
+    DEFAULT_EPHEMERAL_TTL_S,
+    DEFAULT_RESULT_CACHE_BYTES,
+    GIB,
+    LIMITS,
+)
 
 ENV_PREFIX = "LORASERVE_"
 DEFAULT_CONFIG_FILE = "loraserve.toml"
@@ -52,6 +58,7 @@ def parse_size(value: object) -> int:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1 << 20, le=1 << 50)]
+OptionalSize = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=1 << 50)]
 
 
 def parse_patterns(value: object) -> object:
@@ -187,6 +194,10 @@ class Settings(BaseSettings):
     store_responses: bool = True
     """Store the input and output of /v1/responses for 30 days, so that later responses can continue
     them, unless a request has "store": false.
+    """
+    result_cache_bytes: OptionalSize = DEFAULT_RESULT_CACHE_BYTES
+    """Memory of the server for answers to deterministic requests that ask to be kept ("cache"), of
+    tenants that may; 0: none are kept.
     """
     ephemeral_loads: bool = False
     """Hold adapters that vLLM's and SGLang's routes load in memory alone, unless the request says

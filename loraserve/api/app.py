@@ -22,6 +22,7 @@ from loraserve.tenancy.limits.shares import Shares
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
+    "x-loraserve-cache",
     *("retry-after", "retry-after-ms", "x-should-retry", "etag", "idempotent-replayed", "content-disposition"),
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
@@ -104,6 +105,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
         TableCollector(tables.CHECKS, lambda: services.grammars),
         TableCollector(tables.TEMPLATES, lambda: services.templates),
         TableCollector(tables.VERSION_CHATS, lambda: services.version_chats),
+        TableCollector(tables.RESULT_CACHE, lambda: services.result_cache),
         TableCollector(tables.ADMISSIONS, lambda: services.admissions),
         TableCollector(tables.PAUSES, lambda: services.pauses),
         TableCollector(tables.SHARES, shares),

@@ -13,6 +13,7 @@ from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.metrics.routing import AdapterRouting
+from loraserve.api.result_cache import ResultCache
 from loraserve.api.shadow import ShadowRunner
 from loraserve.api.version_chat.formats import VersionChats
 from loraserve.api.version_chat.renderer import TemplateRenderer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from loraserve.tenancy.identity.auth import Authenticator
     from loraserve.text.chat_format import ChatFormat
     from loraserve.text.tokenizer import Tokenizer
+    from loraserve.types import TenantId
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Services:
     files: StoredFiles = field(init=False)
     batches: Batches = field(init=False)
     batch_runner: BatchRunner = field(init=False)
+    result_cache: ResultCache = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
@@ -107,8 +110,15 @@ class Services:
             meter=self.usage,
             max_requests=max(1, min(LIMITS.max_batch_requests, self.settings.max_num_seqs // 4)),
         )
+        self.result_cache = ResultCache(self.settings.result_cache_bytes, limits=self.limits)
+        registry.on_forget = self.result_cache.drop_adapter
+        registry.ephemeral.on_freed = self.result_cache.drop_version
+        self.authenticator.tenants.on_delete = self._forget_tenant
+
+    def _forget_tenant(self, tenant: TenantId) -> None:
         # those to which it granted adapters use them no more
-        self.authenticator.tenants.on_delete = self.registry.forget_owner
+        self.registry.forget_owner(tenant)
+        self.result_cache.drop_tenant(tenant)
 
     def _grammar_setup(self) -> Setup:
         base = self.engine.base

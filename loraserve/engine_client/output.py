@@ -21,6 +21,7 @@ class Chunk(Struct, frozen=True):
         queue_s, adapter_s, prefill_s: with the first chunk.
         pooled: vector of a request that pools, as float32 in little-endian order; with its only
             chunk.
+        is_replayed: whether it's of an answer that was kept, and the engine made nothing.
     """
 
     text: str
@@ -34,6 +35,7 @@ class Chunk(Struct, frozen=True):
     adapter_s: float
     prefill_s: float
     pooled: bytes | None = None
+    is_replayed: bool = False
 
 
 class StopStrings:

@@ -197,6 +197,8 @@ class Registry:
         self.num_of_another_base_refused = 0
         """Refused uses of versions of another base since the start."""
         self.last_used = LastUsed(clock=monotonic)
+        self.on_forget: Callable[[TenantId, str], None] = lambda *_: None
+        """Callback with owner and name of an adapter that was changed, deleted or quarantined."""
 
     @property
     def database(self) -> Database:
@@ -330,6 +332,7 @@ class Registry:
         self._routes.forget(
             lambda key: key[1].name == name and (key[0] == tenant or key[1].owner is not None),
         )
+        self.on_forget(tenant, name)
 
     def forget_owner(self, tenant: TenantId) -> None:
         """Invalidate the cached routes of all adapters of `tenant`, for all tenants.
@@ -453,6 +456,7 @@ class Registry:
         """
         if self.ephemeral.has(tenant, name):
             self.ephemeral.unload(tenant, name)
+            self.on_forget(tenant, name)
         else:
             await self.delete(tenant, name, actor=actor)
 

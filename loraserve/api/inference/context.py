@@ -14,6 +14,7 @@ from loraserve.api.inference.prompts import Prompt
 from loraserve.api.inference.sampling import Sampling, choose_seeds
 from loraserve.api.inference.schemas import MAX_MODEL_LENGTH, InferenceBody, PoolingBody, WeightedAdapter
 from loraserve.api.inference.target import TargetSelector
+from loraserve.api.result_cache import CacheUse
 from loraserve.api.services import Services
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import InvalidRequest, ModelNotFound, PermissionDenied, QuotaExceeded
@@ -197,6 +198,19 @@ def check_num_candidates(prompts: Sequence[Prompt], sampling: Sampling) -> None:
             param="logprobs" if sampling.body.prompt_logprobs is None else "prompt_logprobs",
             hint="Send fewer prompts at once, or ask for fewer of the likeliest tokens.",
         )
+
+
+def use_cache(
+    services: Services, caller: Caller, requests: Sequence[GenerateRequest], ttl_s: float | None
+) -> CacheUse | None:
+    """Return what the result cache is to these requests, all of one HTTP request's.
+
+    None: it isn't asked for.
+    """
+    if ttl_s is None:
+        return None
+    allowed = caller.policy.limits.max_cached_bytes
+    return services.result_cache.begin(requests, services.engine.base.digest, ttl_s=ttl_s, tenant_bytes=allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from loraserve.api.http.sse import DONE, EventStream, JSONAnswer, error_event
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.target import TargetSelector
+from loraserve.api.result_cache import HIT, CacheUse
 from loraserve.api.services import Services
 from loraserve.api.shadow import ShadowCopy
 from loraserve.engine_client.timeouts import TIMEOUT
@@ -58,6 +59,8 @@ class Generation:
             adapter's place.
         is_scoring: only the prompts' log probabilities are wanted: the one token that the engine
             makes is left out.
+        cache: answers that were kept, which are given in place of the engine's, or a place to keep
+            those; None: the request doesn't ask for it.
         max_live: requests that are in the engine at once; None: all.
     """
 
@@ -69,11 +72,13 @@ class Generation:
         target: TargetSelector | None = None,
         is_scoring: bool = False,
         max_live: int | None = None,
+        cache: CacheUse | None = None,
     ) -> None:
         self._services = services
         self._requests = requests
         self._target = target
         self._is_scoring = is_scoring
+        self._cache = cache
         self._turns = asyncio.Semaphore(max_live or max(1, len(requests)))
         self._queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_QUEUE_SIZE)
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,6 +152,11 @@ class Generation:
             yield item
             item = await self._next()
 
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers that say whether the answer was kept before; none if nothing was asked for."""
+        return {} if self._cache is None else self._cache.headers
+
     async def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which renders the whole answer.
 
@@ -174,7 +184,7 @@ class Generation:
     async def _pump(self, index: int) -> None:
         """Move one engine request's chunks to the queue, then None or the error that ended them."""
         try:
-            async with self._turns, aclosing(self._measured(self._requests[index])) as chunks:
+            async with self._turns, aclosing(self._answer(index)) as chunks:
                 async for chunk in chunks:
                     await self._queue.put((index, chunk))
         except Exception as error:
@@ -201,6 +211,25 @@ class Generation:
         shadow = None if has_none or self._target is None else self._target.shadow
         return None if shadow is None else self._services.shadows.start_copy(request, shadow)
 
+    def _answer(self, index: int) -> AsyncGenerator[Chunk, None]:
+        if self._cache is not None and self._cache.outcome == HIT:
+            return self._replayed(self._cache, index)
+        return self._measured(self._requests[index])
+
+    async def _replayed(self, cache: CacheUse, index: int) -> AsyncGenerator[Chunk, None]:
+        """Yield a kept answer: no adapter is used, no copy starts on a shadow."""
+        reason = "abort"
+        try:
+            async with aclosing(cache.replay(index, self._requests[index])) as chunks:
+                async for chunk in chunks:
+                    answer = _without_token(chunk) if self._is_scoring else chunk
+                    self.num_tokens += len(answer.token_ids)
+                    if answer.finish_reason is not None:
+                        reason = answer.finish_reason.value
+                    yield answer
+        finally:
+            self._services.metrics.finished.labels(reason).inc()
+
     async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         metrics = self._services.metrics
         started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
@@ -208,6 +237,7 @@ class Generation:
         target = self._target
         names, owners = ([], []) if target is None else (target.names(), target.owner_names())
         use = metrics.adapter_load.begin(request.adapter, names, owners)
+        recording = None if self._cache is None else self._cache.record(request)
         try:
             async with aclosing(self._services.engine.generate(request)) as chunks:
                 async for chunk in chunks:
@@ -220,6 +250,8 @@ class Generation:
                         copy = self._start_copy(request)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine aborted this request.", hint="Try again.")
+                    if recording is not None:
+                        recording.add(chunk)
                     answer = _without_token(chunk) if self._is_scoring else chunk
                     num_tokens += len(answer.token_ids)
                     self.num_tokens += len(answer.token_ids)
@@ -318,12 +350,14 @@ async def answer(
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            return EventStream(events(), close, headers(first), usage.bill_last, failure=failure, ending=ending)
+            shown = {**headers(first), **generation.headers}
+            return EventStream(events(), close, shown, usage.bill_last, failure=failure, ending=ending)
         await while_connected(request, _collect(generation, add))
         await generation.close()
         if finish is not None:
             await while_connected(request, finish())
-        return JSONAnswer(await generation.run(lambda: orjson.dumps(whole())), headers(first), usage.bill_all, end)
+        data = await generation.run(lambda: orjson.dumps(whole()))
+        return JSONAnswer(data, {**headers(first), **generation.headers}, usage.bill_all, end)
     except BaseException:
         await close()
         raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from loraserve.registry.composition import label
@@ -90,6 +91,8 @@ class RequestUsage:
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}
         """Prompt → how many of its tokens were in the prefix cache."""
+        self._is_replayed = False
+        """Whether the answer was kept before; all of its choices are, or none."""
         self._last: int | None = None
         """Choice of the last chunk."""
         self._held: dict[int, int] = {}
@@ -110,6 +113,7 @@ class RequestUsage:
         self._admitted.count(num_tokens)
         self._held[index] = self._held.get(index, 0) + num_tokens
         self._last = index
+        self._is_replayed |= chunk.is_replayed
         self._has_ended |= chunk.finish_reason is not None
         # the first choice of a prompt says it: later ones find what that one computed, and the
         # prompt is billed with it
@@ -153,6 +157,8 @@ class RequestUsage:
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if self._is_replayed:
+            usage["completion_tokens_details"] = {"cached_tokens": self._completion_tokens}
         price, table = self._price(), self._caller.policy.prices
         if price is not None and table is not None:
             cost = price.cost(
@@ -219,8 +225,14 @@ class RequestUsage:
         return self._admitted.collected or self._context.services.usage
 
     def _price(self) -> Price | None:
-        """Return the price of the adapter that answers now; None: the tenant has no prices."""
-        return self._prices.get(_digest(self._context.adapter))
+        """Return the price of the adapter that answers now; None: the tenant has no prices.
+
+        Of an answer that was kept, every token has the price of a cached one.
+        """
+        price = self._prices.get(_digest(self._context.adapter))
+        if price is None or not self._is_replayed:
+            return price
+        return replace(price, completion=min(price.cached, price.completion))
 
 
 def _digest(adapter: AdapterRef | None) -> str:

@@ -20,6 +20,14 @@ MAX_MODEL_LENGTH = 2048
 """Holds the longest id of a base and the longest sum."""
 
 
+_CACHE = {
+    "type": "object",
+    "properties": {"ttl": {"type": "number", "exclusiveMinimum": 0, "maximum": LIMITS.max_result_cache_ttl_s}},
+    "required": ["ttl"],
+    "additionalProperties": False,
+}
+
+
 def _drop_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
@@ -101,6 +109,8 @@ class InferenceBody(SamplingBody):
 
     max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     return_token_ids: bool = False
+    cache: Annotated[Any, WithJsonSchema(_CACHE)] = None
+    """Whether the answer may be one that was kept, and be kept: read by `result_cache`."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
 
     # what the answer has to be: read by `structured_output`

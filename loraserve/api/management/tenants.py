@@ -46,6 +46,7 @@ class LimitsBody(Body):
     max_concurrent_requests: int | None = None
     max_queued_requests: int | None = None
     max_kv_share: float | None = None
+    max_cached_bytes: int | None = None
 
 
 class PriceBody(Body):

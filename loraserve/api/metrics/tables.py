@@ -22,6 +22,7 @@ from loraserve.types import EngineStats
 
 if TYPE_CHECKING:
     from loraserve.api.grammar.checker import GrammarChecker
+    from loraserve.api.result_cache import ResultCache
     from loraserve.api.version_chat.formats import VersionChats
     from loraserve.api.version_chat.renderer import TemplateRenderer
     from loraserve.batches.runner import BatchRunner
@@ -269,6 +270,24 @@ VERSION_CHATS: Table[VersionChats] = (
         "outcome",
     ),
     gauge("loraserve_version_chat_bytes", "Bytes of those that are kept.", lambda v: v.num_bytes),
+)
+
+
+RESULT_CACHE: Table[ResultCache] = (
+    counter(
+        "loraserve_result_cache_requests",
+        "Requests that asked for the result cache, by outcome: hit, miss, or off for their tenant.",
+        lambda c: c.num_by_outcome,
+        "outcome",
+    ),
+    counter(
+        "loraserve_result_cache_tokens",
+        "Tokens of answers that were kept, given in place of the engine's.",
+        lambda c: c.num_replayed_tokens,
+    ),
+    counter("loraserve_result_cache_dropped", "Answers dropped with a version or tenant.", lambda c: c.num_dropped),
+    gauge("loraserve_result_cache_answers", "Answers that are kept.", lambda c: c.num_answers),
+    gauge("loraserve_result_cache_bytes", "Bytes of them.", lambda c: c.num_bytes),
 )
 
 

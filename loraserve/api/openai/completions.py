@@ -16,6 +16,7 @@ from loraserve.api.inference.context import (
     check_num_choices,
     check_priority,
     resolve_asked,
+    use_cache,
 )
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.generation import Generation, answer, finish_reason
@@ -26,6 +27,7 @@ from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
+from loraserve.api.result_cache import read_ttl
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
@@ -79,17 +81,20 @@ async def create_completion(
         defaults=model.defaults,
     )
     check_num_candidates(prompts, sampling)
+    cache_ttl_s = read_ttl(sampling)
     max_tokens = [_max_tokens(body, default_max_tokens, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
     context = InferenceContext.begin("cmpl-", services, body, model, prompts, ignored)
+    requests = context.requests(caller, sampling, max_tokens)
     generation = Generation(
         services,
-        context.requests(caller, sampling, max_tokens),
+        requests,
         target=context.target,
         is_scoring=is_scoring,
+        cache=use_cache(services, caller, requests, cache_ttl_s),
     )
     choices = [_Choice(context, body, index) for index in range(len(prompts) * body.n)]
     usage = RequestUsage(context, caller, admitted)

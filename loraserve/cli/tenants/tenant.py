@@ -24,6 +24,7 @@ LIMITS = (
     "max_concurrent_requests",
     "max_queued_requests",
     "max_kv_share",
+    "max_cached_bytes",
 )
 NameArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Name of the tenant.")]
 
@@ -41,6 +42,9 @@ TokensPerMinute = Annotated[
 MaxConcurrent = Annotated[str | None, _limit("--max-concurrent-requests", "Most concurrent requests.")]
 MaxQueued = Annotated[str | None, _limit("--max-queued-requests", "Most queued requests.")]
 MaxKvShare = Annotated[str | None, _limit("--max-kv-share", "Largest share of the KV memory, 0 to 1.")]
+MaxCachedBytes = Annotated[
+    str | None, _limit("--max-cached-bytes", "Most bytes of answers in the result cache, none of them without.")
+]
 WeightOption = Annotated[
     float | None, typer.Option(min=0, metavar="WEIGHT", help="Share of a busy engine, against other tenants' weights.")
 ]
@@ -123,6 +127,7 @@ def create(
     max_concurrent_requests: MaxConcurrent = None,
     max_queued_requests: MaxQueued = None,
     max_kv_share: MaxKvShare = None,
+    max_cached_bytes: MaxCachedBytes = None,
     weight: WeightOption = None,
     prices: PricesOption = None,
     url: UrlOption = None,
@@ -162,6 +167,7 @@ def set_(
     max_concurrent_requests: MaxConcurrent = None,
     max_queued_requests: MaxQueued = None,
     max_kv_share: MaxKvShare = None,
+    max_cached_bytes: MaxCachedBytes = None,
     weight: WeightOption = None,
     prices: PricesOption = None,
     url: UrlOption = None,

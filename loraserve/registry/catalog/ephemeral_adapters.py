@@ -127,6 +127,8 @@ class EphemeralAdapters:
         self._base = base
         self._publisher = publisher
         self._on_unused = on_unused
+        self.on_freed: Callable[[Digest], None] = lambda _: None
+        """Callback with the same digest, for whatever else was kept with the version."""
         self._warm = warm
         self.throttle = (throttle or Throttle()).urgent(PAUSE_FACTOR)
         """Throttle of the work on the files of loads."""
@@ -342,6 +344,7 @@ class EphemeralAdapters:
             if not self._num_by_digest[held.digest]:
                 del self._num_by_digest[held.digest]
                 self._on_unused(held.digest)
+                self.on_freed(held.digest)
 
     async def _sweep(self) -> None:
         self.sweep()

@@ -27,6 +27,10 @@ class TenantLimits:
     """Sequences that wait for a slot in the engine."""
     max_kv_share: float | None = None
     """Share of the memory for KV blocks and adapters, above 0 up to 1."""
+    max_cached_bytes: int | None = None
+    """Bytes of its answers that the result cache may keep. None: nothing either: keeping them is
+    for tenants that want it.
+    """
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -18,6 +18,7 @@ from loraserve.api.inference.context import (
     check_num_candidates,
     check_priority,
     resolve_asked,
+    use_cache,
 )
 from loraserve.api.inference.generation import Generation, answer
 from loraserve.api.inference.metering import RequestUsage
@@ -26,6 +27,7 @@ from loraserve.api.inference.quota import reserve
 from loraserve.api.inference.sampling import Sampling, choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
+from loraserve.api.result_cache import read_ttl
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.tenancy.identity.auth import Caller
@@ -179,6 +181,7 @@ class ChatTurn:
         services = services_of(request)
         read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes, variables=variables)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
+        cache_ttl_s = read_ttl(sampling)
         prompt_text = prompt.text
         if prompt_text is None:
             # its end, markers of reasoning too: decoding all of a long prompt takes long
@@ -197,15 +200,17 @@ class ChatTurn:
 
         passed = tuple((names or {}).get(name, name) for name in read.ignored)
         context = InferenceContext.begin(prefix, services, body, read.model, [prompt], passed)
+        requests = context.requests(
+            caller,
+            sampling,
+            [max_tokens],
+            shown_token_ids=() if answer_format is None else answer_format.shown_token_ids,
+        )
         generation = Generation(
             services,
-            context.requests(
-                caller,
-                sampling,
-                [max_tokens],
-                shown_token_ids=() if answer_format is None else answer_format.shown_token_ids,
-            ),
+            requests,
             target=context.target,
+            cache=use_cache(services, caller, requests, cache_ttl_s),
         )
         choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
         return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted))
