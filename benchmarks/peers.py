@@ -36,6 +36,7 @@ from benchmarks.peers_serving import BASE, MIXED, OURS, START, Running, Work, ou
 from benchmarks.serving import make_base, say, script
 
 REQUESTS, NUM_ADAPTERS, ROUNDS = (1, 8, 32), 32, 5
+QUIET_TIMEOUT_S = 60.0
 MODES = (BASE, MIXED)
 MODE_WORDS = {BASE: "base", MIXED: "an adapter each"}
 SPARE_BYTES = 3 * 2**30
@@ -211,6 +212,20 @@ def take_turn(asked: Running, idle: Running | None, requests: int, mode: str, se
     return Turn(figures["tokens_per_s"], max(0.0, busy - worked - waited - generated) / wall, max(0.0, waited) / wall)
 
 
+def wait_until_quiet(cores: float, timeout_s: float = QUIET_TIMEOUT_S) -> bool:
+    """Wait for a second in which the whole machine computes on no more than so many cores.
+
+    Return False if there was none in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        before, started = busy_s(), time.monotonic()
+        time.sleep(1)
+        if busy_s() - before <= cores * (time.monotonic() - started):
+            return True
+    return False
+
+
 class Stage:
     """The two contenders of a pair, in one mode: both up, or each for its turns.
 
@@ -275,7 +290,7 @@ def measure(pair: Pair, mode: str, work: Work, options: argparse.Namespace, sett
     try:
         with Stage(pair, mode, work, options.alone, settings) as stage:
             for row in rows:
-                take_rounds(row, stage, options.rounds)
+                take_rounds(row, stage, options.rounds, options.quiet)
                 say(f"    {row.requests:3}: {speeds(row.peer)} and ours {speeds(row.ours)}, ratio {row.ratio:.2f}")
     except PeerUnavailableError as error:
         say(f"    not measured: {error}")
@@ -285,11 +300,13 @@ def measure(pair: Pair, mode: str, work: Work, options: argparse.Namespace, sett
     return rows
 
 
-def take_rounds(row: Row, stage: Stage, rounds: int) -> None:
+def take_rounds(row: Row, stage: Stage, rounds: int, quiet: float | None) -> None:
     for number in range(rounds):
         seed = 1 + 1000 * row.requests + number
         for which in order(number):
             with stage.contender(which) as (asked, idle):
+                if quiet is not None and not wait_until_quiet(quiet):
+                    say("    no quiet second in a minute; measured anyway")
                 turn = take_turn(asked, idle, row.requests, row.mode, seed)
             (row.peer if which == "peer" else row.ours).append(turn)
 
@@ -297,8 +314,8 @@ def take_rounds(row: Row, stage: Stage, rounds: int) -> None:
 def text(options: argparse.Namespace, rows: Sequence[Row], settings: Mapping[str, str]) -> str:
     words = "\n".join(f"- {name}: {value}." for name, value in settings.items())
     return f"""Size {options.size}; a prompt of 64 random tokens, 64 tokens out, greedy, all requests at once; the \
-base, or request i for adapter i of {options.adapters} (ranks 8, 16, 32 and 64 in turn, all seven linears). Turns of the two \
-contenders alternate, {options.rounds} of each a row.
+base, or request i for adapter i of {options.adapters} (ranks 8, 16, 32 and 64 in turn, all seven linears). Turns of \
+the two contenders alternate, {options.rounds} of each a row.
 
 {figures.table(HEADER, [row.cells() for row in rows])}
 
@@ -341,6 +358,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="(default: base,mixed)")
     parser.add_argument("--requests", type=numbers, default=REQUESTS, help="at once (default: 1,8,32)")
     parser.add_argument("--adapters", type=int, default=NUM_ADAPTERS)
+    parser.add_argument(
+        "--quiet", type=float, metavar="CORES", help="wait a minute at most for a second without others"
+    )
     parser.add_argument("--alone", action="store_true", help="start each for its turns, even where both have room")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else ROUNDS)

@@ -1,0 +1,177 @@
+"""What is made of the turns beside other servers; none of them is installed here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import load, peers, peers_installing, peers_serving
+from benchmarks.peers import Pair, Row, Turn
+from benchmarks.peers_installing import PeerUnavailableError
+from benchmarks.peers_serving import MIXED, Running, Work
+
+PAIR = Pair("llama.cpp", "Q8_0", "int8")
+OPTIONS = argparse.Namespace(size="S", rounds=3, adapters=32, requests=(1, 8), alone=False, quiet=None)
+
+
+def make_turns(*speeds: float, others: float = 0.25, idle: float = 0.0) -> list[Turn]:
+    return [Turn(speed, others, idle) for speed in speeds]
+
+
+def make_row(**fields: Any) -> Row:
+    turns = {"peer": make_turns(100.0, 50.0, 80.0), "ours": make_turns(200.0, 60.0, 40.0, idle=0.02)}
+    return Row(PAIR, 8, MIXED, **{**turns, **fields})
+
+
+def make_work() -> Work:
+    return Work(Path("model"), (), 512, 8, (0, 1))
+
+
+def test_row_has_the_best_turns_their_ratio_and_that_of_turns_that_followed_each_other() -> None:
+    assert make_row().cells() == [
+        *("llama.cpp", "Q8_0", "int8", "8", "an adapter each"),
+        *("100.0 (80.0)", "200.0 (60.0)", "**2.00**", "1.20 (0.50 to 2.00)", "0.25", "0.02"),
+    ]
+    assert len(make_row().cells()) == len(peers.HEADER)
+
+
+def test_row_that_was_not_measured_says_why() -> None:
+    cells = make_row(peer=[], ours=[], reason="no compiler").cells()
+    assert cells[5] == "not measured: no compiler"
+    assert len(cells) == len(peers.HEADER)
+    assert str(make_row(peer=[]).ratio) == "nan"
+
+
+def test_formats_are_those_that_the_processor_multiplies() -> None:
+    wide = [
+        Pair("vllm", "bfloat16", "bfloat16"),
+        Pair("peft", "float32", "float32"),
+        Pair("peft", "bfloat16", "bfloat16"),
+    ]
+    assert peers.default_pairs(["vllm", "peft"], ["avx2", "avx512_bf16"]) == wide
+    assert peers.default_pairs(["vllm"], ["avx2"]) == [Pair("vllm", "float32", "float32")]
+    assert [pair.format for pair in peers.default_pairs(["llama.cpp"], [])] == ["Q4_0", "Q8_0"]
+
+
+def test_formats_may_be_chosen_and_a_wrong_one_is_named() -> None:
+    chosen = peers.parse_pairs("llama.cpp:F16=bfloat16, vllm:float32=float32", ["llama.cpp", "vllm"])
+    assert chosen == [Pair("llama.cpp", "F16", "bfloat16"), Pair("vllm", "float32", "float32")]
+    for wrong in ("", "vllm", "vllm:x", "vllm:=int8", "peft:float32=float32", "vllm:bfloat16=bf16"):
+        with pytest.raises(ValueError, match="expected PEER:FORMAT=OURS"):
+            peers.parse_pairs(wrong, ["llama.cpp", "vllm"])
+
+
+def test_options_that_name_no_peer_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--peers", "sglang"], ["--modes", "all"], ["--formats", "vllm:x"]):
+        with pytest.raises(SystemExit):
+            peers.main(arguments)
+        assert "expected" in capsys.readouterr().err
+
+
+def make_running(speed: float, failure: str = "") -> Running:
+    def burst(requests: int, mode: str, seed: int) -> dict[str, Any]:
+        if failure and seed:
+            raise PeerUnavailableError(failure)
+        return {"tokens_per_s": speed}
+
+    return Running(0, f"{speed} threads", burst)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_turns_alternate_and_each_round_is_begun_by_the_other(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
+    begun: list[str] = []
+
+    @contextmanager
+    def started_peer(*_: object) -> Iterator[Running]:
+        begun.append("peer")
+        yield make_running(10.0)
+
+    @contextmanager
+    def ours(*_: object) -> Iterator[Running]:
+        begun.append("ours")
+        yield make_running(20.0)
+
+    monkeypatch.setattr(peers, "started_peer", started_peer)
+    monkeypatch.setattr(peers, "ours", ours)
+    monkeypatch.setattr(Work, "num_bytes", 1)
+    options = argparse.Namespace(**{**vars(OPTIONS), "alone": is_alone})
+    settings: dict[str, str] = {}
+    rows = peers.measure(PAIR, MIXED, make_work(), options, settings)
+    assert [(row.requests, row.ratio, len(row.peer), len(row.ours)) for row in rows] == [(1, 2.0, 3, 3), (8, 2.0, 3, 3)]
+    assert begun == (["peer", "ours", "ours", "peer", "peer", "ours"] * 2 if is_alone else ["peer", "ours"])
+    assert settings == {"llama.cpp Q8_0, an adapter each": "10.0 threads", "loraserve int8": "20.0 threads"}
+
+
+def test_a_peer_that_fails_leaves_its_reason_on_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def started_peer(*_: object) -> Iterator[Running]:
+        raise PeerUnavailableError("the build ended with 2")
+        yield
+
+    monkeypatch.setattr(peers, "started_peer", started_peer)
+    rows = peers.measure(PAIR, MIXED, make_work(), OPTIONS, {})
+    assert [row.reason for row in rows] == ["the build ended with 2"] * 2
+    assert "not measured: the build ended with 2" in peers.text(OPTIONS, rows, {})
+
+
+def test_a_contender_starts_beside_another_only_where_both_have_room() -> None:
+    assert peers.fits(1 << 30, 6 << 30)
+    assert not peers.fits(4 << 30, 10 << 30)
+
+
+def test_a_turn_waits_for_a_quiet_second_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.5, 10.0, 10.1])
+    monkeypatch.setattr(peers, "busy_s", lambda: next(now))
+    monkeypatch.setattr(peers.time, "sleep", lambda _: None)
+    clock = iter([0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+    monkeypatch.setattr(peers.time, "monotonic", lambda: next(clock))
+    assert peers.wait_until_quiet(0.3)
+    assert not peers.wait_until_quiet(0.3, timeout_s=0.0)
+
+
+def test_load_fills_the_adapters_number_into_a_body() -> None:
+    body = {"lora": [{"id": "{}", "scale": 1.0}], "cache_prompt": False, "name": "lora-{}"}
+    assert load.filled(body, 3) == {"lora": [{"id": 3, "scale": 1.0}], "cache_prompt": False, "name": "lora-{}"}
+
+
+def test_steps_are_done_once_and_again_when_their_recipe_changes(tmp_path: Path) -> None:
+    made: list[str] = []
+    for recipe in ("a", "a", "b"):
+        peers_installing.once(tmp_path, "x", [recipe], "making it", lambda recipe=recipe: made.append(recipe))
+    assert made == ["a", "b"]
+
+
+def test_a_step_that_fails_says_its_last_words_without_this_machines_folders(tmp_path: Path) -> None:
+    code = f"print('fine'); print('error: no room in {peers_installing.ROOT}/x'); raise SystemExit(3)"
+    with pytest.raises(PeerUnavailableError, match=r"^A step ended with 3: error: no room in \./x$"):
+        peers_installing.run("A step", [sys.executable, "-c", code], tmp_path / "log")
+    with pytest.raises(PeerUnavailableError, match="there is no no-such-program here"):
+        peers_installing.run("A step", ["no-such-program"], tmp_path / "log")
+
+
+def test_a_started_server_that_ends_is_a_reason_and_one_that_is_up_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_serving, "CACHE", tmp_path)
+    failing = [sys.executable, "-c", "raise SystemExit('error: no such model')"]
+    words = "ended with 1 at its start: error: no such model"
+    with pytest.raises(PeerUnavailableError, match=words), peers_serving._started("x", failing, 1, {}):
+        pass
+    monkeypatch.setattr(peers_serving, "_is_healthy", lambda url: True)
+    waiting = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    with peers_serving._started("x", [sys.executable, "-c", waiting], 1, {}) as (process, _):
+        while not (children := peers_serving.psutil.Process(process.pid).children()):
+            pass
+    assert process.returncode is not None
+    assert not children[0].is_running() or children[0].status() == "zombie"
+
+
+def test_pages_numbers_can_be_written_as_json() -> None:
+    assert json.loads(json.dumps(peers.reporting._plain([make_row()])))[0]["pair"]["peer"] == "llama.cpp"
