@@ -21,6 +21,7 @@ help:
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness or structured (ARGS='registered --quick')"
+	@echo "make bench ARGS=peers beside llama.cpp, vLLM and PEFT, each in an environment or build of its own below .peers (ARGS='peers --size M --peers llama.cpp')"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
 
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
@@ -94,4 +95,4 @@ gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON) -P benchmarks/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models
+	rm -rf $(VENV) .clients .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models .peers
