@@ -46,7 +46,7 @@ class _Piece(Struct, frozen=True, array_like=True):
     stop_reason: int | str | None
 
 
-_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_Piece]).decode
 
 
@@ -116,8 +116,9 @@ def key_of(request: GenerateRequest, base: Digest) -> _Key:
     aren't part of it, nor is the seed of an answer that is the likeliest one.
     """
     params = request.params
-    if params.temperature == 0:
-        params = msgspec.structs.replace(params, seed=0)
+    # as sent, equal biases may come in any order
+    biases = dict(sorted(params.logit_bias.items()))
+    params = msgspec.structs.replace(params, logit_bias=biases, seed=0 if params.temperature == 0 else params.seed)
     adapter = request.adapter
     question = msgspec.structs.replace(
         request,

@@ -31,7 +31,8 @@ class AsyncTenants:
         Args:
             limits: ``max_adapters``, ``max_stored_bytes``, ``requests_per_minute``,
                 ``tokens_per_minute``, ``max_concurrent_requests``, ``max_queued_requests``,
-                ``max_kv_share``; None: only the server's own bounds.
+                ``max_kv_share``; None: only the server's own bounds. ``max_cached_bytes`` (in the
+                result cache); None: nothing.
             weight: its share of the engine against other tenants' when there isn't enough for all;
                 None: 1.
             prices: ``{"currency", "prompt", "cached", "completion", "adapters": {NAME: {…}}}``, per
