@@ -142,10 +142,8 @@ def llama_cpp(work: Work, name: str, mode: str) -> Iterator[Running]:
     command = [programs / "llama-server", "-m", base, "--host", "127.0.0.1", "--port", port, "--offline"]
     command += ["-t", threads, "-tb", threads, "-np", slots, "-c", slots * _CONTEXT_TOKENS]
     command += ["--lora", ",".join(map(str, adapters)), "--lora-init-without-apply"]
-    with _started("llama.cpp", command, port, {}) as (process, log):
-        words = [line for line in log.read_text(errors="replace").splitlines() if "system_info" in line]
-        on = [part.strip(" .").removeprefix("CPU : ") for part in words[-1].split("|")[:-1]] if words else []
-        instructions = " ".join(part.partition(" = ")[0] for part in on if part.endswith("= 1"))
+    with _started("llama.cpp", command, port, {}) as (process, _):
+        instructions = instructions_of(_system_info(programs))
         settings = f"{name}, adapters f16; {instructions}; -t {threads}, -np {slots}, default wait policy"
 
         def fields(mode: str) -> dict[str, Any]:
@@ -296,6 +294,22 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(alive, timeout=3)
+
+
+def instructions_of(system_info: str) -> str:
+    """Return the instruction sets that llama.cpp says it was built for."""
+    parts = [part.rpartition(":")[2].strip() for part in system_info.split("|")]
+    return " ".join(part.partition(" = ")[0] for part in parts if part.endswith(" = 1"))
+
+
+def _system_info(programs: Path) -> str:
+    """Ask llama.cpp's library, in a process of its own: the server doesn't log it."""
+    code = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); info = library.llama_print_system_info; "
+        "info.restype = ctypes.c_char_p; print(info().decode())"
+    )
+    command = [sys.executable, "-P", "-c", code, str(programs / "libllama.so")]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def _torch_words(python: Path) -> str:

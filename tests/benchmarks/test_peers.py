@@ -173,5 +173,11 @@ def test_a_started_server_that_ends_is_a_reason_and_one_that_is_up_is_stopped(
     assert not children[0].is_running() or children[0].status() == "zombie"
 
 
+def test_instruction_sets_are_those_that_llama_cpp_was_built_for() -> None:
+    info = "CPU : SSE3 = 1 | AVX512_VNNI = 1 | AMX_INT8 = 0 | LLAMAFILE = 1 | OPENMP = 1 | "
+    assert peers_serving.instructions_of(info) == "SSE3 AVX512_VNNI LLAMAFILE OPENMP"
+    assert peers_serving.instructions_of("") == ""
+
+
 def test_pages_numbers_can_be_written_as_json() -> None:
     assert json.loads(json.dumps(peers.reporting._plain([make_row()])))[0]["pair"]["peer"] == "llama.cpp"
