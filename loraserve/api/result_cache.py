@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import msgspec
@@ -16,17 +15,12 @@ from cachetools import TLRUCache
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
 from loraserve.engine_client.timeouts import TIMEOUT
-from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.composition import versions_of
 from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, Struct, TenantId, TokenLogprobs
 
-if TYPE_CHECKING:
-    from loraserve.api.inference.sampling import Sampling
-
 HEADER = "x-loraserve-cache"
 HIT, MISS, OFF = "hit", "miss", "off"
-_FIELD = "cache"
 _KEPT_BYTES = 512
 """What an answer takes beside its chunks: its key and its place in the cache."""
 _TOKEN_BYTES, _ENTRY_BYTES, _CANDIDATE_BYTES = 5, 48, 14
@@ -48,38 +42,6 @@ class _Piece(Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_Piece]).decode
-
-
-def read_ttl(sampling: Sampling) -> float | None:
-    """Return the seconds for which `cache` lets the answer be kept; None: it isn't asked for.
-
-    Raises:
-        InvalidRequest: the field is wrong, or the answer is drawn anew each time.
-    """
-    body, value = sampling.body, sampling.body.cache
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise InvalidRequest(f'{_FIELD} should be an object, such as {{"ttl": 60}}.', param=_FIELD)
-    given = {name: item for name, item in value.items() if item is not None}
-    if given.keys() - {"ttl"}:
-        raise InvalidRequest(f"{_FIELD} may have only ttl.", param=_FIELD)
-    param, ttl = f"{_FIELD}.ttl", given.get("ttl")
-    if ttl is None:
-        raise InvalidRequest(f"{param} is missing: the seconds for which the answer is kept.", param=param)
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= LIMITS.max_result_cache_ttl_s:
-        raise InvalidRequest(
-            f"{param} should be a number of seconds above 0, and at most {LIMITS.max_result_cache_ttl_s:.0f}.",
-            param=param,
-        )
-    if body.temperature > 0 and body.seed is None:
-        raise InvalidRequest(
-            f"{_FIELD} is for answers that are the same each time; with temperature {body.temperature:g} and "
-            "without a seed each one is drawn anew.",
-            param=_FIELD,
-            hint="Send temperature: 0 or a seed, or the request without cache.",
-        )
-    return float(ttl)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
 from loraserve.api.grammar.checker import Grammar
+from loraserve.api.inference.fields import fields_of
 from loraserve.api.inference.schemas import InferenceBody
 from loraserve.errors import ContextLengthExceeded, InvalidRequest
 from loraserve.limits import LIMITS
@@ -110,6 +111,33 @@ def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> Inferen
     if defaults.stop_token_ids and not body.ignore_eos:
         update["stop_token_ids"] = list(dict.fromkeys((*body.stop_token_ids, *defaults.stop_token_ids)))
     return body.model_copy(update=update) if update else body
+
+
+def cache_ttl_s(sampling: Sampling) -> float | None:
+    """Return the seconds for which `cache` lets the answer be kept; None: it isn't asked for.
+
+    Raises:
+        InvalidRequest: the field is wrong, or the answer is drawn anew each time.
+    """
+    body, value = sampling.body, sampling.body.cache
+    if value is None:
+        return None
+    ttl = fields_of(value, "cache", ("ttl",)).get("ttl")
+    if ttl is None:
+        raise InvalidRequest("cache.ttl is missing: the seconds for which the answer is kept.", param="cache.ttl")
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= LIMITS.max_result_cache_ttl_s:
+        raise InvalidRequest(
+            f"cache.ttl should be a number of seconds above 0, and at most {LIMITS.max_result_cache_ttl_s:.0f}.",
+            param="cache.ttl",
+        )
+    if body.temperature > 0 and body.seed is None:
+        raise InvalidRequest(
+            f"cache is for answers that are the same each time; with temperature {body.temperature:g} and "
+            "without a seed each one is drawn anew.",
+            param="cache",
+            hint="Send temperature: 0 or a seed, or the request without cache.",
+        )
+    return float(ttl)
 
 
 def kept_tokens(body: InferenceBody, asked: int | None, base: BaseSpec) -> int | None:

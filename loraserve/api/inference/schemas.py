@@ -110,7 +110,7 @@ class InferenceBody(SamplingBody):
     max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     return_token_ids: bool = False
     cache: Annotated[Any, WithJsonSchema(_CACHE)] = None
-    """Whether the answer may be one that was kept, and be kept: read by `result_cache`."""
+    """Whether the answer may be one that was kept, and be kept: read by `sampling`."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.max_completion_logprobs)
 
     # what the answer has to be: read by `structured_output`

@@ -24,10 +24,9 @@ from loraserve.api.inference.logprobs import CompletionLogprobs, finite_logprob,
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import choose_max_tokens, kept_tokens, read_sampling
+from loraserve.api.inference.sampling import cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
-from loraserve.api.result_cache import read_ttl
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
@@ -81,7 +80,7 @@ async def create_completion(
         defaults=model.defaults,
     )
     check_num_candidates(prompts, sampling)
-    cache_ttl_s = read_ttl(sampling)
+    ttl_s = cache_ttl_s(sampling)
     max_tokens = [_max_tokens(body, default_max_tokens, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
@@ -94,7 +93,7 @@ async def create_completion(
         requests,
         target=context.target,
         is_scoring=is_scoring,
-        cache=use_cache(services, caller, requests, cache_ttl_s),
+        cache=use_cache(services, caller, requests, ttl_s),
     )
     choices = [_Choice(context, body, index) for index in range(len(prompts) * body.n)]
     usage = RequestUsage(context, caller, admitted)

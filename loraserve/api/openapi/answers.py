@@ -29,6 +29,8 @@ class TokenUsage(_Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: PromptDetails | None = None
+    """All of the answer's tokens; only where it was kept, and the request asked for that."""
     cost: str = ""
     """Exact, as decimal text. It is there where the tenant has prices, as is `currency`."""
     currency: str = ""

@@ -24,7 +24,7 @@ SECTIONS = {
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
     "max_num_seqs max_num_batched_tokens enable_prefix_cache cuda_graphs num_threads loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
-    "ephemeral_ttl_s ephemeral_memory",
+    "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
     "Server": "host port cors_allow_origins grace_s engine_hang_timeout log_level config",
 }
 """Flags of `serve`, by their section in its help.
@@ -33,7 +33,7 @@ The admin key isn't a flag: a process list would show it.
 """
 SWITCHES = frozenset({"strict_base", "store_responses", "ephemeral_loads", "enable_prefix_cache", "cuda_graphs"})
 VALUES = {
-    "BYTES": "memory_budget host_cache ephemeral_memory",
+    "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",
     "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",
     "PATH": "data_dir config",
     "DIR": "lora_dir",

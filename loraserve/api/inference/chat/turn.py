@@ -24,10 +24,9 @@ from loraserve.api.inference.generation import Generation, answer
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt, PromptReader
 from loraserve.api.inference.quota import reserve
-from loraserve.api.inference.sampling import Sampling, choose_max_tokens, kept_tokens, read_sampling
+from loraserve.api.inference.sampling import Sampling, cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
-from loraserve.api.result_cache import read_ttl
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.tenancy.identity.auth import Caller
@@ -181,7 +180,7 @@ class ChatTurn:
         services = services_of(request)
         read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes, variables=variables)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
-        cache_ttl_s = read_ttl(sampling)
+        ttl_s = cache_ttl_s(sampling)
         prompt_text = prompt.text
         if prompt_text is None:
             # its end, markers of reasoning too: decoding all of a long prompt takes long
@@ -210,7 +209,7 @@ class ChatTurn:
             services,
             requests,
             target=context.target,
-            cache=use_cache(services, caller, requests, cache_ttl_s),
+            cache=use_cache(services, caller, requests, ttl_s),
         )
         choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
         return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted))
