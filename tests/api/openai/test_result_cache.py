@@ -291,3 +291,22 @@ async def test_a_kept_answer_costs_the_price_of_cached_tokens(
     assert value("loraserve_result_cache_requests_total", {"outcome": "miss"}) == 1
     assert value("loraserve_result_cache_tokens_total") == num_completion
     assert value("loraserve_result_cache_bytes") > 0
+
+
+@pytest.mark.usefixtures("_allowed")
+async def test_routes_without_the_field_name_it_as_ignored(
+    client: httpx2.AsyncClient, services: Any, subtests: pytest.Subtests
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"model": "sql", "input": "hi", "temperature": 0}),
+        ("/v1/messages", {"model": "sql", "messages": messages, "max_tokens": 8, "temperature": 0}),
+        ("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql", "max_new_tokens": 8}}),
+    ]
+    for path, body in cases:
+        with subtests.test(path):
+            response = await client.post(path, json={**body, "cache": CACHE})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-loraserve-ignored"] == "cache"
+            assert HEADER not in response.headers
+    assert services.result_cache.num_answers == 0
