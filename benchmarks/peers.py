@@ -132,14 +132,14 @@ def speeds(turns: Sequence[Turn]) -> str:
 def default_pairs(peers: Sequence[str], instructions: Sequence[str]) -> list[Pair]:
     """Return each peer's best formats on this processor, with ours that is nearest or fastest.
 
-    llama.cpp's formats of four and of eight bits are held against int8, which is our fastest here.
-    bfloat16 is fast only where the processor multiplies it.
+    llama.cpp rounds activations to eight bits in its formats of four bits too, as we do in
+    int4-rounded. bfloat16 is fast only where the processor multiplies it.
     """
     is_fast = bool({"avx512_bf16", "amx_bf16"} & set(instructions))
     wide = "bfloat16" if is_fast else "float32"
     pairs = {
-        "llama.cpp": [("Q4_0", "int8"), ("Q8_0", "int8")],
-        "vllm": [(wide, wide)],
+        "llama.cpp": [("Q4_0", "int4-rounded"), ("Q8_0", "int8")],
+        "vllm": [(wide, "int8")],
         "peft": [("float32", "float32")] + ([("bfloat16", "bfloat16")] if is_fast else []),
     }
     return [Pair(peer, theirs, our) for peer in peers for theirs, our in pairs[peer]]

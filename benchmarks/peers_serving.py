@@ -25,14 +25,15 @@ from benchmarks.serving import HERE, free_port, say, serve
 
 BASE, MIXED = "base", "mixed"
 OURS = {
-    "float32": ("none", "float32"),
-    "bfloat16": ("none", "bfloat16"),
-    "int8": ("int8", "auto"),
-    "int4": ("int4", "auto"),
-    "nf4": ("nf4", "auto"),
-    "fp8": ("fp8", "auto"),
+    "float32": ("none", "float32", "auto"),
+    "bfloat16": ("none", "bfloat16", "auto"),
+    "int8": ("int8", "auto", "auto"),
+    "int4": ("int4", "auto", "auto"),
+    "int4-rounded": ("int4", "auto", "int8"),
+    "nf4": ("nf4", "auto", "auto"),
+    "fp8": ("fp8", "auto", "auto"),
 }
-"""Our formats: `--quantize` and `--dtype`."""
+"""Our formats: `--quantize`, `--dtype` and `--activation-dtype`."""
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
 READY_TIMEOUT_S = 900.0
 """vLLM compiles for some minutes before its first start is over."""
@@ -117,9 +118,10 @@ def load(
 
 @contextlib.contextmanager
 def ours(work: Work, name: str, mode: str) -> Iterator[Running]:
-    quantize, dtype = OURS[name]
+    quantize, dtype, activations = OURS[name]
+    flags = ["--certify", "on-request", "--activation-dtype", activations]
     # certificates take the engine a quarter of an hour and aren't what is measured
-    with serve(work.model, quantize, work.adapters, ["--certify", "on-request"], dtype=dtype) as server:
+    with serve(work.model, quantize, work.adapters, flags, dtype=dtype) as server:
         headers = {"Authorization": f"Bearer {server.admin_key}"}
         base = httpx2.get(f"{server.url}/api/v1/base", headers=headers).raise_for_status().json()
         threads = os.environ.get("OMP_NUM_THREADS", str(len(work.cores)))

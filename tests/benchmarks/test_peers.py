@@ -51,12 +51,12 @@ def test_row_that_was_not_measured_says_why() -> None:
 
 def test_formats_are_those_that_the_processor_multiplies() -> None:
     wide = [
-        Pair("vllm", "bfloat16", "bfloat16"),
+        Pair("vllm", "bfloat16", "int8"),
         Pair("peft", "float32", "float32"),
         Pair("peft", "bfloat16", "bfloat16"),
     ]
     assert peers.default_pairs(["vllm", "peft"], ["avx2", "avx512_bf16"]) == wide
-    assert peers.default_pairs(["vllm"], ["avx2"]) == [Pair("vllm", "float32", "float32")]
+    assert peers.default_pairs(["vllm"], ["avx2"]) == [Pair("vllm", "float32", "int8")]
     assert [pair.format for pair in peers.default_pairs(["llama.cpp"], [])] == ["Q4_0", "Q8_0"]
 
 
