@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from loraserve import faults
 from loraserve.errors import InvariantViolation
-from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer, Norm
-from loraserve.model.backends.step_program import StepProgram
+from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer, LayersProgram, Norm
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
 from loraserve.model.layers.experts import MixtureOfExperts
@@ -167,7 +166,7 @@ class Decoder:
             x = self._add(self._layers[i + 1].attention_norm, hidden, delta, inputs.lora, i, "mlp_out_norm")
         return self._last_layer(step, hidden, x, inputs, kv)
 
-    def _run(self, program: StepProgram, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
+    def _run(self, program: LayersProgram, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
         """Compute a step as one program."""
         hidden = program.hidden(inputs.token_ids.shape[0])
         hidden.copy_(F.embedding(inputs.token_ids, self._embedding))

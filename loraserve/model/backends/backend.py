@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loraserve.model.config.model_config import ModelConfig
-from loraserve.model.inputs import KVTensors
+from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import Linear
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
@@ -22,7 +22,6 @@ from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 
 if TYPE_CHECKING:
-    from loraserve.model.backends.step_program import StepProgram
     from loraserve_kernels.common.quantized import QuantizedWeight
 
 
@@ -98,6 +97,31 @@ class BackendStep(Protocol):
         ...
 
 
+class LayersProgram(Protocol):
+    """All layers of a step on a CPU, computed as one. One thread at a time calls its methods."""
+
+    def takes(self, kv: KVTensors) -> bool:
+        """Return whether it reads this cache."""
+        ...
+
+    def hidden(self, num_rows: int) -> Tensor:
+        """Return where `run` reads the residual stream of a step's rows, to be written.
+
+        It is [num_rows, hidden_size] float32, before the first layer.
+        """
+        ...
+
+    def run(self, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor | None, Tensor]:
+        """Compute a step from `hidden`; keys and values are in the cache afterwards.
+
+        Returns:
+            The logits, [num_kept, vocab_size] float32, in memory of their own, unscaled, with
+            adapters' heads; None where the step pools, or keeps no row. And the kept rows after the
+            last norm, [num_kept, hidden_size] float32, valid until the next step.
+        """
+        ...
+
+
 class Backend(Protocol):
     """Way in which a kind of device keeps the base's weights and computes its steps.
 
@@ -143,7 +167,7 @@ class Backend(Protocol):
 
     def program(
         self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress
-    ) -> StepProgram | None:
+    ) -> LayersProgram | None:
         """Return all layers of a step as one program; None: they're computed one by one.
 
         `bind` was called.
