@@ -68,6 +68,8 @@ class EngineConfig(Struct, frozen=True):
     max_num_batched_tokens: int = 512
     block_size: int = 16
     enable_prefix_cache: bool = True
+    speculation: str = "auto"
+    """auto or off: whether steps verify proposed tokens, where a row's bits allow it."""
     cuda_graphs: bool = True
     """Whether a GPU's decode steps are captured as graphs."""
     num_threads: int = 0

@@ -77,6 +77,8 @@ class Limits:
     """Budget of the engine's cache of compiled grammars, whose bytes are measured before; half of
     it at most one tenant's.
     """
+    max_speculation_bytes: int = 64 * MIB
+    """Budget of the engine's indices of texts, in which it looks for tokens to propose."""
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0

@@ -272,6 +272,10 @@ class Settings(BaseSettings):
     """Most tokens in one step."""
     enable_prefix_cache: bool = True
     """Reuse the KV blocks of equal prompt prefixes."""
+    speculation: Literal["auto", "off"] = "auto"
+    """Verify several tokens in one step that earlier text suggests, where this saves time and can't
+    change an answer; auto: on CPUs.
+    """
     num_threads: int = Field(default=0, ge=0, le=1024)
     """Threads of the forward pass; 0: torch's own choice."""
     loader_threads: int = Field(default=2, ge=1, le=64)
@@ -358,6 +362,7 @@ class Settings(BaseSettings):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_cache=self.enable_prefix_cache,
+            speculation=self.speculation,
             num_threads=self.num_threads,
             loader_threads=self.loader_threads,
         )

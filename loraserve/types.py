@@ -520,4 +520,14 @@ class EngineStats(Struct, frozen=True):
     """Seconds of processor time that each mask took."""
     mask_wait_s: Histogram = Histogram()
     """Seconds that each step with constrained requests waited for their masks."""
+    num_drafts: int = 0
+    """Times that tokens were proposed for a request in a step."""
+    proposed_own_tokens: int = 0
+    """Proposed tokens that were found in the request's own text."""
+    proposed_history_tokens: int = 0
+    """Those found in texts of ended requests."""
+    accepted_own_tokens: int = 0
+    accepted_history_tokens: int = 0
+    speculation_bytes: int = 0
+    """Bytes of the indices in which they were looked for."""
     invariant_violations: int = 0

@@ -97,7 +97,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
     def shares() -> tuple[Shares, ...]:
         return (*services.rooms.all(), *services.registry.uploads.shares(), *services.registry.ephemeral.shares())
 
-    stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.GRAMMARS, *tables.VLLM)
+    stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.GRAMMARS, *tables.SPECULATION, *tables.VLLM)
     return (
         TableCollector(tables.ENGINE, lambda: services.engine),
         TableCollector(stats_tables, lambda: services.engine.stats),

@@ -22,6 +22,7 @@ from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.scheduling.results import failed_output
 from loraserve.engine.scheduling.scheduler import Scheduler
+from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.step_hooks import StepListener, StepTimer
 from loraserve.engine.step_pipeline import StepPipeline
 from loraserve.engine_client.messages import AddRequest
@@ -67,6 +68,7 @@ class Engine:
         overlap: bool = False,
         kv: BlockPool | None = None,
         constraints: Constraints | None = None,
+        speculation: Speculation | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,6 +78,7 @@ class Engine:
             constraints: follows the grammars of requests; None: no request may have one.
             kv: cache that the runner's steps write; None: one of the runner's blocks, all
                 of which are its own.
+            speculation: proposes tokens for steps to verify; None: none are proposed.
             progress: told of each step; None: nothing reads it.
         """
         self.base = base
@@ -87,7 +90,7 @@ class Engine:
         if kv is None:
             kv = BlockPool(runner.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache)
         self._kv = kv
-        self._constraints = constraints
+        self._constraints, self._speculation = constraints, speculation
         # requests whose grammar is being compiled, in the order of their arrival
         self._preparing: dict[RequestId, Request] = {}
         self._scheduler = Scheduler(
@@ -98,6 +101,7 @@ class Engine:
             eos_token_ids=base.eos_token_ids,
             clock=clock,
             on_end=self._end_constraint,
+            speculation=speculation,
         )
         self._pipeline = StepPipeline(
             runner, self._scheduler, block_size=kv.block_size, handle_of=pager.handle, overlap=overlap
@@ -152,7 +156,9 @@ class Engine:
         if scheduled or self._pipeline:
             outputs += self._pipeline.launch(scheduled)
             outputs += self._pipeline.collect(scheduled)
-            self._timer.end(scheduled)
+            elapsed_s = self._timer.end(scheduled)
+            if self._speculation is not None and scheduled:
+                self._speculation.note_step(scheduled, elapsed_s)
         return self._finish_step(outputs)
 
     def _finish_step(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
@@ -268,6 +274,12 @@ class Engine:
         self._note_idle()
         return is_aborted
 
+    def discard(self, digest: Digest) -> None:
+        """Drop a version that no request names any more, with its texts."""
+        self.pager.discard(digest)
+        if self._speculation is not None:
+            self._speculation.forget(digest)
+
     def _check_idle(self) -> None:
         """Count and log what is still held although no request is alive and no step in flight."""
         held = [(self._kv.num_held, "KV blocks"), (self.pager.num_pins, "adapter pins")]
@@ -312,6 +324,7 @@ class Engine:
             step_s=self._timer.total_s,
             invariant_violations=self._invariant_violations + self.pager.num_violations,
             **({} if self._constraints is None else self._constraints.stats()),
+            **({} if self._speculation is None else self._speculation.stats()),
             **cast("dict[str, Any]", self.pager.stats()),
         )
 

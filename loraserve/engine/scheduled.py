@@ -32,6 +32,11 @@ class ScheduledRequest:
     """Whether the prompt tokens that the step's rows predict are scored."""
     epoch: int
     """`Request.num_preemptions` at that time."""
+    proposed: tuple[int, ...] = ()
+    """Guesses of the tokens after the last one that is known: the entry's last rows.
+
+    They are counted in `num_tokens` and `end`, and not yet in what the request has computed.
+    """
 
     @property
     def end(self) -> int:
@@ -56,7 +61,13 @@ class ScheduledRequest:
 
     @property
     def num_sampled_tokens(self) -> int:
+        """Number of tokens that the entry samples for certain."""
         return int(self.is_sampled and self.request.params.max_tokens > 0)
+
+    @property
+    def known_end(self) -> int:
+        """Position up to which the entry's tokens are the request's own: `end` before proposals."""
+        return self.end - len(self.proposed)
 
     @property
     def is_current(self) -> bool:
@@ -68,12 +79,13 @@ class ScheduledRequest:
 class StepResult:
     """Result of one scheduled request.
 
-    `token_id` is None if the entry doesn't reach the request's last token, or the request asked for
-    no tokens.
+    `token_ids` is empty if the entry doesn't reach the request's last token, or the request asked
+    for no tokens. It holds more than one where proposed tokens are what was sampled in their
+    places: those, and the one sampled after them.
     """
 
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_finite: bool = True
     is_deferred: bool = False

@@ -66,8 +66,8 @@ class StepTimer:
         if is_idle:
             self._adapter_time.take_s()
 
-    def end(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """End a step that computed or collected something.
+    def end(self, scheduled: Sequence[ScheduledRequest]) -> float:
+        """End a step that computed or collected something; return its seconds.
 
         With overlapping steps the time is that of the step which ran meanwhile.
         """
@@ -76,6 +76,7 @@ class StepTimer:
             self._adapter_s.add(self._adapter_time.take_s())
         elapsed_s = self._clock() - self._began_s
         self.total_s += elapsed_s
-        num_tokens = sum(entry.num_tokens for entry in scheduled)
+        num_tokens = sum(entry.num_tokens - len(entry.proposed) for entry in scheduled)
         if num_tokens >= MIN_PREFILL_ROWS + 2 * len(scheduled):
             self._prefill_cost.note(num_tokens, elapsed_s)
+        return elapsed_s

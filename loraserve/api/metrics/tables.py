@@ -207,6 +207,28 @@ GRAMMARS: Table[EngineStats] = (
 )
 
 
+SPECULATION: Table[EngineStats] = (
+    counter(
+        "loraserve_speculation_drafts",
+        "Times that tokens were proposed for a request in a step.",
+        lambda s: s.num_drafts,
+    ),
+    counter(
+        "loraserve_speculation_proposed_tokens",
+        "Proposed tokens by where they were found: the request's own text, or earlier ones of its tenant and adapter.",
+        lambda s: {"request": s.proposed_own_tokens, "history": s.proposed_history_tokens},
+        "source",
+    ),
+    counter(
+        "loraserve_speculation_accepted_tokens",
+        "Proposed tokens that were what was sampled.",
+        lambda s: {"request": s.accepted_own_tokens, "history": s.accepted_history_tokens},
+        "source",
+    ),
+    gauge("loraserve_speculation_bytes", "Bytes of texts that are searched.", lambda s: s.speculation_bytes),
+)
+
+
 def _kv_usage(stats: EngineStats) -> float:
     """Return which part of the KV blocks that sequences could have is in use."""
     if not stats.num_kv_blocks_available:
@@ -231,6 +253,17 @@ VLLM: Table[EngineStats] = (
         "num_gpu_blocks",
     ),
     gauge("vllm:num_cpu_loaded_lora_adapters", "As vLLM's.", lambda s: s.host_adapters),
+    counter("vllm:spec_decode_num_drafts", "As vLLM's.", lambda s: s.num_drafts),
+    counter(
+        "vllm:spec_decode_num_draft_tokens",
+        "As vLLM's.",
+        lambda s: s.proposed_own_tokens + s.proposed_history_tokens,
+    ),
+    counter(
+        "vllm:spec_decode_num_accepted_tokens",
+        "As vLLM's.",
+        lambda s: s.accepted_own_tokens + s.accepted_history_tokens,
+    ),
 )
 
 

@@ -46,7 +46,8 @@ class Batch:
             1]``.
         context_lens: num_entries numbers: tokens of the sequence whose KV exist after this step.
         block_tables: [num_entries, max_blocks] int32, padded with 0.
-        logits_rows: [num_logits] int64, ascending: rows whose logits are wanted.
+        logits_rows: [num_logits] int64, ascending: rows whose logits are wanted; of an entry with
+            proposed tokens, the last known token's row and theirs.
         logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
             reach its last token.
         pooled_rows: [num_pooled] int64, ascending: rows whose hidden states after the last norm are
@@ -97,8 +98,10 @@ def build_batch(
     positions = np.arange(len(owners)) + np.repeat(starts + counts - ends, counts)
     tables = _block_tables(entries)
     slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    # all rows of entries that score their prompt; else the last one, if it is sampled from
-    num_logits = [entry.num_tokens if entry.is_scored else int(entry.is_sampled) for entry in entries]
+    # all rows of entries that score their prompt; else those that are sampled from, if any are
+    num_logits = [
+        entry.num_tokens if entry.is_scored else entry.is_sampled and 1 + len(entry.proposed) for entry in entries
+    ]
     logits_ends = np.cumsum(num_logits)
     logits_rows = np.arange(logits_ends[-1]) + np.repeat(ends - logits_ends, num_logits)
     query_starts = [0, *ends.tolist()]
@@ -137,10 +140,11 @@ def _pooled(
 def _token_ids(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int64]:
     token_ids: list[int] = []
     for entry in entries:
-        known = entry.request.token_ids[entry.start : entry.end]
+        known = entry.request.token_ids[entry.start : entry.known_end]
         token_ids += known
-        if len(known) < entry.num_tokens:
-            token_ids += [0] * (entry.num_tokens - len(known))
+        if len(known) < entry.known_end - entry.start:
+            token_ids += [0] * (entry.known_end - entry.start - len(known))
+        token_ids += entry.proposed
     return np.array(token_ids, dtype=np.int64)
 
 
@@ -160,14 +164,14 @@ def _deferred_tokens(
         sampled = {id(entry.request): i for i, entry in enumerate(previous.entries) if entry.is_sampled}
     rows, previous_entries = [], []
     for i, entry in enumerate(entries):
-        num_unknown = entry.end - len(entry.request.token_ids)
+        num_unknown = entry.known_end - len(entry.request.token_ids)
         if num_unknown <= 0:
             continue
         index = sampled.get(id(entry.request))
         # at most one token is unknown: that of the step in flight
         if num_unknown > 1 or index is None:
             raise InvariantViolation(
-                f"Request {entry.request.request_id} is scheduled up to token {entry.end};"
+                f"Request {entry.request.request_id} is scheduled up to token {entry.known_end};"
                 f" {num_unknown} of its tokens are unknown, "
                 "and the step in flight doesn't sample them."
             )

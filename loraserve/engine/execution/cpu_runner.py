@@ -40,7 +40,7 @@ class CpuRunner:
         else:
             results = self._sampler.sample(self.forward(batch), batch)
         # a row that sampled nothing feeds no other, or one whose result is dropped
-        self._token_ids = np.array([result.token_id or 0 for result in results], dtype=np.int64)
+        self._token_ids = np.array([result.token_ids[-1] if result.token_ids else 0 for result in results], np.int64)
         return FinishedStep(results)
 
     def needs_results_first(self, request: Request) -> bool:

@@ -95,17 +95,17 @@ class GpuStepHandle:
             elif not finite[place]:
                 results[i] = StepResult(is_finite=False)
             elif entry.request.params.max_tokens > 0:
-                results[i] = StepResult(tokens[place], self._logprobs(place, entry, tokens[place]))
+                results[i] = StepResult((tokens[place],), self._logprobs(place, entry, tokens[place]))
         for i, logits in self.logits.items():
             results[i] = self.sampler.sample_entry(self.batch.entries[i], logits)
         return results if self.hidden is None else with_hidden(results, self.hidden, self.batch.pooled_ranges)
 
-    def _logprobs(self, place: int, entry: ScheduledRequest, token_id: int) -> TokenLogprobs | None:
+    def _logprobs(self, place: int, entry: ScheduledRequest, token_id: int) -> tuple[TokenLogprobs] | None:
         count = entry.request.params.logprobs
         if self.top is None or count is None:
             return None
         ids, values = self.top.ids[place, :count].tolist(), self.top.values[place, :count].tolist()
-        return TokenLogprobs(token_id, float(self.top.chosen[place]), tuple(zip(ids, values, strict=True)))
+        return (TokenLogprobs(token_id, float(self.top.chosen[place]), tuple(zip(ids, values, strict=True))),)
 
 
 def lost(error: RuntimeError) -> DeviceLost:

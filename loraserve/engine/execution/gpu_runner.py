@@ -274,7 +274,7 @@ class GpuRunner:
             if constraint is not None and not needs_host(entry.request):
                 result = without_mask(entry)
                 if result is None:
-                    mask = constraint.allowed_words(self._sampler.end_tokens(entry))
+                    mask = constraint.allowed_words(self._sampler.end_tokens(entry.request, entry.end))
                 else:
                     refused[place] = result
             masks.append(mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -39,8 +40,36 @@ def uniform(seed: int, position: int) -> float:
     return (z >> 11) * 2.0**-53
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of one token to sample.
+
+    Attributes:
+        position: of the token in its sequence.
+        sampled: tokens that the same step has sampled just before it: proposed ones that stand.
+    """
+
+    request: Request
+    position: int
+    sampled: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens before it, as far as the host knows them."""
+        return [*self.request.token_ids, *self.sampled]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Those of `token_ids` that are output."""
+        return [*self.request.token_ids[self.request.num_prompt_tokens :], *self.sampled]
+
+    @property
+    def is_too_early_to_end(self) -> bool:
+        return _is_too_early_to_end(self.request, self.position)
+
+
 class Sampler:
-    """Sample the next token of each request that a step completed, and score prompts."""
+    """Sample the next tokens of each request that a step completed, and score prompts."""
 
     def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
@@ -64,10 +93,14 @@ class Sampler:
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             if start == end:
                 results.append(StepResult())
-            elif not all(finite[start:end]):
+                continue
+            # what follows a row that isn't finite isn't sampled: only a later step may fail for it
+            num_finite = (finite[start:end].index(False)) if not all(finite[start:end]) else end - start
+            if num_finite < end - start - len(entry.proposed):
                 results.append(StepResult(is_finite=False))
             else:
-                results.append(self._sample_entry(entry, logits[start:end], greedy[end - 1]))
+                rows = slice(start, start + num_finite)
+                results.append(self._sample_entry(entry, logits[rows], greedy[rows]))
         return results
 
     @torch.inference_mode()
@@ -79,57 +112,69 @@ class Sampler:
         """
         if not bool(torch.isfinite(logits.sum())):
             return StepResult(is_finite=False)
-        return self._sample_entry(entry, logits, int(logits[-1].argmax()))
+        return self._sample_entry(entry, logits, logits.argmax(dim=1).tolist())
 
-    def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: int) -> StepResult:
+    def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: Sequence[int]) -> StepResult:
+        """Return the result of an entry whose rows are finite, or as many of them as are.
+
+        Args:
+            logits: [num_rows, vocab_size] float32.
+            greedy: the likeliest token of each row.
+        """
         request = entry.request
         if request.probe is not None:
             token_id = request.probe.next_token(entry.end) if entry.is_sampled else None
-            return StepResult(token_id, logits=logits.clone())
+            return StepResult(() if token_id is None else (token_id,), logits=logits.clone())
         prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()
         if not entry.is_sampled or request.params.max_tokens == 0:
             return StepResult(prompt_logprobs=prompt_logprobs)
         refused = without_mask(entry)
         if refused is not None:
             return refused
-        row = logits[-1]
-        raw = torch.log_softmax(row, dim=0) if request.params.logprobs is not None else None
-        token_id = greedy if _is_plain_greedy(entry, greedy) else self._choose(entry, row)
-        logprobs = None
-        if raw is not None and request.params.logprobs is not None:
-            logprobs = _top_logprobs(raw, token_id, request.params.logprobs)
-        return StepResult(token_id, logprobs, prompt_logprobs)
+        # the last known token's row, and those of proposed tokens
+        first = 0 if entry.proposed else len(greedy) - 1
+        sampled: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for row, likeliest in zip(logits[first:], greedy[first:], strict=True):
+            place = Place(request, entry.known_end + len(sampled), tuple(sampled))
+            token_id = likeliest if _is_plain_greedy(place, likeliest) else self._choose(place, row)
+            sampled.append(token_id)
+            if request.params.logprobs is not None:
+                logprobs.append(_top_logprobs(torch.log_softmax(row, dim=0), token_id, request.params.logprobs))
+            # the next row stands if it was computed for this token
+            if entry.proposed[len(sampled) - 1 : len(sampled)] != (token_id,):
+                break
+        return StepResult(tuple(sampled), None if request.params.logprobs is None else tuple(logprobs), prompt_logprobs)
 
-    def _choose(self, entry: ScheduledRequest, row: Tensor) -> int:
-        params = entry.request.params
+    def _choose(self, place: Place, row: Tensor) -> int:
+        request, params, constraint = place.request, place.request.params, place.request.constraint
         row = row.clone()
-        constraint = entry.request.constraint
-        if constraint is None and _is_too_early_to_end(entry):
-            row[torch.tensor(self.end_tokens(entry), dtype=torch.int64)] = -inf
-        _apply_penalties(row, entry.request)
+        if constraint is None and place.is_too_early_to_end:
+            row[torch.tensor(self.end_tokens(request, place.position), dtype=torch.int64)] = -inf
+        _apply_penalties(row, place)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
             row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
-        chosen_from = _restrict(row, entry.request) if params.allowed_token_ids or params.bad_words else row
+        chosen_from = _restrict(row, place) if params.allowed_token_ids or params.bad_words else row
         if constraint is not None:
-            allowed = torch.from_numpy(constraint.allowed(self.end_tokens(entry)))
+            allowed = torch.from_numpy(constraint.allowed(self.end_tokens(request, place.position)))
             both = torch.where(allowed, chosen_from, -inf)
             # the grammar decides where it allows none of the tokens that the request wants
             chosen_from = both if bool((both > -inf).any()) else torch.where(allowed, row, -inf)
         row = chosen_from
         if params.temperature <= MIN_TEMPERATURE:
             return int(row.argmax())
-        return draw(row, params, uniform(params.seed, entry.end))
+        return draw(row, params, uniform(params.seed, place.position))
 
-    def end_tokens(self, entry: ScheduledRequest) -> list[int]:
-        """Return the tokens that the request's answer mustn't end with yet.
+    def end_tokens(self, request: Request, position: int) -> list[int]:
+        """Return the tokens that the request's answer mustn't end with yet, at a position.
 
         Of a request with a grammar these are chosen where the grammar allows no others.
         `ignore_eos` means the same there as a `min_tokens` without end: an answer can't go on after
         its grammar has ended.
         """
-        params, is_early = entry.request.params, _is_too_early_to_end(entry)
-        if not is_early and not (params.ignore_eos and entry.request.constraint is not None):
+        params, is_early = request.params, _is_too_early_to_end(request, position)
+        if not is_early and not (params.ignore_eos and request.constraint is not None):
             return []
         stops = params.stop_token_ids if is_early else ()
         return sorted({*stops, *self._eos_token_ids})
@@ -213,19 +258,19 @@ def without_mask(entry: ScheduledRequest) -> StepResult | None:
         return StepResult(is_deferred=True)
     if constraint.error is not None:
         return StepResult(error=constraint.error)
-    if constraint.num_output_tokens != entry.end - entry.request.num_prompt_tokens:
+    if constraint.num_output_tokens != entry.known_end - entry.request.num_prompt_tokens:
         raise InvariantViolation(
             f"the mask of request {entry.request.request_id} follows {constraint.num_output_tokens} tokens of output;"
-            f" token {entry.end - entry.request.num_prompt_tokens} is sampled"
+            f" token {entry.known_end - entry.request.num_prompt_tokens} is sampled"
         )
     return None
 
 
-def _is_plain_greedy(entry: ScheduledRequest, greedy: int) -> bool:
-    params, constraint = entry.request.params, entry.request.constraint
+def _is_plain_greedy(place: Place, greedy: int) -> bool:
+    params, constraint = place.request.params, place.request.constraint
     return (
         params.temperature <= MIN_TEMPERATURE
-        and not _is_too_early_to_end(entry)
+        and not place.is_too_early_to_end
         and not params.logit_bias
         and not params.allowed_token_ids
         and not has_penalties(params)
@@ -234,37 +279,37 @@ def _is_plain_greedy(entry: ScheduledRequest, greedy: int) -> bool:
     )
 
 
-def _is_too_early_to_end(entry: ScheduledRequest) -> bool:
+def _is_too_early_to_end(request: Request, position: int) -> bool:
     # by position, not by the tokens that are known: the one before may be in flight
-    return entry.end - entry.request.num_prompt_tokens < entry.request.params.min_tokens
+    return position - request.num_prompt_tokens < request.params.min_tokens
 
 
-def _apply_penalties(row: Tensor, request: Request) -> None:
+def _apply_penalties(row: Tensor, place: Place) -> None:
     """Penalize in place: repetition over all tokens, presence and frequency over the output."""
-    params = request.params
+    params = place.request.params
     if params.repetition_penalty != 1.0:
-        seen: Tensor = torch.unique(torch.tensor(request.token_ids, dtype=torch.int64))
+        seen: Tensor = torch.unique(torch.tensor(place.token_ids, dtype=torch.int64))
         logits = row[seen]
         row[seen] = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-    if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
-        output = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64)
+    if (params.presence_penalty or params.frequency_penalty) and place.output_token_ids:
+        output = torch.tensor(place.output_token_ids, dtype=torch.int64)
         ids, counts = torch.unique(output, return_counts=True)
         row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def _restrict(row: Tensor, request: Request) -> Tensor:
+def _restrict(row: Tensor, place: Place) -> Tensor:
     """Return the logits of the tokens that may be chosen; of others, -inf.
 
     Bad words are ignored where no other token is left. So are the tokens that mustn't end the
     answer yet, if only they are allowed.
     """
-    params = request.params
+    params = place.request.params
     if params.allowed_token_ids:
         allowed = torch.tensor(params.allowed_token_ids, dtype=torch.int64)
         kept = row[allowed]
         row = torch.full_like(row, -inf)
         row[allowed] = kept if bool((kept > -inf).any()) else 0.0
-    banned = _bad_word_ends(request)
+    banned = _bad_word_ends(params.bad_words, place.output_token_ids)
     if not banned:
         return row
     rest = row.clone()
@@ -272,11 +317,10 @@ def _restrict(row: Tensor, request: Request) -> Tensor:
     return rest if bool((rest > -inf).any()) else row
 
 
-def _bad_word_ends(request: Request) -> list[int]:
+def _bad_word_ends(bad_words: Sequence[tuple[int, ...]], output: Sequence[int]) -> list[int]:
     """Return the tokens that would complete a bad word after the output."""
-    bad_words, num_tokens = request.params.bad_words, len(request.token_ids)
     longest = max((len(word) for word in bad_words), default=1) - 1
-    end = tuple(request.token_ids[max(request.num_prompt_tokens, num_tokens - longest) :])
+    end = tuple(output[max(0, len(output) - longest) :])
     # an output shorter than the word's beginning equals none of it
     return [word[-1] for word in bad_words if end[max(0, len(end) + 1 - len(word)) :] == word[:-1]]
 

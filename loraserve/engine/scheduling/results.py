@@ -37,22 +37,23 @@ class ResultProcessor:
             request.probe.capture(entry.end, result.logits)
         if not entry.is_sampled:
             return None
-        # Only now are the blocks offered to others: logits were finite, so the KV that led to them
-        # is sound. Only up to this step's end: what a later one computes isn't known to be. And not
-        # after a preemption: the blocks were given away, the token is good.
-        if entry.is_current and not request.is_internal:
-            self._publish(request, entry.end)
         is_first = request.num_output_tokens == 0
-        if result.token_id is not None:
-            request.token_ids.append(result.token_id)
-        reason, stop_reason = self._finish_reason(request, result.token_id)
-        if request.constraint is not None and result.token_id is not None and reason is None:
+        token_ids, reason, stop_reason = self._append(request, result.token_ids)
+        num_accepted = max(0, len(token_ids) - 1)
+        # Only now are the blocks offered to others: logits were finite, so the KV that led to them
+        # is sound. Only up to this step's last token that stands: what a later one computes isn't
+        # known to be. And not after a preemption: the blocks were given away, the tokens are good.
+        if entry.is_current:
+            request.num_computed_tokens += num_accepted
+            if not request.is_internal:
+                self._publish(request, entry.known_end + num_accepted)
+        if request.constraint is not None and token_ids and reason is None:
             # the next mask is computed while the next step is prepared, and beside its forward pass
-            request.constraint.advance(result.token_id)
+            request.constraint.advance(token_ids[-1])
         return TokenOutput(
             request_id=request.request_id,
-            token_ids=() if result.token_id is None else (result.token_id,),
-            logprobs=None if result.logprobs is None else (result.logprobs,),
+            token_ids=token_ids,
+            logprobs=None if result.logprobs is None else result.logprobs[: len(token_ids)],
             prompt_logprobs=(None, *request.prompt_logprobs)
             if is_first and request.params.prompt_logprobs is not None
             else None,
@@ -60,6 +61,22 @@ class ResultProcessor:
             stop_reason=stop_reason,
             **self._first_token_facts(request) if is_first else {},
         )
+
+    def _append(
+        self, request: Request, token_ids: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
+        """Add sampled tokens to the request, up to the first that ends it.
+
+        Return those that were added, and why the request ends, if it does.
+        """
+        if not token_ids:
+            return (), *self._finish_reason(request, None)
+        for number, token_id in enumerate(token_ids):
+            request.token_ids.append(token_id)
+            reason, stop_reason = self._finish_reason(request, token_id)
+            if reason is not None:
+                return token_ids[: number + 1], reason, stop_reason
+        return token_ids, None, None
 
     def _pool(self, entry: ScheduledRequest, result: StepResult, pooler: Pooler) -> TokenOutput | None:
         """Add hidden states; return the request's only output once all of its tokens are computed.

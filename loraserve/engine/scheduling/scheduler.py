@@ -28,7 +28,7 @@ from operator import attrgetter
 from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
-from loraserve.engine.scheduling.fair_queue import PROMPT_COST, FairQueue
+from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST, FairQueue
 from loraserve.engine.scheduling.preemption import Preemption
 from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
@@ -40,6 +40,7 @@ from loraserve.engine.scheduling.results import (
 )
 from loraserve.engine.scheduling.step import ProbeBudget, Step
 from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, AdapterWaits, RequestDeadlines
+from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
@@ -77,11 +78,13 @@ class Scheduler:
         adapter_deadline_s: float = LIMITS.adapter_load_deadline_s,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda request: None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Begin without requests.
 
         Args:
             on_end: told of each request that has ended, however it did.
+            speculation: proposes tokens that steps verify; None: none are proposed.
         """
         self.num_timeouts = 0
         """Requests that ended because their own timeout was over."""
@@ -94,6 +97,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._clock = clock
         self._on_end = on_end
+        self._speculation = speculation
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by order
         self._fair_queue = FairQueue(MAX_CREDIT_STEPS * token_budget * PROMPT_COST)
@@ -211,6 +215,7 @@ class Scheduler:
         2. Prompts, begun or waiting, in the order of a `SchedulingPass`: next is always the tenant
            with the least counter. Tenants over their share fill only a part of the step, so that a
            request that comes meanwhile doesn't wait for a long step.
+        3. Without any prompt: proposed tokens of the running requests, where that pays.
 
         A tenant below its quota of slots or KV blocks takes what it needs from one above, which
         preempts a request of the latter (at most `MAX_FAIR_PREEMPTIONS` times each); a slot only
@@ -239,6 +244,8 @@ class Scheduler:
         prefilling = self._schedule_decodes(step)
         if prefilling or (self._queue.has_shared and not step.is_out_of_blocks):
             self._schedule_prompts(step, prefilling)
+        if self._speculation is not None and not step.num_prompt_tokens and not step.is_out_of_blocks:
+            self._schedule_proposals(step, self._speculation)
         self._waits.renew()
         self._prefetch.update()
         return step.scheduled
@@ -286,6 +293,19 @@ class Scheduler:
             ):
                 step.add(request, 1)
         return prefilling
+
+    def _schedule_proposals(self, step: Step, speculation: Speculation) -> None:
+        """Add proposed tokens to the step, without taking a block that other requests may need."""
+        for proposal in speculation.propose(step.scheduled, step.budget):
+            request, token_ids = proposal.request, proposal.token_ids
+            has_blocks = self._kv.num_available > len(self._running) and not self._quota.exceeds_kv_share(
+                request, len(token_ids)
+            )
+            if not has_blocks or not self._quota.reserve(request, len(token_ids)):
+                token_ids = token_ids[: len(request.blocks) * self._kv.block_size - request.num_computed_tokens]
+            if token_ids:
+                step.propose(proposal.number, token_ids)
+                speculation.note_made(proposal)
 
     def _schedule_prompts(self, step: Step, prefilling: Sequence[Request]) -> None:
         # nothing is admitted in a step that preempts for lack of blocks
@@ -514,9 +534,23 @@ class Scheduler:
             output = self._outputs.process(entry, result)
         except LoraserveError as error:
             return self.fail(request, error)
+        if entry.proposed and output is not None:
+            self._settle_proposals(entry, max(0, len(output.token_ids) - 1))
         if output is not None and output.finish_reason is not None:
             self._end(request)
         return output
+
+    def _settle_proposals(self, entry: ScheduledRequest, num_accepted: int) -> None:
+        """Charge proposed tokens: accepted ones as output, which they are, others as rows.
+
+        A tenant's texts that are guessed badly thus take nothing of other tenants' share.
+        """
+        request = entry.request
+        request.num_charged_tokens = max(request.num_charged_tokens, request.num_tokens)
+        cost = num_accepted * OUTPUT_COST + (len(entry.proposed) - num_accepted) * PROMPT_COST
+        self._fair_queue.flow(request).charge(cost)
+        if self._speculation is not None:
+            self._speculation.note_result(entry, num_accepted)
 
     # check
 
@@ -544,6 +578,8 @@ class Scheduler:
             self._queue.remove(request)
         request.status = RequestStatus.FINISHED
         self._on_end(request)
+        if self._speculation is not None:
+            self._speculation.end(request)
         self._quota.free_blocks(request)
         self._waits.end(request)
         self._fair_queue.close(request)

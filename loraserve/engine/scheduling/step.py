@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,6 +79,16 @@ class Step:
             request.num_charged_tokens = reached
             cost = num_of_prompt * PROMPT_COST + (reached - charged - num_of_prompt) * OUTPUT_COST
             self.fair_queue.flow(request).charge(cost)
+
+    def propose(self, number: int, token_ids: tuple[int, ...]) -> None:
+        """Let an entry of the step compute proposed tokens too, behind its own.
+
+        They aren't charged yet, and the request hasn't computed them as long as none is accepted.
+        """
+        entry = self.scheduled[number]
+        num_tokens = entry.num_tokens + len(token_ids)
+        self.scheduled[number] = dataclasses.replace(entry, num_tokens=num_tokens, proposed=token_ids)
+        self.budget -= len(token_ids)
 
     def remove(self, request: Request) -> None:
         """Take the request out of the step, if it is in it: nothing of it was launched."""

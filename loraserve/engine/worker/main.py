@@ -188,7 +188,7 @@ class Worker:
                 else:
                     self._send(m.CallReply(call_id=call_id))
             case m.DiscardAdapter(digest=digest):
-                self._engine.pager.discard(digest)
+                self._engine.discard(digest)
             case m.QueryResidency(call_id=call_id, only=only):
                 adapters = tuple(self._engine.pager.residency(only))
                 self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))

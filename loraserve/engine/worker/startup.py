@@ -21,6 +21,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.grammar.constraints import Constraints
+from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
@@ -40,8 +41,9 @@ from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
 from loraserve.text.grammar import GrammarCompiler
 from loraserve.types import KernelChoice
-from loraserve_kernels.common.arithmetic import Arithmetic
+from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
 from loraserve_kernels.cpu.linear.chooser import chooser
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.ops import warm_up
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ def build_engine(
         overlap=not is_on_cpu,
         kv=kv,
         constraints=Constraints(compiler, wake=wake),
+        speculation=Speculation() if config.speculation == "auto" and has_exact_rows(decoder, config) else None,
         progress=progress,
     )
     engine.listener = verifier = Verifier(engine, decoder, store, throttle=throttle, wake=wake)
@@ -214,6 +217,21 @@ def _kv_cache(
         on_freed,
     )
     return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
+
+
+def has_exact_rows(decoder: Decoder, config: EngineConfig) -> bool:
+    """Return whether a row's bits are known not to depend on the number of a sequence's rows.
+
+    That is so on CPUs, but not of bfloat16 products that a library rounds, nor of PyTorch's own
+    attention and products, which take the place of kernels that a machine or a head's size lacks.
+    """
+    if config.device != "cpu" or not HAS_NUMBA:
+        return False
+    from loraserve_kernels.cpu.simd import LANES
+
+    has_attention = decoder.config.head_dim % LANES == 0 and config.block_size % LANES == 0
+    arithmetics, kernels = decoder.spec.arithmetic.split("+"), decoder.spec.kernels.split("+")
+    return has_attention and FLOATS["bfloat16"] not in arithmetics and "torch" not in kernels
 
 
 def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:

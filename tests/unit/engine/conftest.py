@@ -203,7 +203,7 @@ class Harness:
 
     def update(self, scheduled: list[ScheduledRequest], token_id: int = 1, **result: object) -> list[TokenOutput]:
         results = [
-            StepResult(token_id if entry.is_sampled and entry.request.params.max_tokens else None, **result)  # type: ignore[arg-type]
+            StepResult((token_id,) if entry.is_sampled and entry.request.params.max_tokens else (), **result)  # type: ignore[arg-type]
             for entry in scheduled
         ]
         return self.scheduler.take_failed() + self.scheduler.update(scheduled, results)

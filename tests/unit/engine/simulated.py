@@ -23,6 +23,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Stopwatch
@@ -135,7 +136,7 @@ class SimulatedDevice:
         step = SimulatedStep(self, batch, [list(entry.request.token_ids) for entry in batch.entries])
         for entry in batch.entries:
             if entry.is_sampled and self.needs_results_first(entry.request):
-                assert len(entry.request.token_ids) == entry.end
+                assert len(entry.request.token_ids) == entry.known_end
         self._queue.append(step)
         if not self.is_lazy:
             self.run_next()
@@ -173,7 +174,7 @@ class SimulatedDevice:
                 self._kv[slots[position]] = digest_of(before, tokens[row], adapters[row])
             assert [self._kv[slot] for slot in slots] == self._plain_kv(entry.request, context)
             start, end = batch.logits_ranges[i]
-            wanted = entry.num_tokens if entry.is_scored else int(entry.is_sampled)
+            wanted = entry.num_tokens if entry.is_scored else entry.is_sampled and 1 + len(entry.proposed)
             last_row = batch.query_starts[i + 1]
             assert batch.logits_rows[start:end].tolist() == list(range(last_row - wanted, last_row))
             assert batch.pooled_rows[slice(*batch.pooled_ranges[i])].tolist() == self._pooled_rows(batch, i)
@@ -181,7 +182,7 @@ class SimulatedDevice:
                 results.append(self._pooled(entry, [self._kv[slot] for slot in slots]))
                 continue
             results.append(self._result(entry, adapters[last_row - 1], context, step.histories[i]))
-        self._sampled = [result.token_id or 0 for result in results]
+        self._sampled = [result.token_ids[-1] if result.token_ids else 0 for result in results]
         step.step_results = results
 
     def _pooled_rows(self, batch: Batch, i: int) -> list[int]:
@@ -217,10 +218,19 @@ class SimulatedDevice:
         prompt_logprobs = tuple(score(history[p], context[:p]) for p in scored)
         if not entry.is_sampled or params.max_tokens == 0:
             return StepResult(prompt_logprobs=prompt_logprobs)
-        if (entry.request.request_id, entry.end) in self.bad:
+        tokens, scores = [], []
+        for place in range(1 + len(entry.proposed)):
+            before = context[: entry.known_end + place]
+            if (entry.request.request_id, len(before)) in self.bad:
+                break
+            known = [*history, *tokens] if params.presence_penalty else None
+            tokens.append(next_token(adapter, before, known) % self.vocab)
+            scores.append(score(tokens[-1], before))
+            if entry.proposed[place : place + 1] != (tokens[-1],):
+                break
+        if not tokens:
             return StepResult(is_finite=False)
-        token = next_token(adapter, context, history if params.presence_penalty else None) % self.vocab
-        return StepResult(token, None if params.logprobs is None else score(token, context), prompt_logprobs)
+        return StepResult(tuple(tokens), None if params.logprobs is None else tuple(scores), prompt_logprobs)
 
 
 def hidden_states(kv: list[int]) -> torch.Tensor:
@@ -301,6 +311,7 @@ class Simulation:
         seed: int = 0,
         vocab: int = VOCAB,
         invocations: dict[str, tuple[int, ...]] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         config = EngineConfig(
             model_dir="",
@@ -315,7 +326,7 @@ class Simulation:
         self.device = SimulatedDevice(num_blocks, is_lazy, vocab=vocab, invocations=by_digest)
         self.pager = SimulatedPager(random.Random(seed))
         self.pager.invocations = by_digest
-        self.engine = Engine(config, BASE, self.device, self.pager, overlap=overlap)
+        self.engine = Engine(config, BASE, self.device, self.pager, overlap=overlap, speculation=speculation)
         self.received: dict[RequestId, Received] = {}
 
     def add(

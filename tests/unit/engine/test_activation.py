@@ -160,7 +160,7 @@ def test_a_preempted_request_is_activated_where_it_was_though_its_answer_says_th
     tokens = iter([91, 92] * 100)
     while young.num_preemptions == 0:
         scheduled = harness.schedule()
-        harness.scheduler.update(scheduled, [StepResult(next(tokens)) for _ in scheduled])
+        harness.scheduler.update(scheduled, [StepResult((next(tokens),)) for _ in scheduled])
     assert young.activation == Activation(make_ref("a").digest, 1)
     harness.run()
     assert young.num_output_tokens == 12

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 import torch
 
-from loraserve.engine.execution.sampler import _apply_penalties, _restrict, draw, has_penalties, uniform
+from loraserve.engine.execution.sampler import Place, _apply_penalties, _restrict, draw, has_penalties, uniform
 from loraserve.types import SamplingParams
 
 from ..conftest import make_request
@@ -79,7 +79,7 @@ def test_penalties_follow_their_definitions():
     request = make_request(tokens=[0, 1], repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     request.token_ids += [2, 2]
     row = torch.tensor([4.0, -4.0, 1.0, 1.0])
-    _apply_penalties(row, request)
+    _apply_penalties(row, Place(request, len(request.token_ids)))
     # repetition over all of 0, 1, 2; presence and frequency (twice) over the output's 2 alone
     assert row.tolist() == [2.0, -8.0, 0.5 - 0.5 - 2 * 0.25, 1.0]
 
@@ -88,7 +88,7 @@ def restricted(logits: list[float], output: list[int], **params: object) -> list
     request = make_request(tokens=[7, 8], **params)
     request.token_ids += output
     row = torch.tensor(logits)
-    found = _restrict(row, request).tolist()
+    found = _restrict(row, Place(request, len(request.token_ids))).tolist()
     assert row.tolist() == logits
     return found
 

@@ -1,0 +1,1 @@
+"""Propose tokens that requests probably sample next, so that one step verifies several."""

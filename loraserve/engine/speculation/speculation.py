@@ -1,0 +1,197 @@
+"""Decide which tokens to propose in a step: none, unless that is expected to save time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from loraserve.engine.request import Request
+from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.speculation.draft import Draft, Rate
+from loraserve.engine.speculation.history import History, history_key
+from loraserve.engine.speculation.step_costs import BOUNDS, MAX_ROWS, StepCosts
+from loraserve.limits import LIMITS
+from loraserve.types import Digest
+
+MAX_PROPOSED = 15
+"""Proposed tokens of a request in a step, at most."""
+MIN_GAIN = 1.05
+"""Expected tokens per second with proposals, by those without, from which on they are made."""
+MIN_TEXT_TOKENS = 8
+"""Output tokens of a request from which on its text is kept for others."""
+
+
+class Source(StrEnum):
+    """Where proposed tokens were found."""
+
+    REQUEST = "request"
+    HISTORY = "history"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens that an entry of a step may compute beside its own.
+
+    Attributes:
+        number: of the entry in the step.
+        rate: how often such proposals were right.
+    """
+
+    number: int
+    request: Request
+    token_ids: tuple[int, ...]
+    source: Source
+    rate: Rate
+
+
+class Speculation:
+    """Find proposals, choose among them by what they save and cost, and learn from results.
+
+    Proposed tokens change no text, since what isn't sampled in their place is dropped. They cost
+    rows of a step. A step with more rows takes longer by what `StepCosts` has measured, and a row
+    is right with the probability that `Rate` has. A proposal is made if tokens per second are
+    expected to rise by `MIN_GAIN`: for few requests in a step of which the time hardly depends on
+    its rows, and for none in a full one.
+
+    Called on the steps' thread alone.
+    """
+
+    def __init__(self, *, max_bytes: int = LIMITS.max_speculation_bytes) -> None:
+        """Begin without requests and texts.
+
+        Args:
+            max_bytes: bytes of all indices, half of them for those of live requests.
+        """
+        self.costs = StepCosts()
+        self.num_proposed: Counter[Source] = Counter()
+        self.num_accepted: Counter[Source] = Counter()
+        self.num_drafts = 0
+        self._max_own_bytes = max_bytes // 2
+        self._own_bytes = 0
+        self._drafts: dict[Request, Draft] = {}
+        self._made: dict[Request, Proposal] = {}
+        self._history = History(max_bytes // 2)
+
+    def propose(self, scheduled: Sequence[ScheduledRequest], budget: int) -> list[Proposal]:
+        """Return the proposals for a step that only decodes, as far as they pay.
+
+        Args:
+            budget: tokens that the step still has room for.
+        """
+        room = min(budget, MAX_ROWS - len(scheduled))
+        if room <= 0:
+            return []
+        found = []
+        for number, entry in enumerate(scheduled):
+            proposal = self._find(number, entry, min(room, MAX_PROPOSED))
+            if proposal is not None:
+                found.append(proposal)
+        return self._choose(found, len(scheduled), room) if found else []
+
+    def _find(self, number: int, entry: ScheduledRequest, room: int) -> Proposal | None:
+        request = entry.request
+        # one of the tokens that are left is sampled anyway
+        count = min(room, request.params.max_tokens - request.num_output_tokens - 1)
+        if count <= 0 or not _may_speculate(entry):
+            return None
+        draft = self._drafts.get(request)
+        if draft is None:
+            if self._own_bytes >= self._max_own_bytes:
+                return None
+            draft = self._drafts[request] = Draft(request)
+            self._own_bytes += draft.index.num_bytes
+        self._own_bytes -= draft.index.num_bytes
+        match = draft.find(self._history.get(history_key(request)))
+        self._own_bytes += draft.index.num_bytes
+        if match is None:
+            return None
+        (place, index) = match
+        token_ids = index.read(place.position, count)
+        source = Source.REQUEST if index is draft.index else Source.HISTORY
+        return Proposal(number, request, token_ids, source, draft.rate(place)) if token_ids else None
+
+    def _choose(self, found: Sequence[Proposal], num_rows: int, room: int) -> list[Proposal]:
+        """Return what of the proposals gives the most tokens per second, if it is enough."""
+        # the probability that each proposed token is right, with those before it
+        gains = sorted(
+            (
+                (proposal.rate.value ** (place + 1), -place, which)
+                for which, proposal in enumerate(found)
+                for place in range(len(proposal.token_ids))
+            ),
+            reverse=True,
+        )[:room]
+        best, best_count = MIN_GAIN * num_rows / self.costs.of(num_rows), 0
+        num_expected, counts = float(num_rows), {min(bound - num_rows, len(gains)) for bound in BOUNDS}
+        for count, (gain, _, _) in enumerate(gains, start=1):
+            num_expected += gain
+            if count in counts and num_expected / self.costs.of(num_rows + count) > best:
+                best, best_count = num_expected / self.costs.of(num_rows + count), count
+        lengths = Counter(which for _, _, which in gains[:best_count])
+        chosen = []
+        for which, proposal in enumerate(found):
+            if lengths[which]:
+                token_ids = proposal.token_ids[: lengths[which]]
+                chosen.append(Proposal(proposal.number, proposal.request, token_ids, proposal.source, proposal.rate))
+            else:
+                proposal.rate.note_unmade()
+        return chosen
+
+    def note_made(self, proposal: Proposal) -> None:
+        """Note that a step computes a proposal's tokens."""
+        self._made[proposal.request] = proposal
+
+    def note_result(self, entry: ScheduledRequest, num_accepted: int) -> None:
+        """Learn how many of an entry's proposed tokens were right."""
+        proposal = self._made.pop(entry.request, None)
+        if proposal is not None:
+            num_proposed = len(entry.proposed)
+            self.num_drafts += 1
+            self.num_proposed[proposal.source] += num_proposed
+            self.num_accepted[proposal.source] += num_accepted
+            proposal.rate.note(num_proposed, num_accepted)
+
+    def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
+        """Learn what a step took, if it only decoded."""
+        if all(entry.is_sampled and entry.known_end - entry.start == 1 for entry in scheduled):
+            self.costs.note(sum(entry.num_tokens for entry in scheduled), seconds)
+
+    def end(self, request: Request) -> None:
+        """Keep an ended request's text for others of its tenant and adapter."""
+        self._made.pop(request, None)
+        draft = self._drafts.pop(request, None)
+        if draft is not None:
+            self._own_bytes -= draft.index.num_bytes
+        if request.num_output_tokens >= MIN_TEXT_TOKENS and not request.is_internal:
+            self._history.add(history_key(request), request.token_ids)
+
+    def forget(self, digest: Digest) -> None:
+        """Forget the texts of an adapter's version."""
+        self._history.forget(digest)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of EngineStats."""
+        return {
+            "num_drafts": self.num_drafts,
+            "proposed_own_tokens": self.num_proposed[Source.REQUEST],
+            "proposed_history_tokens": self.num_proposed[Source.HISTORY],
+            "accepted_own_tokens": self.num_accepted[Source.REQUEST],
+            "accepted_history_tokens": self.num_accepted[Source.HISTORY],
+            "speculation_bytes": self._own_bytes + self._history.num_bytes,
+        }
+
+
+def _may_speculate(entry: ScheduledRequest) -> bool:
+    """Return whether an entry is one token of a decoding request without a grammar, and known."""
+    request = entry.request
+    return (
+        entry.is_sampled
+        and not request.is_internal
+        and request.constraint is None
+        and entry.num_tokens == 1
+        and entry.end == len(request.token_ids)
+        and request.num_output_tokens > 0
+    )
