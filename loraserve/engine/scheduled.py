@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from loraserve.engine.request import Request, RequestStatus
@@ -68,6 +68,10 @@ class ScheduledRequest:
     def known_end(self) -> int:
         """Position up to which the entry's tokens are the request's own: `end` before proposals."""
         return self.end - len(self.proposed)
+
+    def without_proposed(self) -> ScheduledRequest:
+        """Return the entry with the request's own tokens alone."""
+        return replace(self, num_tokens=self.known_end - self.start, proposed=()) if self.proposed else self
 
     @property
     def is_current(self) -> bool:

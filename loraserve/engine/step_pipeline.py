@@ -96,11 +96,13 @@ class StepPipeline:
     def _num_left(self, scheduled: Sequence[ScheduledRequest]) -> int:
         """Return how many steps may run on while the next is scheduled.
 
-        None may if that needs to know what this one samples.
+        None may if that needs to know what this one samples, or how many tokens.
         """
         if not self._overlap or not scheduled:
             return 0
-        needs_results = any(e.is_sampled and self._runner.needs_results_first(e.request) for e in scheduled)
+        needs_results = any(
+            e.proposed or (e.is_sampled and self._runner.needs_results_first(e.request)) for e in scheduled
+        )
         return 0 if needs_results else 1
 
     def _start(self, scheduled: Sequence[ScheduledRequest]) -> _Step:
@@ -136,7 +138,8 @@ class StepPipeline:
         """Compute what is left of a step that raised, with no other step in flight."""
         logger.warning("a step of %d requests raised %s: computing it again", len(scheduled), type(error).__name__)
         self._scheduler.forget([entry for entry in scheduled if not entry.is_current])
-        return self._bisect([entry for entry in scheduled if entry.is_current])
+        # without guesses: a request must not fail for a token that it didn't sample
+        return self._bisect([entry.without_proposed() for entry in scheduled if entry.is_current])
 
     def _bisect(self, scheduled: Sequence[ScheduledRequest]) -> list[TokenOutput]:
         """Compute rows synchronously.

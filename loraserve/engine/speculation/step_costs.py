@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 
 BOUNDS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -49,10 +50,8 @@ class StepCosts:
         the next larger one.
         """
         number = bisect_left(BOUNDS, num_rows)
-        for known in (*range(number, -1, -1), *range(number + 1, len(BOUNDS))):
+        for known in [*range(number, -1, -1), *range(number + 1, len(BOUNDS))]:
             seconds = self._seconds[known]
             if seconds is not None and self._num_steps - self._noted_at[known] < STALE_STEPS:
-                growth: float = GUESSED_GROWTH ** (number - known)
-                return seconds * growth
-        unknown: float = GUESSED_GROWTH**number
-        return unknown
+                return seconds * math.pow(GUESSED_GROWTH, number - known)
+        return math.pow(GUESSED_GROWTH, number)
