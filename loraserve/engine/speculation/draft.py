@@ -10,7 +10,7 @@ from loraserve.engine.speculation.token_index import LONGEST, MATCH_LENGTHS, Mat
 MAX_OWN_TOKENS = 1 << 14
 """Tokens of a request in which its own repetitions are found: its last ones, at least half of so
 many."""
-PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0
+PRIOR_RATE, PRIOR_WEIGHT = 0.5, 1.0
 """Share of proposed tokens that are taken to be right before any was verified, and the number of
 tokens that this counts as.
 """
@@ -27,20 +27,21 @@ The number doubles with each that is wrong.
 class Rate:
     """Share of proposed tokens that were right."""
 
+    prior: float = PRIOR_RATE
+    patience: int = MIN_PATIENCE
     accepted: float = 0.0
     verified: float = 0.0
     num_unmade: int = 0
-    patience: int = MIN_PATIENCE
 
     @property
     def value(self) -> float:
         """Probability that a proposed token is right, if those before it are.
 
-        It is that of a new request once its patience is over.
+        Once the patience is over it is as if nothing were known.
         """
         if self.num_unmade >= self.patience:
             return PRIOR_RATE
-        return (self.accepted + PRIOR_RATE * PRIOR_WEIGHT) / (self.verified + PRIOR_WEIGHT)
+        return (self.accepted + self.prior * PRIOR_WEIGHT) / (self.verified + PRIOR_WEIGHT)
 
     def note_unmade(self) -> None:
         """Note a proposal that wasn't made."""
@@ -56,6 +57,31 @@ class Rate:
         self.patience = MIN_PATIENCE if num_accepted else min(MAX_PATIENCE, 2 * self.patience)
 
 
+class Rates:
+    """Shares of proposed tokens that were right, by the length of the match that proposed them.
+
+    Args:
+        parent: rates of requests before it, from which its own begin; it learns what they learn.
+    """
+
+    def __init__(self, parent: Rates | None = None) -> None:
+        self._parent = parent
+        self._rates = {
+            length: Rate() if parent is None else Rate(parent.of(length).value, parent.of(length).patience)
+            for length in MATCH_LENGTHS
+        }
+
+    def of(self, length: int) -> Rate:
+        """Return the rate of matches of one length."""
+        return self._rates[length]
+
+    def note(self, length: int, num_proposed: int, num_accepted: int) -> None:
+        """Note a proposal's result."""
+        self._rates[length].note(num_proposed, num_accepted)
+        if self._parent is not None:
+            self._parent.note(length, num_proposed, num_accepted)
+
+
 @dataclass(slots=True, eq=False)
 class Draft:
     """A request's own index and rates.
@@ -65,9 +91,9 @@ class Draft:
     """
 
     request: Request
+    rates: Rates
     index: TokenIndex = field(default_factory=lambda: TokenIndex(MAX_OWN_TOKENS))
     _num_indexed: int = 0
-    _rates: dict[int, Rate] = field(default_factory=lambda: {length: Rate() for length in MATCH_LENGTHS})
 
     def find(self, history: TokenIndex | None) -> tuple[Match, TokenIndex] | None:
         """Return the longest match of the request's last tokens, its own before another's."""
@@ -82,7 +108,3 @@ class Draft:
             if other is not None and (own is None or own.length < other.length):
                 return other, history
         return None if own is None else (own, self.index)
-
-    def rate(self, match: Match) -> Rate:
-        """Return how often proposals after such a match were right."""
-        return self._rates[match.length]

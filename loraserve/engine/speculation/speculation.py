@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from cachetools import LRUCache
+
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
-from loraserve.engine.speculation.draft import Draft, Rate
-from loraserve.engine.speculation.history import History, history_key
+from loraserve.engine.speculation.draft import Draft, Rate, Rates
+from loraserve.engine.speculation.history import History, HistoryKey, history_key
 from loraserve.engine.speculation.step_costs import BOUNDS, MAX_ROWS, StepCosts
 from loraserve.limits import LIMITS
 from loraserve.types import Digest
 
 MAX_PROPOSED = 15
 """Proposed tokens of a request in a step, at most."""
-MIN_GAIN = 1.05
+MIN_GAIN = 1.1
 """Expected tokens per second with proposals, by those without, from which on they are made."""
+MAX_REMEMBERED_RATES = 4096
+"""Tenants and adapters of which the rates are remembered, at most."""
 MIN_TEXT_TOKENS = 8
 """Output tokens of a request from which on its text is kept for others."""
 
@@ -37,14 +41,20 @@ class Proposal:
 
     Attributes:
         number: of the entry in the step.
-        rate: how often such proposals were right.
+        length: of the match.
+        rates: how often the request's proposals were right.
     """
 
     number: int
     request: Request
     token_ids: tuple[int, ...]
     source: Source
-    rate: Rate
+    length: int
+    rates: Rates
+
+    @property
+    def rate(self) -> Rate:
+        return self.rates.of(self.length)
 
 
 class Speculation:
@@ -74,6 +84,7 @@ class Speculation:
         self._drafts: dict[Request, Draft] = {}
         self._made: dict[Request, Proposal] = {}
         self._history = History(max_bytes // 2)
+        self._rates: LRUCache[HistoryKey, Rates] = LRUCache(MAX_REMEMBERED_RATES)
 
     def propose(self, scheduled: Sequence[ScheduledRequest], budget: int) -> list[Proposal]:
         """Return the proposals for a step that only decodes, as far as they pay.
@@ -101,7 +112,7 @@ class Speculation:
         if draft is None:
             if self._own_bytes >= self._max_own_bytes:
                 return None
-            draft = self._drafts[request] = Draft(request)
+            draft = self._drafts[request] = Draft(request, Rates(self._rates_of(history_key(request))))
             self._own_bytes += draft.index.num_bytes
         self._own_bytes -= draft.index.num_bytes
         match = draft.find(self._history.get(history_key(request)))
@@ -111,7 +122,14 @@ class Speculation:
         (place, index) = match
         token_ids = index.read(place.position, count)
         source = Source.REQUEST if index is draft.index else Source.HISTORY
-        return Proposal(number, request, token_ids, source, draft.rate(place)) if token_ids else None
+        return Proposal(number, request, token_ids, source, place.length, draft.rates) if token_ids else None
+
+    def _rates_of(self, key: HistoryKey) -> Rates:
+        """Return the rates of a tenant's and adapter's requests so far."""
+        rates = self._rates.get(key)
+        if rates is None:
+            rates = self._rates[key] = Rates()
+        return rates
 
     def _choose(self, found: Sequence[Proposal], num_rows: int, room: int) -> list[Proposal]:
         """Return what of the proposals gives the most tokens per second, if it is enough."""
@@ -134,8 +152,7 @@ class Speculation:
         chosen = []
         for which, proposal in enumerate(found):
             if lengths[which]:
-                token_ids = proposal.token_ids[: lengths[which]]
-                chosen.append(Proposal(proposal.number, proposal.request, token_ids, proposal.source, proposal.rate))
+                chosen.append(replace(proposal, token_ids=proposal.token_ids[: lengths[which]]))
             else:
                 proposal.rate.note_unmade()
         return chosen
@@ -152,7 +169,7 @@ class Speculation:
             self.num_drafts += 1
             self.num_proposed[proposal.source] += num_proposed
             self.num_accepted[proposal.source] += num_accepted
-            proposal.rate.note(num_proposed, num_accepted)
+            proposal.rates.note(proposal.length, num_proposed, num_accepted)
 
     def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """Learn what a step took, if it only decoded."""
@@ -171,6 +188,8 @@ class Speculation:
     def forget(self, digest: Digest) -> None:
         """Forget the texts of an adapter's version."""
         self._history.forget(digest)
+        for key in [key for key in self._rates if key[1] == digest]:
+            del self._rates[key]
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of EngineStats."""

@@ -50,7 +50,8 @@ class StepCosts:
         the next larger one.
         """
         number = bisect_left(BOUNDS, num_rows)
-        for known in [*range(number, -1, -1), *range(number + 1, len(BOUNDS))]:
+        order: list[int] = [*range(number, -1, -1), *range(number + 1, len(BOUNDS))]
+        for known in order:
             seconds = self._seconds[known]
             if seconds is not None and self._num_steps - self._noted_at[known] < STALE_STEPS:
                 return seconds * math.pow(GUESSED_GROWTH, number - known)

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
+from loraserve.engine.speculation.draft import Rates
 from loraserve.engine.speculation.speculation import Proposal, Source, Speculation
 from loraserve.engine.speculation.step_costs import StepCosts
 from loraserve.types import FinishReason
@@ -18,7 +19,7 @@ from .test_overlap import LENGTH, STOP, assert_same, play, random_schedule
 
 
 class FlatCosts(StepCosts):
-    """Steps that cost the same however many rows they have: everything that is found is proposed."""
+    """Steps that cost the same however many rows they have: all that is found is proposed."""
 
     def of(self, num_rows: int) -> float:
         return 1.0
@@ -47,14 +48,8 @@ class Oracle(Speculation):
             token_ids = [token_id + (place == at) for place, token_id in enumerate(token_ids)]
             if known and token_ids and len(token_ids) <= budget:
                 budget -= len(token_ids)
-                rate = self._rates_of(request)
-                proposals.append(Proposal(number, request, tuple(token_ids), Source.REQUEST, rate))
+                proposals.append(Proposal(number, request, tuple(token_ids), Source.REQUEST, 8, Rates()))
         return proposals
-
-    def _rates_of(self, request):
-        from loraserve.engine.speculation.draft import Rate
-
-        return Rate()
 
 
 def told(*, max_tokens: int = 20, vocab: int = 50, **params) -> list[int]:
