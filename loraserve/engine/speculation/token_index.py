@@ -18,8 +18,10 @@ LONGEST = MATCH_LENGTHS[0]
 SEPARATOR = -1
 """Stands between texts: nothing is proposed beyond it."""
 MIN_CAPACITY = 256
-_ENTRIES_PER_TOKEN = 4
-"""Size of the table by the capacity: one entry for each match length, rounded up."""
+_ENTRIES_PER_TOKEN = 8
+"""Size of the table by the capacity. Each token has an entry for each match length: in a full index
+one in six is lost to another.
+"""
 TOKEN_BYTES = 4 + 4 * _ENTRIES_PER_TOKEN
 """Bytes of an index per token of its capacity."""
 _MIN_BULK = 32
@@ -70,10 +72,10 @@ class TokenIndex:
     def add(self, token_ids: Sequence[int]) -> None:
         """Append tokens; of more than half of `max_tokens`, only the last ones."""
         kept = self._max_tokens // 2
-        token_ids = token_ids[-kept:]
         if len(self._tokens) + len(token_ids) > self._max_tokens:
-            self._tokens = self._tokens[-kept:]
+            self._tokens = self._tokens[-kept:] if len(token_ids) <= kept else array("i")
             self._resize(self._capacity)
+        token_ids = token_ids[-kept:]
         capacity = self._capacity
         while capacity < len(self._tokens) + len(token_ids):
             capacity *= 2
@@ -100,9 +102,14 @@ class TokenIndex:
         return None
 
     def read(self, position: int, count: int) -> tuple[int, ...]:
-        """Return the tokens from a position on, `count` at most, as far as their text goes."""
+        """Return `count` tokens from a position on, or as many as their text has.
+
+        A text that goes on, as the index's last one does, is taken to repeat what begins there.
+        """
         token_ids = tuple(self._tokens[position : position + count])
-        return token_ids[: token_ids.index(SEPARATOR)] if SEPARATOR in token_ids else token_ids
+        if SEPARATOR in token_ids:
+            return token_ids[: token_ids.index(SEPARATOR)]
+        return (token_ids * -(-count // len(token_ids)))[:count] if token_ids else ()
 
     def _slot(self, mixed: int, length: int) -> int:
         return (mixed * _SCRAMBLE + length & _WORD) >> self._shift

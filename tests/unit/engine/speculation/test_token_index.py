@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loraserve.engine.speculation.token_index import MATCH_LENGTHS, MIN_CAPACITY, SEPARATOR, TOKEN_BYTES, TokenIndex
+
+
+def expected(tokens: list[int], last: list[int]) -> tuple[int, int] | None:
+    """The latest place after the longest end, found by looking everywhere."""
+    for length in MATCH_LENGTHS:
+        if len(last) < length:
+            continue
+        for position in range(len(tokens) - 1, length - 1, -1):
+            if tokens[position - length : position] == last[-length:]:
+                return length, position
+    return None
+
+
+@pytest.mark.parametrize("piece", [1, 3, 40, 500])
+@pytest.mark.parametrize("vocab", [2, 12, 32_000])
+def test_the_latest_place_of_the_longest_end_is_found_nearly_always(vocab, piece):
+    rng = random.Random(vocab)
+    motif = [rng.randrange(vocab) for _ in range(30)]
+    tokens: list[int] = []
+    while len(tokens) < 600:
+        tokens += motif if rng.random() < 0.5 else [rng.randrange(vocab) for _ in range(20)]
+    index, num_lost = TokenIndex(4096), 0
+    for first in range(0, len(tokens), piece):
+        index.add(tokens[first : first + piece])
+        here = tokens[: first + piece]
+        found, wanted = index.find(here[-8:]), expected(here, here[-8:])
+        if found is not None:
+            assert here[found.position - found.length : found.position] == here[-found.length :]
+        # an entry may be lost to another n-gram's, and a shorter match is found then
+        num_lost += found != wanted
+    assert num_lost <= max(1, len(tokens) // piece // 5)
+
+
+def test_pieces_make_nearly_the_same_index_as_the_whole():
+    rng = random.Random(0)
+    tokens = [rng.randrange(9) for _ in range(200)]
+    whole, pieces = TokenIndex(1024), TokenIndex(1024)
+    whole.add(tokens)
+    for token in tokens:
+        pieces.add([token])
+    # which of two n-grams has an entry that both want depends on the order
+    num_equal = sum(whole.find(tokens[:end]) == pieces.find(tokens[:end]) for end in range(1, 200))
+    assert num_equal > 180
+
+
+def test_a_token_after_the_end_of_a_text_is_not_read():
+    index = TokenIndex(1024)
+    index.add([1, 2, 3, 4, SEPARATOR, 5, 6])
+    match = index.find([9, 1, 2])
+    assert match is not None
+    assert index.read(match.position, 10) == (3, 4)
+    assert index.read(5, 5) == (5, 6, 5, 6, 5)
+    assert index.read(7, 5) == ()
+
+
+@pytest.mark.parametrize("last", [[], [1], [5, 5], [2**31 - 1] * 8])
+def test_what_never_occurred_is_not_found(last):
+    index = TokenIndex(1024)
+    assert index.find(last) is None
+    index.add([1, 2, 3, 1])
+    assert index.find(last) is None
+
+
+def test_a_full_index_stays_within_its_bytes_and_knows_what_came_last():
+    rng = random.Random(1)
+    index = TokenIndex(MIN_CAPACITY * 4)
+    tokens: list[int] = []
+    for count in [1, 100, 37, 5000, 3, 600, 2, 511, 513] * 3:
+        tokens += (piece := [rng.randrange(1000) for _ in range(count)])
+        index.add(piece)
+        assert len(index) <= MIN_CAPACITY * 4
+        assert index.num_bytes <= MIN_CAPACITY * 4 * TOKEN_BYTES
+        assert list(index.read(0, len(index))) == tokens[-len(index) :]
+    last = tokens[-20:-12]
+    match = index.find(last)
+    assert match is not None
+    assert index.read(match.position, 3) == tuple(tokens[-12:-9])
