@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from loraserve.engine.request import Request
-from loraserve.engine.speculation.token_index import LONGEST, MATCH_LENGTHS, Match, TokenIndex
+from loraserve.engine.speculation.history import HistoryKey
+from loraserve.engine.speculation.token_index import LONGEST, MATCH_LENGTHS, Match, TokenIndex, end_hashes
 
 MAX_OWN_TOKENS = 1 << 14
 """Tokens of a request in which its own repetitions are found: its last ones, at least half of so
@@ -16,6 +17,12 @@ tokens that this counts as.
 """
 _DECAY = 0.97
 """Weight of what is known when one more token is verified: some 30 tokens count."""
+FRUITLESS_LOOKUPS, MAX_INTERVAL = 16, 8
+"""Lookups in a row without an accepted token after which a request is looked at half as often, and
+the most steps between two.
+
+Bounds what speculation costs a text that doesn't repeat itself.
+"""
 MIN_PATIENCE, MAX_PATIENCE = 16, 1024
 """Proposals that aren't made, because they didn't pay, before one is tried again.
 
@@ -91,9 +98,26 @@ class Draft:
     """
 
     request: Request
+    history_key: HistoryKey
     rates: Rates
     index: TokenIndex = field(default_factory=lambda: TokenIndex(MAX_OWN_TOKENS))
     _num_indexed: int = 0
+    _num_fruitless: int = 0
+    _num_skipped: int = 0
+
+    def is_due(self) -> bool:
+        """Return whether to look for matches in this step: not in each, if all were fruitless."""
+        interval = min(MAX_INTERVAL, 1 << self._num_fruitless // FRUITLESS_LOOKUPS)
+        self._num_skipped += 1
+        if self._num_skipped < interval:
+            return False
+        self._num_skipped = 0
+        self._num_fruitless += 1
+        return True
+
+    def note_fruit(self) -> None:
+        """Note that a proposed token was right."""
+        self._num_fruitless = 0
 
     def find(self, history: TokenIndex | None) -> tuple[Match, TokenIndex] | None:
         """Return the longest match of the request's last tokens, its own before another's."""
@@ -102,9 +126,10 @@ class Draft:
             self.index.add(token_ids[max(self._num_indexed, len(token_ids) - MAX_OWN_TOKENS) :])
             self._num_indexed = len(token_ids)
         last = token_ids[-LONGEST:]
-        own = self.index.find(last)
+        hashes = end_hashes(last)
+        own = self.index.find(hashes, last)
         if history is not None and (own is None or own.length < LONGEST):
-            other = history.find(last)
+            other = history.find(hashes, last)
             if other is not None and (own is None or own.length < other.length):
                 return other, history
         return None if own is None else (own, self.index)

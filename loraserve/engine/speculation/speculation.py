@@ -28,7 +28,7 @@ MIN_TEXT_TOKENS = 8
 """Output tokens of a request from which on its text is kept for others."""
 
 
-class Source(StrEnum):
+class ProposalSource(StrEnum):
     """Where proposed tokens were found."""
 
     REQUEST = "request"
@@ -48,7 +48,7 @@ class Proposal:
     number: int
     request: Request
     token_ids: tuple[int, ...]
-    source: Source
+    source: ProposalSource
     length: int
     rates: Rates
 
@@ -76,8 +76,8 @@ class Speculation:
             max_bytes: bytes of all indices, half of them for those of live requests.
         """
         self.costs = StepCosts()
-        self.num_proposed: Counter[Source] = Counter()
-        self.num_accepted: Counter[Source] = Counter()
+        self.num_proposed: Counter[ProposalSource] = Counter()
+        self.num_accepted: Counter[ProposalSource] = Counter()
         self.num_drafts = 0
         self._max_own_bytes = max_bytes // 2
         self._own_bytes = 0
@@ -93,7 +93,7 @@ class Speculation:
             budget: tokens that the step still has room for.
         """
         room = min(budget, MAX_ROWS - len(scheduled))
-        if room <= 0:
+        if not scheduled or room <= 0 or self.costs.most_gain(len(scheduled)) < MIN_GAIN:
             return []
         found = []
         for number, entry in enumerate(scheduled):
@@ -112,16 +112,19 @@ class Speculation:
         if draft is None:
             if self._own_bytes >= self._max_own_bytes:
                 return None
-            draft = self._drafts[request] = Draft(request, Rates(self._rates_of(history_key(request))))
+            key = history_key(request)
+            draft = self._drafts[request] = Draft(request, key, Rates(self._rates_of(key)))
             self._own_bytes += draft.index.num_bytes
+        if not draft.is_due():
+            return None
         self._own_bytes -= draft.index.num_bytes
-        match = draft.find(self._history.get(history_key(request)))
+        match = draft.find(self._history.get(draft.history_key))
         self._own_bytes += draft.index.num_bytes
         if match is None:
             return None
         (place, index) = match
         token_ids = index.read(place.position, count)
-        source = Source.REQUEST if index is draft.index else Source.HISTORY
+        source = ProposalSource.REQUEST if index is draft.index else ProposalSource.HISTORY
         return Proposal(number, request, token_ids, source, place.length, draft.rates) if token_ids else None
 
     def _rates_of(self, key: HistoryKey) -> Rates:
@@ -170,6 +173,9 @@ class Speculation:
             self.num_proposed[proposal.source] += num_proposed
             self.num_accepted[proposal.source] += num_accepted
             proposal.rates.note(proposal.length, num_proposed, num_accepted)
+            draft = self._drafts.get(entry.request)
+            if num_accepted and draft is not None:
+                draft.note_fruit()
 
     def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """Learn what a step took, if it only decoded."""
@@ -195,10 +201,10 @@ class Speculation:
         """Return the fields of EngineStats."""
         return {
             "num_drafts": self.num_drafts,
-            "proposed_own_tokens": self.num_proposed[Source.REQUEST],
-            "proposed_history_tokens": self.num_proposed[Source.HISTORY],
-            "accepted_own_tokens": self.num_accepted[Source.REQUEST],
-            "accepted_history_tokens": self.num_accepted[Source.HISTORY],
+            "proposed_own_tokens": self.num_proposed[ProposalSource.REQUEST],
+            "proposed_history_tokens": self.num_proposed[ProposalSource.HISTORY],
+            "accepted_own_tokens": self.num_accepted[ProposalSource.REQUEST],
+            "accepted_history_tokens": self.num_accepted[ProposalSource.HISTORY],
             "speculation_bytes": self._own_bytes + self._history.num_bytes,
         }
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 
 BOUNDS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows up to which steps are taken to cost the same."""
 MAX_ROWS = BOUNDS[-1]
 """Rows of a step from which on nothing is proposed."""
-GUESSED_GROWTH = 1.1
-"""Cost of a step by that of one below the next smaller bound, until it is measured: low enough that
-it is tried.
+GUESSED_SLOPES = (0.1, 0.1, 0.1, 0.1, 0.3, 0.9, 0.9, 0.9, 0.9)
+"""Share of a step's time that grows with its rows, up to each of the bounds, until it is measured:
+low for few rows, so that they are tried, and high for many, of which each counts.
 """
 STALE_STEPS = 1024
 """Steps after which a measurement is a guess again."""
@@ -32,7 +31,7 @@ class StepCosts:
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
-        if num_rows > MAX_ROWS:
+        if num_rows > MAX_ROWS or seconds <= 0:
             return
         self._num_steps += 1
         number = bisect_left(BOUNDS, num_rows)
@@ -54,5 +53,22 @@ class StepCosts:
         for known in order:
             seconds = self._seconds[known]
             if seconds is not None and self._num_steps - self._noted_at[known] < STALE_STEPS:
-                return seconds * math.pow(GUESSED_GROWTH, number - known)
-        return math.pow(GUESSED_GROWTH, number)
+                return seconds * _GUESSES[number] / _GUESSES[known]
+        return _GUESSES[number]
+
+    def most_gain(self, num_rows: int) -> float:
+        """Return what tokens per second grow by at most, if more rows are all of use."""
+        rate = num_rows / self.of(num_rows)
+        return max((bound / self.of(bound) / rate for bound in BOUNDS if bound > num_rows), default=0.0)
+
+
+def _guesses() -> tuple[float, ...]:
+    """Return what steps take up to each bound, by what a step of one row takes."""
+    guesses, before = [1.0], BOUNDS[0]
+    for bound, slope in zip(BOUNDS[1:], GUESSED_SLOPES[1:], strict=True):
+        guesses.append(guesses[-1] * (1 + slope * (bound / before - 1)))
+        before = bound
+    return tuple(guesses)
+
+
+_GUESSES = _guesses()

@@ -26,7 +26,8 @@ TOKEN_BYTES = 4 + 4 * _ENTRIES_PER_TOKEN
 """Bytes of an index per token of its capacity."""
 _MIN_BULK = 32
 """Tokens from which on they are hashed by NumPy."""
-_FACTOR, _SCRAMBLE, _WORD = 0x01000193, 0x9E3779B1, 0xFFFFFFFF
+_PAIR, _FOUR, _EIGHT, _SCRAMBLE, _WORD = 0x01000193, 0x85EBCA77, 0xC2B2AE3D, 0x9E3779B1, 0xFFFFFFFF
+_HASHED_LENGTHS = MATCH_LENGTHS[::-1]
 
 
 class Match(NamedTuple):
@@ -85,20 +86,23 @@ class TokenIndex:
         self._tokens.extend(token_ids)
         self._insert(first)
 
-    def find(self, last: Sequence[int]) -> Match | None:
+    def find(self, hashes: Sequence[int], last: Sequence[int]) -> Match | None:
         """Return the latest place after the last `LONGEST` tokens of a text, or after fewer.
 
         If the text is the index's own, its end isn't found.
+
+        Args:
+            hashes: of the text's end, as `end_hashes` returns them.
+            last: the last tokens of the text, `LONGEST` if it has as many.
         """
-        slots, mixed = [], 0
-        for count, token_id in enumerate(reversed(last[-LONGEST:]), start=1):
-            mixed = (mixed ^ token_id) * _FACTOR & _WORD
-            if count in MATCH_LENGTHS:
-                slots.append((count, self._slot(mixed, count)))
-        for length, slot in reversed(slots):
-            position = self._table[slot]
-            if self._tokens[max(0, position - length) : position] == array("i", last[-length:]):
-                return Match(length, position)
+        tokens, shift = self._tokens, self._shift
+        for number in range(len(hashes) - 1, -1, -1):
+            position = self._table[(hashes[number] & _WORD) >> shift]
+            # in texts without repetition this is all that is done
+            if position and tokens[position - 1] == last[-1]:
+                length = _HASHED_LENGTHS[number]
+                if tokens[max(0, position - length) : position] == array("i", last[-length:]):
+                    return Match(length, position)
         return None
 
     def read(self, position: int, count: int) -> tuple[int, ...]:
@@ -111,9 +115,6 @@ class TokenIndex:
             return token_ids[: token_ids.index(SEPARATOR)]
         return (token_ids * -(-count // len(token_ids)))[:count] if token_ids else ()
 
-    def _slot(self, mixed: int, length: int) -> int:
-        return (mixed * _SCRAMBLE + length & _WORD) >> self._shift
-
     def _resize(self, capacity: int) -> None:
         """Make a table for so many tokens, and enter those that are there."""
         size = capacity * _ENTRIES_PER_TOKEN
@@ -123,27 +124,44 @@ class TokenIndex:
 
     def _insert(self, first: int) -> None:
         """Enter the places of the tokens from `first` on: each stands behind some n-grams."""
-        tokens, end = self._tokens, len(self._tokens)
-        if end - first >= _MIN_BULK:
+        tokens, table, shift = self._tokens, self._table, self._shift
+        if len(tokens) - first >= _MIN_BULK:
             self._insert_many(first)
             return
-        for position in range(max(first, MATCH_LENGTHS[-1]), end):
-            mixed = 0
-            for count in range(1, min(LONGEST, position) + 1):
-                mixed = (mixed ^ tokens[position - count] & _WORD) * _FACTOR & _WORD
-                if count in MATCH_LENGTHS:
-                    self._table[self._slot(mixed, count)] = position
+        for position in range(first, len(tokens)):
+            for hashed in end_hashes(tokens[max(0, position - LONGEST) : position]):
+                table[(hashed & _WORD) >> shift] = position
 
     def _insert_many(self, first: int) -> None:
         tokens, table = np.frombuffer(self._tokens, np.uint32), np.frombuffer(self._table, np.int32)
-        positions = np.arange(max(first, MATCH_LENGTHS[-1]), len(tokens))
-        mixed = np.zeros(len(positions), np.uint32)
-        for count in range(1, LONGEST + 1):
-            if count > positions[0]:
-                # the first ones have no longer n-gram before them
-                positions, mixed = positions[1:], mixed[1:]
-            mixed = (mixed ^ tokens[positions - count]) * np.uint32(_FACTOR)
-            if count in MATCH_LENGTHS:
-                slots = (mixed * np.uint32(_SCRAMBLE) + np.uint32(count)) >> np.uint32(self._shift)
-                # of equal n-grams, the last place stays
-                table[slots] = positions
+        # hashes of the n-grams before each token that has as many before it
+        pairs = (tokens[1:-1] * np.uint32(_PAIR) + tokens[:-2] + np.uint32(1)) * np.uint32(_SCRAMBLE)
+        fours = (pairs[2:] * np.uint32(_FOUR) + pairs[:-2]) * np.uint32(_SCRAMBLE)
+        eights = (fours[4:] * np.uint32(_EIGHT) + fours[:-4]) * np.uint32(_SCRAMBLE)
+        for hashes, length in ((pairs, 2), (fours, 4), (eights, 8)):
+            start = max(first, length)
+            # of equal n-grams, the last place stays
+            table[hashes[start - length :] >> np.uint32(self._shift)] = np.arange(start, len(tokens))
+
+
+def end_hashes(last: Sequence[int]) -> tuple[int, ...]:
+    """Return the hashes of a text's ends of 2, 4 and 8 tokens, as far as it is as long.
+
+    They are right modulo 2**32.
+
+    Args:
+        last: its last tokens, `LONGEST` if it has as many.
+    """
+    if len(last) < LONGEST:
+        count = len(last)
+        if count < 2:
+            return ()
+        pair = (last[-1] * _PAIR + last[-2] + 1) * _SCRAMBLE
+        return (
+            (pair,) if count < 4 else (pair, (pair * _FOUR + (last[-3] * _PAIR + last[-4] + 1) * _SCRAMBLE) * _SCRAMBLE)
+        )
+    h, g, f, e, d, c, b, a = last[-LONGEST:]
+    pair = (a * _PAIR + b + 1) * _SCRAMBLE & _WORD
+    four = (pair * _FOUR + (c * _PAIR + d + 1) * _SCRAMBLE) * _SCRAMBLE & _WORD
+    other = ((e * _PAIR + f + 1) * _SCRAMBLE * _FOUR + (g * _PAIR + h + 1) * _SCRAMBLE) * _SCRAMBLE
+    return pair, four, (four * _EIGHT + other) * _SCRAMBLE

@@ -10,7 +10,7 @@ import pytest
 
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.speculation.draft import Rates
-from loraserve.engine.speculation.speculation import Proposal, Source, Speculation
+from loraserve.engine.speculation.speculation import Proposal, ProposalSource, Speculation
 from loraserve.engine.speculation.step_costs import StepCosts
 from loraserve.types import FinishReason
 
@@ -48,7 +48,7 @@ class Oracle(Speculation):
             token_ids = [token_id + (place == at) for place, token_id in enumerate(token_ids)]
             if known and token_ids and len(token_ids) <= budget:
                 budget -= len(token_ids)
-                proposals.append(Proposal(number, request, tuple(token_ids), Source.REQUEST, 8, Rates()))
+                proposals.append(Proposal(number, request, tuple(token_ids), ProposalSource.REQUEST, 8, Rates()))
         return proposals
 
 
@@ -200,7 +200,7 @@ def test_random_schedules_have_proposals_that_are_right_and_some_that_are_wrong(
         play(Simulation(overlap=False, speculation=speculation, vocab=2, **schedule.options), schedule, seed)
     num_proposed, num_accepted = sum(speculation.num_proposed.values()), sum(speculation.num_accepted.values())
     assert 0.2 < num_accepted / num_proposed < 0.9
-    assert min(speculation.num_accepted[source] for source in Source) > 10
+    assert min(speculation.num_accepted[source] for source in ProposalSource) > 10
 
 
 @pytest.mark.parametrize("seed", range(10))

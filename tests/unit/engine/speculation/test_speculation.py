@@ -10,7 +10,7 @@ import pytest
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.speculation.draft import MAX_PATIENCE, Rate, Rates
-from loraserve.engine.speculation.speculation import MAX_PROPOSED, Source, Speculation
+from loraserve.engine.speculation.speculation import MAX_PROPOSED, ProposalSource, Speculation
 from loraserve.engine.speculation.step_costs import MAX_ROWS, STALE_STEPS, StepCosts
 
 from ..conftest import make_request
@@ -178,8 +178,8 @@ def test_sources_are_counted_apart():
     first, second = propose(speculation, own, other)
     verify(speculation, own, first, 1)
     verify(speculation, other, second, len(second))
-    assert speculation.num_proposed == {Source.REQUEST: len(first), Source.HISTORY: len(second)}
-    assert speculation.num_accepted == {Source.REQUEST: 1, Source.HISTORY: len(second)}
+    assert speculation.num_proposed == {ProposalSource.REQUEST: len(first), ProposalSource.HISTORY: len(second)}
+    assert speculation.num_accepted == {ProposalSource.REQUEST: 1, ProposalSource.HISTORY: len(second)}
 
 
 def test_a_rate_is_that_of_the_last_tokens():
