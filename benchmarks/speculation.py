@@ -62,7 +62,7 @@ class Case:
         return MIN_RANDOM if self.work == RANDOM else MIN_GAIN
 
 
-async def ask(client: httpx2.AsyncClient, work: Work, num_tokens: int, seed: int) -> list[int]:
+async def ask(client: httpx2.AsyncClient, work: Work, num_tokens: int, first_seed: int) -> list[int]:
     body = {
         "model": "base",
         "prompt": work.prompt,
@@ -86,7 +86,7 @@ async def run_round(
     async with httpx2.AsyncClient(base_url=server.url, headers=headers, timeout=900) as client:
         await client.get("/livez")
         started = time.perf_counter()
-        asked = (ask(client, work, num_tokens, seed * 1000 + stream) for stream in range(case.num_streams))
+        asked = (ask(client, work, num_tokens, first_seed + stream) for stream in range(case.num_streams))
         answers = await asyncio.gather(*asked)
         return list(answers), time.perf_counter() - started
 
@@ -99,13 +99,15 @@ def counted(server: Server, what: str) -> dict[str, float]:
 
 
 def measure(servers: dict[str, Server], case: Case, work: Work, options: argparse.Namespace) -> None:
+    # no seed twice: the server would know the answer
+    first_seed = 1_000_000 * options.seed + 10_000 * case.num_streams
     before = {what: counted(servers[AUTO], what) for what in ("proposed", "accepted")}
     for number in range(options.rounds + 1):
         answers: dict[str, list[list[int]]] = {}
         # each is first in every other round: what is slow for a moment is slow for both
         for setting in (OFF, AUTO) if number % 2 else (AUTO, OFF):
             answers[setting], elapsed_s = asyncio.run(
-                run_round(servers[setting], case, work, options.tokens, options.seed + number)
+                run_round(servers[setting], case, work, options.tokens, first_seed + number * case.num_streams)
             )
             # the first round, in which prompts are computed and nothing is known, isn't counted
             if number:
