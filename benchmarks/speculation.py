@@ -62,7 +62,7 @@ class Case:
         return MIN_RANDOM if self.work == RANDOM else MIN_GAIN
 
 
-async def ask(client: httpx2.AsyncClient, work: Work, num_tokens: int, first_seed: int) -> list[int]:
+async def ask(client: httpx2.AsyncClient, work: Work, num_tokens: int, seed: int) -> list[int]:
     body = {
         "model": "base",
         "prompt": work.prompt,
@@ -79,7 +79,7 @@ async def ask(client: httpx2.AsyncClient, work: Work, num_tokens: int, first_see
 
 
 async def run_round(
-    server: Server, case: Case, work: Work, num_tokens: int, seed: int
+    server: Server, case: Case, work: Work, num_tokens: int, first_seed: int
 ) -> tuple[list[list[int]], float]:
     """Send all streams at once; return the answers and the seconds until the last one came."""
     headers = {"Authorization": f"Bearer {server.key}"}
