@@ -45,6 +45,7 @@ def test_sizes_are_read(text: object, expected: int) -> None:
         ({"port": 70000}, "--port: "),
         ({"device": "tpu"}, "--device: "),
         ({"quantize": "int3"}, "--quantize: "),
+        ({"speculation": "on"}, "--speculation: "),
         ({"admin_key": "short"}, "--admin-key: should have 32"),
         ({"model_id": "a b"}, "--model-id: "),
         ({"colour": "red"}, "--colour is unknown"),
@@ -112,6 +113,11 @@ def test_the_engine_gets_absolute_places_and_resolves_its_device_itself(tmp_path
     )
     assert (config.device, config.dtype, config.model_id) == ("auto", "auto", "my-base")
     assert config.store_url == (tmp_path / "data" / "blobs").as_uri()
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "auto"), ({"speculation": "off"}, "off")])
+def test_whether_to_speculate_reaches_the_engine(given: dict[str, object], expected: str) -> None:
+    assert Settings.load(model="base", **given).engine_config("base").speculation == expected
 
 
 def test_what_adapters_may_lose_reaches_the_engine() -> None:

@@ -136,7 +136,7 @@ class Verifier(StepListener):
 
     def before_launch(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Throttle evaluations as the step needs it."""
-        lengths = [entry.num_tokens for entry in scheduled if entry.request.probe is None]
+        lengths = [entry.known_end - entry.start for entry in scheduled if entry.request.probe is None]
         is_long = self._engine.pager.num_loading > 0 or any(length > 1 for length in lengths)
         self.throttle.note(is_serving=bool(lengths), is_long=is_long)
 
