@@ -14,18 +14,20 @@ low for few rows, so that they are tried, and high for many, of which each count
 """
 STALE_STEPS = 1024
 """Steps after which a measurement is a guess again."""
-_SMOOTHING = 0.15
-_MAX_JUMP = 2.0
-"""Cap on a measurement by the average before it: a step that waited for something else counts as
-twice as long.
+_RISE, _FALL = 0.15, 0.4
+"""Part of the way to a measurement that the average goes: less to one above it, which may be a step
+that waited for something else, or whose kernels were made for its number of rows.
 """
+_MAX_JUMP = 2.0
+"""Cap on a measurement by the average before it."""
 
 
 class StepCosts:
     """Average seconds of steps that only decode, by their rows."""
 
     def __init__(self) -> None:
-        self._seconds: list[float | None] = [None] * len(BOUNDS)
+        self._seconds = [0.0] * len(BOUNDS)
+        # number of the step that was measured last; 0: none
         self._noted_at = [0] * len(BOUNDS)
         self._num_steps = 0
 
@@ -33,13 +35,12 @@ class StepCosts:
         """Note what a step took."""
         if num_rows > MAX_ROWS or seconds <= 0:
             return
-        self._num_steps += 1
         number = bisect_left(BOUNDS, num_rows)
-        average = self._seconds[number]
-        if average is None:
-            self._seconds[number] = seconds
-        else:
-            self._seconds[number] = average + _SMOOTHING * (min(seconds, _MAX_JUMP * average) - average)
+        # one measurement proves little against what is known of smaller steps
+        average = self.of(num_rows) if any(map(self._is_known, range(len(BOUNDS)))) else seconds
+        weight = _FALL if seconds < average else _RISE
+        self._seconds[number] = average + weight * (min(seconds, _MAX_JUMP * average) - average)
+        self._num_steps += 1
         self._noted_at[number] = self._num_steps
 
     def of(self, num_rows: int) -> float:
@@ -51,10 +52,12 @@ class StepCosts:
         number = bisect_left(BOUNDS, num_rows)
         order: list[int] = [*range(number, -1, -1), *range(number + 1, len(BOUNDS))]
         for known in order:
-            seconds = self._seconds[known]
-            if seconds is not None and self._num_steps - self._noted_at[known] < STALE_STEPS:
-                return seconds * _GUESSES[number] / _GUESSES[known]
+            if self._is_known(known):
+                return self._seconds[known] * _GUESSES[number] / _GUESSES[known]
         return _GUESSES[number]
+
+    def _is_known(self, number: int) -> bool:
+        return self._noted_at[number] > 0 and self._num_steps - self._noted_at[number] < STALE_STEPS
 
     def most_gain(self, num_rows: int) -> float:
         """Return what tokens per second grow by at most, if more rows are all of use."""

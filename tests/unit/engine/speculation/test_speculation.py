@@ -44,7 +44,7 @@ def verify(speculation: Speculation, request: Request, token_ids: tuple[int, ...
 
 
 def costing(speculation: Speculation, *costs: tuple[int, float]) -> Speculation:
-    for num_rows, seconds in costs:
+    for num_rows, seconds in costs * 30:
         speculation.costs.note(num_rows, seconds)
     return speculation
 
@@ -215,6 +215,17 @@ def test_a_step_that_waited_for_something_else_counts_little():
         costs.note(1, 1.0)
     costs.note(1, 100.0)
     assert costs.of(1) < 1.2
+
+
+def test_one_measurement_proves_little_and_some_do():
+    costs = StepCosts()
+    costs.note(1, 1.0)
+    # the first step of so many rows has its kernels made
+    costs.note(4, 50.0)
+    assert costs.of(4) < 1.5
+    for _ in range(30):
+        costs.note(4, 1.8)
+    assert 1.7 < costs.of(4) < 1.9
 
 
 def test_an_old_measurement_is_a_guess_again():
