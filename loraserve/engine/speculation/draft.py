@@ -26,7 +26,7 @@ Bounds what speculation costs a text that doesn't repeat itself.
 MIN_PATIENCE, MAX_PATIENCE = 16, 1024
 """Proposals that aren't made, because they didn't pay, before one is tried again.
 
-The number doubles with each that is wrong.
+The number doubles with each that is wrong, and is halved by one that isn't.
 """
 
 
@@ -61,7 +61,9 @@ class Rate:
         self.accepted = self.accepted * decay + num_accepted
         self.verified = self.verified * decay + num_verified
         self.num_unmade = 0
-        self.patience = MIN_PATIENCE if num_accepted else min(MAX_PATIENCE, 2 * self.patience)
+        # a lucky guess among many wrong ones is no reason to try each of the next
+        patience = self.patience // 2 if num_accepted else 2 * self.patience
+        self.patience = min(MAX_PATIENCE, max(MIN_PATIENCE, patience))
 
 
 class Rates:
