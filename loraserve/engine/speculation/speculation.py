@@ -22,6 +22,8 @@ MAX_PROPOSED = 15
 """Proposed tokens of a request in a step, at most."""
 MIN_GAIN = 1.1
 """Expected tokens per second with proposals, by those without, from which on they are made."""
+MIN_PROBABILITY = 0.05
+"""Probability of being right below which a token isn't proposed, whatever a row costs."""
 MAX_REMEMBERED_RATES = 4096
 """Tenants and adapters of which the rates are remembered, at most."""
 MIN_TEXT_TOKENS = 8
@@ -137,14 +139,16 @@ class Speculation:
     def _choose(self, found: Sequence[Proposal], num_rows: int, room: int) -> list[Proposal]:
         """Return what of the proposals gives the most tokens per second, if it is enough."""
         # the probability that each proposed token is right, with those before it
-        gains = sorted(
-            (
-                (proposal.rate.value ** (place + 1), -place, which)
-                for which, proposal in enumerate(found)
-                for place in range(len(proposal.token_ids))
-            ),
-            reverse=True,
-        )[:room]
+        gains: list[tuple[float, int, int]] = []
+        for which, proposal in enumerate(found):
+            rate = gain = proposal.rate.value
+            for place in range(len(proposal.token_ids)):
+                if gain < MIN_PROBABILITY:
+                    break
+                gains.append((gain, -place, which))
+                gain *= rate
+        gains.sort(reverse=True)
+        del gains[room:]
         best, best_count = MIN_GAIN * num_rows / self.costs.of(num_rows), 0
         num_expected, counts = float(num_rows), {min(bound - num_rows, len(gains)) for bound in BOUNDS}
         for count, (gain, _, _) in enumerate(gains, start=1):
