@@ -1,4 +1,4 @@
-"""What a step's rows pass between qkv and attention, in one kernel; compiled by numba.
+"""Queries, keys and values of a step between qkv and attention, in one kernel; compiled by numba.
 
 Queries and keys are normed, where the architecture does, and turned by their positions, in place;
 keys and values are written to the paged cache. A row is computed by one thread, in one order: its
