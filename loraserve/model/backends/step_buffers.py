@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +93,10 @@ def rounding_of(linear: Linear) -> RowRounding | None:
     return RowRounding(0, False, weight.group_size) if isinstance(weight, GroupDotWeight) else None
 
 
-def code_words(rows: InputRows, rounding: RowRounding | None, k: Any) -> dict[int, int]:
-    """Return the words that have a kernel, whose module k is, round its rows."""
+def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
+    """Return the words that have a kernel round its rows."""
+    from loraserve_kernels.cpu.linear import row_quantization as k
+
     if rounding is None:
         return {}
     return {

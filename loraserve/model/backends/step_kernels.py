@@ -229,7 +229,7 @@ class StepKernels:
             k.OUT: self.x.values.data_ptr(),
             k.EPS: _float_word(eps),
             k.DELTA_SCALE: _float_word(scale),
-            **code_words(self.x, rounding, k),
+            **code_words(self.x, rounding),
         }
         if delta is not None:
             words |= {
@@ -398,7 +398,7 @@ class StepKernels:
         from loraserve_kernels.cpu.linear import row_quantization as k
 
         if rounding is not None:
-            codes = code_words(rows, rounding, k)
+            codes = code_words(rows, rounding)
             words = {k.X: rows.values.data_ptr(), k.X_STRIDE: rows.width, k.WIDTH: rows.width, **codes}
             self._add("quantize", k.NUM_ROWS, words)
 
@@ -426,7 +426,7 @@ class StepKernels:
             k.X_STRIDE: self._gate_up.values.stride(0),
             k.OUT: gated.values.data_ptr(),
             k.IS_GELU: int(self._config.activation is not ActivationFunction.SILU),
-            **code_words(gated, rounding_of(mlp.down.base), k),
+            **code_words(gated, rounding_of(mlp.down.base)),
         }
         self._add("gate", k.NUM_ROWS, words)
         self._add_site(mlp.down, gated, self._delta)

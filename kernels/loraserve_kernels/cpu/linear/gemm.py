@@ -454,14 +454,16 @@ def _quantize_rows_numba(x: Tensor, offset: int = 0, starts: Tensor | None = Non
     Args:
         starts: [num_tokens, groups] float32, where -8 times the sum of each group's codes goes.
     """
+    from loraserve_kernels.cpu.linear import row_quantization as k
+
     call, address, _ = _rows_kernel()
     num_rows, width = x.shape
     codes, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty((num_rows, 1))
-    args = np.array(
-        (*[0] * 8, x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), num_rows, width, offset, width, 0)
-        + ((0, 0) if starts is None else (starts.data_ptr(), width // starts.shape[1])),
-        dtype=np.int64,
-    )
+    args = np.zeros(k.NUM_WORDS, dtype=np.int64)
+    args[k.X : k.WIDTH + 1] = x.data_ptr(), x.stride(0), num_rows, width
+    args[k.CODES : k.OFFSET + 1] = codes.data_ptr(), width, scales.data_ptr(), offset
+    if starts is not None:
+        args[k.STARTS], args[k.GROUP] = starts.data_ptr(), width // starts.shape[1]
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1
     threads.run(call, address, args.ctypes.data, num_threads)
     return codes, scales

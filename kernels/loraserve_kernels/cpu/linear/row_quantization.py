@@ -33,21 +33,11 @@ from loraserve_kernels.cpu.simd import (
 )
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
-CLAIMED, X, X_STRIDE, CODES, SCALES, NUM_ROWS, WIDTH, OFFSET, CODE_ROW_BYTES, IS_WIDE, STARTS, GROUP, NUM_WORDS = (
-    0,
-    8,
-    9,
-    10,
-    11,
-    12,
-    13,
-    14,
-    15,
-    16,
-    17,
-    18,
-    19,
-)
+CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
+
+# Words of every kernel that rounds its rows: where the codes and scales go (no codes: nothing is
+# rounded), what is added to the codes, whether they are int16, and where the starts of groups go.
+CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, NUM_WORDS = 40, 41, 42, 43, 44, 45, 46, 47
 
 ROW_BLOCK = 8
 F32_BYTES = 4
@@ -102,21 +92,33 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group): 
 
 
 @numba.njit
+def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
+    """Round a row as a kernel's argument block says, if it says so.
+
+    Args:
+        source: address of the row's `width` float32.
+        row: its number, which says where its codes, its scale and its starts go.
+    """
+    codes, starts, group = load_int(args, CODES), load_int(args, STARTS), load_int(args, GROUP)
+    if codes == 0:
+        return
+    if starts != 0:
+        starts += row * (width // group) * F32_BYTES
+    target, scale = codes + row * load_int(args, CODE_ROW_BYTES), load_int(args, SCALES) + row * F32_BYTES
+    quantize_row(source, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group)
+
+
+@numba.njit
 def _quantize(args):  # type: ignore[no-untyped-def]
     """Quantize the rows that this thread claims."""
-    x, x_stride, codes = load_int(args, X), load_int(args, X_STRIDE), load_int(args, CODES)
-    scales, num_rows, width = load_int(args, SCALES), load_int(args, NUM_ROWS), load_int(args, WIDTH)
-    offset, row_bytes = load_int(args, OFFSET), load_int(args, CODE_ROW_BYTES)
-    is_wide, starts, group = load_int(args, IS_WIDE), load_int(args, STARTS), load_int(args, GROUP)
+    num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
     block = ROW_BLOCK if num_rows > ROW_BLOCK * ROW_BLOCK else 1
     while True:
         first = fetch_add(args, block)
         if first >= num_rows:
             return
         for row in range(first, min(first + block, num_rows)):
-            source, target = x + row * x_stride * F32_BYTES, codes + row * row_bytes
-            own = 0 if starts == 0 else starts + row * (width // group) * F32_BYTES
-            quantize_row(source, target, scales + row * F32_BYTES, width, offset, is_wide, own, group)
+            round_row(args, load_int(args, X) + row * load_int(args, X_STRIDE) * F32_BYTES, row, width)
 
 
 @functools.cache

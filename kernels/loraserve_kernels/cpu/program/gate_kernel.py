@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import quantize_row
+from loraserve_kernels.cpu.linear.row_quantization import round_row
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -34,9 +34,9 @@ from loraserve_kernels.cpu.simd import (
     store_one,
 )
 
-# The argument block, in int64 words. The counter is on a cache line of its own.
+# The argument block, in int64 words, beside those of `round_row`. The counter is on a cache line of
+# its own.
 CLAIMED, NUM_ROWS, WIDTH, X, X_STRIDE, OUT, IS_GELU = 0, 8, 9, 10, 11, 12, 13
-CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, NUM_WORDS = 14, 15, 16, 17, 18, 19, 20, 21
 
 F32_BYTES = 4
 ROW_BLOCK = 4
@@ -62,7 +62,7 @@ def _gated(gate, up, is_gelu):  # type: ignore[no-untyped-def]
 @numba.njit
 def _gate(args):  # type: ignore[no-untyped-def]
     num_rows, width, is_gelu = load_int(args, NUM_ROWS), load_int(args, WIDTH), load_int(args, IS_GELU)
-    codes, scales, whole = load_int(args, CODES), load_int(args, SCALES), width // LANES * LANES
+    whole = width // LANES * LANES
     block = ROW_BLOCK if num_rows > MANY_ROWS else 1
     while True:
         first = fetch_add(args, block)
@@ -80,12 +80,7 @@ def _gate(args):  # type: ignore[no-untyped-def]
                     slope = 2 * 0.7978845608028654 * (x + 0.044715 * x * x * x)
                 # one of few elements of a row: numba's exponential of float64 overflows to infinity
                 store_one(out, k, np.float32(x / (1 + np.exp(-slope)) * load_one(up, k, F32)))
-            if codes != 0:
-                target = codes + row * load_int(args, CODE_ROW_BYTES)
-                scale, starts, group = scales + row * F32_BYTES, load_int(args, STARTS), load_int(args, GROUP)
-                if starts != 0:
-                    starts += row * (width // group) * F32_BYTES
-                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group)
+            round_row(args, out, row, width)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import quantize_row
+from loraserve_kernels.cpu.linear.row_quantization import round_row
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -37,11 +37,11 @@ from loraserve_kernels.cpu.simd import (
     sum_lanes,
 )
 
-# The argument block, in int64 words. The counter is on a cache line of its own. A weight of 0: no
-# norm. The tables of weights have an address for each row; 0: every row has the one weight.
+# The argument block, in int64 words, beside those of `round_row`. The counter is on a cache line of
+# its own. A weight of 0: no norm. The tables of weights have an address for each row; 0: every row
+# has the one weight.
 CLAIMED, NUM_ROWS, WIDTH, HIDDEN, DELTA, DELTA_STRIDE, DELTA_WEIGHT, DELTA_WEIGHTS = 0, 8, 9, 10, 11, 12, 13, 14
-WEIGHT, WEIGHTS, OUT, CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE = 15, 16, 17, 18, 19, 20, 21, 22
-EPS, DELTA_SCALE, STARTS, GROUP, NUM_WORDS = 23, 24, 25, 26, 27
+WEIGHT, WEIGHTS, OUT, EPS, DELTA_SCALE = 15, 16, 17, 18, 19
 """EPS, DELTA_SCALE: float32 in the word's first half."""
 
 F32_BYTES, WORD = 4, 8
@@ -90,7 +90,6 @@ def _norm(args):  # type: ignore[no-untyped-def]
     num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
     hiddens, deltas, outs = load_int(args, HIDDEN), load_int(args, DELTA), load_int(args, OUT)
     eps, delta_scale = load_one(args, 2 * EPS, F32), load_one(args, 2 * DELTA_SCALE, F32)
-    codes, scales = load_int(args, CODES), load_int(args, SCALES)
     block = ROW_BLOCK if num_rows > MANY_ROWS else 1
     while True:
         first = fetch_add(args, block)
@@ -114,12 +113,7 @@ def _norm(args):  # type: ignore[no-untyped-def]
             else:
                 for k in range(width):
                     store_one(out, k, load_one(hidden, k, F32))
-            if codes != 0:
-                target = codes + row * load_int(args, CODE_ROW_BYTES)
-                scale, starts, group = scales + row * F32_BYTES, load_int(args, STARTS), load_int(args, GROUP)
-                if starts != 0:
-                    starts += row * (width // group) * F32_BYTES
-                quantize_row(out, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group)
+            round_row(args, out, row, width)
 
 
 @functools.cache
