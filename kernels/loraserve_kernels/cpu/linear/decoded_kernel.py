@@ -484,6 +484,9 @@ def _runner(one: Any, four: Any, eight: Any) -> Any:
     return run
 
 
+# The three loops have one name, by which numba resolves machine code from its cache: an argument of
+# a type of its own, for each of them and each kind, keeps them apart.
+_DOT, _GROUP_DOT = np.float32(0), np.float64(0)
 _run_tiles = _runner(_tile(1), _tile(4), _tile(8))
 _run_dots = _runner(_dot(1), _dot(4), _dot(8))
 _run_group_dots = _runner(_group_dot(1), _group_dot(4), _group_dot(8))
@@ -514,7 +517,7 @@ def compiled_dot() -> Any:
 
     def multiply_int8(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
-            _run_dots(args, 0)
+            _run_dots(args, _DOT)
 
     return numba.cfunc(types.void(types.intp), cache=True)(multiply_int8)
 
@@ -529,6 +532,6 @@ def compiled_group_dot() -> Any:
 
     def multiply_int4(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
-            _run_group_dots(args, 0)
+            _run_group_dots(args, _GROUP_DOT)
 
     return numba.cfunc(types.void(types.intp), cache=True)(multiply_int4)
