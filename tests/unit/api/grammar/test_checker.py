@@ -146,7 +146,7 @@ async def test_what_ended_a_process_is_said(make_checker, monkeypatch, subtests)
         async def die(*_: object, death: Death = death) -> bytes:
             raise WorkerDied(death)
 
-        with subtests.test(death), monkeypatch.context() as patch:
+        with subtests.test(death.value), monkeypatch.context() as patch:
             patch.setattr(WorkerProcess, "ask", die)
             with pytest.raises(LoraserveError, match=words) as caught:
                 await checker.check("a", regex("b"))
