@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-KINDS = ("dot", "int4-dot", "nf4")
+KINDS = ("dot", "int4-dot", "nf4", "int4", "f16")
 WARM_UP = "from loraserve_kernels.cpu.linear import decoded; decoded.warm_up({kind!r})"
 MULTIPLY = """
 import torch
@@ -25,8 +25,11 @@ for rounded, y in (
     (int8, gemm.int8_linear(x, gemm.pack_int8(int8.codes, int8.scales.flatten(), "numba-dot"))),
     (int4, gemm.int4_linear(x, decoded.pack_group_dot(int4))),
     (nf4, decoded.linear(x, decoded.pack(nf4))),
+    (int4, decoded.linear(x, decoded.pack(int4))),
 ):
     torch.testing.assert_close(y, x @ rounded.dequantize(torch.float32).T, rtol=1e-4, atol=1e-2)
+half = weight.half()
+torch.testing.assert_close(decoded.linear(x, decoded.pack_half(half)), x @ half.float().T, rtol=1e-4, atol=1e-2)
 """
 
 

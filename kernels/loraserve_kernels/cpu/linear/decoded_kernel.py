@@ -504,6 +504,8 @@ def compiled(kind: Any) -> Any:
         if stamp != 0:
             _run_tiles(args, kind)
 
+    # by its name numba resolves it from its cache, too
+    multiply.__name__ = multiply.__qualname__ = f"multiply_{_NAMES[numba.typeof(kind)]}"
     return numba.cfunc(types.void(types.intp), cache=True)(multiply)
 
 
