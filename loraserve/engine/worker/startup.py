@@ -21,7 +21,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.grammar.constraints import Constraints
-from loraserve.engine.speculation.speculation import Speculation
+from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
 from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
@@ -122,7 +122,7 @@ def build_engine(
         overlap=not is_on_cpu,
         kv=kv,
         constraints=Constraints(compiler, wake=wake),
-        speculation=Speculation() if config.speculation == "auto" and has_exact_rows(decoder, config) else None,
+        speculation=_speculation(config, decoder),
         progress=progress,
     )
     engine.listener = verifier = Verifier(engine, decoder, store, throttle=throttle, wake=wake)
@@ -217,6 +217,13 @@ def _kv_cache(
         on_freed,
     )
     return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
+
+
+def _speculation(config: EngineConfig, decoder: Decoder) -> Speculation | None:
+    """Return what proposes tokens; None where it is off, or answers might not stay the same."""
+    if config.speculation == "off" or not has_exact_rows(decoder, config):
+        return None
+    return Speculation(max_requests=MAX_REQUESTS)
 
 
 def has_exact_rows(decoder: Decoder, config: EngineConfig) -> bool:

@@ -234,3 +234,11 @@ def test_an_old_measurement_is_a_guess_again():
     for _ in range(STALE_STEPS):
         costs.note(1, 1.0)
     assert costs.of(2) < 1.2
+
+
+def test_nothing_is_proposed_in_a_step_of_more_requests_than_are_asked_for() -> None:
+    text = [*TEXT, *TEXT[:10]]
+    assert any(propose(costing(Speculation(max_requests=2), *FLAT), decoding(text), decoding(text)))
+    crowd = [decoding(text) for _ in range(3)]
+    assert not any(propose(costing(Speculation(max_requests=2), *FLAT), *crowd))
+    assert any(propose(costing(Speculation(), *FLAT), *crowd))
