@@ -40,7 +40,7 @@ QUIET_TIMEOUT_S = 60.0
 MODES = (BASE, MIXED)
 MODE_WORDS = {BASE: "base", MIXED: "an adapter each"}
 SPARE_BYTES = 3 * 2**30
-"""What a contender takes beside its weights: KV, buffers, compilers."""
+"""Memory that a contender takes beside its weights: KV, buffers, compilers."""
 HEADER = (
     "peer",
     "its format",

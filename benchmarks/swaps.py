@@ -94,8 +94,9 @@ class Swaps:
     first_token_s: list[float] = field(default_factory=list)
     """From the load's answer to the first token of a request for the new version."""
     waits_s: dict[str, list[float]] = field(default_factory=dict)
-    """Of that, what the engine says: in its queue, for the adapter, in the prompt's steps. The end
-    of a step that runs when the request comes isn't among it.
+    """Parts of it that the engine tells: in its queue, for the adapter, in the prompt's steps.
+
+    The end of a step that runs when the request comes isn't among them.
     """
     whole_s: list[float] = field(default_factory=list)
     """Both together."""

@@ -15,6 +15,7 @@ from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
+from loraserve_kernels.cpu.program import program
 from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
@@ -136,3 +137,4 @@ def warm_up(adapter_dtype: torch.dtype) -> None:
     cpu_lora.warm_up(adapter_dtype)
     cpu_attention.warm_up()
     gemm.warm_up()
+    program.warm_up()

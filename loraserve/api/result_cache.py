@@ -22,7 +22,7 @@ from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, Struct,
 HEADER = "x-loraserve-cache"
 HIT, MISS, OFF = "hit", "miss", "off"
 _KEPT_BYTES = 512
-"""What an answer takes beside its chunks: its key and its place in the cache."""
+"""Bytes of an answer beside its chunks: its key and its place in the cache."""
 _TOKEN_BYTES, _ENTRY_BYTES, _CANDIDATE_BYTES = 5, 48, 14
 """What a token, the log probability of a token, and that of another likely token take written."""
 _ROOM_LEFT = 1 / 16

@@ -117,7 +117,7 @@ class StepKernels:
         lora: (site, whether of kept rows) → places of the adapters' kernels, [layers, dtypes].
         own_norms: norms that adapters may have weights of their own for.
         head: (kernel, word, bytes) for each part of the head: where the address of the logits goes,
-            that many bytes behind their start. None: the head isn't among the kernels.
+            that many bytes behind their start. Empty: the head isn't among the kernels.
         head_width: columns of a row of logits.
         num_weights: weights that a row is multiplied with.
     """

@@ -116,7 +116,8 @@ class StepProgram:
         """
         num_rows, kept = inputs.token_ids.shape[0], inputs.kept_rows
         num_kept = num_rows if kept is None else kept.shape[0]
-        if int(inputs.positions.min()) < 0 or int(inputs.positions.max()) >= self._max_positions:
+        first, last = (int(bound) for bound in inputs.positions.aminmax())
+        if first < 0 or last >= self._max_positions:
             raise InvariantViolation(f"a position isn't below {self._max_positions}")
         plan = make_attention_plan(inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size)
         if plan.num_blocks > kv.k[0].shape[0]:

@@ -17,7 +17,9 @@ from loraserve.model.inputs import KVTensors, ModelInputs, PooledRows
 from loraserve_kernels.common.modules import ReplacedNorm
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule, PackedAdapter, pack_adapter
+from loraserve_kernels.cpu.program.program import kernel
 from loraserve_kernels.errors import InvalidPlan
+from loraserve_kernels.ops import warm_up
 
 from .conftest import (
     BLOCK_SIZE,
@@ -250,3 +252,14 @@ def test_a_long_step_marks_each_layer(directory: Path, monkeypatch: pytest.Monke
     with faults.arm("model.layer", lambda: hits.append(1)):
         marks()
     assert len(hits) > decoder.spec.num_layers
+
+
+def test_no_step_compiles_what_the_engines_start_warms_up(directory: Path) -> None:
+    kernel.cache_clear()
+    warm_up(torch.float32)
+    num_compiled = kernel.cache_info().misses
+    decoder = load(directory)
+    mixed_logits(decoder, [random_adapter(decoder, rank, seed=rank) for rank in (4, 13)])
+    used = kernel.cache_info()
+    # the adapters' own kernel is only looked up: `apply_lora`'s warm-up has compiled it
+    assert used.misses - num_compiled == 1

@@ -39,8 +39,13 @@ CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
 # rounded), what is added to the codes, whether they are int16, and where the starts of groups go.
 CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, NUM_WORDS = 40, 41, 42, 43, 44, 45, 46, 47
 
-ROW_BLOCK = 8
 F32_BYTES = 4
+
+
+@numba.njit
+def rows_at_once(num_rows):  # type: ignore[no-untyped-def]
+    """Return how many of a step's rows a thread claims at once: several where there are many."""
+    return 4 if num_rows > 64 else 1
 
 
 @numba.njit
@@ -112,7 +117,7 @@ def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
 def _quantize(args):  # type: ignore[no-untyped-def]
     """Quantize the rows that this thread claims."""
     num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
-    block = ROW_BLOCK if num_rows > ROW_BLOCK * ROW_BLOCK else 1
+    block = rows_at_once(num_rows)
     while True:
         first = fetch_add(args, block)
         if first >= num_rows:

@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import round_row
+from loraserve_kernels.cpu.linear.row_quantization import round_row, rows_at_once
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -39,9 +39,6 @@ from loraserve_kernels.cpu.simd import (
 CLAIMED, NUM_ROWS, WIDTH, X, X_STRIDE, OUT, IS_GELU = 0, 8, 9, 10, 11, 12, 13
 
 F32_BYTES = 4
-ROW_BLOCK = 4
-"""Rows that a thread claims at once where there are many."""
-MANY_ROWS = 64
 
 _CUBIC, _TWICE_ROOT = np.float32(0.044715), np.float32(-2 * 0.7978845608028654)
 """gelu's approximation with tanh is ``x · sigmoid(2 · sqrt(2 / π) · (x + 0.044715 x³))``."""
@@ -63,7 +60,7 @@ def _gated(gate, up, is_gelu):  # type: ignore[no-untyped-def]
 def _gate(args):  # type: ignore[no-untyped-def]
     num_rows, width, is_gelu = load_int(args, NUM_ROWS), load_int(args, WIDTH), load_int(args, IS_GELU)
     whole = width // LANES * LANES
-    block = ROW_BLOCK if num_rows > MANY_ROWS else 1
+    block = rows_at_once(num_rows)
     while True:
         first = fetch_add(args, block)
         if first >= num_rows:

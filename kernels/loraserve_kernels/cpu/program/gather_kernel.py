@@ -11,7 +11,7 @@ from numba import types
 from loraserve_kernels.cpu.simd import F32, LANES, STAMP, fetch_add, load, load_int, load_one, store, store_one
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
-CLAIMED, NUM_ROWS, ROWS, X, OUT, WIDTH, NUM_WORDS = 0, 8, 9, 10, 11, 12, 13
+CLAIMED, NUM_ROWS, ROWS, X, OUT, WIDTH = 0, 8, 9, 10, 11, 12
 
 F32_BYTES = 4
 

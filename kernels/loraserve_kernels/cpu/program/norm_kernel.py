@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import round_row
+from loraserve_kernels.cpu.linear.row_quantization import round_row, rows_at_once
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -44,10 +44,7 @@ CLAIMED, NUM_ROWS, WIDTH, HIDDEN, DELTA, DELTA_STRIDE, DELTA_WEIGHT, DELTA_WEIGH
 WEIGHT, WEIGHTS, OUT, EPS, DELTA_SCALE = 15, 16, 17, 18, 19
 """EPS, DELTA_SCALE: float32 in the word's first half."""
 
-F32_BYTES, WORD = 4, 8
-ROW_BLOCK = 4
-"""Rows that a thread claims at once where there are many."""
-MANY_ROWS = 64
+F32_BYTES = 4
 
 
 @numba.njit
@@ -90,7 +87,7 @@ def _norm(args):  # type: ignore[no-untyped-def]
     num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
     hiddens, deltas, outs = load_int(args, HIDDEN), load_int(args, DELTA), load_int(args, OUT)
     eps, delta_scale = load_one(args, 2 * EPS, F32), load_one(args, 2 * DELTA_SCALE, F32)
-    block = ROW_BLOCK if num_rows > MANY_ROWS else 1
+    block = rows_at_once(num_rows)
     while True:
         first = fetch_add(args, block)
         if first >= num_rows:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraserve_kernels.cpu import threads
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 
 _BLOCK_WORDS = 64
 """Words of an argument block: enough for every kernel, and whole cache lines."""
@@ -73,6 +74,16 @@ def kernel(name: str) -> Kernel:
         return Kernel(handle.address, counters, handle)
     handle = decoded.compiled_handle(name)
     return Kernel(handle.address, (0,), handle)
+
+
+def warm_up() -> None:
+    """Compile what every program runs, or read it from numba's cache: adapters' kernels aside."""
+    if HAS_NUMBA:
+        from loraserve_kernels.cpu.program import runner
+
+        for name in ("norm", "gate", "gather", "rotary", "attention", "quantize"):
+            kernel(name)
+        runner.compiled()
 
 
 class Program:

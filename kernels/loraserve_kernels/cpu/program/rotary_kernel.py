@@ -16,6 +16,8 @@ import numba
 import numpy as np
 from numba import types
 
+from loraserve_kernels.cpu.linear import row_quantization
+from loraserve_kernels.cpu.linear.row_quantization import rows_at_once
 from loraserve_kernels.cpu.program import norm_kernel
 from loraserve_kernels.cpu.program.norm_kernel import inverse_rms, scale_row
 from loraserve_kernels.cpu.simd import (
@@ -38,15 +40,12 @@ from loraserve_kernels.cpu.simd import (
 CLAIMED, OUTSIDE, NUM_ROWS, QKV, QKV_STRIDE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 0, 8, 16, 17, 18, 19, 20, 21
 ROTATED, COS, SIN, POSITIONS, SLOTS, NUM_BLOCKS, BLOCK_SIZE = 22, 23, 24, 25, 26, 27, 28
 K_CACHE, K_BLOCK, K_HEAD, V_CACHE, V_BLOCK, V_HEAD = 29, 30, 31, 32, 33, 34
-Q_NORM, K_NORM, IS_NORM_WHOLE, EPS, NUM_WORDS = 35, 36, 37, 38, 39
+Q_NORM, K_NORM, IS_NORM_WHOLE, EPS = 35, 36, 37, 38
 """ROTATED: elements of a head that turn; 0: none. Q_NORM, K_NORM: addresses of weights; 0: none.
 EPS: float32 in the word's first half.
 """
 
 F32_BYTES, WORD = 4, 8
-ROW_BLOCK = 4
-"""Rows that a thread claims at once where there are many."""
-MANY_ROWS = 64
 
 
 @numba.njit
@@ -90,7 +89,7 @@ def _turn_and_store(args):  # type: ignore[no-untyped-def]
     num_heads, num_kv_heads = load_int(args, NUM_HEADS), load_int(args, NUM_KV_HEADS)
     half, size = load_int(args, ROTATED) // 2, load_int(args, BLOCK_SIZE)
     eps, is_whole = load_one(args, 2 * EPS, F32), load_int(args, IS_NORM_WHOLE)
-    block = ROW_BLOCK if num_rows > MANY_ROWS else 1
+    block = rows_at_once(num_rows)
     while True:
         first = fetch_add(args, block)
         if first >= num_rows:
@@ -127,7 +126,9 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = STAMP ^ zlib.crc32(Path(norm_kernel.__file__).read_bytes())
+    stamp = STAMP
+    for module in (norm_kernel, row_quantization):
+        stamp = zlib.crc32(Path(module.__file__).read_bytes(), stamp)
 
     def turn_and_store(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
