@@ -33,6 +33,14 @@ cache's key.
 """
 
 
+def stamp_with(*files: str) -> int:
+    """Return a stamp for an entry that runs what these files define too; it changes with them."""
+    stamp = STAMP
+    for file in files:
+        stamp = zlib.crc32(Path(file).read_bytes(), stamp)
+    return stamp
+
+
 def _features() -> frozenset[str]:
     """Return the features that numba compiles for.
 

@@ -6,8 +6,6 @@ A row is computed by one thread, in one order: its bits don't depend on the othe
 from __future__ import annotations
 
 import functools
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -19,7 +17,6 @@ from loraserve_kernels.cpu.linear.row_quantization import round_row, rows_at_onc
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
-    STAMP,
     add,
     divide,
     exp,
@@ -30,6 +27,7 @@ from loraserve_kernels.cpu.simd import (
     load_one,
     multiply,
     splat,
+    stamp_with,
     store,
     store_one,
 )
@@ -86,7 +84,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = STAMP ^ zlib.crc32(Path(row_quantization.__file__).read_bytes())
+    stamp = stamp_with(row_quantization.__file__)
 
     def gate_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

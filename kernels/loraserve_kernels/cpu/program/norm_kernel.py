@@ -8,8 +8,6 @@ normed by these. A row is computed by one thread, in one order: its bits don't d
 from __future__ import annotations
 
 import functools
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -21,7 +19,6 @@ from loraserve_kernels.cpu.linear.row_quantization import round_row, rows_at_onc
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
-    STAMP,
     add,
     fetch_add,
     fma,
@@ -32,6 +29,7 @@ from loraserve_kernels.cpu.simd import (
     multiply,
     splat,
     square_root,
+    stamp_with,
     store,
     store_one,
     sum_lanes,
@@ -119,7 +117,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = STAMP ^ zlib.crc32(Path(row_quantization.__file__).read_bytes())
+    stamp = stamp_with(row_quantization.__file__)
 
     def norm_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

@@ -8,8 +8,6 @@ bits don't depend on the others.
 from __future__ import annotations
 
 import functools
-import zlib
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -23,7 +21,6 @@ from loraserve_kernels.cpu.program.norm_kernel import inverse_rms, scale_row
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
-    STAMP,
     fetch_add,
     fma,
     fma_one,
@@ -32,6 +29,7 @@ from loraserve_kernels.cpu.simd import (
     load_one,
     multiply,
     splat,
+    stamp_with,
     store,
     store_one,
 )
@@ -126,9 +124,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = STAMP
-    for module in (norm_kernel, row_quantization):
-        stamp = zlib.crc32(Path(module.__file__).read_bytes(), stamp)
+    stamp = stamp_with(norm_kernel.__file__, row_quantization.__file__)
 
     def turn_and_store(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
