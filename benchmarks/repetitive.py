@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_model import SIZES
+from loraserve.text.tokenizer import Tokenizer
 
 FIRST_TOKEN = 300
 IMPOSSIBLE = -25.0
@@ -119,14 +120,27 @@ def works() -> dict[str, Work]:
     return {name: maker(tokens, rng) for name, maker in makers.items()}
 
 
-def write_repetitive(size: str, source: Path, out: Path) -> None:
-    """Write the base of a size whose answers follow the tables of `works`.
+def json_list(tokenizer: Tokenizer) -> Work:
+    """A list of strings, in tokens of the tokenizer: the likeliest of them are always JSON."""
+
+    def token(text: str) -> int:
+        (token_id,) = tokenizer.encode(text, add_special_tokens=False)
+        return token_id
+
+    begin, first, between, value = FIRST_TOKEN, token('["'), token('","'), token("compose")
+    table = {begin: {first: 1.0}, first: {value: 1.0}, value: {between: 1.0}, between: {value: 1.0}}
+    return Work([begin], table)
+
+
+def write_repetitive(size: str, source: Path, out: Path, table: Table | None = None) -> None:
+    """Write the base of a size whose answers follow a table; by default those of all `works`.
 
     Args:
         source: a base that `make_model` wrote.
     """
     shape = SIZES[size]
-    table = {token: following for work in works().values() for token, following in work.table.items()}
+    if table is None:
+        table = {token: following for work in works().values() for token, following in work.table.items()}
     if len(table) > shape.hidden:
         raise SystemExit(f"{len(table)} tokens don't fit {shape.hidden} directions: take a larger size")
     tensors = load_file(source / "model.safetensors")

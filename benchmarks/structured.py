@@ -5,7 +5,9 @@ schemas.
     python -m benchmarks.structured --quick    # one short round, and 200 schemas
 
 First the time between tokens of 32 streams on one server, in turns: free text, one schema for all
-of them, a schema for each, and half of them free text beside the other half. Then more than a
+of them, a schema for each, and half of them free text beside the other half. The base is random:
+the grammar changes nearly each of its tokens. Then free text and a schema for each with a base that
+follows its schema by itself, as trained ones mostly do. Then more than a
 thousand schemas on the bundled demo's base: drawn ones, and those of the JSON-Schema test suite.
 Each answer is checked by the package jsonschema; the program fails where one isn't valid.
 """
@@ -22,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -31,8 +34,9 @@ from benchmarks import figures, reporting
 from benchmarks.asking import Answer, Asker
 from benchmarks.figures import percentile
 from benchmarks.make_model import SIZES
+from benchmarks.repetitive import Work, json_list, write_repetitive
 from benchmarks.schemas import draw_schema, suite
-from benchmarks.serving import Server, make_base, say, serve
+from benchmarks.serving import HERE, Server, make_base, say, serve
 from benchmarks.traffic import Ask
 from loraserve.demo.pack import base_dir
 from loraserve.text.tokenizer import Tokenizer
@@ -41,6 +45,8 @@ PROMPT_TOKENS = 32
 MAX_RATIO = 1.05
 FREE, ONE, EACH, BESIDE = "free text", "one schema for all", "a schema for each", "half free text, half schemas"
 MODES = (FREE, ONE, EACH, BESIDE)
+FOLLOWED = (FREE, EACH)
+"""Modes with a base that follows its schemas."""
 ANSWER_TOKENS = 440
 CONCURRENCY = 32
 VALID, CUT, REFUSED, INVALID, FAILED = "valid", "cut off", "refused", "not valid", "failed"
@@ -65,16 +71,28 @@ def timed_schema(number: int) -> dict[str, Any]:
     return {"type": "array", "items": record, "minItems": 200}
 
 
-def constraint(number: int) -> dict[str, Any]:
-    schema = {"name": "timed", "schema": timed_schema(number), "strict": True}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+def list_schema(number: int) -> dict[str, Any]:
+    """A list of strings that is longer than any answer here."""
+    return {"type": "array", "items": {"type": "string", "maxLength": 16 + number}, "minItems": 200}
 
 
-def fields_of(mode: str, stream: int) -> dict[str, Any]:
-    """What a stream's request asks its answer to be."""
+def constraint(schema: Mapping[str, Any]) -> dict[str, Any]:
+    timed = {"name": "timed", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": timed}}
+
+
+def fields_of(mode: str, stream: int, work: Work | None) -> dict[str, Any]:
+    """What a stream's request asks its answer to be, and other fields of it.
+
+    Args:
+        work: the base's, if it follows its schemas.
+    """
+    # text of its own, so that nothing is in a prefix cache, and then what the answer begins with
+    prompt = {} if work is None else {"prompt": [*range(400 + 40 * stream, 431 + 40 * stream), *work.prompt]}
     if mode == FREE or (mode == BESIDE and stream % 2 == 0):
-        return {}
-    return constraint(0 if mode == ONE else 1 + stream)
+        return prompt
+    number = 0 if mode == ONE else 1 + stream
+    return prompt | constraint(timed_schema(number) if work is None else list_schema(number))
 
 
 @dataclass(slots=True)
@@ -108,28 +126,32 @@ class Times:
         return min((s for s in self.rounds_s if not math.isnan(s)), default=float("nan"))
 
 
-async def run_streams(asker: Asker, mode: str, options: argparse.Namespace, seed: int) -> list[tuple[Answer, bool]]:
+async def run_streams(
+    asker: Asker, mode: str, options: argparse.Namespace, seed: int, work: Work | None
+) -> list[tuple[Answer, bool]]:
     """Send all streams at once; their prompts are computed before any of them is measured."""
 
     async def one(stream: int) -> tuple[Answer, bool]:
         ask = Ask(0.0, 0, PROMPT_TOKENS, options.tokens, seed * 1000 + stream)
-        fields = fields_of(mode, stream)
-        return await asker.ask(ask, fields=fields), not fields
+        fields = fields_of(mode, stream, work)
+        return await asker.ask(ask, fields=fields), "response_format" not in fields
 
     return list(await asyncio.gather(*(one(stream) for stream in range(options.streams))))
 
 
-async def measure(server: Server, options: argparse.Namespace, vocab: int) -> list[Times]:
-    times = {mode: Times(mode) for mode in MODES}
+async def measure(
+    server: Server, options: argparse.Namespace, vocab: int, modes: Sequence[str] = MODES, work: Work | None = None
+) -> list[Times]:
+    times = {mode: Times(mode) for mode in modes}
     async with Asker(server.url, server.key, vocab, name="base") as asker:
         say("each mode once, not counted …")
-        for number, mode in enumerate(MODES):
-            await run_streams(asker, mode, options, number)
+        for number, mode in enumerate(modes):
+            await run_streams(asker, mode, options, number, work)
         for number in range(1, options.rounds + 1):
             # each mode is first once in a while: what is slow for a moment is slow for all
-            turn = number % len(MODES)
-            for mode in MODES[turn:] + MODES[:turn]:
-                answers = await run_streams(asker, mode, options, 10 * number + MODES.index(mode))
+            turn = number % len(modes)
+            for mode in [*modes[turn:], *modes[:turn]]:
+                answers = await run_streams(asker, mode, options, 10 * number + modes.index(mode), work)
                 times[mode].add(answers)
                 say(f"  round {number}, {mode}: {figures.ms(times[mode].rounds_s[-1])} ms a token")
     return list(times.values())
@@ -268,7 +290,11 @@ def is_right(outcomes: Sequence[Outcome]) -> bool:
 
 
 def text(
-    options: argparse.Namespace, times: Sequence[Times], outcomes: Sequence[Outcome], scrape: figures.Scrape
+    options: argparse.Namespace,
+    times: Sequence[Times],
+    followed: Sequence[Times],
+    outcomes: Sequence[Outcome],
+    scrape: figures.Scrape,
 ) -> str:
     worst = max(ratio(times, ONE), ratio(times, EACH))
     num_masks = figures.total(scrape, "loraserve_mask_seconds_count")
@@ -276,7 +302,7 @@ def text(
     wait_s = figures.total(scrape, "loraserve_mask_wait_seconds_sum")
     num_waits = figures.total(scrape, "loraserve_mask_wait_seconds_count")
     late = figures.total(scrape, "loraserve_late_masks_total")
-    errors = sorted({error for one in times for error in one.errors})
+    errors = sorted({error for one in (*times, *followed) for error in one.errors})
     examples = "; ".join(example for one in outcomes for example in one.examples)
     return f"""Size {options.size}, base {options.quantize}; {options.streams} streams at once, {PROMPT_TOKENS} tokens \
 in and {options.tokens} out, greedy, streamed; {options.rounds} rounds, the modes in turns on one server.
@@ -285,9 +311,13 @@ in and {options.tokens} out, greedy, streamed; {options.rounds} rounds, the mode
 
 - The dearer of the two modes with schemas alone takes {worst:.3f} times what free text takes \
 ({"within" if worst <= MAX_RATIO else "over"} {MAX_RATIO:g}).
-- A mask took {1e6 * mask_s / max(1, num_masks):.0f} µs of processor time ({num_masks:.0f} masks), beside the steps; \
-a step with masks waited {1e6 * wait_s / max(1, num_waits):.0f} µs for them. Late masks: {late:.0f}.
+- A mask took {1e6 * mask_s / max(1, num_masks):.0f} µs ({num_masks:.0f} masks); a step with \
+masks waited {1e6 * wait_s / max(1, num_waits):.0f} µs for them. Late masks: {late:.0f}.
 - Errors: {"; ".join(errors) or "none"}.
+
+A base whose likeliest token is nearly always one that its schema allows:
+
+{times_table(followed)}
 
 One answer per schema, from the demo's base at temperature 1, with biases that make it close strings and brackets:
 
@@ -297,6 +327,15 @@ One answer per schema, from the demo's base at temperature 1, with biases that m
   nothing satisfies it. Schemas with regexes that the validator (Python's `re`) can't read are counted here, too.
 - Examples of answers that were cut off by `max_tokens`, or invalid: {examples or "none"}.
 """
+
+
+def follower(size: str) -> tuple[Path, Work]:
+    """A base that follows its schemas, made once and kept, and its work."""
+    source = make_base(size)
+    work, out = json_list(Tokenizer(source)), HERE / "models" / f"{size}-lists"
+    if not (out / "model.safetensors").exists():
+        write_repetitive(size, source, out, work.table)
+    return out, work
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -320,11 +359,21 @@ def main(arguments: list[str] | None = None) -> None:
         headers = {"Authorization": f"Bearer {server.admin_key}"}
         scrape = figures.parse(httpx2.get(f"{server.url}/metrics", headers=headers).text)
     with contextlib.ExitStack() as stack:
+        say("starting a base that follows its schemas …")
+        base, work = follower(options.size)
+        server = stack.enter_context(serve(base, options.quantize))
+        followed = asyncio.run(measure(server, options, SIZES[options.size].vocab, FOLLOWED, work))
+    with contextlib.ExitStack() as stack:
         say("starting the demo's base …")
         server = stack.enter_context(serve(base_dir(), "none", flags=("--memory-budget", "256MiB")))
         outcomes = asyncio.run(answer_all(server, options.schemas))
-    page = text(options, times, outcomes, scrape)
-    numbers = {"ratio": {mode: ratio(times, mode) for mode in MODES}, "times": times, "outcomes": outcomes}
+    page = text(options, times, followed, outcomes, scrape)
+    numbers = {
+        "followed": followed,
+        "ratio": {mode: ratio(times, mode) for mode in MODES},
+        "times": times,
+        "outcomes": outcomes,
+    }
     title = "Answers that follow a schema"
     reporting.finish("structured", title, page, machine, options, arguments, **numbers)
     if not is_right(outcomes):

@@ -33,7 +33,7 @@ def make_times(**gaps_s: float) -> list[Times]:
 
 def test_streams_are_constrained_as_their_mode_says() -> None:
     def schemas(mode: str) -> list[str]:
-        return [json.dumps(structured.fields_of(mode, stream)) for stream in range(4)]
+        return [json.dumps(structured.fields_of(mode, stream, None)) for stream in range(4)]
 
     assert schemas(FREE) == ["{}"] * 4
     assert len(set(schemas(ONE))) == 1

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +89,14 @@ class Sampler:
         # logits once.
         finite = torch.isfinite(logits.sum(dim=1)).tolist()
         greedy = logits.argmax(dim=1).tolist()
+        for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
+            constraint = entry.request.constraint
+            if (
+                start < end
+                and constraint is not None
+                and self._is_taken(Place(entry.request, entry.known_end), greedy[end - 1])
+            ):
+                constraint.wanted = greedy[end - 1]
         wait_for_masks(batch.entries)
         results = []
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
@@ -139,7 +146,9 @@ class Sampler:
         logprobs: list[TokenLogprobs] = []
         for row, likeliest in zip(logits[first:], greedy[first:], strict=True):
             place = Place(request, entry.known_end + len(sampled), tuple(sampled))
-            if _is_plain_greedy(place, likeliest):
+            if self._is_taken(place, likeliest) and (
+                request.constraint is None or request.constraint.allows(likeliest)
+            ):
                 token_id = likeliest
             elif request.constraint is not None and _takes_likeliest(request.params):
                 token_id = self._likeliest_allowed(place, row, request.constraint)
@@ -153,14 +162,16 @@ class Sampler:
                 break
         return StepResult(tuple(sampled), None if request.params.logprobs is None else tuple(logprobs), prompt_logprobs)
 
-    def _likeliest_allowed(self, place: Place, row: Tensor, constraint: Constraint) -> int:
-        """Return the likeliest of the tokens that a grammar allows, of which there are some.
+    def _is_taken(self, place: Place, likeliest: int) -> bool:
+        """Return whether a row's likeliest token is taken if no grammar forbids it."""
+        # the likeliest of all tokens is the likeliest of those that are allowed
+        return _takes_likeliest(place.request.params) and likeliest not in self.end_tokens(
+            place.request, place.position
+        )
 
-        32 streams with a schema each took 1.32 times what free text took where `_choose` did it,
-        and take 1.24 times.
-        """
-        allowed = constraint.allowed(self.end_tokens(place.request, place.position))
-        return int(np.where(allowed, row.numpy(), np.float32(-inf)).argmax())
+    def _likeliest_allowed(self, place: Place, row: Tensor, constraint: Constraint) -> int:
+        """Return the likeliest of the tokens that a grammar allows, of which there are some."""
+        return constraint.likeliest(row.numpy(), self.end_tokens(place.request, place.position))
 
     def _choose(self, place: Place, row: Tensor) -> int:
         request, params, constraint = place.request, place.request.params, place.request.constraint
@@ -280,16 +291,6 @@ def without_mask(entry: ScheduledRequest) -> StepResult | None:
             f" token {entry.known_end - entry.request.num_prompt_tokens} is sampled"
         )
     return None
-
-
-def _is_plain_greedy(place: Place, greedy: int) -> bool:
-    params, constraint = place.request.params, place.request.constraint
-    return (
-        _takes_likeliest(params)
-        and not place.is_too_early_to_end
-        # the likeliest of all tokens is the likeliest of those that are allowed
-        and (constraint is None or (constraint.allows(greedy) and not params.ignore_eos))
-    )
 
 
 def _takes_likeliest(params: SamplingParams) -> bool:

@@ -20,6 +20,8 @@ class Constraints:
 
     Args:
         wake: called on a thread when a request that no step computes has its mask.
+        are_beside_steps: whether masks are computed beside forward passes, or between them; as
+            `MaskThreads`.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class Constraints:
         *,
         max_bytes: int = LIMITS.max_grammar_cache_bytes,
         wake: Callable[[], None] = lambda: None,
+        are_beside_steps: bool = True,
     ) -> None:
         self._vocab_size, self._wake = compiler.vocab_size, wake
+        self._are_beside_steps = are_beside_steps
         self._cache = MatcherCache(compiler, max_bytes)
         self._threads: MaskThreads | None = None
         self._num_live = self._num_failures = 0
@@ -37,7 +41,7 @@ class Constraints:
     def begin(self, params: SamplingParams, token_ids: Sequence[int], tenant: TenantId) -> Constraint:
         """Return the constraint of a request with so much output already; it isn't ready yet."""
         if self._threads is None:
-            self._threads = MaskThreads()
+            self._threads = MaskThreads(are_beside_steps=self._are_beside_steps)
         self._num_live += 1
         return Constraint(
             params.grammar,
@@ -53,6 +57,9 @@ class Constraints:
     def end(self, constraint: Constraint) -> None:
         """Note the end of a constraint's request."""
         constraint.end()
+        if self._threads is not None:
+            # what is gathered for it holds its matcher
+            self._threads.release()
         self._num_live -= 1
         self._num_failures += constraint.error is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from loraserve.text.grammar import GrammarCompiler
 from loraserve.types import Histogram
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
+_MAX_THREADS = 8
+"""Threads that compute a tenant's masks together, at most."""
 LEAST_BYTES, BYTES_PER_CHARACTER = 1 << 20, 64
 """Bytes that a compiled grammar counts with at least: its lexer grows as it is used, by up to
 `MAX_LEXER_STATES`.
@@ -65,6 +68,7 @@ class MatcherCache:
         self._lock = threading.Lock()
         self._compiled: TenantCache[CompiledGrammar] = TenantCache(max_bytes)
         self._compile_s = Timings()
+        self._executor: LLExecutor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -84,6 +88,16 @@ class MatcherCache:
     def mask_num_words(self) -> int:
         """Words of 32 bits of a matcher's mask: a bit for each token of tokenizer or logits."""
         return -(-self._compiler.load().vocab_size // 32)
+
+    @property
+    def executor(self) -> LLExecutor:
+        """Threads that follow several matchers at once, without the interpreter's lock."""
+        with self._lock:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
+            return self._executor
 
     def get(self, tenant: str, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
         """Return the tenant's compiled grammar, which is compiled now if it isn't there.

@@ -1,4 +1,4 @@
-"""Threads that compute masks beside the forward pass, and the steps' wait for them."""
+"""Threads that compute masks beside or between forward passes, and the steps' wait for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from loraserve.background import LOADER_NICENESS, lower_thread_priority
 from loraserve.memory.timings import Timings
@@ -23,6 +24,8 @@ MASK_PATIENCE_S = 0.01
 Bounds what grammars add to the time between other requests' tokens. A row without a mask is
 computed again.
 """
+_ALONE_S = 0.001
+"""Seconds of a step's wait that one thread has for all of its masks, before others help it."""
 
 _PROCESSORS_PER_THREAD = 8
 _NUM_THREADS = (2, 8)
@@ -94,8 +97,23 @@ class Mask(Protocol):
         """Note that a step goes on without it."""
 
 
+class Gathered(Protocol):
+    """A mask that waits for the end of a forward pass."""
+
+    def follow_together(self, masks: list[Any]) -> None:
+        """Compute it and others of the same class and tenant."""
+
+
 class MaskThreads:
-    """Run jobs on the threads of their lane. The steps' thread alone waits and counts.
+    """Run jobs on the threads of their lane. The steps' thread alone submits, waits and counts.
+
+    Where a device computes the steps, masks are computed beside them. Where the processor's own
+    cores do, masks are gathered until a forward pass is over, and then computed together: the
+    tokens' tree stays in the cores' caches from the first to the last, and none takes a core from
+    the step's threads.
+
+    Args:
+        are_beside_steps: whether masks are computed beside steps, and never gathered.
 
     Attributes:
         num_late: masks that a step didn't wait for.
@@ -103,11 +121,15 @@ class MaskThreads:
         wait_s: seconds that each step with masks waited for them.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, *, are_beside_steps: bool = True) -> None:
         self.num_late = 0
+        self._are_beside_steps = are_beside_steps
+        self._gathered: dict[str, list[Gathered]] = {}
+        self._released: deque[Job] = deque()
         self.mask_s, self.wait_s = Timings(), Timings()
         least, most = _NUM_THREADS
         num_fast = num_threads or max(least, min(most, (os.cpu_count() or 1) // _PROCESSORS_PER_THREAD))
+        self._num_fast = num_fast
         self._fast: SimpleQueue[Job | None] = SimpleQueue()
         self._turns = {Lane.SLOW: JobTurns(), Lane.COMPILE: JobTurns()}
         self._done = threading.Condition()
@@ -126,15 +148,36 @@ class MaskThreads:
         Args:
             tenant: whose turn it takes in the lanes of long jobs.
         """
-        if lane is Lane.FAST:
-            self._fast.put(job)
-        else:
+        if lane is not Lane.FAST:
             self._turns[lane].put(job, tenant)
+        else:
+            self._fast.put(job)
+
+    def gather(self, mask: Gathered, tenant: str) -> bool:
+        """Compute a mask with others of its tenant once the next forward pass is over.
+
+        Return whether it is gathered.
+        """
+        if self._are_beside_steps:
+            return False
+        self._gathered.setdefault(tenant, []).append(mask)
+        return True
+
+    def release(self) -> None:
+        """Let a thread compute what is gathered, tenant after tenant."""
+        if self._gathered:
+            self._released.extend(partial(masks[0].follow_together, masks) for masks in self._gathered.values())
+            self._gathered = {}
+            self._fast.put(self._run_released)
 
     def wait(self, masks: Sequence[Mask], patience_s: float = MASK_PATIENCE_S) -> None:
         """Return once every mask is there, or after `patience_s`; note those that are late."""
         started_s = time.monotonic()
-        if not _are_ready(masks):
+        self.release()
+        if not _are_ready(masks) and not self._wait(masks, started_s + min(_ALONE_S, patience_s)):
+            # one tenant's take long: the others' need not
+            for _ in range(min(len(self._released), self._num_fast - 1)):
+                self._fast.put(self._run_released)
             self._wait(masks, started_s + patience_s)
         self.wait_s.add(time.monotonic() - started_s)
         for mask in masks:
@@ -146,6 +189,7 @@ class MaskThreads:
 
     def close(self) -> None:
         """End the threads once all jobs are done."""
+        self.release()
         for turns in self._turns.values():
             turns.close()
         for _ in self._threads:
@@ -153,7 +197,8 @@ class MaskThreads:
         for thread in self._threads:
             thread.join()
 
-    def _wait(self, masks: Sequence[Mask], deadline_s: float) -> None:
+    def _wait(self, masks: Sequence[Mask], deadline_s: float) -> bool:
+        """Wait until then at most; return whether all masks are there."""
         with self._done:
             # a job makes its mask ready, then looks at this: one of the two threads sees the
             # other's
@@ -161,22 +206,35 @@ class MaskThreads:
             while not _are_ready(masks) and (remaining_s := deadline_s - time.monotonic()) > 0:
                 self._done.wait(remaining_s)
             self._is_awaited = False
+        return _are_ready(masks)
+
+    def _run_released(self) -> None:
+        while True:
+            try:
+                job = self._released.popleft()
+            except IndexError:
+                return
+            self._do(job)
 
     def _run(self, lane: Lane) -> None:
         if lane is not Lane.FAST:
             lower_thread_priority(LOADER_NICENESS)
         get = self._fast.get if lane is Lane.FAST else self._turns[lane].get
         while (job := get()) is not None:
-            try:
-                job()
-            except Exception:
-                # our own bug: its request waits until its time is over
-                logger.exception("a grammar's job failed")
+            self._do(job)
             # otherwise kept alive, with its matcher, until the next job
             del job
             if self._is_awaited:
                 with self._done:
                     self._done.notify_all()
+
+    @staticmethod
+    def _do(job: Job) -> None:
+        try:
+            job()
+        except Exception:
+            # our own bug: its request waits until its time is over
+            logger.exception("a grammar's job failed")
 
 
 def _are_ready(masks: Sequence[Mask]) -> bool:

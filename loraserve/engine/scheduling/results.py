@@ -48,7 +48,7 @@ class ResultProcessor:
             if not request.is_internal:
                 self._publish(request, entry.known_end + num_accepted)
         if request.constraint is not None and token_ids and reason is None:
-            # the next mask is computed while the next step is prepared, and beside its forward pass
+            # the next mask is computed beside the next step's forward pass, or right after it
             request.constraint.advance(token_ids[-1])
         return TokenOutput(
             request_id=request.request_id,

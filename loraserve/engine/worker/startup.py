@@ -121,7 +121,7 @@ def build_engine(
         pager,
         overlap=not is_on_cpu,
         kv=kv,
-        constraints=Constraints(compiler, wake=wake),
+        constraints=Constraints(compiler, wake=wake, are_beside_steps=not is_on_cpu),
         speculation=_speculation(config, decoder),
         progress=progress,
     )

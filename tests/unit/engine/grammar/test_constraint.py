@@ -304,3 +304,90 @@ def test_copies_of_a_real_matcher_go_their_own_ways(
         is_over = i % 4 == 3
         assert one.allows(tokenizer.eos_token_id) is is_over
         assert one.allows(a) is not is_over
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"type": "integer"}}}
+
+
+@pytest.fixture
+def between_steps():
+    made = MaskThreads(2, are_beside_steps=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def begin(compiler: GrammarCompiler):
+    """Begin so many constraints of one tenant and wait for their first masks."""
+    cache = MatcherCache(compiler, 1 << 30)
+
+    def make(threads: MaskThreads, count: int) -> list[Constraint]:
+        grammar = make_grammar("json_schema", SCHEMA)
+        made = [Constraint(grammar, [], compiler.vocab_size, cache, threads) for _ in range(count)]
+        threads.wait(made, 10)
+        return made
+
+    return make
+
+
+def test_masks_computed_together_are_those_computed_alone(begin, threads, between_steps) -> None:
+    alone, together = begin(threads, 6), begin(between_steps, 6)
+    draw = np.random.default_rng(0)
+    num_permitted = 0
+    for _ in range(40):
+        tokens = [int(draw.choice(sorted(allowed(one)))) for one in alone]
+        for one, other, token in zip(alone, together, tokens, strict=True):
+            one.advance(token)
+            other.advance(token)
+            # it may be allowed, and then there is no mask
+            other.wanted = int(draw.integers(other._vocab_size)) if draw.random() < 0.5 else None
+        threads.wait(alone, 10)
+        between_steps.wait(together, 10)
+        for one, other in zip(alone, together, strict=True):
+            assert one.error is None and other.error is None
+            if other.wanted is not None:
+                num_permitted += other._permitted is not None
+                assert other.allows(other.wanted) == one.allows(other.wanted)
+            # also where a step that wanted another token was dropped
+            assert np.array_equal(other.words, one.words)
+    assert num_permitted > 10
+
+
+def test_a_likeliest_token_is_one_that_is_allowed(begin, threads) -> None:
+    (constraint,) = begin(threads, 1)
+    draw = np.random.default_rng(0)
+    for _ in range(30):
+        logits = draw.standard_normal(constraint._vocab_size).astype(np.float32)
+        expected = max(sorted(allowed(constraint)), key=lambda token: logits[token])
+        assert constraint.likeliest(logits) == expected
+        constraint.advance(expected)
+        threads.wait([constraint], 10)
+
+
+def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_steps) -> None:
+    bad, good = begin(between_steps, 2)
+    wrong = next(token for token in range(300, bad._vocab_size) if not bad.allows(token))
+    right = min(allowed(good))
+    bad.advance(wrong)
+    good.advance(right)
+    between_steps.wait([good], 10)
+    assert good.is_ready and good.error is None
+    # made anew by itself, and then it fails
+    between_steps.wait([bad], 10)
+    assert bad.error is not None
+
+
+def test_masks_that_take_long_together_are_computed_alone_next(begin, between_steps, monkeypatch) -> None:
+    monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", 0.0)
+    monkeypatch.setattr("loraserve.engine.grammar.constraint.TOGETHER_S", 0.0)
+    first, second = begin(between_steps, 2)
+    first._num_slow = second._num_slow = 0
+    for one in (first, second):
+        one.advance(min(allowed(one)))
+    between_steps.wait([first, second], 10)
+    assert first._num_alone and second._num_alone
+    gathered = []
+    monkeypatch.setattr(between_steps, "gather", lambda mask, tenant: gathered.append(mask))
+    first.advance(min(allowed(first)))
+    between_steps.wait([first], 10)
+    assert not gathered

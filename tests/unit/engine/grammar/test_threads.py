@@ -107,3 +107,46 @@ def test_closing_waits_for_the_jobs() -> None:
     threads.close()
     assert all(mask.is_ready for mask in masks)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mask-")]
+
+
+@dataclass
+class FakeGathered(FakeMask):
+    gate: Gate | None = None
+    together: int = 0
+
+    def follow_together(self, masks: list[FakeGathered]) -> None:
+        if self.gate is not None:
+            self.gate()
+        for mask in masks:
+            mask.is_ready, mask.together = True, len(masks)
+
+
+@pytest.fixture
+def between_steps():
+    made = MaskThreads(2, are_beside_steps=False)
+    yield made
+    made.close()
+
+
+def test_masks_wait_for_the_end_of_a_pass_and_are_computed_by_tenant(between_steps: MaskThreads) -> None:
+    masks = [FakeGathered() for _ in range(5)]
+    assert all(between_steps.gather(mask, tenant) for mask, tenant in zip(masks, "ababa", strict=True))
+    time.sleep(0.05)
+    assert not any(mask.is_ready for mask in masks)
+    between_steps.wait(masks, 10)
+    assert [mask.together for mask in masks] == [3, 2, 3, 2, 3]
+    assert between_steps.num_late == 0
+
+
+def test_a_tenants_gathered_masks_delay_no_others(between_steps: MaskThreads) -> None:
+    slow, fast = FakeGathered(gate=Gate()), FakeGathered()
+    between_steps.gather(slow, "a")
+    between_steps.gather(fast, "b")
+    between_steps.wait([slow, fast], 0.5)
+    assert slow.is_late
+    assert fast.is_ready and not fast.is_late
+    slow.gate.open()
+
+
+def test_nothing_is_gathered_beside_steps(threads: MaskThreads) -> None:
+    assert not threads.gather(FakeGathered(), "a")
