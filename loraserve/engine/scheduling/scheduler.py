@@ -19,25 +19,18 @@ was launched.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
 
-from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
+from loraserve.engine.scheduling.adapter_pinning import AdapterPinning
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST, FairQueue
 from loraserve.engine.scheduling.preemption import Preemption
-from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
+from loraserve.engine.scheduling.prompt_admission import PromptAdmission
+from loraserve.engine.scheduling.queue import WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
-from loraserve.engine.scheduling.results import (
-    ResultProcessor,
-    adapter_overdue_error,
-    failed_output,
-    numerics_error,
-)
+from loraserve.engine.scheduling.results import ResultProcessor, failed_output, numerics_error
 from loraserve.engine.scheduling.step import ProbeBudget, Step
 from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, AdapterWaits, RequestDeadlines
 from loraserve.engine.speculation.speculation import Speculation
@@ -45,23 +38,13 @@ from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
 from loraserve.errors import InvariantViolation, LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.memory.kv.block_pool import BlockPool
-from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, TokenOutput
+from loraserve.types import Digest, FinishReason, RequestId, TokenOutput
 
 logger = logging.getLogger(__name__)
 
-_ORDER = attrgetter("order")
-
 MAX_CREDIT_STEPS = 4
 """Cap, in full prefill steps, on the credit of a tenant that comes back with nothing waiting."""
-MAX_DEFICIT_STEPS = 16
-"""Cap, in full prefill steps, on the deficit of a tenant that already holds its share of slots.
-
-Without it, a tenant with long prompts would get nothing after them until the few tokens a step of
-the others added up to as much."""
-OVER_SHARE_DIVISOR = 4
-"""Part of the token budget up to which prompts of tenants over their share fill a step."""
 
 
 class Scheduler:
@@ -88,9 +71,6 @@ class Scheduler:
         """
         self.num_timeouts = 0
         """Requests that ended because their own timeout was over."""
-        self.base_prefix_tokens_hit = 0
-        self.adapter_wait_s = Timings()
-        """Seconds that each request waited for its adapter, whether it came or not."""
         self._kv = kv
         self._adapters = adapters
         self._max_num_seqs = max_num_seqs
@@ -101,7 +81,6 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._running: list[Request] = []  # sorted by order
         self._fair_queue = FairQueue(MAX_CREDIT_STEPS * token_budget * PROMPT_COST)
-        self._max_deficit = MAX_DEFICIT_STEPS * token_budget * PROMPT_COST
         self._queue = WaitingQueue(self._fair_queue)
         self._quota = ResourceQuota(kv, self._fair_queue, max_num_seqs)
         self._preemption = Preemption(self._running, self._queue, self._fair_queue, self._quota)
@@ -111,6 +90,18 @@ class Scheduler:
             kv.prefix_cache.prefill_cost,
             max_load_cost=token_budget * PROMPT_COST,
             deadline_s=adapter_deadline_s,
+            clock=clock,
+        )
+        self._pinning = AdapterPinning(adapters, self._queue, self._waits, self._fail_outside)
+        self._admission = PromptAdmission(
+            self._running,
+            self._queue,
+            self._quota,
+            self._preemption,
+            self._pinning,
+            kv,
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
             clock=clock,
         )
         self._deadlines = RequestDeadlines()
@@ -132,6 +123,16 @@ class Scheduler:
     def num_fair_preemptions(self) -> int:
         """Preemptions for a tenant below its quota, or of one beyond its KV share."""
         return self._preemption.num_fair
+
+    @property
+    def base_prefix_tokens_hit(self) -> int:
+        """Prompt tokens of activated adapters in the prefix cache, before the adapter acts."""
+        return self._admission.base_prefix_tokens_hit
+
+    @property
+    def adapter_wait_s(self) -> Timings:
+        """Seconds that each request waited for its adapter, whether it came or not."""
+        return self._pinning.wait_s
 
     @property
     def num_waiting(self) -> int:
@@ -228,7 +229,7 @@ class Scheduler:
         """
         now = self._clock()
         self._end_overdue(now)
-        self._fail_overdue(now)
+        self._pinning.fail_overdue(now)
         self._fair_queue.age(now)
         self._queue.blocked.unpark_ready(self._changed, now, is_admission_paused=self._adapters.is_admission_paused)
         # a waiting request starts because it was just added, or its adapter just arrived
@@ -238,12 +239,12 @@ class Scheduler:
         num_internal_rows = self._probe_budget.rows_of_next_step(self._running, may_start=may_start)
         step = Step(self._fair_queue, now, self._token_budget, num_internal_rows)
         if self._queue.exclusive:
-            self._schedule_exclusive(step)
+            self._admission.schedule_exclusive(step)
             if step.scheduled:
                 return step.scheduled
         prefilling = self._schedule_decodes(step)
         if prefilling or (self._queue.has_shared and not step.is_out_of_blocks):
-            self._schedule_prompts(step, prefilling)
+            self._admission.schedule_prompts(step, prefilling)
         if self._speculation is not None and not step.num_prompt_tokens and not step.is_out_of_blocks:
             self._schedule_proposals(step, self._speculation)
         self._waits.renew()
@@ -256,16 +257,6 @@ class Scheduler:
             not request.is_internal and request.adapter is not None and request.adapter.digest in adapters
             for request in self._queue
         )
-
-    def _schedule_exclusive(self, step: Step) -> None:
-        for request in list(self._queue.exclusive):
-            if step.budget == 0 or len(self._running) >= self._max_num_seqs:
-                return
-            if self._pin_or_request_adapter(request, step):
-                count = min(request.num_pending_tokens, step.budget)
-                if not self._quota.reserve(request, count):
-                    return
-                self._start(request, count, step)
 
     def _schedule_decodes(self, step: Step) -> list[Request]:
         """Schedule running requests that are one token short; return those that lack more.
@@ -307,118 +298,6 @@ class Scheduler:
                 step.propose(proposal.number, token_ids)
                 speculation.note_made(proposal)
 
-    def _schedule_prompts(self, step: Step, prefilling: Sequence[Request]) -> None:
-        # nothing is admitted in a step that preempts for lack of blocks
-        is_admitting = not step.is_out_of_blocks and (
-            len(self._running) < step.num_slots or self._preemption.has_slot_to_give()
-        )
-        if not prefilling and not is_admitting:
-            return
-        visits = SchedulingPass(
-            self._queue,
-            prefilling,
-            step.scheduled,
-            now_s=step.now_s,
-            is_admitting=is_admitting,
-            is_admission_paused=self._adapters.is_admission_paused,
-        )
-        for request in visits:
-            count = min(request.num_pending_tokens, self._room(request, step))
-            if count == 0 and request.is_internal and step.budget:
-                # A probe without budget must still pin an adapter that just arrived, or it is
-                # evicted before the next step. Don't start a load: it would compete with prefill.
-                if request.status is not RequestStatus.RUNNING and request.adapter_wait_started_s is not None:
-                    self._pin_or_request_adapter(request, step)
-                continue
-            if count == 0:
-                visits.skip_tenant()
-                if step.budget == 0:
-                    visits.stop()
-            elif request.status is not RequestStatus.RUNNING:
-                self._admit(request, step, visits)
-            elif self._preemption.reserve_or_preempt(request, count, step):
-                step.add(request, count)
-            if step.is_out_of_blocks:
-                visits.is_admitting = False
-
-    def _room(self, request: Request, step: Step) -> int:
-        """Return how many tokens of a prompt the step has room for."""
-        room = step.room(request)
-        if (
-            request.is_internal
-            or request.is_urgent
-            or not self._fair_queue.is_over_share(self._fair_queue.tenant(request), step.now_s)
-        ):
-            return room
-        return min(room, max(0, -(-self._token_budget // OVER_SHARE_DIVISOR) - step.num_prompt_tokens))
-
-    def _admit(self, request: Request, step: Step, visits: SchedulingPass) -> None:
-        """Start a waiting request, or else skip the requests that mustn't overtake it."""
-        tenant = self._fair_queue.tenant(request)
-        is_full = len(self._running) >= step.num_slots
-        if is_full and not request.is_urgent and not self._quota.is_below_slot_quota(tenant):
-            visits.skip_tenant(
-                max_deficit=self._max_deficit if self._quota.has_reached_slot_quota(tenant) else math.inf
-            )
-            return
-        if any(request is other for other in step.preempted):
-            # not in this step: so the last token of a request preempted in flight is known when it
-            # starts again
-            return
-        if not self._pin_or_request_adapter(request, step):
-            visits.skip_adapter()
-            return
-        if is_full and not request.is_urgent and not self._preemption.can_preempt_for_slot(request):
-            # tenants that come later have higher counters: there is no slot for them either
-            visits.is_admitting = False
-            return
-        if request.can_use_prefix_cache:
-            self._quota.attach_prefix(request)
-        count = min(request.num_pending_tokens, self._room(request, step))
-        if self._quota.exceeds_kv_share(request, count):
-            self._quota.free_blocks(request, is_use=False)
-            visits.skip_tenant(max_deficit=0.0)
-            return
-        # a preempted request waits for all the blocks that it needs: started with fewer, it would
-        # be preempted again
-        has_blocks = (not request.num_preemptions or self._quota.has_blocks_for_all(request)) and self._quota.reserve(
-            request, count
-        )
-        while not has_blocks and self._quota.is_below_block_quota(request):
-            if not self._preemption.preempt_for_blocks(step):
-                break
-            has_blocks = self._quota.reserve(request, count)
-        if has_blocks and len(self._running) >= step.num_slots:
-            self._preemption.preempt_for_slot(request, step)
-        if not has_blocks or len(self._running) >= step.num_slots:
-            # in order: a later, shorter request must not starve this one of blocks
-            self._quota.free_blocks(request, is_use=False)
-            visits.is_admitting = False
-            return
-        self._start(request, count, step)
-
-    def _start(self, request: Request, count: int, step: Step) -> None:
-        """Move a waiting request that has what it needs to the running ones, and into the step."""
-        self._queue.remove(request)
-        request.status = RequestStatus.RUNNING
-        # scores and hidden states from before a preemption
-        request.prompt_logprobs.clear()
-        if request.pooler is not None:
-            request.pooler.reset()
-        # cached tokens cost nothing, even those that others computed while the request was
-        # preempted
-        request.num_charged_tokens = max(request.num_charged_tokens, request.num_computed_tokens)
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = self._clock()
-            request.num_cached_tokens = request.num_computed_tokens
-            if request.can_use_prefix_cache:
-                self._kv.prefix_cache.note_lookup(request.num_tokens, request.num_cached_tokens)
-            if request.adapter is not None:
-                self.base_prefix_tokens_hit += min(request.num_cached_tokens, request.num_base_tokens)
-        insort(self._running, request, key=_ORDER)
-        self._fair_queue.tenant(request).num_running += 1
-        step.add(request, count)
-
     # endings outside of a step
 
     def _end_overdue(self, now: float) -> None:
@@ -434,70 +313,9 @@ class Scheduler:
                 output = self.fail(request, timeout_error(request.timeout_s or 0.0))
             self._failed.append(output)
 
-    def _fail_overdue(self, now: float) -> None:
-        """Fail the requests that have waited for their adapter too long; its load goes on."""
-        for request in self._waits.overdue(now):
-            if request.adapter is None:
-                continue
-            state = self._adapters.request(request.adapter)
-            if state in (Residency.LOADING, Residency.WAITING_FOR_SPACE):
-                error = adapter_overdue_error(request, state, self._waits.deadline_s)
-                self._failed.append(self.fail(request, error))
-            elif state is Residency.RESIDENT:
-                # the request waits for a slot, which has its own bound
-                self._waits.end(request)
-                self._queue.blocked.unpark(self._fair_queue.flow(request))
-            else:
-                self._fail_load(request, request.adapter)
-
-    def _fail_load(self, request: Request, adapter: AdapterRef) -> None:
-        error = self._adapters.error(adapter.digest)
-        self._failed.append(self.fail(request, error or LoraserveError("the adapter could not be loaded")))
-
-    # adapters
-
-    def _pin_or_request_adapter(self, request: Request, step: Step) -> bool:
-        """Pin the request's adapter and return True, or queue its load and return False.
-
-        If it couldn't be loaded, the request fails.
-        """
-        if request.pin is not None:
-            return True
-        if self._adapters.is_admission_paused and request.adapter_wait_started_s is None:
-            # An adapter waits for memory that running requests hold. Those with a pin go on; so do
-            # those whose adapter has just arrived, which would lose it again to the one that waits
-            # now, and so on in turn.
-            return False
-        if request.adapter is None:
-            return True
-        flow = self._fair_queue.flow(request)
-        # the pager is asked once a step for all requests of a flow
-        state = Residency.LOADING if flow in step.absent else self._adapters.request(request.adapter)
-        match state:
-            case Residency.RESIDENT:
-                # Pinned before any KV block is taken, and kept across preemption: a request that
-                # holds KV can run.
-                digest = request.adapter.digest
-                request.pin = self._adapters.pin(digest, is_use=not request.is_internal)
-                metadata = self._adapters.metadata(digest)
-                # in the prompt alone: neither an answer nor output from before a crash moves it
-                request.activation = find_activation(digest, metadata.invocation_token_ids, request.prompt_token_ids)
-                if request.pooler is not None:
-                    request.pooler.head = metadata.head
-                self._waits.end(request)
-                if request.is_fair_queued:
-                    flow.num_pinned += 1
-                if not request.is_internal:
-                    self.adapter_wait_s.add(request.adapter_wait_s)
-                return True
-            case Residency.FAILED:
-                self._fail_load(request, request.adapter)
-                return False
-            case _:
-                step.absent.add(flow)
-                if request.adapter_wait_started_s is None:
-                    self._waits.begin(request, request.adapter.digest)
-                return False
+    def _fail_outside(self, request: Request, error: LoraserveError) -> None:
+        """End a request with an error of which no step's results tell."""
+        self._failed.append(self.fail(request, error))
 
     # update
 
@@ -584,7 +402,7 @@ class Scheduler:
         self._waits.end(request)
         self._fair_queue.close(request)
         if request.pin is None and request.adapter_wait_s > 0 and not request.is_internal:
-            self.adapter_wait_s.add(request.adapter_wait_s)
+            self._pinning.wait_s.add(request.adapter_wait_s)
         pin, request.pin = request.pin, None
         if pin is not None:
             try:

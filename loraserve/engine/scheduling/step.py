@@ -25,7 +25,7 @@ class Step:
 
     Attributes:
         fair_queue: charged for scheduled tokens.
-        budget: tokens that the step still has room for.
+        token_budget: tokens that the step may have.
         num_internal_rows: how many of them internal requests may have.
         num_slots: requests that may run.
         scheduled: the requests in the step.
@@ -33,11 +33,12 @@ class Step:
         preempted: requests that made room for others, and aren't admitted again in this step.
         is_out_of_blocks: whether a running request found no free KV block.
         absent: flows without a resident adapter, as the pager said during this step.
+        budget: tokens that the step still has room for.
     """
 
     fair_queue: FairQueue
     now_s: float
-    budget: int
+    token_budget: int
     num_internal_rows: int
     num_slots: int = 0
     scheduled: list[ScheduledRequest] = field(default_factory=list)
@@ -45,6 +46,10 @@ class Step:
     preempted: list[Request] = field(default_factory=list)
     is_out_of_blocks: bool = False
     absent: set[AdapterFlow] = field(default_factory=set)
+    budget: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = self.token_budget
 
     def room(self, request: Request) -> int:
         """Return how many of the request's tokens the step has room for."""

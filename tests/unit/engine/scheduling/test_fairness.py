@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.scheduling.preemption import MAX_FAIR_PREEMPTIONS
-from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS, MAX_DEFICIT_STEPS, OVER_SHARE_DIVISOR
+from loraserve.engine.scheduling.prompt_admission import MAX_DEFICIT_STEPS, OVER_SHARE_DIVISOR
+from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import FinishReason, TenantId
 

@@ -24,7 +24,7 @@ from loraserve.engine.activation import find_activation
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution import cpu_runner as runner_module
 from loraserve.engine.execution.batch import Batch
-from loraserve.engine.scheduling import scheduler as scheduler_module
+from loraserve.engine.scheduling import adapter_pinning
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS
 from loraserve.engine.verification import reference_evaluator as references
 from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Verifier
@@ -331,7 +331,7 @@ def test_activation_in_another_place_fails(
         found = find_activation(digest, invocation, prompt)
         return None if found is None or offset is None else Activation(digest, found.start + offset)
 
-    monkeypatch.setattr(scheduler_module, "find_activation", moved)
+    monkeypatch.setattr(adapter_pinning, "find_activation", moved)
     assert certificate(engine, kinds["activated"]).verdict == "failed"
 
 
