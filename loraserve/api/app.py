@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 from loraserve import __version__
 from loraserve.api import anthropic, errors, live_adapters, lorax, management, monitoring, openai, openapi, scopes
 from loraserve.api.http.guard import Guard
-from loraserve.api.metrics import tables
+from loraserve.api.metrics import engine_tables, server_tables
 from loraserve.api.metrics.table import TableCollector
 from loraserve.api.services import Services
 from loraserve.tenancy.limits.shares import Shares
@@ -97,22 +97,28 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
     def shares() -> tuple[Shares, ...]:
         return (*services.rooms.all(), *services.registry.uploads.shares(), *services.registry.ephemeral.shares())
 
-    stats_tables = (*tables.STEPS, *tables.MEMORY, *tables.GRAMMARS, *tables.SPECULATION, *tables.VLLM)
+    stats_tables = (
+        *engine_tables.STEPS,
+        *engine_tables.MEMORY,
+        *engine_tables.GRAMMARS,
+        *engine_tables.SPECULATION,
+        *engine_tables.VLLM,
+    )
     return (
-        TableCollector(tables.ENGINE, lambda: services.engine),
+        TableCollector(engine_tables.ENGINE, lambda: services.engine),
         TableCollector(stats_tables, lambda: services.engine.stats),
-        TableCollector(tables.ROUTING, lambda: services.routing),
-        TableCollector(tables.CHECKS, lambda: services.grammars),
-        TableCollector(tables.TEMPLATES, lambda: services.templates),
-        TableCollector(tables.VERSION_CHATS, lambda: services.version_chats),
-        TableCollector(tables.RESULT_CACHE, lambda: services.result_cache),
-        TableCollector(tables.ADMISSIONS, lambda: services.admissions),
-        TableCollector(tables.PAUSES, lambda: services.pauses),
-        TableCollector(tables.SHARES, shares),
-        TableCollector(tables.REGISTRY, lambda: services.registry),
-        TableCollector(tables.BILLING, lambda: services.usage),
-        TableCollector(tables.RESPONSES, lambda: services.responses),
-        TableCollector(tables.BATCHES, lambda: services.batch_runner),
+        TableCollector(server_tables.ROUTING, lambda: services.routing),
+        TableCollector(server_tables.CHECKS, lambda: services.grammars),
+        TableCollector(server_tables.TEMPLATES, lambda: services.templates),
+        TableCollector(server_tables.VERSION_CHATS, lambda: services.version_chats),
+        TableCollector(server_tables.RESULT_CACHE, lambda: services.result_cache),
+        TableCollector(server_tables.ADMISSIONS, lambda: services.admissions),
+        TableCollector(server_tables.PAUSES, lambda: services.pauses),
+        TableCollector(server_tables.SHARES, shares),
+        TableCollector(server_tables.REGISTRY, lambda: services.registry),
+        TableCollector(server_tables.BILLING, lambda: services.usage),
+        TableCollector(server_tables.RESPONSES, lambda: services.responses),
+        TableCollector(server_tables.BATCHES, lambda: services.batch_runner),
     )
 
 

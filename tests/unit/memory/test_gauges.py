@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.core import Metric
 
-from loraserve.api.metrics import tables
+from loraserve.api.metrics import engine_tables
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
@@ -87,7 +87,7 @@ class Memory:
 
 
 def gauge(name: str, stats: EngineStats) -> float:
-    (row,) = (row for row in tables.VLLM if row.name == name)
+    (row,) = (row for row in engine_tables.VLLM if row.name == name)
     metric: Metric = row.collect(stats)
     return float(metric.samples[0].value)
 
