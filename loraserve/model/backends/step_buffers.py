@@ -48,7 +48,7 @@ class InputRows:
 
     @classmethod
     def make(cls, capacity: int, width: int) -> InputRows:
-        from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS
+        from loraserve_kernels.cpu.linear.tiles.tile import DOT_INPUTS
 
         num_bytes = -(-width // DOT_INPUTS) * 4
         return cls(
@@ -72,7 +72,7 @@ class OutputRows:
 
     @classmethod
     def make(cls, capacity: int, width: int) -> OutputRows:
-        from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+        from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
         # a joined linear's parts fill up their own channels, the last beyond the width
         return cls(torch.zeros(capacity, -(-width // TILE) * TILE + TILE), width)
@@ -83,7 +83,7 @@ class OutputRows:
 
 def rounding_of(linear: Linear) -> RowRounding | None:
     """Return how a linear's kernels, or the first of its parts' that does, read rounded rows."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_VNNI
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
     if isinstance(linear, JoinedLinear):
         return next((rounding for part in linear.parts if (rounding := rounding_of(part)) is not None), None)

@@ -270,7 +270,7 @@ class StepKernels:
         self._add_product(weight, linear.bias, source, out.values.data_ptr() + 4 * column, out.values.stride(0))
 
     def _add_product(self, weight: OwnWeight, bias: Tensor | None, source: InputRows, y: int, y_stride: int) -> int:
-        from loraserve_kernels.cpu.linear import decoded_kernel as k
+        from loraserve_kernels.cpu.linear.tiles import tile as k
 
         num_channels = weight.scales.shape[-1]
         full_bias = full_bias_of(bias, num_channels)
@@ -433,8 +433,8 @@ class StepKernels:
 
     def _add_head(self) -> None:
         """Append the head's products, where all of them are ours."""
-        from loraserve_kernels.cpu.linear import decoded_kernel as k
-        from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+        from loraserve_kernels.cpu.linear.tiles import tile as k
+        from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
         base = self._head_linear.base
         parts = base.parts if isinstance(base, JoinedLinear) else (base,)

@@ -226,7 +226,7 @@ def _has_numba() -> bool:
 def _has_byte_pairs() -> bool:
     if not HAS_NUMBA:
         return False
-    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_BYTE_PAIRS
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_BYTE_PAIRS
 
     return HAS_BYTE_PAIRS
 

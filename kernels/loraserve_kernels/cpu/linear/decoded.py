@@ -1,4 +1,4 @@
-"""Weights in the order that `decoded_kernel`'s kernels read, and their products; needs numba."""
+"""Weights in the order that the kernels of `tiles` read, and their products; needs numba."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class GroupDotWeight:
 
 def can_round_activations(weight: QuantizedWeight) -> bool:
     """Return whether there is a kernel for this weight in int4 and activations in int8."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_BYTE_PAIRS
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_BYTE_PAIRS
 
     # a group's products, at most 15 · 127 · 128, add up to less than 2²⁴: float32 holds the sum
     return HAS_BYTE_PAIRS and weight.format == "int4" and weight.zeros is None
@@ -124,7 +124,7 @@ def can_decode(weight: QuantizedWeight) -> bool:
 
 def pack(weight: QuantizedWeight) -> DecodedWeight:
     """Bring a quantized weight's codes into tiles; they're copied."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import FP8_SCALE
+    from loraserve_kernels.cpu.linear.tiles.decoded_kernel import FP8_SCALE
 
     scales = weight.scales.t() * (FP8_SCALE if weight.format == "fp8" else 1.0)
     return DecodedWeight(
@@ -152,7 +152,8 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
     The kernels scale the sum of a group, so a product differs from this by the rounding of the sums
     alone.
     """
-    from loraserve_kernels.cpu.linear.decoded_kernel import FP8_SCALE, TILE
+    from loraserve_kernels.cpu.linear.tiles.decoded_kernel import FP8_SCALE
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     first = start // TILE
     tiles = weight.codes[first : -(-end // TILE)]
@@ -181,15 +182,15 @@ def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tens
     Args:
         x: [num_tokens, in_features] float32; taken as checked.
     """
-    from loraserve_kernels.cpu.linear import decoded_kernel
+    from loraserve_kernels.cpu.linear.tiles import tile
 
     x = x if x.stride(1) == 1 else x.contiguous()
     num_channels = weight.scales.shape[1]
     y = torch.empty(x.shape[0], num_channels)
     has_groups = weight.scales.shape[0] > 1
     full_bias = full_bias_of(bias, num_channels)
-    args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
-    args[decoded_kernel.X : decoded_kernel.NUM_TILES + 1] = (
+    args = np.zeros(tile.NUM_WORDS, dtype=np.int64)
+    args[tile.X : tile.NUM_TILES + 1] = (
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -216,7 +217,7 @@ def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
     Args:
         codes: [out_features, in_features] int8; scales: [out_features] float32.
     """
-    from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS, HAS_VNNI
+    from loraserve_kernels.cpu.linear.tiles.tile import DOT_INPUTS, HAS_VNNI
 
     out_features, in_features = codes.shape
     num_more = -in_features % DOT_INPUTS
@@ -230,7 +231,7 @@ def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
 
 def unpack_dot(weight: DotWeight) -> Tensor:
     """Return the codes that `pack_dot` was given."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import DOT_INPUTS
+    from loraserve_kernels.cpu.linear.tiles.tile import DOT_INPUTS
 
     tiles = weight.codes.view(_RUNS[DOT_INPUTS])
     codes = tiles.mT.reshape(-1, tiles.shape[1])[: weight.out_features].contiguous()
@@ -249,7 +250,7 @@ def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
 
 def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
     """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     first = start // TILE
     tiles = weight.codes[first : -(-end // TILE)]
@@ -273,13 +274,13 @@ def group_dot(
         starts: [num_tokens, groups] float32: -8 times the sum of each group's codes.
         bias: [out_features] float32.
     """
-    from loraserve_kernels.cpu.linear import decoded_kernel
+    from loraserve_kernels.cpu.linear.tiles import tile
 
     num_channels, num_groups = weight.scales.shape[1], weight.scales.shape[0]
     y = torch.empty(codes.shape[0], num_channels)
     full_bias = full_bias_of(bias, num_channels)
-    args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
-    args[decoded_kernel.X :] = (
+    args = np.zeros(tile.NUM_WORDS, dtype=np.int64)
+    args[tile.X :] = (
         codes.data_ptr(),
         codes.stride(0),
         codes.shape[0],
@@ -303,7 +304,7 @@ def group_dot(
 
 def code_offset() -> int:
     """Return what is added to the codes of activations that `dot` takes."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import HAS_VNNI
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
 
     return 128 if HAS_VNNI else 0
 
@@ -318,16 +319,16 @@ def dot(codes: Tensor, scales: Tensor, weight: DotWeight, bias: Tensor | None = 
         scales: [num_tokens, 1] float32.
         bias: [out_features] float32.
     """
-    from loraserve_kernels.cpu.linear import decoded_kernel
+    from loraserve_kernels.cpu.linear.tiles import tile
 
-    num_more = -weight.in_features % decoded_kernel.DOT_INPUTS
+    num_more = -weight.in_features % tile.DOT_INPUTS
     # what fills up meets codes of 0
     x = F.pad(codes, (0, num_more)) if num_more else codes
-    x = x if decoded_kernel.HAS_VNNI else x.short()
+    x = x if tile.HAS_VNNI else x.short()
     num_channels, width = weight.scales.shape[0], x.shape[1]
     y = torch.empty(x.shape[0], num_channels)
-    args = np.zeros(decoded_kernel.NUM_WORDS, dtype=np.int64)
-    args[decoded_kernel.X : decoded_kernel.SCALES + 1] = (
+    args = np.zeros(tile.NUM_WORDS, dtype=np.int64)
+    args[tile.X : tile.SCALES + 1] = (
         x.data_ptr(),
         x.stride(0),
         x.shape[0],
@@ -338,9 +339,9 @@ def dot(codes: Tensor, scales: Tensor, weight: DotWeight, bias: Tensor | None = 
         weight.scales.data_ptr(),
     )
     full_bias = full_bias_of(bias, num_channels)
-    args[decoded_kernel.SUM_STARTS], args[decoded_kernel.ROW_SCALES] = weight.sum_starts.data_ptr(), scales.data_ptr()
-    args[decoded_kernel.DOT_BIAS] = full_bias.data_ptr()
-    args[decoded_kernel.WIDTH], args[decoded_kernel.NUM_TILES] = width, weight.codes.shape[0]
+    args[tile.SUM_STARTS], args[tile.ROW_SCALES] = weight.sum_starts.data_ptr(), scales.data_ptr()
+    args[tile.DOT_BIAS] = full_bias.data_ptr()
+    args[tile.WIDTH], args[tile.NUM_TILES] = width, weight.codes.shape[0]
     _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
     return _cut(y, weight.out_features)
 
@@ -358,12 +359,12 @@ def full_bias_of(bias: Tensor | None, num_channels: int) -> Tensor:
 @functools.cache
 def compiled_handle(kind: str) -> Any:
     """Return the kernel of a `DecodedWeight.kind`, or ``dot`` or ``int4-dot``."""
-    from loraserve_kernels.cpu.linear import decoded_kernel
+    from loraserve_kernels.cpu.linear.tiles import decoded_kernel, dot_kernel, group_dot_kernel
 
     if kind == "dot":
-        return decoded_kernel.compiled_dot()
+        return dot_kernel.compiled()
     if kind == "int4-dot":
-        return decoded_kernel.compiled_group_dot()
+        return group_dot_kernel.compiled()
     kinds = {
         "int8": decoded_kernel.INT8,
         "int8z": decoded_kernel.INT8_ZEROS,
@@ -391,7 +392,7 @@ def _run(compiled: tuple[Callable[[int], None], int, Any], args: Any, num_produc
 
 def _tiles(codes: Tensor) -> Tensor:
     """Return rows [channels, width] as [tiles, width, channels of a tile]."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     channels, width = codes.shape
     tiles = codes.new_zeros(-(-channels // TILE), width, TILE)
@@ -404,7 +405,7 @@ def _tiles(codes: Tensor) -> Tensor:
 
 def _filled(grid: Tensor) -> Tensor:
     """Return [groups, channels] in that order of memory, zeros added up to whole tiles."""
-    from loraserve_kernels.cpu.linear.decoded_kernel import TILE
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     groups, channels = grid.shape
     filled = grid.new_zeros(groups, -(-channels // TILE) * TILE)

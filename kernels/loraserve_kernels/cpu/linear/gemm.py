@@ -11,7 +11,7 @@ answers. `chooser` tries these kernels on the processor and takes one:
 * ``onednn-u8``: the same codes plus 128, with a zero point of 128: what VNNI multiplies. Without
   VNNI pairs of products overflow too.
 * ``numba-dot``: our own sums in 32 bits, of pairs, or of fours where the processor has VNNI, on any
-  machine (`decoded_kernel`). The three give the same bits.
+  machine (`tiles.dot_kernel`). The three give the same bits.
 * ``fbgemm``: any x86 machine, activations of 7 bits. Its linear for a fixed activation scale gets
   rows divided by their own largest magnitude, so that one scale fits every row. Elsewhere torch's
   reference of the same operator runs.

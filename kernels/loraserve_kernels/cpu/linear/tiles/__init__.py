@@ -1,0 +1,1 @@
+"""Products of tiles of a linear's output channels; compiled by numba."""
