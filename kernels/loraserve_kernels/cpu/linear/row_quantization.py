@@ -9,14 +9,13 @@ import numba
 import numpy as np
 from numba import types
 
+from loraserve_kernels.cpu import row_loop
 from loraserve_kernels.cpu.simd import (
     F32,
     I8,
     LANES,
-    STAMP,
     absolute,
     add,
-    fetch_add,
     fma,
     larger,
     load,
@@ -24,6 +23,7 @@ from loraserve_kernels.cpu.simd import (
     load_one,
     max_lanes,
     splat,
+    stamp_with,
     store_int8,
     store_int8_one,
     store_int16,
@@ -40,12 +40,6 @@ CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
 CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, NUM_WORDS = 40, 41, 42, 43, 44, 45, 46, 47
 
 F32_BYTES = 4
-
-
-@numba.njit
-def rows_at_once(num_rows):  # type: ignore[no-untyped-def]
-    """Return how many of a step's rows a thread claims at once: several where there are many."""
-    return 4 if num_rows > 64 else 1
 
 
 @numba.njit
@@ -114,16 +108,12 @@ def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _quantize(args):  # type: ignore[no-untyped-def]
-    """Quantize the rows that this thread claims."""
-    num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
-    block = rows_at_once(num_rows)
-    while True:
-        first = fetch_add(args, block)
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + block, num_rows)):
-            round_row(args, load_int(args, X) + row * load_int(args, X_STRIDE) * F32_BYTES, row, width)
+def _quantize_row(args, row):  # type: ignore[no-untyped-def]
+    source = load_int(args, X) + row * load_int(args, X_STRIDE) * F32_BYTES
+    round_row(args, source, row, load_int(args, WIDTH))
+
+
+_quantize = row_loop.row_loop("quantize", _quantize_row, NUM_ROWS)
 
 
 @functools.cache
@@ -132,7 +122,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = STAMP
+    stamp = stamp_with(row_loop.__file__)
 
     def quantize_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

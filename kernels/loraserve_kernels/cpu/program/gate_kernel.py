@@ -12,15 +12,15 @@ import numba
 import numpy as np
 from numba import types
 
+from loraserve_kernels.cpu import row_loop
 from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import round_row, rows_at_once
+from loraserve_kernels.cpu.linear.row_quantization import round_row
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
     add,
     divide,
     exp,
-    fetch_add,
     fma,
     load,
     load_int,
@@ -55,27 +55,24 @@ def _gated(gate, up, is_gelu):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _gate(args):  # type: ignore[no-untyped-def]
-    num_rows, width, is_gelu = load_int(args, NUM_ROWS), load_int(args, WIDTH), load_int(args, IS_GELU)
+def _gate_row(args, row):  # type: ignore[no-untyped-def]
+    width, is_gelu = load_int(args, WIDTH), load_int(args, IS_GELU)
     whole = width // LANES * LANES
-    block = rows_at_once(num_rows)
-    while True:
-        first = fetch_add(args, block)
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + block, num_rows)):
-            gate = load_int(args, X) + row * load_int(args, X_STRIDE) * F32_BYTES
-            up, out = gate + width * F32_BYTES, load_int(args, OUT) + row * width * F32_BYTES
-            for k in range(0, whole, LANES):
-                store(out, k, _gated(load(gate, k, F32), load(up, k, F32), is_gelu))
-            for k in range(whole, width):
-                x = np.float64(load_one(gate, k, F32))
-                slope = x
-                if is_gelu != 0:
-                    slope = 2 * 0.7978845608028654 * (x + 0.044715 * x * x * x)
-                # one of few elements of a row: numba's exponential of float64 overflows to infinity
-                store_one(out, k, np.float32(x / (1 + np.exp(-slope)) * load_one(up, k, F32)))
-            round_row(args, out, row, width)
+    gate = load_int(args, X) + row * load_int(args, X_STRIDE) * F32_BYTES
+    up, out = gate + width * F32_BYTES, load_int(args, OUT) + row * width * F32_BYTES
+    for k in range(0, whole, LANES):
+        store(out, k, _gated(load(gate, k, F32), load(up, k, F32), is_gelu))
+    for k in range(whole, width):
+        x = np.float64(load_one(gate, k, F32))
+        slope = x
+        if is_gelu != 0:
+            slope = 2 * 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # one of few elements of a row: numba's exponential of float64 overflows to infinity
+        store_one(out, k, np.float32(x / (1 + np.exp(-slope)) * load_one(up, k, F32)))
+    round_row(args, out, row, width)
+
+
+_gate = row_loop.row_loop("gate", _gate_row, NUM_ROWS)
 
 
 @functools.cache
@@ -84,7 +81,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = stamp_with(row_quantization.__file__)
+    stamp = stamp_with(row_loop.__file__, row_quantization.__file__)
 
     def gate_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

@@ -8,7 +8,8 @@ from typing import Any
 import numba
 from numba import types
 
-from loraserve_kernels.cpu.simd import F32, LANES, STAMP, fetch_add, load, load_int, load_one, store, store_one
+from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu.simd import F32, LANES, load, load_int, load_one, stamp_with, store, store_one
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
 CLAIMED, NUM_ROWS, ROWS, X, OUT, WIDTH = 0, 8, 9, 10, 11, 12
@@ -17,20 +18,19 @@ F32_BYTES = 4
 
 
 @numba.njit
-def _gather(args):  # type: ignore[no-untyped-def]
-    """Copy rows of `WIDTH` float32 that this thread claims; `ROWS` are their numbers in int64."""
-    num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
+def _gather_row(args, row):  # type: ignore[no-untyped-def]
+    """Copy a row of `WIDTH` float32; `ROWS` are the rows' numbers in int64."""
+    width = load_int(args, WIDTH)
     whole = width // LANES * LANES
-    while True:
-        row = fetch_add(args, 1)
-        if row >= num_rows:
-            return
-        source = load_int(args, X) + load_int(load_int(args, ROWS), row) * width * F32_BYTES
-        target = load_int(args, OUT) + row * width * F32_BYTES
-        for k in range(0, whole, LANES):
-            store(target, k, load(source, k, F32))
-        for k in range(whole, width):
-            store_one(target, k, load_one(source, k, F32))
+    source = load_int(args, X) + load_int(load_int(args, ROWS), row) * width * F32_BYTES
+    target = load_int(args, OUT) + row * width * F32_BYTES
+    for k in range(0, whole, LANES):
+        store(target, k, load(source, k, F32))
+    for k in range(whole, width):
+        store_one(target, k, load_one(source, k, F32))
+
+
+_gather = row_loop.row_loop("gather", _gather_row, NUM_ROWS)
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = STAMP
+    stamp = stamp_with(row_loop.__file__)
 
     def gather_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

@@ -14,13 +14,13 @@ import numba
 import numpy as np
 from numba import types
 
+from loraserve_kernels.cpu import row_loop
 from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import round_row, rows_at_once
+from loraserve_kernels.cpu.linear.row_quantization import round_row
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
     add,
-    fetch_add,
     fma,
     fma_one,
     load,
@@ -81,34 +81,29 @@ def _add_row(hidden, delta, scale, width):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _norm(args):  # type: ignore[no-untyped-def]
-    num_rows, width = load_int(args, NUM_ROWS), load_int(args, WIDTH)
-    hiddens, deltas, outs = load_int(args, HIDDEN), load_int(args, DELTA), load_int(args, OUT)
-    eps, delta_scale = load_one(args, 2 * EPS, F32), load_one(args, 2 * DELTA_SCALE, F32)
-    block = rows_at_once(num_rows)
-    while True:
-        first = fetch_add(args, block)
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + block, num_rows)):
-            hidden, out = hiddens + row * width * F32_BYTES, outs + row * width * F32_BYTES
-            if deltas != 0:
-                delta = deltas + row * load_int(args, DELTA_STRIDE) * F32_BYTES
-                weight = load_int(args, DELTA_WEIGHT)
-                if load_int(args, DELTA_WEIGHTS) != 0:
-                    weight = load_int(load_int(args, DELTA_WEIGHTS), row)
-                if weight != 0:
-                    scale_row(delta, inverse_rms(delta, width, eps), weight, width, delta)
-                _add_row(hidden, delta, delta_scale, width)
-            weight = load_int(args, WEIGHT)
-            if load_int(args, WEIGHTS) != 0:
-                weight = load_int(load_int(args, WEIGHTS), row)
-            if weight != 0:
-                scale_row(hidden, inverse_rms(hidden, width, eps), weight, width, out)
-            else:
-                for k in range(width):
-                    store_one(out, k, load_one(hidden, k, F32))
-            round_row(args, out, row, width)
+def _norm_row(args, row):  # type: ignore[no-untyped-def]
+    width, eps = load_int(args, WIDTH), load_one(args, 2 * EPS, F32)
+    hidden, out = load_int(args, HIDDEN) + row * width * F32_BYTES, load_int(args, OUT) + row * width * F32_BYTES
+    if load_int(args, DELTA) != 0:
+        delta = load_int(args, DELTA) + row * load_int(args, DELTA_STRIDE) * F32_BYTES
+        weight = load_int(args, DELTA_WEIGHT)
+        if load_int(args, DELTA_WEIGHTS) != 0:
+            weight = load_int(load_int(args, DELTA_WEIGHTS), row)
+        if weight != 0:
+            scale_row(delta, inverse_rms(delta, width, eps), weight, width, delta)
+        _add_row(hidden, delta, load_one(args, 2 * DELTA_SCALE, F32), width)
+    weight = load_int(args, WEIGHT)
+    if load_int(args, WEIGHTS) != 0:
+        weight = load_int(load_int(args, WEIGHTS), row)
+    if weight != 0:
+        scale_row(hidden, inverse_rms(hidden, width, eps), weight, width, out)
+    else:
+        for k in range(width):
+            store_one(out, k, load_one(hidden, k, F32))
+    round_row(args, out, row, width)
+
+
+_norm = row_loop.row_loop("norm", _norm_row, NUM_ROWS)
 
 
 @functools.cache
@@ -117,7 +112,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = stamp_with(row_quantization.__file__)
+    stamp = stamp_with(row_loop.__file__, row_quantization.__file__)
 
     def norm_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

@@ -14,8 +14,7 @@ import numba
 import numpy as np
 from numba import types
 
-from loraserve_kernels.cpu.linear import row_quantization
-from loraserve_kernels.cpu.linear.row_quantization import rows_at_once
+from loraserve_kernels.cpu import row_loop
 from loraserve_kernels.cpu.program import norm_kernel
 from loraserve_kernels.cpu.program.norm_kernel import inverse_rms, scale_row
 from loraserve_kernels.cpu.simd import (
@@ -82,40 +81,34 @@ def _copy(x, out, width):  # type: ignore[no-untyped-def]
 
 
 @numba.njit
-def _turn_and_store(args):  # type: ignore[no-untyped-def]
-    num_rows, width = load_int(args, NUM_ROWS), load_int(args, HEAD_DIM)
-    num_heads, num_kv_heads = load_int(args, NUM_HEADS), load_int(args, NUM_KV_HEADS)
+def _turn_and_store_row(args, row):  # type: ignore[no-untyped-def]
+    width, num_heads, num_kv_heads = load_int(args, HEAD_DIM), load_int(args, NUM_HEADS), load_int(args, NUM_KV_HEADS)
     half, size = load_int(args, ROTATED) // 2, load_int(args, BLOCK_SIZE)
-    eps, is_whole = load_one(args, 2 * EPS, F32), load_int(args, IS_NORM_WHOLE)
-    block = rows_at_once(num_rows)
-    while True:
-        first = fetch_add(args, block)
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + block, num_rows)):
-            q = load_int(args, QKV) + row * load_int(args, QKV_STRIDE) * F32_BYTES
-            k = q + num_heads * width * F32_BYTES
-            v = k + num_kv_heads * width * F32_BYTES
-            if load_int(args, Q_NORM) != 0:
-                _norm_heads(q, num_heads, width, load_int(args, Q_NORM), is_whole, eps)
-                _norm_heads(k, num_kv_heads, width, load_int(args, K_NORM), is_whole, eps)
-            if half != 0:
-                angle = load_int(load_int(args, POSITIONS), row) * half * F32_BYTES
-                # keys follow queries
-                _rotate(
-                    q, num_heads + num_kv_heads, width, half, load_int(args, COS) + angle, load_int(args, SIN) + angle
-                )
-            slot = load_int(load_int(args, SLOTS), row)
-            if slot < 0 or slot >= load_int(args, NUM_BLOCKS) * size:
-                # counted and not written
-                fetch_add(args + OUTSIDE * WORD, 1)
-                continue
-            number, offset = slot // size, slot % size
-            for head in range(num_kv_heads):
-                k_to = number * load_int(args, K_BLOCK) + head * load_int(args, K_HEAD) + offset * width
-                v_to = number * load_int(args, V_BLOCK) + head * load_int(args, V_HEAD) + offset * width
-                _copy(k + head * width * F32_BYTES, load_int(args, K_CACHE) + k_to * F32_BYTES, width)
-                _copy(v + head * width * F32_BYTES, load_int(args, V_CACHE) + v_to * F32_BYTES, width)
+    q = load_int(args, QKV) + row * load_int(args, QKV_STRIDE) * F32_BYTES
+    k = q + num_heads * width * F32_BYTES
+    v = k + num_kv_heads * width * F32_BYTES
+    if load_int(args, Q_NORM) != 0:
+        eps, is_whole = load_one(args, 2 * EPS, F32), load_int(args, IS_NORM_WHOLE)
+        _norm_heads(q, num_heads, width, load_int(args, Q_NORM), is_whole, eps)
+        _norm_heads(k, num_kv_heads, width, load_int(args, K_NORM), is_whole, eps)
+    if half != 0:
+        angle = load_int(load_int(args, POSITIONS), row) * half * F32_BYTES
+        # keys follow queries
+        _rotate(q, num_heads + num_kv_heads, width, half, load_int(args, COS) + angle, load_int(args, SIN) + angle)
+    slot = load_int(load_int(args, SLOTS), row)
+    if slot < 0 or slot >= load_int(args, NUM_BLOCKS) * size:
+        # counted and not written
+        fetch_add(args + OUTSIDE * WORD, 1)
+        return
+    number, offset = slot // size, slot % size
+    for head in range(num_kv_heads):
+        k_to = number * load_int(args, K_BLOCK) + head * load_int(args, K_HEAD) + offset * width
+        v_to = number * load_int(args, V_BLOCK) + head * load_int(args, V_HEAD) + offset * width
+        _copy(k + head * width * F32_BYTES, load_int(args, K_CACHE) + k_to * F32_BYTES, width)
+        _copy(v + head * width * F32_BYTES, load_int(args, V_CACHE) + v_to * F32_BYTES, width)
+
+
+_turn_and_store = row_loop.row_loop("turn_and_store", _turn_and_store_row, NUM_ROWS)
 
 
 @functools.cache
@@ -124,7 +117,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = stamp_with(norm_kernel.__file__, row_quantization.__file__)
+    stamp = stamp_with(norm_kernel.__file__, row_loop.__file__)
 
     def turn_and_store(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
