@@ -120,6 +120,7 @@ class CapacityPlan:
             },
             "step": {
                 "activations_bytes": self.step.activations_bytes,
+                "buffers_bytes": self.step.buffers_bytes,
                 "reserved_bytes": self.step.reserved_bytes,
                 "is_estimate": True,
             },

@@ -12,6 +12,7 @@ from loraserve.config import CPU_BUDGET_BYTES, GPU_PLANS_BYTES, EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.memory.memory_plan import MemoryPlan, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
+from loraserve.model.backends.step_sizes import buffer_bytes
 from loraserve.planning.base import BasePlan
 
 GPU_CONTEXT_BYTES = 512 * MIB
@@ -27,12 +28,14 @@ class StepPlan:
     An estimate: a GPU's engine measures it at its start.
 
     Attributes:
-        activations_bytes: of one step.
+        activations_bytes: of one step, which are freed after it.
+        buffers_bytes: what a CPU's engine keeps from step to step.
         reserved_bytes: what is held back: on a GPU two steps (graphs keep one of their own), LoRA's
-            plans and CUDA's own; on a CPU one step.
+            plans and CUDA's own; on a CPU one step and the buffers.
     """
 
     activations_bytes: int
+    buffers_bytes: int
     reserved_bytes: int
 
 
@@ -124,8 +127,11 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
     per_row = 4 * 2 * model.hidden_size + (2 if on_gpu else 4) * (2 * model.hidden_size + widest)
     logits = 4 * min(num_rows, config.max_num_seqs) * model.vocab_size
     activations = num_rows * per_row + 2 * logits
-    reserved = 2 * activations + GPU_PLANS_BYTES + GPU_CONTEXT_BYTES if on_gpu else activations
-    return StepPlan(activations, reserved)
+    if on_gpu:
+        return StepPlan(activations, 0, 2 * activations + GPU_PLANS_BYTES + GPU_CONTEXT_BYTES)
+    # also counted for heads that a processor's vectors don't divide, whose steps keep nothing
+    buffers = buffer_bytes(model, num_rows)
+    return StepPlan(activations, buffers, activations + buffers)
 
 
 def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None) -> ArenaPlan:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraserve.model.backends.step_sizes import SMALLEST_GROUP
 from loraserve.model.layers.linears import JoinedLinear, Linear, own_weight
 from loraserve_kernels.cpu.linear.decoded import DotWeight, GroupDotWeight, code_offset
-
-_SMALLEST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +54,16 @@ class InputRows:
             torch.zeros(capacity, width),
             torch.zeros(capacity, num_bytes, dtype=torch.int8),
             torch.ones(capacity),
-            torch.zeros(capacity, -(-width // _SMALLEST_GROUP)),
+            torch.zeros(capacity, -(-width // SMALLEST_GROUP)),
         )
 
     @property
     def width(self) -> int:
         return self.values.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.codes.nbytes + self.scales.nbytes + self.starts.nbytes
 
 
 @dataclass(slots=True, eq=False)

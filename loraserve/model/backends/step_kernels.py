@@ -159,6 +159,17 @@ class StepKernels:
         self.gathers = np.array(self._gathers)
         self.lora = {site: np.array(places) for site, places in self._lora.items()}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        inputs = [self.x, self._attended, self._kept_attended]
+        outputs = [self._qkv, self._delta]
+        if self._gate_up is not None:
+            inputs.append(self._gated)
+            outputs.append(self._gate_up)
+        streams = self.hidden.nbytes + self._kept_hidden.nbytes
+        return streams + sum(rows.num_bytes for rows in inputs) + sum(rows.values.nbytes for rows in outputs)
+
     def _make_buffers(self, config: ModelConfig, capacity: int) -> None:
         hidden_size, size = config.hidden_size, config.num_heads * config.head_dim
         self.hidden = torch.zeros(capacity, hidden_size)

@@ -22,6 +22,7 @@ from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backends.backend import DecoderLayer, Norm
 from loraserve.model.backends.step_kernels import LORA_KERNELS, OwnNorm, StepKernels
+from loraserve.model.backends.step_sizes import capacity_of
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.lora_linear import LoraLinear
@@ -35,7 +36,6 @@ from loraserve_kernels.cpu.program.program import kernel
 from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 from loraserve_kernels.ops import apply_lora
 
-_SMALLEST_CAPACITY = 16
 _MIN_PARALLEL_WEIGHTS = 1 << 18
 """A step that multiplies fewer weights isn't worth waking a second thread for."""
 _LONG_PRODUCTS = 1 << 33
@@ -75,6 +75,11 @@ class StepProgram:
         self._kv: KVTensors | None = None
         self._has_adapters = self._has_norms = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers that it keeps between steps."""
+        return 0 if self._kernels is None else self._kernels.num_bytes
+
     def takes(self, kv: KVTensors) -> bool:
         """Return whether the kernels read this cache."""
         if kv is self._kv:
@@ -95,7 +100,7 @@ class StepProgram:
         if kernels is None or num_rows > kernels.capacity:
             # the buffers before are given back first
             self._kernels = kernels = None
-            capacity = max(_SMALLEST_CAPACITY, 1 << (num_rows - 1).bit_length())
+            capacity = capacity_of(num_rows)
             self._kv, self._has_adapters, self._has_norms = None, False, False
             self._kernels = kernels = StepKernels(
                 self._config, self._layers, self._norm, self._head, self._rotaries, capacity

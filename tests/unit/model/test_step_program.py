@@ -12,6 +12,7 @@ import torch
 from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backends import step_program
+from loraserve.model.backends.step_sizes import buffer_bytes, capacity_of
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors, ModelInputs, PooledRows
 from loraserve_kernels.common.modules import ReplacedNorm
@@ -232,6 +233,32 @@ def test_results_stay_when_the_next_step_runs_also_after_a_larger_one(directory:
     assert torch.equal(first, kept)
     assert torch.equal(decoder.forward(step_inputs(3), kv), kept)
     assert torch.equal(larger[:3], kept)
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 60, 1000])
+@pytest.mark.parametrize(("format", "sizes"), [("float32", WIDTHS), ("int8", GROUPED), ("int4-rounded", GROUPED)])
+def test_buffers_are_no_larger_than_planned_for_the_rows_there_were(
+    tmp_path: Path, format: str, sizes: dict[str, Any], num_rows: int
+) -> None:
+    """The plan is for processors of the widest vectors, and of two bytes for each code."""
+    save_model(build_model("qwen2", **sizes), tmp_path)
+    decoder = load(tmp_path, **FORMATS[format])
+    program = decoder._program
+    assert program is not None
+    assert program.num_bytes == 0
+    program.hidden(num_rows)
+    planned = buffer_bytes(decoder.config, num_rows)
+    assert program.num_bytes <= planned <= 1.25 * program.num_bytes
+    program.hidden(1)
+    assert program.num_bytes <= planned, "a step of fewer rows makes no more"
+
+
+def test_room_is_made_for_at_most_a_quarter_more_rows_than_there_are() -> None:
+    sizes = [capacity_of(num_rows) for num_rows in range(1, 5000)]
+    assert all(num_rows <= size <= max(16, 1.25 * num_rows + 16) for num_rows, size in enumerate(sizes, 1))
+    assert all(size < 1.25 * num_rows for num_rows, size in enumerate(sizes, 1) if num_rows > 128)
+    assert len(set(sizes)) < 64
+    assert [capacity_of(num_rows) for num_rows in (512, 2048)] == [512, 2048]
 
 
 def test_a_long_step_marks_each_layer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from loraserve.planning.capacity_plan import LINK_BYTES_PER_S, CapacityPlan, mak
 from loraserve.planning.machine import disk_rate
 from loraserve.planning.memory import StepPlan
 
-STEP = StepPlan(1000, 2000)
+STEP = StepPlan(1000, 500, 2000)
 
 
 def adapter(count: int, num_pages: int, *, file_bytes: int = 1000, **fields: Any) -> AdapterPlan:

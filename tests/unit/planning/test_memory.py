@@ -14,6 +14,7 @@ from loraserve.engine.worker import startup as assembly
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
 from loraserve.memory.memory_plan import MemoryPlan
+from loraserve.model.backends.step_sizes import buffer_bytes
 from loraserve.planning.memory import ArenaPlan, plan_arena, plan_step
 from loraserve_kernels.gpu.paged.pool import PagedPool
 
@@ -101,6 +102,13 @@ def test_adapters_have_what_running_sequences_leave_and_never_all(make: Any) -> 
     assert arena.adapter_pages_beside(12, 128) == 4
     assert arena.adapter_pages_beside(13, 128) is None
     assert arena.max_sequences(128) == 12
+
+
+def test_a_cpu_holds_back_what_steps_keep_too(make: Any) -> None:
+    step = plan_step(make.base(), make.config(max_num_batched_tokens=2048))
+    assert step.buffers_bytes == buffer_bytes(make.base().config, 2048)
+    assert step.reserved_bytes == step.activations_bytes + step.buffers_bytes
+    assert plan_step(make.base("cuda"), make.config()).buffers_bytes == 0
 
 
 def test_more_rows_and_more_sequences_take_more_of_a_step(make: Any) -> None:
