@@ -21,6 +21,8 @@ AMOUNT_COLUMNS = (
     Column("CACHED", lambda row: f"{row.cached_tokens:,}"),
     Column("COMPLETION", lambda row: f"{row.completion_tokens:,}"),
     Column("UNDELIVERED", lambda row: f"{row.undelivered_tokens:,}"),
+    Column("CACHED ANSWERS", lambda row: f"{row.num_cached_requests:,}"),
+    Column("THEIR TOKENS", lambda row: f"{row.cached_completion_tokens:,}"),
     Column("COST", lambda row: None if row.cost is None else f"{row.cost} {row.currency}"),
 )
 _GROUP_COLUMNS = {

@@ -398,6 +398,10 @@ class UsageHour(Base):
     """Completion tokens that were delivered to a client."""
     undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
     """Tokens generated for a client that had left or an answer that failed; they cost nothing."""
+    num_cached_requests: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    """Requests whose answers the result cache had."""
+    cached_completion_tokens: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    """Completion tokens of these answers."""
 
 
 class UsageJournal(Base):

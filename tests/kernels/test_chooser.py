@@ -134,8 +134,7 @@ def test_our_int8_multiplies_by_the_best_instruction_of_each_processor(
 ) -> None:
     """Compiled alone, anew: this processor may lack it, and cached code can't be inspected."""
     script = (
-        "from loraserve_kernels.cpu.linear.tiles.dot_kernel import compiled;"
-        "print(compiled()._library.get_asm_str())"
+        "from loraserve_kernels.cpu.linear.tiles.dot_kernel import compiled;print(compiled()._library.get_asm_str())"
     )
     environment = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(

@@ -16,6 +16,8 @@ AMOUNTS = {
     "cached_tokens": 16,
     "completion_tokens": 7,
     "undelivered_tokens": 1,
+    "num_cached_requests": 1,
+    "cached_completion_tokens": 3,
     "cost": "0.0000175",
     "currency": "EUR",
 }
@@ -32,6 +34,7 @@ def test_sums_are_asked_for_by_group_and_hour(server: Any, client: Client) -> No
     assert query == {"adapter": "sql", "from": "2026-03-01T00:00:00Z", "group_by": "adapter,version,day"}
     assert server.asked[1].query["cursor"] == "x"
     assert (first.cost, first.day, first.label) == (Decimal("0.0000175"), date(2026, 3, 1), "sql/2/2026-03-01")
+    assert (first.num_cached_requests, first.cached_completion_tokens) == (1, 3)
     assert second.label == "-/-/2026-03-01"
 
 

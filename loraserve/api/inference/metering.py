@@ -215,6 +215,8 @@ class RequestUsage:
                 cached_tokens=cached_tokens,
                 completion_tokens=completion_tokens,
                 undelivered_tokens=undelivered_tokens,
+                num_cached_requests=num_requests if self._is_replayed else 0,
+                cached_completion_tokens=completion_tokens if self._is_replayed else 0,
                 price="" if price is None or table is None else price_tag(table.currency, price),
                 at=services.clock(),
             )

@@ -16,6 +16,7 @@ from loraserve.api.management.payloads.resources import PageResource, Resource
 from loraserve.api.management.payloads.responses import answer, content_etag, header_list
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, NotFound
+from loraserve.tenancy.billing.journal import Amounts
 from loraserve.tenancy.billing.meter import plain
 from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports, UsageSum
 from loraserve.tenancy.identity.auth import Caller
@@ -24,7 +25,7 @@ from loraserve.types import TenantId
 
 router = APIRouter()
 
-_AMOUNTS = ("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens")
+_AMOUNTS = Amounts.__struct_fields__
 _FORMATS = ("json", "csv")
 _CSV = "text/csv"
 
@@ -46,11 +47,15 @@ class UsageResource(Resource):
     """Number of requests with at least one delivered token."""
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache, and prompts of answers that the result cache had."""
     completion_tokens: int
     """Tokens delivered to clients."""
     undelivered_tokens: int
     """Tokens generated for clients that had left, or for answers that failed. They cost nothing."""
+    num_cached_requests: int
+    """Requests, among `num_requests`, whose answers the result cache had."""
+    cached_completion_tokens: int
+    """Tokens, among `completion_tokens`, of these answers; they cost no more than cached prompts."""
     cost: str | None
     """Exact cost by the prices at the time of use; null: there were none."""
     currency: str | None

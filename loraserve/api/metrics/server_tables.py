@@ -254,13 +254,19 @@ BATCHES: Table[BatchRunner] = (
 BILLING: Table[UsageMeter] = (
     counter(
         "loraserve_billed_tokens",
-        "Tokens billed: prompt, prompt tokens found in the prefix cache (cached), completion.",
+        "Tokens billed: prompt, of these cached, completion, and of these cached_completion, of kept answers.",
         lambda m: {
             "prompt": m.recorded.prompt_tokens,
             "cached": m.recorded.cached_tokens,
             "completion": m.recorded.completion_tokens,
+            "cached_completion": m.recorded.cached_completion_tokens,
         },
         "kind",
+    ),
+    counter(
+        "loraserve_billed_cached_requests",
+        "Requests billed whose answers the result cache had.",
+        lambda m: m.recorded.num_cached_requests,
     ),
     counter(
         "loraserve_undelivered_tokens",

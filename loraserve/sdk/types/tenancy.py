@@ -76,6 +76,10 @@ class UsageSum(Result):
     """Tokens delivered to clients."""
     undelivered_tokens: int = 0
     """Generated tokens that no client received. They cost nothing."""
+    num_cached_requests: int = 0
+    """Requests, among `num_requests`, whose answers the result cache had."""
+    cached_completion_tokens: int = 0
+    """Tokens, among `completion_tokens`, of these answers."""
     cost: Decimal | None = None
     """The exact cost by the prices at the time of use; None: there were none."""
     currency: str | None = None

@@ -49,6 +49,9 @@ class Amounts(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     undelivered_tokens: int = 0
+    # behind those of journals that earlier servers left
+    num_cached_requests: int = 0
+    cached_completion_tokens: int = 0
 
     def __add__(self, other: Amounts) -> Amounts:
         return Amounts(
@@ -57,6 +60,8 @@ class Amounts(msgspec.Struct, frozen=True, array_like=True):
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
             self.undelivered_tokens + other.undelivered_tokens,
+            self.num_cached_requests + other.num_cached_requests,
+            self.cached_completion_tokens + other.cached_completion_tokens,
         )
 
 

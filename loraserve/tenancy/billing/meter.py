@@ -79,6 +79,10 @@ class UsageEvent:
     """Time in seconds since 1970."""
     undelivered_tokens: int = 0
     """Tokens that were generated and not delivered."""
+    num_cached_requests: int = 0
+    """Requests, among `num_requests`, whose answers the result cache had."""
+    cached_completion_tokens: int = 0
+    """Tokens, among `completion_tokens`, of these answers."""
     price: str = ""
     """Prices of a million tokens: ``EUR 0.5 0.05 1.5``; empty for none."""
 
@@ -93,6 +97,8 @@ class UsageEvent:
             self.cached_tokens,
             self.completion_tokens,
             self.undelivered_tokens,
+            self.num_cached_requests,
+            self.cached_completion_tokens,
         )
 
 

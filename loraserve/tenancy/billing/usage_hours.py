@@ -14,7 +14,7 @@ from loraserve.db.upsert import upsert
 from loraserve.tenancy.billing.journal import Amounts, UsageKey
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_AMOUNTS = ("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens")
+_AMOUNTS = Amounts.__struct_fields__
 _IDS_PER_STATEMENT = 500
 
 

@@ -56,7 +56,7 @@ def brief(data: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
 
 
 async def test_without_groups_it_is_one_sum(acme: httpx2.AsyncClient, use: Use) -> None:
-    await use(undelivered_tokens=7)
+    await use(undelivered_tokens=7, num_cached_requests=1, cached_completion_tokens=5)
     await use(completion_tokens=6, adapter="", version=0, hours=30)
     assert await ask(acme) == [
         {
@@ -65,6 +65,8 @@ async def test_without_groups_it_is_one_sum(acme: httpx2.AsyncClient, use: Use) 
             "cached_tokens": 8,
             "completion_tokens": 11,
             "undelivered_tokens": 7,
+            "num_cached_requests": 1,
+            "cached_completion_tokens": 5,
             "cost": None,
             "currency": None,
         }
@@ -210,7 +212,8 @@ async def test_csv_has_every_sum_with_its_columns(acme: httpx2.AsyncClient, use:
         assert len(rows) == 60
         assert list(rows[0]) == [
             *("tenant", "tenant_id", "adapter", "num_requests", "prompt_tokens", "cached_tokens"),
-            *("completion_tokens", "undelivered_tokens", "cost", "currency"),
+            *("completion_tokens", "undelivered_tokens", "num_cached_requests", "cached_completion_tokens"),
+            *("cost", "currency"),
         ]
         assert (rows[7]["tenant"], rows[7]["adapter"], rows[7]["cost"]) == ("acme", "a-07", "0.0000107")
 

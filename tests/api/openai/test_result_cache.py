@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from loraserve.errors import EngineCrashed
+from loraserve.tenancy.billing.journal import Amounts
 from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports
 from loraserve.tenancy.identity.tenants import TenantChange
 from loraserve.tenancy.prices import Price, PriceTable
@@ -285,12 +286,44 @@ async def test_a_kept_answer_costs_the_price_of_cached_tokens(
     assert total.amounts.num_requests == 2
     assert total.amounts.cached_tokens == 16 + num_prompt
     assert total.amounts.completion_tokens == 2 * num_completion
+    assert total.amounts.num_cached_requests == 1
+    assert total.amounts.cached_completion_tokens == num_completion
     assert total.cost == Decimal(made["cost"]) + Decimal(kept["cost"])
     value = services.metrics.registry.get_sample_value
     assert value("loraserve_result_cache_requests_total", {"outcome": "hit"}) == 1
     assert value("loraserve_result_cache_requests_total", {"outcome": "miss"}) == 1
     assert value("loraserve_result_cache_tokens_total") == num_completion
     assert value("loraserve_result_cache_bytes") > 0
+    assert value("loraserve_billed_tokens_total", {"kind": "cached_completion"}) == num_completion
+    assert value("loraserve_billed_cached_requests_total") == 1
+
+
+@pytest.mark.usefixtures("_allowed")
+async def test_a_hit_is_in_its_tenants_usage_once_whatever_its_form(
+    client: httpx2.AsyncClient, services: Any, subtests: pytest.Subtests
+) -> None:
+    async def amounts() -> Amounts:
+        sums = await UsageReports(services.usage).all(UsageQuery(group_by=("tenant",)))
+        return next((one.amounts for one in sums if one.group["tenant"] == "acme"), Amounts())
+
+    for body in ({}, {"stream": True, "max_tokens": 7}, {"n": 2, "seed": 3, "temperature": 1.0}):
+        with subtests.test(**body):
+            before = await amounts()
+            await ask(client, **body)
+            made = await amounts()
+            assert made.num_cached_requests == before.num_cached_requests
+            assert made.cached_completion_tokens == before.cached_completion_tokens
+            response = await ask(client, **body)
+            assert response.headers["x-loraserve-cache"] == "hit"
+            kept = await amounts()
+            num_tokens = made.completion_tokens - before.completion_tokens
+            assert kept.num_requests - made.num_requests == 1
+            assert kept.num_cached_requests - made.num_cached_requests == 1
+            assert kept.completion_tokens - made.completion_tokens == num_tokens > 0
+            assert kept.cached_completion_tokens - made.cached_completion_tokens == num_tokens
+            assert kept.undelivered_tokens == before.undelivered_tokens
+    (row,) = await UsageReports(services.usage).all(UsageQuery(group_by=("tenant",)))
+    assert row.group["tenant"] == "acme", "another tenant has no usage of it"
 
 
 @pytest.mark.usefixtures("_allowed")

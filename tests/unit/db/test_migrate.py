@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from alembic import command
 from sqlalchemy import text
 
 from loraserve.db import migrate
@@ -64,6 +67,44 @@ async def test_somebody_elses_database_is_refused(empty_database_url: str) -> No
 async def test_processes_that_migrate_at_once_take_turns(empty_database_url: str) -> None:
     heads = await asyncio.gather(*(migrate.upgrade(empty_database_url) for _ in range(4)))
     assert heads == [migrate.head()] * 4
+
+
+async def test_usage_of_before_kept_answers_were_counted_goes_both_ways(empty_database_url: str) -> None:
+    """Older rows have none of the amounts; going back loses these two and nothing else."""
+
+    async def move(step: Callable[..., None], revision: str) -> None:
+        engine = make_engine(empty_database_url, enforce_foreign_keys=False)
+        async with engine.begin() as connection:
+            await connection.run_sync(lambda one: step(migrate.alembic_config(one), revision))
+        await engine.dispose()
+
+    async def rows(columns: str) -> list[tuple[Any, ...]]:
+        engine = make_engine(empty_database_url)
+        async with engine.begin() as connection:
+            found = await connection.execute(text(f"SELECT {columns} FROM usage_hours ORDER BY hour"))
+        await engine.dispose()
+        return [tuple(row) for row in found]
+
+    insert = (
+        "INSERT INTO usage_hours (tenant_id, hour, owner, adapter, version, price, num_requests, prompt_tokens, "
+        "cached_tokens, completion_tokens, undelivered_tokens{more}) VALUES "
+        "('default', '{hour}', '', 'sql', 1, '', 3, 30, 16, 9, 1{values})"
+    )
+    await move(command.upgrade, "0007")
+    tenant = (
+        "INSERT INTO tenants (id, name, limits, created_at) VALUES ('default', 'acme', '{}', '2026-01-01 00:00:00')"
+    )
+    await run(empty_database_url, tenant)
+    await run(empty_database_url, insert.format(more="", values="", hour="2026-01-01 00:00:00"))
+    await move(command.upgrade, "0008")
+    more = ", num_cached_requests, cached_completion_tokens"
+    await run(empty_database_url, insert.format(more=more, values=", 2, 6", hour="2026-01-01 01:00:00"))
+    assert await rows("completion_tokens" + more) == [(9, 0, 0), (9, 2, 6)]
+    await move(command.downgrade, "0007")
+    assert await rows("num_requests, completion_tokens, undelivered_tokens") == [(3, 9, 1)] * 2
+    await migrate.upgrade(empty_database_url)
+    assert await rows("completion_tokens" + more) == [(9, 0, 0)] * 2
+    assert await migrate.differences(empty_database_url) == []
 
 
 KILLED_IN_MIGRATION = """

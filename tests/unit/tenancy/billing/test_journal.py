@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loraserve import faults
@@ -46,6 +48,16 @@ def test_what_was_appended_is_read_after_the_process(journal: Journal, tmp_path:
         Entry(1, ((ACME, Amounts(1, 10, 4, 7)),)),
         Entry(2, ((ACME, Amounts(0, 0, 0, 2)), (GLOBEX, Amounts(1, 3, 0, 1, 9)))),
     ]
+
+
+def test_a_line_of_an_earlier_server_is_read_whole(journal: Journal, tmp_path: Path) -> None:
+    """It has none of the amounts that were added since: they are 0."""
+    body = msgspec.json.encode([1, [[ACME, [1, 10, 4, 7, 2]]]])
+    os.write(journal._fd, b"%08x %b\n" % (zlib.crc32(body), body))
+    abandon(journal)
+    (entry,) = read(tmp_path / "usage")
+    assert entry.amounts == ((ACME, Amounts(1, 10, 4, 7, 2, 0, 0)),)
+    assert Amounts(1, 2, 3, 4, 5, 6, 7) + Amounts(1, 1, 1, 1, 1, 1, 1) == Amounts(2, 3, 4, 5, 6, 7, 8)
 
 
 def test_a_journal_whose_process_lives_is_nobody_elses(journal: Journal, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels over tiles write alike: words of the argument block, vectors, and results."""
+"""Code that all kernels over tiles share: words of the argument block, vectors, and results."""
 
 from __future__ import annotations
 
