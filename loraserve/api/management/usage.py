@@ -55,7 +55,7 @@ class UsageResource(Resource):
     num_cached_requests: int
     """Requests, among `num_requests`, whose answers the result cache had."""
     cached_completion_tokens: int
-    """Tokens, among `completion_tokens`, of these answers; they cost no more than cached prompts."""
+    """Tokens, among `completion_tokens`, of these answers, at most at the cached price."""
     cost: str | None
     """Exact cost by the prices at the time of use; null: there were none."""
     currency: str | None
