@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.cpu import instructions
-from loraserve_kernels.cpu.linear import candidates, gemm
+from loraserve_kernels.cpu.linear import candidates, cuts, gemm
 from loraserve_kernels.cpu.linear import chooser as chooser_module
 from loraserve_kernels.cpu.linear.candidates import Candidate
 from loraserve_kernels.cpu.linear.chooser import Chooser
@@ -214,6 +215,49 @@ def test_the_fastest_exact_kernel_of_a_rank_is_taken(clock: Clock, monkeypatch: 
     assert choice.kernel == "fast"
     assert [measured.verdict for measured in choice.measured] == ["", "inexact", "missing", ""]
     assert choice.ratio(8) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("library_s", "cut_s", "kernel"),
+    [(5e-6, 0.0, "library"), (5e-6, 2e-4, "numba-dot"), (1e-6, 2e-5, "library"), (2e-5, 0.0, "numba-dot")],
+)
+def test_a_librarys_product_counts_with_the_cut_that_it_makes_in_a_step(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, library_s: float, cut_s: float, kernel: str
+) -> None:
+    """As with AMX: a library may be faster by itself, and a step with it slower."""
+    given = (fake(clock, "library", 0, library_s), fake(clock, "numba-dot", 0, 1e-5))
+    monkeypatch.setitem(candidates.FORMATS, "int8", given)
+    asked: list[int] = []
+
+    def cut(num_threads: int) -> float:
+        asked.append(num_threads)
+        return cut_s
+
+    chooser = Chooser(clock, clock, cut_s=cut)
+    choice = chooser.choose("int8", 1000, 1024)
+    assert choice.kernel == kernel
+    assert asked == [torch.get_num_threads()], "as many threads as a step has, not the probe's one"
+    # what was measured is told as it was
+    assert choice.measured[0].seconds[8] == pytest.approx(8 * library_s)
+
+
+def test_a_cut_is_not_measured_where_all_candidates_make_one(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(num_threads: int) -> float:
+        raise AssertionError("there is no need")
+
+    given = (fake(clock, "slow", 0, 2e-5), fake(clock, "fast", 0, 5e-6))
+    monkeypatch.setitem(candidates.FORMATS, "int8", given)
+    assert Chooser(clock, clock, cut_s=cut).choose("int8", 1000, 1024).kernel == "fast"
+
+
+def test_a_cut_takes_all_threads_twice_the_time_of_a_region() -> None:
+    cuts.region_s.cache_clear()
+    alive = threading.active_count()
+    region_s = cuts.region_s(2)
+    assert 0 < region_s < 0.1
+    assert cuts.cut_s(2) == 4 * region_s
+    assert cuts.cut_s(1) == 0.0
+    assert threading.active_count() == alive
 
 
 @pytest.mark.parametrize(("row_s", "kernel"), [(3e-5, "first"), (9e-5, "second")])

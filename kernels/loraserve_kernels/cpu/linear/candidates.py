@@ -56,6 +56,11 @@ class Candidate:
     def arithmetic(self) -> Arithmetic:
         return Arithmetic(self.name, self.kernel, self.instructions())
 
+    @property
+    def is_own(self) -> bool:
+        """Whether a step runs it among its other kernels, without a cut."""
+        return self.kernel.startswith("numba")
+
 
 def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
     """Return which of `FORMATS` a quantized weight is.

@@ -9,6 +9,9 @@ only where every candidate above it is inexact, missing, or `MUCH_SLOWER`, which
 of equals; otherwise two starts on one machine could answer differently. A rank isn't even timed
 while one before it is within `MUCH_SLOWER` of float32.
 
+A library's product cuts the step's program, which our own doesn't: among candidates of one rank its
+time counts with what a cut takes (`cuts`) for the engine's threads.
+
 float32 of the dequantized weight is the yardstick and never taken: it would need four to eight
 times the bytes that the memory's plan counts.
 """
@@ -28,7 +31,7 @@ from torch import Tensor
 
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.cpu import threads
-from loraserve_kernels.cpu.linear import gemm
+from loraserve_kernels.cpu.linear import cuts, gemm
 from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, compile_kernel, example
 from loraserve_kernels.cpu.linear.widen import widen
 
@@ -136,6 +139,7 @@ class Chooser:
         work_clock: seconds that this thread has worked, by which kernels are compared; None:
             `work_clock()`.
         spent_s: what probing has taken so far, but for compiling, which happens once on a machine.
+        cut_s: seconds of all threads that a cut of the step takes, by their number.
         around: entered around each probe, with the format's name: for a load that tells what it is
             at.
     """
@@ -144,6 +148,7 @@ class Chooser:
     work_clock: Callable[[], float] | None = None
     spent_s: float = 0.0
     around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+    cut_s: Callable[[int], float] = cuts.cut_s
     _choices: dict[tuple[str, int, int], Choice] = field(default_factory=dict)
     _hopeless: set[tuple[str, str]] = field(default_factory=set)
 
@@ -195,9 +200,10 @@ class Chooser:
                 if candidate.is_there():
                     compile_kernel(candidate, key[0])
             clock = self.work_clock or work_clock()
-            began = self.clock()
+            began, num_threads = self.clock(), threads.num_threads()
             with threads.alone():
-                choice = probe(*key, clock=clock, hopeless=self._hopeless, times_all=False)
+                cut_s = functools.partial(self.cut_s, num_threads)
+                choice = probe(*key, clock=clock, hopeless=self._hopeless, times_all=False, cut_s=cut_s)
             self.spent_s += self.clock() - began
             return choice
 
@@ -237,6 +243,7 @@ def probe(
     clock: Callable[[], float] = time.perf_counter,
     hopeless: set[tuple[str, str]] | None = None,
     times_all: bool = True,
+    cut_s: Callable[[], float] = lambda: 0.0,
 ) -> Choice:
     """Time every candidate of a format on weights of this shape.
 
@@ -246,6 +253,7 @@ def probe(
         hopeless: (format, kernel) of candidates that aren't tried; those that turn out to be so are
             added.
         times_all: also candidates of a rank that isn't looked at, since one before it is fast.
+        cut_s: what a library's product takes besides; asked where there is one of our own as well.
     """
     hopeless = set() if hopeless is None else hopeless
     weight = example(format, out_features, in_features)
@@ -278,7 +286,7 @@ def probe(
             measured.append(Measured(candidate.arithmetic, seconds, verdict))
         if not times_all and any(not m.verdict and _score(m.seconds, float_s) <= MUCH_SLOWER for m in measured):
             break
-    arithmetic = _taken(FORMATS[format], measured, float_s)
+    arithmetic = _taken(FORMATS[format], measured, float_s, cut_s)
     return Choice(format, out_features, in_features, arithmetic, tuple(measured), float_s)
 
 
@@ -326,7 +334,12 @@ def _verdict(
         return "missing"
 
 
-def _taken(candidates: tuple[Candidate, ...], measured: list[Measured], float_s: dict[int, float]) -> Arithmetic:
+def _taken(
+    candidates: tuple[Candidate, ...],
+    measured: list[Measured],
+    float_s: dict[int, float],
+    cut_s: Callable[[], float],
+) -> Arithmetic:
     """Return the fastest of the first rank that isn't much slower than the best of all.
 
     Where none can be used, it is the last candidate, which needs nothing.
@@ -336,8 +349,14 @@ def _taken(candidates: tuple[Candidate, ...], measured: list[Measured], float_s:
         return candidates[-1].arithmetic
     bound = MUCH_SLOWER * min(scores.values())
     rank = min(candidates[index].rank for index, score in scores.items() if score <= bound)
-    best = min((index for index in scores if candidates[index].rank == rank), key=scores.__getitem__)
-    return measured[best].arithmetic
+    equals = [index for index in scores if candidates[index].rank == rank]
+    if len({candidates[index].is_own for index in equals}) > 1:
+        cut = cut_s()
+        for index in equals:
+            if not candidates[index].is_own:
+                seconds = {n: one + cut for n, one in measured[index].seconds.items()}
+                scores[index] = _score(seconds, float_s)
+    return measured[min(equals, key=scores.__getitem__)].arithmetic
 
 
 def _score(seconds: dict[int, float], float_s: dict[int, float]) -> float:

@@ -8,12 +8,14 @@ python -m loraserve_kernels.cpu.linear.kernel_table int8 --quick
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 from typing import Any
 
-from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu import instructions, threads
+from loraserve_kernels.cpu.linear import cuts
 from loraserve_kernels.cpu.linear.candidates import FORMATS, compile_kernel
 from loraserve_kernels.cpu.linear.chooser import Choice, Chooser, probe
 
@@ -35,6 +37,7 @@ def table(formats: list[str], *, is_quick: bool) -> dict[str, Any]:
     """
     found: list[Choice] = []
     chooser = Chooser()
+    cut_s = functools.partial(cuts.cut_s, threads.num_threads())
     for format in formats or FORMATS:
         if is_quick:
             found.append(chooser.choose(format, *SHAPES[0]))
@@ -43,14 +46,14 @@ def table(formats: list[str], *, is_quick: bool) -> dict[str, Any]:
             if candidate.is_there():
                 compile_kernel(candidate, format)
         for shape in SHAPES:
-            found.append(probe(format, *shape, runs=_RUNS, run_s=_RUN_S))
+            found.append(probe(format, *shape, runs=_RUNS, run_s=_RUN_S, cut_s=cut_s))
     sets = {
         "onednn": instructions.onednn(),
         "fbgemm": instructions.fbgemm(),
         "torch": instructions.aten(),
         "numba": instructions.numba(),
     }
-    return {"instructions": sets, "formats": [_entry(choice) for choice in found]}
+    return {"instructions": sets, "cut_s": _rounded(cut_s()), "formats": [_entry(choice) for choice in found]}
 
 
 def _entry(choice: Choice) -> dict[str, Any]:
