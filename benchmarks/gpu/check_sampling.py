@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.parts import Case, Row
 from loraserve.engine.execution.sampler import MIN_TEMPERATURE, draw, uniform
 from loraserve.types import SamplingParams
+from loraserve_kernels.gpu.sampling.masks import LOWEST, MaskRows, allowed_logits
 from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample, top_logprobs
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,6 +42,7 @@ def cases(machine: Machine) -> Iterator[Case]:
         yield Case(f"logits of deviation {std}", lambda s=std: _check(machine, rows, vocab, s))
     yield Case("cobatched", lambda: _check_cobatched(machine, rows, vocab))
     yield Case("not finite", lambda: _check_not_finite(machine, vocab))
+    yield Case("masks", lambda: _check_masks(machine, rows, vocab))
     yield Case("logprobs", lambda: _check_logprobs(machine, vocab))
 
 
@@ -105,6 +108,26 @@ def _check_not_finite(machine: Machine, vocab: int) -> list[Row]:
     logits[3, 0] = float("inf")
     _, finite = run(machine, logits, params, [0] * 4)
     return [holds("sampling: rows that aren't finite are told", finite.tolist() == [True, False, True, False])]
+
+
+def _check_masks(machine: Machine, count: int, vocab: int) -> list[Row]:
+    """Masks go through pinned memory, two steps after each other; the kernel has to apply both."""
+    rows, found = MaskRows(count, vocab, machine.device), []
+    for step in range(3):
+        logits = machine.randn(count, vocab, std=2.0)
+        draw = np.random.default_rng(step)
+        masks: list[npt.NDArray[np.uint32] | None] = []
+        expected = logits.cpu().clone()
+        for row in range(count):
+            allowed = draw.random(vocab) < (0.001, 0.5, 0.98)[row % 3]
+            padded = np.pad(allowed, (0, -vocab % 32))
+            words = np.packbits(padded, bitorder="little").view(np.uint32)
+            masks.append(None if row % 4 == 3 else words)
+            if row % 4 != 3:
+                expected[row, torch.from_numpy(~allowed)] = float(LOWEST.value)
+        rows.fill(masks)
+        found.append(torch.equal(allowed_logits(logits, rows).cpu(), expected))
+    return [holds("sampling: masks of allowed tokens, three steps", all(found))]
 
 
 def _check_logprobs(machine: Machine, vocab: int) -> list[Row]:

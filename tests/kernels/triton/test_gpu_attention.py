@@ -77,6 +77,27 @@ def test_a_step_of_decode_rows_alone_equals_the_reference() -> None:
     assert step.is_right()
 
 
+@pytest.mark.parametrize("context", [20, 2 * MIN_SPLIT + 3])
+def test_rows_of_one_sequence_can_be_decoded_side_by_side(context: int) -> None:
+    """What the verification of proposed tokens needs: each row sees its own context alone, and
+    has the bits that a step of its own would give it. As rows of a chunk they needn't have these.
+    """
+    count = 5
+    contexts = np.arange(context - count + 1, context + 1, dtype=np.int32)
+    step = make_attending([count], [context], max_model_len=1024)
+    assert step.is_right()
+    chunk, tables = step.out.clone(), step.block_tables.numpy()
+    step.plan.fill(np.arange(count + 1, dtype=np.int32), contexts, np.repeat(tables, count, 0))
+    assert step.plan.is_decode_only
+    together = step.run().clone()
+    torch.testing.assert_close(together, chunk, rtol=2e-3, atol=2e-3)
+    q, out = step.q, step.out
+    for row in range(count):
+        step.plan.fill(np.array([0, 1], dtype=np.int32), contexts[row : row + 1], tables)
+        step.q, step.out = q[row : row + 1], out[row : row + 1]
+        assert torch.equal(step.run()[0], together[row])
+
+
 def test_a_step_of_one_chunk_alone_equals_the_reference() -> None:
     step = make_attending([70], [75])
     assert not step.plan.is_decode_only
