@@ -48,13 +48,13 @@ class LiveRequest:
     output_token_ids: list[int] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
     error: LoraserveError | None = None
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
     is_sent: bool = False
     num_crashes: int = 0
     num_outputs_since_sent: int = 0
     has_progressed: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False
     is_finished: bool = False
+    _reader: asyncio.Future[None] | None = None
 
     def begin_sending(self) -> AddRequest:
         """Return the message that starts this request in an engine, or continues it there."""
@@ -85,13 +85,17 @@ class LiveRequest:
         self.num_outputs_since_sent += 1
         if self.is_finished or self.num_outputs_since_sent >= _NUM_STEPS_IN_FLIGHT:
             self.has_progressed.set()
-        self.has_news.set()
+        self._wake()
 
     def fail(self, error: LoraserveError) -> None:
         """End the request with an error."""
         self.error = error
         self.has_progressed.set()
-        self.has_news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def remaining_s(self, now_s: float) -> float | None:
         """Return the seconds left of its own timeout; None if it has none."""
@@ -109,6 +113,8 @@ class LiveRequest:
             TimeoutError: nothing came within `max_wait_s`.
             DeadlineExceeded: its own timeout is over, and there is no token.
         """
+        if self.outputs:
+            return self._take()
         remaining_s = self.remaining_s(time.monotonic())
         patience_s = None if remaining_s is None else remaining_s + TIMEOUT_GRACE_S
         is_own = patience_s is not None and (max_wait_s is None or patience_s <= max_wait_s)
@@ -123,6 +129,9 @@ class LiveRequest:
                 if not is_own:
                     raise
                 return self._end_overdue()
+        return self._take()
+
+    def _take(self) -> TokenOutput:
         output = merge(self.outputs)
         self.outputs.clear()
         if output.finish_reason is FinishReason.ERROR:
@@ -138,5 +147,6 @@ class LiveRequest:
         while not self.outputs:
             if self.error is not None:
                 raise self.error
-            self.has_news.clear()
-            await self.has_news.wait()
+            # an Event's bookkeeping costs as much as what is woken
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader

@@ -133,7 +133,7 @@ class EngineProcess:
         self._on_message = on_message
         self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: no other user reaches the sockets
         # not zmq.asyncio's: sending never waits without a high-water mark, and receiving through its
-        # futures costs the server 70 µs a message
+        # futures costs the server 45 µs a step more
         self._context = zmq.Context()
         self._inputs: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
         self._outputs: zmq.Socket[bytes] = self._context.socket(zmq.PULL)

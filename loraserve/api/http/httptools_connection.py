@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -42,6 +45,23 @@ class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(head)
             self._feed(piece[upgrade.args[0] :])
+
+    def _write_now(self, scope: Any, data: bytes, on_deliver: Callable[[], None]) -> bool:
+        cycle = self.cycle
+        # as uvicorn's `send` writes a piece with more to come, where it waits for nothing
+        is_free = (
+            cycle is not None
+            and cycle.scope is scope
+            and cycle.chunked_encoding
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not self.flow.write_paused
+            and not self.transport.is_closing()
+        )
+        if is_free:
+            on_deliver()
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return is_free
 
     def _has_requests_ahead(self) -> bool:
         return bool(self.pipeline)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraserve.api.errors import openai_envelope, unforeseen
-from loraserve.api.http.connection import can_send
+from loraserve.api.http.connection import can_send, write_now
 from loraserve.errors import LoraserveError
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
+                if data and write_now(scope, data, self._on_deliver):
+                    continue
                 if not await can_send(scope):
                     return
                 self._on_deliver()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
+import msgspec
+
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
@@ -58,8 +60,7 @@ def plain(amount: Decimal) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-@dataclass(frozen=True, slots=True)
-class UsageEvent:
+class UsageEvent(msgspec.Struct, frozen=True):
     """Part of a request's usage. Parts add up; each is recorded once."""
 
     tenant: TenantId
