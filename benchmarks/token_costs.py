@@ -6,9 +6,11 @@ engine's main thread.
 
 Streams of one length start together, over plain sockets. From the moment when each has begun until
 the last one ends, the processor time of the server's process and of the engine's main thread is
-read from the system and divided by the tokens that came meanwhile. Processor time is the same on a
-machine that others use, within a few percent; wall time isn't. On the tiny base nearly all of the
-engine's time is what surrounds the forward pass, which is why it is the default.
+read from the system and divided by the tokens that came meanwhile. Processor time moves less than
+wall time with what else is on the machine. On the tiny base most of the engine's time is what
+surrounds the forward pass, which is why it is the default. The engine sleeps between two of its
+steps, as if they took as long as a larger base's: otherwise a server on a busy machine falls
+behind, and joins the tokens of several steps, which costs less a token.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class Stream:
         """
         data = json.dumps(self._body).encode()
         reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
-        head = f"POST {self._path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {self._key}\r\nConnection: close\r\n"
+        head = (
+            f"POST {self._path} HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {self._key}\r\nConnection: close\r\n"
+        )
         writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         last = b""
         while more := await reader.read(RECEIVE_BYTES):
@@ -129,18 +133,17 @@ async def turn(server: Server, num_streams: int, num_tokens: int, *, is_chat: bo
 
 
 @contextlib.contextmanager
-def importing(tree: str | None) -> Iterator[None]:
-    """Let servers that start meanwhile import another tree."""
-    before = os.environ.get("PYTHONPATH")
+def importing(tree: str | None, pause_s: float) -> Iterator[None]:
+    """Let servers that start meanwhile import another tree, and their engines pause."""
+    before = dict(os.environ)
+    os.environ["LORASERVE_FAULTS"] = f"engine.after_outputs=delay:{pause_s}"
     if tree is not None:
         os.environ["PYTHONPATH"] = tree
     try:
         yield
     finally:
-        if tree is not None:
-            os.environ.pop("PYTHONPATH")
-            if before is not None:
-                os.environ["PYTHONPATH"] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def measure(options: argparse.Namespace, streams: Sequence[int]) -> dict[str, dict[int, list[Cost]]]:
@@ -154,7 +157,7 @@ def measure(options: argparse.Namespace, streams: Sequence[int]) -> dict[str, di
         servers = {}
         for name, tree in trees.items():
             say(f"starting {name} …")
-            with importing(tree):
+            with importing(tree, options.pause_s):
                 servers[name] = stack.enter_context(serve(model, options.quantize, flags=flags))
         for number in range(-1, options.turns):
             for count in streams:
@@ -187,14 +190,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
     parser.add_argument("--model", help="the folder of a base of that size that is there already")
     parser.add_argument("--quantize", default="none", choices=("none", "int8"))
-    parser.add_argument("--tokens", type=int, default=512, help="the length of each answer")
+    parser.add_argument("--tokens", type=int, default=256, help="the length of each answer")
+    parser.add_argument("--pause-s", type=float, default=0.01, help="seconds between two steps")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
     parser.add_argument("--chat", action="store_true", help="chats in place of completions")
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
-    parser.add_argument(
-        "--beside", help="a folder that another tree's packages are imported from (its .editable)"
-    )
+    parser.add_argument("--beside", help="a folder that another tree's packages are imported from (its .editable)")
     options = parser.parse_args(arguments)
     options.turns = 2 if options.quick else options.turns
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -13,7 +13,7 @@ from loraserve.engine_client.admission import QueueBounds
 from loraserve.engine_client.calls import PendingCalls
 from loraserve.engine_client.live_request import LiveRequest
 from loraserve.engine_client.messages import GenerateRequest
-from loraserve.engine_client.output import Chunk, OutputProcessor
+from loraserve.engine_client.output import Chunk, ChunkReader, OutputProcessor
 from loraserve.engine_client.supervisor import EngineSupervisor
 from loraserve.errors import (
     AdapterRejected,
@@ -31,6 +31,7 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
+    TokenOutput,
 )
 
 __all__ = ["Chunk", "EngineClient", "GenerateRequest"]
@@ -171,6 +172,8 @@ class EngineClient:
         """
         processor = OutputProcessor(request, self._tokenizer)
         live = self._admit(request)
+        # a stop string may end an answer anywhere
+        taker = None if request.reader is None or request.stop else _taker(request.reader, processor)
         try:
             if self._supervisor.is_up:
                 self._supervisor.send_request(live)
@@ -185,6 +188,7 @@ class EngineClient:
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
+                live.taker = taker
                 output = await live.next()
         finally:
             self._leave(live)
@@ -321,6 +325,18 @@ class EngineClient:
                 if abort is not None:
                     self._supervisor.send(abort(call_id))
                 raise
+
+
+def _taker(reader: ChunkReader, processor: OutputProcessor) -> Callable[[TokenOutput], bool]:
+    """Return a function that gives an output to the reader if it is ready for it."""
+
+    def take(output: TokenOutput) -> bool:
+        if not reader.is_ready():
+            return False
+        reader.take(processor.push(output))
+        return True
+
+    return take
 
 
 def _verification_error(reply: m.VerifyReply) -> LoraserveError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from loraserve.engine_client.messages import AddRequest, GenerateRequest
@@ -41,19 +42,22 @@ class LiveRequest:
             is over.
         has_begun: whether its first output has come, of any engine.
         is_finished: whether the engine sent its last token; its reader may be behind.
+        taker: offered each output but the last while the reader waits for it; returns whether it
+            took it. It may not wait: it's called by what receives.
     """
 
     request: GenerateRequest
     deadline_s: float = math.inf
     output_token_ids: list[int] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
-    error: LoraserveError | None = None
+    error: Exception | None = None
     is_sent: bool = False
     num_crashes: int = 0
     num_outputs_since_sent: int = 0
     has_progressed: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False
     is_finished: bool = False
+    taker: Callable[[TokenOutput], bool] | None = None
     _reader: asyncio.Future[None] | None = None
 
     def begin_sending(self) -> AddRequest:
@@ -78,14 +82,27 @@ class LiveRequest:
     def receive(self, output: TokenOutput) -> None:
         """Take an output of the present engine."""
         self.output_token_ids.extend(output.token_ids)
-        self.outputs.append(output)
         self.is_finished = output.finish_reason is not None
         self.num_crashes = 0
         self.has_begun = True
         self.num_outputs_since_sent += 1
         if self.is_finished or self.num_outputs_since_sent >= _NUM_STEPS_IN_FLIGHT:
             self.has_progressed.set()
-        self._wake()
+        if not self._give(output):
+            self.outputs.append(output)
+            self._wake()
+
+    def _give(self, output: TokenOutput) -> bool:
+        """Return whether the taker took the output, before which everything was read."""
+        if self.taker is None or self.is_finished or self._reader is None or self._reader.done():
+            return False
+        try:
+            return self.taker(output)
+        except Exception as error:
+            # the reader's, like any error of what it would have done with the output
+            self.error = error
+            self._wake()
+            return True
 
     def fail(self, error: LoraserveError) -> None:
         """End the request with an error."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from loraserve.types import (
@@ -20,6 +22,9 @@ from loraserve.types import (
     TokenOutput,
 )
 
+if TYPE_CHECKING:
+    from loraserve.engine_client.output import ChunkReader
+
 
 class GenerateRequest(Struct, frozen=True):
     """A request as the API makes it. The engine gets its tokens; the client handles stop strings.
@@ -36,6 +41,7 @@ class GenerateRequest(Struct, frozen=True):
         pooling: the vector to make of the prompt; None: tokens are made, as `params` says.
         is_background: no client waits for it, and it doesn't count in the queue's bounds; its
             sender bounds such requests.
+        reader: takes chunks between the first and the last past the iterator that waits for them.
     """
 
     request_id: RequestId
@@ -54,6 +60,7 @@ class GenerateRequest(Struct, frozen=True):
     timeout_s: float | None = None
     pooling: PoolingParams | None = None
     is_background: bool = False
+    reader: ChunkReader | None = None
 
 
 class AddRequest(Struct, frozen=True, tag="add"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.text.detokenizer import decode_stream
@@ -36,6 +37,18 @@ class Chunk(Struct, frozen=True):
     prefill_s: float
     pooled: bytes | None = None
     is_replayed: bool = False
+
+
+class ChunkReader(Protocol):
+    """Reads chunks in the turn of the event loop in which their tokens come."""
+
+    def is_ready(self) -> bool:
+        """Return whether it takes a chunk now, without waiting."""
+        ...
+
+    def take(self, chunk: Chunk) -> None:
+        """Take a chunk, while it is ready."""
+        ...
 
 
 class StopStrings:

@@ -132,7 +132,7 @@ class EngineProcess:
         self._config = config
         self._on_message = on_message
         self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: no other user reaches the sockets
-        # not zmq.asyncio's: sending never waits without a high-water mark, and receiving through its
+        # not zmq.asyncio's: without a high-water mark sending never waits, and receiving by its
         # futures costs the server 45 µs a step more
         self._context = zmq.Context()
         self._inputs: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
@@ -317,13 +317,13 @@ class EngineProcess:
         """Take messages from now on, as they come."""
         self._is_listening = True
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._outputs.getsockopt(zmq.FD), self._receive)
+        loop.add_reader(self._outputs.fileno(), self._receive)
         loop.call_soon(self._receive)
 
     def _stop_listening(self) -> None:
         if self._is_listening:
             self._is_listening = False
-            asyncio.get_running_loop().remove_reader(self._outputs.getsockopt(zmq.FD))
+            asyncio.get_running_loop().remove_reader(self._outputs.fileno())
 
     def _receive(self) -> None:
         """Take what has come.

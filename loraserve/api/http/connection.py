@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -45,7 +45,7 @@ _FORBIDDEN_IN_TRAILERS = frozenset({b"connection", b"content-length", b"host", b
 """Header fields that decide how and where a message ends (RFC 9110, 6.5.1)."""
 
 _CAN_SEND = "loraserve.can_send"
-_WRITE_NOW = "loraserve.write_now"
+_PIECES = "loraserve.pieces"
 
 
 async def can_send(scope: Scope) -> bool:
@@ -57,17 +57,25 @@ async def can_send(scope: Scope) -> bool:
     return True if wait is None else bool(await wait())
 
 
-def write_now(scope: Scope, data: bytes, on_deliver: Callable[[], None]) -> bool:
-    """Write a piece of a stream into the connection if it takes it at once; False: `send` it.
+class PieceWriter(Protocol):
+    """Writes pieces of a stream into its connection, past every middleware's `send`.
 
-    A piece passes every middleware's `send`, none of which looks at it. Without them a token costs
-    the server a tenth less.
-
-    Args:
-        on_deliver: called before, once it is certain that the piece goes out.
+    None of them looks at a piece; without them a token costs the server a tenth less.
     """
-    write = scope.get(_WRITE_NOW)
-    return False if write is None else bool(write(data, on_deliver))
+
+    def is_free(self) -> bool:
+        """Return whether the client is there and the connection takes a piece at once."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Write a piece that isn't empty, which goes out now that the connection is free."""
+        ...
+
+
+def piece_writer(scope: Scope) -> PieceWriter | None:
+    """Return the writer of the answer to the scope's request; None: pieces are sent alone."""
+    writer: PieceWriter | None = scope.get(_PIECES)
+    return writer
 
 
 class MessageRefused(Exception):
@@ -156,6 +164,10 @@ class BoundedProtocol(asyncio.Protocol):
     def _parse(self, piece: bytes) -> None:
         """Give `piece` to uvicorn's protocol."""
         super().data_received(piece)
+
+    def _piece_writer(self, scope: Any) -> PieceWriter | None:
+        """Return the writer of the answer to the scope's request."""
+        return None
 
     def _has_requests_ahead(self) -> bool:
         """Return whether requests are parsed already that wait for the answers before theirs."""
@@ -362,13 +374,9 @@ class BoundedProtocol(asyncio.Protocol):
         super().resume_writing()
 
     def _announce(self, scope: Any) -> None:
-        """Let `can_send` find this connection by a request's scope."""
+        """Let `can_send` and `piece_writer` find this connection by a request's scope."""
         scope[_CAN_SEND] = self._can_send
-        scope[_WRITE_NOW] = lambda data, on_deliver: self._write_now(scope, data, on_deliver)
-
-    def _write_now(self, scope: Any, data: bytes, on_deliver: Callable[[], None]) -> bool:
-        """Write a piece of the answer to the scope's request; False: nothing was done."""
-        return False
+        scope[_PIECES] = self._piece_writer(scope)
 
     async def _can_send(self) -> bool:
         await self.flow.drain()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from loraserve.api.http.connection import BoundedProtocol, MessagePart
+from loraserve.api.http.connection import BoundedProtocol, MessagePart, PieceWriter
 from loraserve.errors import MethodNotAllowed
 
 
@@ -46,22 +45,8 @@ class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
             self.parser.feed_data(head)
             self._feed(piece[upgrade.args[0] :])
 
-    def _write_now(self, scope: Any, data: bytes, on_deliver: Callable[[], None]) -> bool:
-        cycle = self.cycle
-        # as uvicorn's `send` writes a piece with more to come, where it waits for nothing
-        is_free = (
-            cycle is not None
-            and cycle.scope is scope
-            and cycle.chunked_encoding
-            and not cycle.response_complete
-            and not cycle.disconnected
-            and not self.flow.write_paused
-            and not self.transport.is_closing()
-        )
-        if is_free:
-            on_deliver()
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return is_free
+    def _piece_writer(self, scope: Any) -> PieceWriter:
+        return _ChunkWriter(self, scope)
 
     def _has_requests_ahead(self) -> bool:
         return bool(self.pipeline)
@@ -101,3 +86,26 @@ class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
             return
         self.end_message()
         super().on_message_complete()
+
+
+class _ChunkWriter:
+    """Write pieces as uvicorn's `send` does, where it waits for nothing."""
+
+    def __init__(self, protocol: HttptoolsConnection, scope: Any) -> None:
+        self._protocol = protocol
+        self._scope = scope
+
+    def is_free(self) -> bool:
+        cycle = self._protocol.cycle
+        return (
+            cycle is not None
+            and cycle.scope is self._scope
+            and bool(cycle.chunked_encoding)
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+            and not cycle.transport.is_closing()
+        )
+
+    def write(self, data: bytes) -> None:
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

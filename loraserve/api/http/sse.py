@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraserve.api.errors import openai_envelope, unforeseen
-from loraserve.api.http.connection import can_send, write_now
+from loraserve.api.http.connection import PieceWriter, can_send, piece_writer
 from loraserve.errors import LoraserveError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class EventStream(Response):
     event goes out.
 
     Args:
+        connect: given the connection's writer, if it has one, and `on_deliver`, for events that are
+            written past `events` while nothing before them waits.
         failure: returns the events of an error.
         ending: what ends the stream after its last event.
     """
@@ -62,6 +64,7 @@ class EventStream(Response):
         headers: Mapping[str, str],
         on_deliver: Callable[[], None],
         *,
+        connect: Callable[[PieceWriter, Callable[[], None]], None] | None = None,
         failure: Callable[[LoraserveError], bytes] = error_event,
         ending: bytes = DONE,
     ) -> None:
@@ -70,6 +73,7 @@ class EventStream(Response):
         self._events = events
         self._close = close
         self._on_deliver = on_deliver
+        self._connect = connect
         self._failure = failure
         self._ending = ending
         # x-accel-buffering: nginx would hold the tokens back otherwise
@@ -94,9 +98,14 @@ class EventStream(Response):
 
     async def _write(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        pieces = piece_writer(scope)
+        if pieces is not None and self._connect is not None:
+            self._connect(pieces, self._on_deliver)
         try:
             async for data in self._events:
-                if data and write_now(scope, data, self._on_deliver):
+                if pieces is not None and data and pieces.is_free():
+                    self._on_deliver()
+                    pieces.write(data)
                     continue
                 if not await can_send(scope):
                     return

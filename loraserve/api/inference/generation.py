@@ -35,6 +35,7 @@ from loraserve.registry.composition import label
 from loraserve.types import AdapterRef, FinishReason, RequestId
 
 if TYPE_CHECKING:
+    from loraserve.api.http.connection import PieceWriter
     from loraserve.engine_client.client import Chunk, GenerateRequest
 
 _QUEUE_SIZE = 16
@@ -46,6 +47,40 @@ _BYTES_PER_CANDIDATE = 64
 """Size of a log probability in an answer, with its token."""
 
 T = TypeVar("T")
+
+
+class DirectDelivery:
+    """Write a lone choice's chunks into the connection in the turn in which their tokens come.
+
+    It does so while everything before them is written and the connection takes more; otherwise the
+    stream's own task does. The wake of a task, and the way through its iterators, cost the server a
+    third of its time for a token.
+
+    Args:
+        render: returns the events of a chunk, and adds it to the answer's usage.
+    """
+
+    def __init__(self, render: Callable[[int, Chunk], bytes]) -> None:
+        self._render = render
+        self._pieces: PieceWriter | None = None
+        self._on_deliver: Callable[[], None] = lambda: None
+        self.note: Callable[[Chunk], Chunk] = lambda chunk: chunk
+        """Counts the chunk, and returns what the client gets of it."""
+
+    def connect(self, pieces: PieceWriter, on_deliver: Callable[[], None]) -> None:
+        """Begin; `on_deliver` is called before each write."""
+        self._pieces, self._on_deliver = pieces, on_deliver
+
+    def is_ready(self) -> bool:
+        """Return whether the connection takes a piece at once."""
+        return self._pieces is not None and self._pieces.is_free()
+
+    def take(self, chunk: Chunk) -> None:
+        """Write a chunk's events, while `is_ready`."""
+        data = self._render(0, self.note(chunk))
+        if data and self._pieces is not None:
+            self._on_deliver()
+            self._pieces.write(data)
 
 
 class Generation:
@@ -88,6 +123,7 @@ class Generation:
         A task and a queue between the two cost the server a quarter of its time for a token.
         """
         self._first: tuple[int, Chunk] | None = None
+        self._direct: DirectDelivery | None = None
         self._num_open = len(requests)
         self._began = 0.0
         self._has_reported_numerics = False
@@ -122,6 +158,10 @@ class Generation:
         if self._target is not None and self._target.has_fallen_back:
             self._services.metrics.fallbacks.labels(self._target.reason).inc()
         return first
+
+    def deliver(self, direct: DirectDelivery) -> None:
+        """Give the chunks of a lone choice to `direct` where it takes them, before `start`."""
+        self._direct = direct if len(self._requests) == 1 else None
 
     async def _restart(self, adapter: AdapterRef | None) -> None:
         """Replace the requests by those for another adapter.
@@ -263,8 +303,26 @@ class Generation:
         names, owners = ([], []) if target is None else (target.names(), target.owner_names())
         use = metrics.adapter_load.begin(request.adapter, names, owners)
         recording = None if self._cache is None else self._cache.record(request)
+
+        def note(chunk: Chunk) -> Chunk:
+            """Count a chunk; return what the client gets of it."""
+            nonlocal num_tokens
+            if recording is not None:
+                recording.add(chunk)
+            answer = _without_token(chunk) if self._is_scoring else chunk
+            num_tokens += len(answer.token_ids)
+            self.num_tokens += len(answer.token_ids)
+            metrics.generation_tokens.inc(len(answer.token_ids))
+            if copy is not None:
+                copy.add(answer.token_ids)
+            return answer
+
+        sent = request
+        if self._direct is not None:
+            self._direct.note = note
+            sent = msgspec.structs.replace(request, reader=self._direct)
         try:
-            async with aclosing(self._services.engine.generate(request)) as chunks:
+            async with aclosing(self._services.engine.generate(sent)) as chunks:
                 async for chunk in chunks:
                     self.has_engine_work = True
                     if not first_at:
@@ -275,14 +333,7 @@ class Generation:
                         copy = self._start_copy(request)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                         raise EngineUnavailable("The engine aborted this request.", hint="Try again.")
-                    if recording is not None:
-                        recording.add(chunk)
-                    answer = _without_token(chunk) if self._is_scoring else chunk
-                    num_tokens += len(answer.token_ids)
-                    self.num_tokens += len(answer.token_ids)
-                    metrics.generation_tokens.inc(len(answer.token_ids))
-                    if copy is not None:
-                        copy.add(answer.token_ids)
+                    answer = note(chunk)
                     if answer.finish_reason is not None:
                         reason = answer.finish_reason.value
                         # an answer that was cut short is no measure for another version
@@ -343,6 +394,7 @@ async def answer(
     usage: RequestUsage,
     headers: Callable[[Chunk], dict[str, str]],
     events: Callable[[], AsyncGenerator[bytes, None]] | None,
+    render: Callable[[int, Chunk], bytes] | None = None,
     add: Callable[[int, Chunk], None],
     whole: Callable[[], Any],
     finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
@@ -355,6 +407,8 @@ async def answer(
     generation is closed, and its usage: at the latest when the stream is.
 
     Args:
+        render: returns the part of `events` that is made of a chunk between the first and the last,
+            for streams that can be written past them; adds the chunk to `usage`.
         finish: awaited before `whole`, once every chunk was added.
         failure, ending: form of a stream, as in `EventStream`.
 
@@ -372,11 +426,21 @@ async def answer(
         finally:
             end()
 
+    direct = None if events is None or render is None else DirectDelivery(render)
+    if direct is not None:
+        generation.deliver(direct)
     try:
         first = await while_connected(request, generation.start())
         if events is not None:
-            shown = {**headers(first), **generation.headers}
-            return EventStream(events(), close, shown, usage.bill_last, failure=failure, ending=ending)
+            return EventStream(
+                events(),
+                close,
+                {**headers(first), **generation.headers},
+                usage.bill_last,
+                connect=None if direct is None else direct.connect,
+                failure=failure,
+                ending=ending,
+            )
         await while_connected(request, _collect(generation, add))
         await generation.close()
         if finish is not None:

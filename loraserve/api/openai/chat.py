@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+_CHUNK = "chat.completion.chunk"
 TOOL_CALLS = "tool_calls"
 """Finish reason of an answer with tool calls."""
 
@@ -45,7 +46,8 @@ async def create_chat_completion(
     """
     body, ignored = parse_body(ChatBody, raw)
     turn = await ChatTurn.begin(request, caller, body, ignored, prefix="chatcmpl-")
-    return await turn.respond(request, whole=lambda: _whole(turn), events=lambda: _stream(turn))
+    render = _renderer(turn)
+    return await turn.respond(request, whole=lambda: _whole(turn), events=lambda: _stream(turn, render), render=render)
 
 
 def _whole(turn: ChatTurn) -> dict[str, Any]:
@@ -89,25 +91,37 @@ def _message(choice: ChatChoice) -> dict[str, Any]:
     return message
 
 
-async def _stream(turn: ChatTurn) -> AsyncGenerator[bytes, None]:
-    body, usage = turn.body, turn.usage
-    head = _head(turn, "chat.completion.chunk")
-    wants_usage = body.stream_options.include_usage
-    has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
+async def _stream(turn: ChatTurn, render: Callable[[ChatChoice, Chunk], bytes]) -> AsyncGenerator[bytes, None]:
+    event_of = _event_of(turn)
+    for choice in turn.choices:
+        yield event_of(_opening(turn, choice))
+    async for choice, chunk in turn.chunks():
+        data = render(choice, chunk)
+        if data:
+            yield data
+    if turn.body.stream_options.include_usage:
+        yield event(_head(turn, _CHUNK) | {"choices": [], "usage": turn.usage.as_dict()})
 
-    def payload(part: dict[str, Any]) -> bytes:
-        whole = head | {"choices": [part]}
+
+def _renderer(turn: ChatTurn) -> Callable[[ChatChoice, Chunk], bytes]:
+    """Return a function that makes a stream's events of a chunk; empty if it adds nothing."""
+    event_of, body = _event_of(turn), turn.body
+    return lambda choice, chunk: b"".join(map(event_of, _parts(choice, chunk, body)))
+
+
+def _event_of(turn: ChatTurn) -> Callable[[dict[str, Any]], bytes]:
+    """Return a function that makes an event of a choice's part."""
+    usage, head = turn.usage, _head(turn, _CHUNK)
+    wants_usage = turn.body.stream_options.include_usage
+    has_running_usage = wants_usage and turn.body.stream_options.continuous_usage_stats
+
+    def event_of(part: dict[str, Any]) -> bytes:
+        whole = {**head, "choices": (part,)}
         if wants_usage:
             whole["usage"] = usage.as_dict() if has_running_usage else None
         return event(whole)
 
-    for choice in turn.choices:
-        yield payload(_opening(turn, choice))
-    async for choice, chunk in turn.chunks():
-        for part in _parts(choice, chunk, body):
-            yield payload(part)
-    if wants_usage:
-        yield event(head | {"choices": [], "usage": usage.as_dict()})
+    return event_of
 
 
 def _opening(turn: ChatTurn, choice: ChatChoice) -> dict[str, Any]:

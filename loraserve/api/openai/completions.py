@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,7 @@ async def create_completion(
     )
     choices = [_Choice(context, body, index) for index in range(len(prompts) * body.n)]
     usage = RequestUsage(context, caller, admitted)
+    render = _renderer(context, body, choices, usage)
 
     def add(index: int, chunk: Chunk) -> None:
         choices[index].add(chunk)
@@ -107,7 +108,8 @@ async def create_completion(
         generation,
         usage=usage,
         headers=context.headers,
-        events=(lambda: _stream(context, body, generation, choices, usage)) if body.stream else None,
+        events=(lambda: _stream(context, body, generation, usage, render)) if body.stream else None,
+        render=render,
         add=add,
         whole=lambda: (
             _head(context, body)
@@ -139,23 +141,36 @@ async def _stream(
     context: InferenceContext,
     body: CompletionBody,
     generation: Generation,
-    choices: Sequence[_Choice],
     usage: RequestUsage,
+    render: Callable[[int, Chunk], bytes],
 ) -> AsyncGenerator[bytes, None]:
+    async for index, chunk in generation:
+        data = render(index, chunk)
+        if data:
+            yield data
+    if body.stream_options.include_usage:
+        yield event(_head(context, body) | {"choices": [], "usage": usage.as_dict()})
+
+
+def _renderer(
+    context: InferenceContext, body: CompletionBody, choices: Sequence[_Choice], usage: RequestUsage
+) -> Callable[[int, Chunk], bytes]:
+    """Return a function that makes a stream's event of a chunk; empty if the chunk adds nothing."""
     head = _head(context, body)
     wants_usage = body.stream_options.include_usage
     has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
-    async for index, chunk in generation:
+
+    def render(index: int, chunk: Chunk) -> bytes:
         usage.add(index, chunk)
         part = choices[index].part(chunk)
         if part is None:
-            continue
-        payload = head | {"choices": [part]}
+            return b""
+        payload = {**head, "choices": (part,)}
         if wants_usage:
             payload["usage"] = usage.as_dict() if has_running_usage else None
-        yield event(payload)
-    if wants_usage:
-        yield event(head | {"choices": [], "usage": usage.as_dict()})
+        return event(payload)
+
+    return render
 
 
 def _shown(choices: Sequence[_Choice], num_made: int, num_shown: int) -> list[dict[str, Any]]:

@@ -226,6 +226,7 @@ class ChatTurn:
         *,
         whole: Callable[[], Any],
         events: Callable[[], AsyncGenerator[bytes, None]],
+        render: Callable[[ChatChoice, Chunk], bytes] | None = None,
         headers: Callable[[Chunk], dict[str, str]] | None = None,
         add: Callable[[ChatChoice, Chunk], object] = ChatChoice.add,
         finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
@@ -235,6 +236,7 @@ class ChatTurn:
         """Return the response: a stream of `events` if the body asks for one, otherwise `whole`.
 
         Args:
+            render: as in `answer`, without the usage.
             headers: as in `answer`; None: those that every chat has.
             add: takes each chunk of an answer in one piece.
             finish: awaited before `whole`, once every choice has ended.
@@ -249,12 +251,17 @@ class ChatTurn:
             add(self.choices[index], chunk)
             self.usage.add(index, chunk)
 
+        def rendered(index: int, chunk: Chunk) -> bytes:
+            self.usage.add(index, chunk)
+            return b"" if render is None else render(self.choices[index], chunk)
+
         return await answer(
             request,
             self.generation,
             usage=self.usage,
             headers=headers or self.context.headers,
             events=events if self.body.stream else None,
+            render=None if render is None else rendered,
             add=take,
             finish=finish,
             whole=whole,
