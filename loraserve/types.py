@@ -335,7 +335,7 @@ class TokenLogprobs(Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class TokenOutput(Struct, frozen=True):
+class TokenOutput(Struct, frozen=True, omit_defaults=True):
     """What one step made for one request."""
 
     request_id: RequestId

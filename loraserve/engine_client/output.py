@@ -138,6 +138,9 @@ class OutputProcessor:
         # The token that ends a text by being EOS or a stop token isn't part of the text.
         ends_by_token = output.finish_reason is FinishReason.STOP and not self._request.include_stop_str_in_output
         num_shown = len(output.token_ids) - (1 if ends_by_token else 0)
+        if not self._request.stop:
+            shown = output.token_ids if num_shown == len(output.token_ids) else output.token_ids[:num_shown]
+            return self._detokenizer.push(shown), len(output.token_ids), None
         pieces = []
         for i, token_id in enumerate(output.token_ids[:num_shown]):
             self._num_tokens += 1

@@ -63,7 +63,8 @@ class ByteLevelDetokenizer:
         self.push(prompt_token_ids[-_CONTEXT_TOKENS:])
 
     def push(self, token_ids: Sequence[int]) -> str:
-        data = b"".join(self._tokenizer.token_bytes(id_) for id_ in token_ids if id_ not in self._skipped)
+        skipped, bytes_of = self._skipped, self._tokenizer.token_bytes
+        data = b"".join([bytes_of(id_) for id_ in token_ids if id_ not in skipped])
         return self._decoder.decode(data)
 
     def finish(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import event
+from loraserve.api.http.sse import EventTemplate, event
 from loraserve.api.inference.chat.choice import ChatChoice
 from loraserve.api.inference.chat.turn import ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body
@@ -92,9 +92,8 @@ def _message(choice: ChatChoice) -> dict[str, Any]:
 
 
 async def _stream(turn: ChatTurn, render: Callable[[ChatChoice, Chunk], bytes]) -> AsyncGenerator[bytes, None]:
-    event_of = _event_of(turn)
     for choice in turn.choices:
-        yield event_of(_opening(turn, choice))
+        yield event(_payload(turn, _opening(turn, choice)))
     async for choice, chunk in turn.chunks():
         data = render(choice, chunk)
         if data:
@@ -105,33 +104,44 @@ async def _stream(turn: ChatTurn, render: Callable[[ChatChoice, Chunk], bytes]) 
 
 def _renderer(turn: ChatTurn) -> Callable[[ChatChoice, Chunk], bytes]:
     """Return a function that makes a stream's events of a chunk; empty if it adds nothing."""
-    event_of, body = _event_of(turn), turn.body
-    return lambda choice, chunk: b"".join(map(event_of, _parts(choice, chunk, body)))
+    body = turn.body
+    has_running_usage = body.stream_options.include_usage and body.stream_options.continuous_usage_stats
+    can_fill = not has_running_usage and not body.return_token_ids and not body.logprobs
+    templates: dict[int, EventTemplate] = {}
+
+    def filled(choice: ChatChoice, text: str) -> bytes:
+        if choice.index not in templates:
+            templates[choice.index] = EventTemplate(
+                lambda text: _payload(turn, _delta_part(choice.index, {"content": text}))
+            )
+        return templates[choice.index].event(text)
+
+    def render(choice: ChatChoice, chunk: Chunk) -> bytes:
+        if can_fill and choice.is_plain and chunk.finish_reason is None:
+            choice.read(chunk)
+            return filled(choice, chunk.text) if chunk.text else b""
+        return b"".join(event(_payload(turn, part)) for part in _parts(choice, chunk, body))
+
+    return render
 
 
-def _event_of(turn: ChatTurn) -> Callable[[dict[str, Any]], bytes]:
-    """Return a function that makes an event of a choice's part."""
-    usage, head = turn.usage, _head(turn, _CHUNK)
-    wants_usage = turn.body.stream_options.include_usage
-    has_running_usage = wants_usage and turn.body.stream_options.continuous_usage_stats
+def _payload(turn: ChatTurn, part: dict[str, Any]) -> dict[str, Any]:
+    """Return what an event of a choice's part says."""
+    options = turn.body.stream_options
+    whole = {**_head(turn, _CHUNK), "choices": (part,)}
+    if options.include_usage:
+        whole["usage"] = turn.usage.as_dict() if options.continuous_usage_stats else None
+    return whole
 
-    def event_of(part: dict[str, Any]) -> bytes:
-        whole = {**head, "choices": (part,)}
-        if wants_usage:
-            whole["usage"] = usage.as_dict() if has_running_usage else None
-        return event(whole)
 
-    return event_of
+def _delta_part(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a chunk that has nothing but a delta."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _opening(turn: ChatTurn, choice: ChatChoice) -> dict[str, Any]:
     """Return the first delta, which holds the role."""
-    part: dict[str, Any] = {
-        "index": choice.index,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    part = _delta_part(choice.index, {"role": "assistant", "content": ""})
     if turn.body.return_token_ids:
         part["prompt_token_ids"] = list(turn.prompt.token_ids)
     return part
@@ -146,12 +156,8 @@ def _parts(choice: ChatChoice, chunk: Chunk, body: ChatBody) -> list[dict[str, A
         deltas = [{"content": ""} if choice.is_plain else {}]
     parts: list[dict[str, Any]] = []
     for number, delta in enumerate(deltas):
-        part = {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": _logprobs(logprobs if number == 0 else [], body),
-            "finish_reason": None,
-        }
+        part = _delta_part(choice.index, delta)
+        part["logprobs"] = _logprobs(logprobs if number == 0 else [], body)
         if body.return_token_ids:
             part["token_ids"] = list(chunk.token_ids) if number == 0 else []
         parts.append(part)

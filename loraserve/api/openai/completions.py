@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import event
+from loraserve.api.http.sse import EventTemplate, event
 from loraserve.api.inference.context import (
     InferenceContext,
     check_num_candidates,
@@ -160,8 +160,19 @@ def _renderer(
     wants_usage = body.stream_options.include_usage
     has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
 
+    templates: dict[int, EventTemplate] = {}
+    can_fill = not has_running_usage and not body.return_token_ids and body.logprobs is None
+
+    def filled(index: int, text: str) -> bytes:
+        if index not in templates:
+            more = {"usage": None} if wants_usage else {}
+            templates[index] = EventTemplate(lambda text: {**head, "choices": (_text_part(index, text),), **more})
+        return templates[index].event(text)
+
     def render(index: int, chunk: Chunk) -> bytes:
         usage.add(index, chunk)
+        if can_fill and choices[index].has_begun and chunk.finish_reason is None:
+            return filled(index, chunk.text) if chunk.text else b""
         part = choices[index].part(chunk)
         if part is None:
             return b""
@@ -184,6 +195,11 @@ def _shown(choices: Sequence[_Choice], num_made: int, num_shown: int) -> list[di
 
 def _head(context: InferenceContext, body: CompletionBody) -> dict[str, Any]:
     return {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
+
+
+def _text_part(index: int, text: str) -> dict[str, Any]:
+    """Return the part of a chunk that has nothing but text."""
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 @dataclass(slots=True)
@@ -237,9 +253,7 @@ class _Choice:
             logprobs.append(self.logprobs.render(chunk.token_ids, chunk.logprobs))
         if not text and not logprobs and chunk.finish_reason is None and not self.body.return_token_ids:
             return None
-        part: dict[str, Any] = {
-            "index": self.index,
-            "text": text,
+        part = _text_part(self.index, text) | {
             "logprobs": join_logprobs(logprobs) if self.logprobs is not None else None,
             "finish_reason": finish_reason(chunk),
             "stop_reason": chunk.stop_reason,
