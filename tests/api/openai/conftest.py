@@ -107,6 +107,8 @@ class FakeEngine:
     seen: list[GenerateRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     num_aborted: int = 0
+    num_taken: int = 0
+    """Chunks that a request's reader took past the iterator."""
     most_live: int = 0
     """Requests that were there at once, of those that pool."""
     is_ready: bool = True
@@ -129,9 +131,16 @@ class FakeEngine:
         is_over = False
         try:
             processor = OutputProcessor(request, self.tokenizer)
+            has_begun = False
             async for output in self._steps(request):
                 chunk = processor.push(output)
                 is_over = chunk.finish_reason is not None
+                # as the real one: between the first chunk and the last, while nothing waits
+                if has_begun and not is_over and request.reader is not None and request.reader.is_ready():
+                    request.reader.take(chunk)
+                    self.num_taken += 1
+                    continue
+                has_begun = True
                 yield chunk
                 if is_over:
                     return

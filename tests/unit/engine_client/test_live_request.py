@@ -1,7 +1,11 @@
-"""A request's own time is over for its client too where no engine says so."""
+"""A request's own time is over for its client too where no engine says so.
+
+Outputs have one order, whichever way they go.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -46,3 +50,52 @@ async def test_who_has_tokens_when_its_time_is_over_ends_with_them() -> None:
 async def test_another_bound_on_the_wait_is_not_taken_for_its_own_time() -> None:
     with pytest.raises(TimeoutError):
         await make(600.0).next(0.01)
+
+
+def output(token_id: int, finish_reason: FinishReason | None = None) -> TokenOutput:
+    return TokenOutput(request_id=RequestId("r"), token_ids=(token_id,), finish_reason=finish_reason)
+
+
+async def test_a_taker_gets_outputs_only_while_the_reader_waits_for_them() -> None:
+    live, taken = make(600.0), []
+    live.taker = lambda output: taken.append(output.token_ids) or True
+    live.receive(output(1))
+    assert (await live.next()).token_ids == (1,)
+    # the reader has the first one, and may not have written it
+    live.receive(output(2))
+    assert taken == []
+    assert (await live.next()).token_ids == (2,)
+    waiting = asyncio.create_task(live.next())
+    await asyncio.sleep(0)
+    live.receive(output(3))
+    live.receive(output(4))
+    assert taken == [(3,), (4,)]
+    # the last one ends the iterator
+    live.receive(output(5, FinishReason.LENGTH))
+    assert (await waiting).token_ids == (5,)
+    assert live.output_token_ids == [1, 2, 3, 4, 5]
+
+
+async def test_what_a_taker_refuses_and_all_after_it_goes_to_the_reader() -> None:
+    live, taken = make(600.0), []
+    live.taker = lambda output: taken.append(output.token_ids) or len(taken) < 2
+    waiting = asyncio.create_task(live.next())
+    await asyncio.sleep(0)
+    for token_id in (1, 2, 3):
+        live.receive(output(token_id))
+    assert taken == [(1,), (2,)]
+    assert (await waiting).token_ids == (2, 3)
+
+
+async def test_a_takers_error_is_the_readers() -> None:
+    live = make(600.0)
+
+    def take(_: TokenOutput) -> bool:
+        raise RuntimeError("it can't be rendered")
+
+    live.taker = take
+    waiting = asyncio.create_task(live.next())
+    await asyncio.sleep(0)
+    live.receive(output(1))
+    with pytest.raises(RuntimeError, match="rendered"):
+        await waiting

@@ -1,0 +1,93 @@
+"""Streams whose tokens are written in the turn in which they come: the same bytes as any others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from loraserve.api.http.connection import BoundedProtocol
+from loraserve.api.http.h11_connection import H11Connection
+from loraserve.api.http.httptools_connection import HttptoolsConnection
+from loraserve.api.http.sse import EventTemplate, event
+from loraserve.errors import EngineUnavailable
+
+COMPLETIONS: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"return_token_ids": True},
+    {"logprobs": 2},
+    {"echo": True},
+    {"stop": ["brown"]},
+    {"n": 2, "seed": 5},
+]
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"stream_options": {"include_usage": True}},
+    {"return_token_ids": True},
+    {"logprobs": True, "top_logprobs": 2},
+    {"stop": ["brown"]},
+]
+
+
+@pytest.fixture(params=[HttptoolsConnection, H11Connection], ids=["httptools", "h11"])
+def http(request: pytest.FixtureRequest) -> type[BoundedProtocol]:
+    chosen: type[BoundedProtocol] = request.param
+    return chosen
+
+
+async def streamed(client: httpx2.AsyncClient, path: str, **fields: Any) -> list[Any]:
+    """Return the events of a stream, without what differs between two."""
+    lines = (await client.post(path, json={"model": "sql", "stream": True, "seed": 7, **fields})).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return [{name: value for name, value in each.items() if name not in ("id", "created")} for each in events]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": "x", **fields}) for fields in COMPLETIONS]
+    + [("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **fields}) for fields in CHATS],
+)
+async def test_a_stream_has_the_same_events_whichever_way_its_tokens_go(
+    client: httpx2.AsyncClient, engine: Any, http: Any, path: str, fields: dict[str, Any], monkeypatch: Any
+) -> None:
+    given = await streamed(client, path, **fields)
+    # h11 has its own state, and several choices share a connection
+    assert (engine.num_taken > 5) == (http is HttptoolsConnection and "n" not in fields)
+    monkeypatch.setattr("loraserve.api.inference.generation.DirectDelivery.is_ready", lambda _: False)
+    others = await streamed(client, path, **fields)
+    assert sorted(map(json.dumps, given)) == sorted(map(json.dumps, others))
+    assert given == others or "n" in fields
+
+
+async def test_an_error_on_the_way_is_told_after_what_was_written(client: httpx2.AsyncClient, engine: Any) -> None:
+    engine.fail_after, engine.failure = 8, EngineUnavailable("It is gone.")
+    answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "x", "stream": True})
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert "It is gone." in json.loads(lines[-2][6:])["error"]["message"]
+    assert lines[-1] == "data: [DONE]"
+
+
+async def test_a_client_that_leaves_ends_a_stream_that_is_written_directly(
+    client: httpx2.AsyncClient, engine: Any
+) -> None:
+    engine.script, engine.step_s = "word " * 40, 0.005
+    async with client.stream("POST", "/v1/completions", json={"model": "sql", "prompt": "x", "stream": True}) as answer:
+        await anext(answer.aiter_bytes())
+    async with asyncio.timeout(5):
+        while engine.live:
+            await asyncio.sleep(0.01)
+    assert engine.num_aborted == 1
+
+
+@pytest.mark.parametrize("text", ["", " word", 'a "b"\n\u2028', "é\U0001f600", "\x00\x7f", "\ufffd"])
+def test_a_template_makes_the_bytes_that_the_whole_event_would_have(text: str) -> None:
+    def payload(text: str) -> dict[str, Any]:
+        return {"model": 'a"b', "choices": ({"text": text, "n": None},)}
+
+    assert EventTemplate(payload).event(text) == event(payload(text))
