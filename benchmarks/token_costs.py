@@ -10,7 +10,8 @@ read from the system and divided by the tokens that came meanwhile. Processor ti
 wall time with what else is on the machine. On the tiny base most of the engine's time is what
 surrounds the forward pass, which is why it is the default. The engine sleeps between two of its
 steps, as if they took as long as a larger base's: otherwise a server on a busy machine falls
-behind, and joins the tokens of several steps, which costs less a token.
+behind, and joins the tokens of several steps, which costs less a token. What a server without
+requests takes in the same time is subtracted.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import contextlib
 import json
 import os
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ from benchmarks.serving import Server, make_base, say, serve
 STREAMS = (1, 8, 32)
 PROMPT_TOKENS = 8
 RECEIVE_BYTES = 1 << 16
+_IDLE_S = 5.0
 _EVENT = b"data: {"
 
 
@@ -104,8 +107,21 @@ def engine_pid(server_pid: int) -> int:
     raise SystemExit("the server has no engine")
 
 
-async def turn(server: Server, num_streams: int, num_tokens: int, *, is_chat: bool, vocab: int) -> Cost:
-    """Measure so many streams of so many tokens each."""
+def idle_share(pid: int) -> float:
+    """Return the part of a processor that a server without requests takes."""
+    before, began = processor_s(pid), time.monotonic()
+    time.sleep(_IDLE_S)
+    return (processor_s(pid) - before) / (time.monotonic() - began)
+
+
+async def turn(
+    server: Server, num_streams: int, num_tokens: int, *, is_chat: bool, vocab: int, idle: float = 0.0
+) -> Cost:
+    """Measure so many streams of so many tokens each.
+
+    Args:
+        idle: the part of a processor that the server takes without them.
+    """
     engine = engine_pid(server.pid)
     fields = {"model": "base", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     streams = []
@@ -118,15 +134,16 @@ async def turn(server: Server, num_streams: int, num_tokens: int, *, is_chat: bo
     await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
     num_before = sum(stream.num_chunks for stream in streams)
     before = processor_s(server.pid), processor_s(engine, engine)
-    # a stream's last tokens come in the last few chunks: they are still being counted
+    began = time.monotonic()
     await asyncio.gather(*tasks)
     after = processor_s(server.pid), processor_s(engine, engine)
+    idle_s = idle * (time.monotonic() - began)
     num_chunks = sum(stream.num_chunks for stream in streams)
     # tokens before the first reading: as many as a chunk has on average
     per_chunk = num_streams * num_tokens / num_chunks
     measured = num_streams * num_tokens - num_before * per_chunk
     return Cost(
-        server_us=1e6 * (after[0] - before[0]) / measured,
+        server_us=1e6 * (after[0] - before[0] - idle_s) / measured,
         engine_us=1e6 * (after[1] - before[1]) / measured,
         tokens_per_chunk=per_chunk,
     )
@@ -159,10 +176,12 @@ def measure(options: argparse.Namespace, streams: Sequence[int]) -> dict[str, di
             say(f"starting {name} …")
             with importing(tree, options.pause_s):
                 servers[name] = stack.enter_context(serve(model, options.quantize, flags=flags))
+        idle = {name: idle_share(server.pid) for name, server in servers.items()}
+        say(f"processor's part without requests: {idle}")
         for number in range(-1, options.turns):
             for count in streams:
                 for name, server in servers.items():
-                    work = turn(server, count, options.tokens, is_chat=options.chat, vocab=vocab)
+                    work = turn(server, count, options.tokens, is_chat=options.chat, vocab=vocab, idle=idle[name])
                     cost = asyncio.run(work)
                     # the first round warms up
                     if number >= 0:
@@ -181,7 +200,7 @@ def table(costs: dict[str, dict[int, list[Cost]]]) -> str:
                 statistics.median(getattr(cost, field) for cost in by_count[count])
                 for field in ("server_us", "engine_us", "tokens_per_chunk")
             ]
-            lines.append(f"| {count} | {name} | {medians[0]:.0f} | {medians[1]:.0f} | {medians[2]:.2f} |")
+            lines.append(f"| {count} | {name} | {medians[0]:.1f} | {medians[1]:.1f} | {medians[2]:.2f} |")
     return "\n".join(lines)
 
 

@@ -108,8 +108,7 @@ class Sampler:
             if num_finite < end - start - len(entry.proposed):
                 results.append(StepResult(is_finite=False))
             else:
-                rows = slice(start, start + num_finite)
-                results.append(self._sample_entry(entry, logits[rows], greedy[rows]))
+                results.append(self._sample_entry(entry, logits, greedy, start, start + num_finite))
         return results
 
     @torch.inference_mode()
@@ -121,42 +120,50 @@ class Sampler:
         """
         if not bool(torch.isfinite(logits.sum())):
             return StepResult(is_finite=False)
-        return self._sample_entry(entry, logits, logits.argmax(dim=1).tolist())
+        return self._sample_entry(entry, logits, logits.argmax(dim=1).tolist(), 0, logits.shape[0])
 
-    def _sample_entry(self, entry: ScheduledRequest, logits: Tensor, greedy: Sequence[int]) -> StepResult:
+    def _sample_entry(
+        self, entry: ScheduledRequest, logits: Tensor, greedy: Sequence[int], start: int, end: int
+    ) -> StepResult:
         """Return the result of an entry whose rows are finite, or as many of them as are.
 
+        Rows are taken out of the tensor only where something looks at them: that costs as much as
+        all else that is done for a request whose likeliest token is taken.
+
         Args:
-            logits: [num_rows, vocab_size] float32.
+            logits: [num_logits, vocab_size] float32.
             greedy: the likeliest token of each row.
+            start, end: the entry's rows.
         """
         request = entry.request
         if request.probe is not None:
             token_id = request.probe.next_token(entry.end) if entry.is_sampled else None
-            return StepResult(() if token_id is None else (token_id,), logits=logits.clone())
-        prompt_logprobs = _score_prompt(entry, logits) if entry.is_scored else ()
+            return StepResult(() if token_id is None else (token_id,), logits=logits[start:end].clone())
+        prompt_logprobs = _score_prompt(entry, logits[start:end]) if entry.is_scored else ()
         if not entry.is_sampled or request.params.max_tokens == 0:
             return StepResult(prompt_logprobs=prompt_logprobs)
         refused = without_mask(entry)
         if refused is not None:
             return refused
         # the last known token's row, and those of proposed tokens
-        first = 0 if entry.proposed else len(greedy) - 1
+        first = start if entry.proposed else end - 1
         sampled: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        for row, likeliest in zip(logits[first:], greedy[first:], strict=True):
+        for index in range(first, end):
+            likeliest = greedy[index]
             place = Place(request, entry.known_end + len(sampled), tuple(sampled))
             if self._is_taken(place, likeliest) and (
                 request.constraint is None or request.constraint.allows(likeliest)
             ):
                 token_id = likeliest
             elif request.constraint is not None and _takes_likeliest(request.params):
-                token_id = self._likeliest_allowed(place, row, request.constraint)
+                token_id = self._likeliest_allowed(place, logits[index], request.constraint)
             else:
-                token_id = self._choose(place, row)
+                token_id = self._choose(place, logits[index])
             sampled.append(token_id)
             if request.params.logprobs is not None:
-                logprobs.append(_top_logprobs(torch.log_softmax(row, dim=0), token_id, request.params.logprobs))
+                scores = torch.log_softmax(logits[index], dim=0)
+                logprobs.append(_top_logprobs(scores, token_id, request.params.logprobs))
             # the next row stands if it was computed for this token
             if entry.proposed[len(sampled) - 1 : len(sampled)] != (token_id,):
                 break
