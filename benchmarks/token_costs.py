@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine = reporting.facts()
     costs = measure(options, options.streams)
     reporting.finish(
-        "token-costs",
+        "token_costs",
         "Processor time of a streamed token",
         table(costs) + "\n",
         machine,
