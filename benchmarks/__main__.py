@@ -6,7 +6,18 @@ import importlib
 import signal
 import sys
 
-PARTS = ("registered", "churn", "trace", "metering", "fairness", "structured", "swaps", "speculation", "token_costs", "peers")
+PARTS = (
+    "registered",
+    "churn",
+    "trace",
+    "metering",
+    "fairness",
+    "structured",
+    "swaps",
+    "speculation",
+    "token_costs",
+    "peers",
+)
 
 
 def main(arguments: list[str]) -> None:
