@@ -11,9 +11,10 @@ from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
 from loraserve.engine_client.admission import QueueBounds
 from loraserve.engine_client.calls import PendingCalls
+from loraserve.engine_client.chunk import Chunk, ChunkReader
 from loraserve.engine_client.live_request import LiveRequest
 from loraserve.engine_client.messages import GenerateRequest
-from loraserve.engine_client.output import Chunk, ChunkReader, OutputProcessor
+from loraserve.engine_client.output import OutputProcessor
 from loraserve.engine_client.supervisor import EngineSupervisor
 from loraserve.errors import (
     AdapterRejected,

@@ -23,7 +23,7 @@ from loraserve.types import (
 )
 
 if TYPE_CHECKING:
-    from loraserve.engine_client.output import ChunkReader
+    from loraserve.engine_client.chunk import ChunkReader
 
 
 class GenerateRequest(Struct, frozen=True):
