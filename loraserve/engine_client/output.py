@@ -10,7 +10,6 @@ from loraserve.text.detokenizer import decode_stream
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, TokenOutput
 
-
 __all__ = ["Chunk", "OutputProcessor", "StopStrings", "merge"]
 
 
