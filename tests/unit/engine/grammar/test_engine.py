@@ -405,7 +405,7 @@ def test_prompt_scores_come_once_though_the_first_mask_is_late(engine: Engine, s
 
 @pytest.mark.alone
 def test_masks_are_ready_when_steps_ask_for_them(engine: Engine, said: Said) -> None:
-    """They are computed beside the forward pass: no step goes on without one."""
+    """They are computed right after the forward pass: no step goes on without one."""
     said.add()
     said.run()  # compiles the grammar
     before = engine.stats()
