@@ -358,6 +358,13 @@ class TokenOutput(Struct, frozen=True, omit_defaults=True):
     """Seconds spent waiting in the queue, waiting for the adapter, and in prefill;
     sent with the first token.
     """
+    adapter_tier: str = ""
+    """Tier where the request found its adapter: device, host or disk; empty for the base.
+
+    Sent with the first token, as `adapter_read_s` is.
+    """
+    adapter_read_s: float = 0.0
+    """Part of `adapter_s` in which the adapter was read from the disk and made ready."""
 
 
 TIME_BOUNDS_S: tuple[float, ...] = (

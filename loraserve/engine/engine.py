@@ -176,9 +176,11 @@ class Engine:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one that a crash interrupted."""
-        adapter = message.adapter
+        adapter, tier = message.adapter, ""
         if adapter is not None:
-            self._lookups[self.pager.tier(adapter.digest)] += 1
+            found = self.pager.tier(adapter.digest)
+            self._lookups[found] += 1
+            tier = found.value
             # the tenant that asks is charged for the load, not the one that owns the adapter
             adapter = msgspec.structs.replace(adapter, tenant=message.tenant)
         request = Request(
@@ -195,6 +197,7 @@ class Engine:
             weight=message.weight,
             kv_share=message.kv_share,
             timeout_s=message.timeout_s,
+            adapter_tier=tier,
             pooler=None if message.pooling is None else Pooler(message.pooling),
         )
         self._prompt_tokens += len(message.prompt_token_ids)

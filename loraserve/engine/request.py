@@ -75,6 +75,10 @@ class Request:
     first_scheduled_s: float | None = None
     adapter_wait_started_s: float | None = None
     adapter_wait_s: float = 0.0
+    adapter_tier: str = ""
+    """Tier where it found its adapter when it came; empty for the base."""
+    adapter_read_s: float = 0.0
+    """Part of `adapter_wait_s` in which the adapter was read from the disk."""
     num_preemptions: int = 0
     num_charged_tokens: int = 0
     """Tokens, from the first, that were charged or cost nothing."""

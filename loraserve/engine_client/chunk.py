@@ -15,7 +15,7 @@ class Chunk(Struct, frozen=True):
     Attributes:
         prompt_logprobs: with the first chunk, if asked for.
         stop_reason: the stop string or stop token id that ended the text; None for EOS and length.
-        queue_s, adapter_s, prefill_s: with the first chunk.
+        queue_s, adapter_s, prefill_s, adapter_tier, adapter_read_s: with the first chunk.
         pooled: vector of a request that pools, as float32 in little-endian order; with its only
             chunk.
         is_replayed: whether it's of an answer that was kept, and the engine made nothing.
@@ -31,6 +31,8 @@ class Chunk(Struct, frozen=True):
     queue_s: float
     adapter_s: float
     prefill_s: float
+    adapter_tier: str = ""
+    adapter_read_s: float = 0.0
     pooled: bytes | None = None
     is_replayed: bool = False
 

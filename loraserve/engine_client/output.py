@@ -89,6 +89,8 @@ class OutputProcessor:
             queue_s=output.queue_s,
             adapter_s=output.adapter_s,
             prefill_s=output.prefill_s,
+            adapter_tier=output.adapter_tier,
+            adapter_read_s=output.adapter_read_s,
             pooled=output.pooled,
         )
 
@@ -136,5 +138,7 @@ def merge(outputs: Sequence[TokenOutput]) -> TokenOutput:
         queue_s=first.queue_s,
         adapter_s=first.adapter_s,
         prefill_s=first.prefill_s,
+        adapter_tier=first.adapter_tier,
+        adapter_read_s=first.adapter_read_s,
         pooled=last.pooled,
     )

@@ -13,7 +13,7 @@ from loraserve.engine.scheduling.waits import AdapterSource, AdapterWaits
 from loraserve.errors import LoraserveError
 from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef
+from loraserve.types import AdapterRef, Tier
 
 
 class AdapterPinning:
@@ -71,6 +71,9 @@ class AdapterPinning:
                 if request.pooler is not None:
                     request.pooler.head = metadata.head
                 self._waits.end(request)
+                if request.adapter_tier == Tier.DISK:
+                    # a load that others began may have run before it came
+                    request.adapter_read_s = min(request.adapter_wait_s, metadata.read_s)
                 if request.is_fair_queued:
                     flow.num_pinned += 1
                 if not request.is_internal:

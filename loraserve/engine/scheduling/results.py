@@ -131,6 +131,8 @@ class ResultProcessor:
             "queue_s": max(0.0, started - request.arrival_s - request.adapter_wait_s),
             "adapter_s": request.adapter_wait_s,
             "prefill_s": now - started,
+            "adapter_tier": request.adapter_tier,
+            "adapter_read_s": request.adapter_read_s,
         }
 
 

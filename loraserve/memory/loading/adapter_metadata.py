@@ -21,12 +21,14 @@ class AdapterMetadata:
         dtype: name of the dtype that its matrices are held in: fp32, bf16, fp16 or int8.
         head: classification head, [num_labels, hidden_size] float32 in the host's memory, a part of
             the packed adapter; None: it has none.
+        read_s: seconds that its load took: to read, verify, compile and pack it.
     """
 
     invocation_token_ids: tuple[int, ...] = ()
     precision_loss: float = 0.0
     dtype: str = ""
     head: Tensor | None = field(default=None, compare=False)
+    read_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

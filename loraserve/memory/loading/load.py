@@ -7,6 +7,7 @@ loss; the device packs. All of it runs on a loader's thread and touches no share
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -67,6 +68,7 @@ def load_adapter(
     Messages name neither tenant nor adapter: the same weights may belong to several tenants, and
     each may see the message.
     """
+    started_s = time.perf_counter()
     uploaded = _compose(store, ref, base, base_weights) if ref.parts else _read(store, ref, base, base_weights)
     dtype = device.held_dtype(uploaded.stored)
     with threads.alone(), torch.inference_mode():
@@ -89,7 +91,9 @@ def load_adapter(
             f"This adapter version can't be served on this device: {error}",
             hint="Train it with other settings and push it again.",
         ) from error
-    return LoadedAdapter(host, AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype], host.head))
+    read_s = time.perf_counter() - started_s
+    metadata = AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype], host.head, read_s)
+    return LoadedAdapter(host, metadata)
 
 
 def read_blobs(store: BlobStore, ref: AdapterRef) -> tuple[memoryview, memoryview]:
