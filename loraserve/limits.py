@@ -93,6 +93,12 @@ class Limits:
     """What was compared is in the database that soon."""
     shadow_retention_s: float = 90 * 86_400.0
     """After which an hour's comparison is forgotten."""
+    # traces
+    max_queued_spans: int = 4096
+    """Spans that wait for the collector. More are dropped, and counted."""
+    max_traced_choices: int = 16
+    """Choices of one request whose stages are spans."""
+    max_span_attribute_length: int = 256
     # answers that are kept for requests that ask for it
     result_cache_share: float = 0.5
     """Part of the budget that one tenant's answers may take at most."""

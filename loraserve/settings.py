@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 import platformdirs
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
@@ -107,6 +108,23 @@ Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_patterns), 
 Names = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...], NoDecode, BeforeValidator(parse_patterns)
 ]
+
+
+def check_trace_endpoint(value: str) -> str:
+    """Return the URL to which traces are posted: one without a path gets OTLP's.
+
+    Raises:
+        ValueError: it isn't a URL of HTTP, or holds a password.
+    """
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or not value.isascii():
+        raise ValueError("should be a URL such as http://collector:4318 or https://collector/v1/traces")
+    if url.username is not None or url.password is not None:
+        raise ValueError("should hold no password; set OTEL_EXPORTER_OTLP_HEADERS for the collector's")
+    return value if url.path.strip("/") else f"{value.rstrip('/')}/v1/traces"
+
+
+TraceEndpoint = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator(check_trace_endpoint)]
 
 
 # The names of `loraserve.text`'s tables, which a test compares: settings load none of it.
@@ -224,6 +242,19 @@ class Settings(BaseSettings):
     """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""
+    access_log: bool = True
+    """Log a line for each request: its model, tenant, tokens and times, nothing of its text."""
+    trace_endpoint: TraceEndpoint | None = None
+    """OpenTelemetry collector that traces are sent to by OTLP over HTTP: http://collector:4318.
+
+    Needs the extra otel. Default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_ENDPOINT;
+    without these nothing is traced.
+    """
+    trace_sample: float | None = Field(default=None, ge=0, le=1)
+    """Share of the requests to trace, of those that don't come with a sampling decision.
+
+    Default: OTEL_TRACES_SAMPLER, or all.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engine; auto: a GPU if there is one."""

@@ -53,7 +53,13 @@ def create_app(services: Services) -> FastAPI:
     errors.install(app)
     scopes.audit(app)
     app.add_middleware(
-        Guard, metrics=services.metrics, limits=services.limits, rooms=services.rooms, route_names=_route_names(app)
+        Guard,
+        metrics=services.metrics,
+        limits=services.limits,
+        rooms=services.rooms,
+        route_names=_route_names(app),
+        has_access_log=services.settings.access_log,
+        tracer=services.tracer,
     )
     if services.settings.cors_allow_origins:
         # Around the guard, whose refusals need these headers too; a preflight has no key.

@@ -255,7 +255,10 @@ def install(app: FastAPI) -> None:
     routes = RouteTable(app)
 
     def respond(request: Request, error: LoraserveError, headers: Mapping[str, str] | None = None) -> Response:
-        request_id = request.scope.get("state", {}).get("request_id")
+        state = request.scope.get("state", {})
+        request_id = state.get("request_id")
+        if "record" in state:
+            state["record"].code = error.code
         if status_of(error) >= 500:
             logger.warning("request %s failed: %s: %s", request_id, type(error).__name__, error)
         return error_response(error, path=request.scope["path"], request_id=request_id, headers=headers)

@@ -30,6 +30,7 @@ from loraserve.text.grammar_worker import Setup
 
 if TYPE_CHECKING:
     from adapters_store.base import BlobStore
+    from loraserve.api.http.guard import RequestTracer
     from loraserve.conversations.stored_responses import StoredResponses
     from loraserve.engine_client.client import EngineClient
     from loraserve.registry.registry import Registry
@@ -57,6 +58,8 @@ class Services:
     """Meter of billed usage; None: nothing is billed."""
     responses: StoredResponses | None = None
     """Stored responses; None: none are stored."""
+    tracer: RequestTracer | None = None
+    """Makes spans of requests; None: nothing is traced."""
     admissions: Admissions = field(default_factory=Admissions)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     text_threads: TextThreads = field(default_factory=TextThreads)

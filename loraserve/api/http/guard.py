@@ -1,7 +1,7 @@
 """Outermost middleware, but for the one that lets web pages in.
 
-It bounds headers and bodies, gives request ids, writes the access log, and is the last resort for
-errors.
+It bounds headers and bodies, gives request ids, writes the access log, hands requests to the tracer
+and is the last resort for errors.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import structlog
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_path, unforeseen
+from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
     HeadersTooLarge,
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PROBES = frozenset({"/livez", "/readyz", "/health", "/ping"})
+_UNTRACED = _PROBES | {"/metrics"}
 _LINGER_S = 1.0
 _LINGER_BYTES = 16 * MIB
 _UPLOAD_PATH = re.compile(
@@ -69,11 +71,32 @@ class _Refused(Exception):
     """Thrown into the application in place of the rest of a body that was refused."""
 
 
+class RequestTracer(Protocol):
+    """Makes spans of requests that have ended."""
+
+    def trace(self, record: RequestRecord, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        """Make the request's spans, without waiting for anything.
+
+        Args:
+            headers: of the request, which may name a trace that it is part of.
+
+        Returns:
+            The id of its trace; empty if it isn't sampled.
+        """
+
+    async def close(self) -> None:
+        """Send what isn't sent yet, within a bound."""
+
+
 class Guard:
     """Pure ASGI, so that a stream is never buffered and a disconnect is seen by the route itself.
 
-    Sets ``state["request_id"]``, answers every request with ``x-request-id``, and never lets an
-    exception pass.
+    Sets ``state["request_id"]`` and ``state["record"]``, answers every request with
+    ``x-request-id``, and never lets an exception pass.
+
+    Args:
+        has_access_log: whether each request is a line in the log.
+        tracer: gets each request but probes and scrapes, once it has ended; None: nothing does.
     """
 
     def __init__(
@@ -83,19 +106,23 @@ class Guard:
         route_names: Mapping[Any, str],
         limits: Limits = LIMITS,
         rooms: Rooms | None = None,
+        *,
+        has_access_log: bool = True,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._app = app
         self._route_names = route_names
         self._metrics = metrics
         self._limits = limits
         self._rooms = rooms or Rooms(limits)
+        self._has_access_log = has_access_log
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._limits, self._rooms)
-        started = time.monotonic()
         self._metrics.live_requests.inc()
         try:
             try:
@@ -118,26 +145,30 @@ class Guard:
             admitted = scope.get("state", {}).get("admitted")
             if admitted is not None:
                 admitted.release()
-            self._record(scope, exchange, time.monotonic() - started)
+            self._record(scope, exchange.record)
 
-    def _record(self, scope: Scope, exchange: _Exchange, duration_s: float) -> None:
+    def _record(self, scope: Scope, record: RequestRecord) -> None:
+        record.ended_s = time.monotonic()
         # 499: the client left before the answer began
-        status = exchange.status or 499
-        route = self._route_names.get(scope.get("endpoint"), "unmatched")
-        self._metrics.requests.labels(route, scope["method"] if route != "unmatched" else "-", status).inc()
-        self._metrics.request_s.labels(route).observe(duration_s)
+        record.status = record.status or 499
+        route = record.route = self._route_names.get(scope.get("endpoint"), "unmatched")
+        self._metrics.requests.labels(route, record.method if route != "unmatched" else "-", record.status).inc()
+        self._metrics.request_s.labels(route).observe(record.ended_s - record.started_s)
         caller = scope.get("state", {}).get("caller")
+        record.key_id, record.tenant = getattr(caller, "key_id", None), getattr(caller, "tenant_name", None)
+        trace_id = ""
+        if self._tracer is not None and scope["path"] not in _UNTRACED:
+            trace_id = self._tracer.trace(record, scope["headers"])
+        if not self._has_access_log:
+            return
         # Probes ask every second or so.
         log = access_log.debug if scope["path"] in _PROBES else access_log.info
         log(
             "request",
-            method=scope["method"],
+            method=record.method,
             path=quote(scope["path"][:200], safe="/:@"),
-            status=status,
-            duration_ms=round(duration_s * 1000, 1),
-            request_id=exchange.request_id,
-            key_id=getattr(caller, "key_id", None),
-            tenant=getattr(caller, "tenant_name", None),
+            **record.as_line(),
+            **({"trace_id": trace_id} if trace_id else {}),
         )
 
 
@@ -145,12 +176,14 @@ class _Exchange:
     """Exchange of one request and its response, with the bounds around both."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, rooms: Rooms) -> None:
-        self.status: int | None = None
         self.request_id = _request_id(scope)
+        self.record = RequestRecord(scope["method"], self.request_id)
         client = scope.get("client")
         self._address = address_holder(client[0] if client else "")
         self.claim = Claim(rooms, self._address, max_body_bytes=limits.max_body_bytes)
-        scope.setdefault("state", {}).update(request_id=self.request_id, claim=self.claim, sender=self)
+        scope.setdefault("state", {}).update(
+            request_id=self.request_id, claim=self.claim, sender=self, record=self.record
+        )
         self._rooms = rooms
         self._scope = scope
         self._receive = receive
@@ -259,7 +292,7 @@ class _Exchange:
             if self._refusal is not None and not self._is_refused:
                 # The application saw the refusal as some error of its own; ours names the reason.
                 return
-            self.status = message["status"]
+            self.record.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.request_id
             if is_messages_path(self._scope["path"]):
@@ -270,8 +303,10 @@ class _Exchange:
             if self._is_unasked:
                 # The body may never come: the next request's bytes would be taken for it.
                 headers["connection"] = "close"
-        elif self.status is None:
+        elif not self.record.status:
             return
+        else:
+            self.record.note_piece(message.get("body", b""))
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
@@ -280,7 +315,7 @@ class _Exchange:
             # The frames that were reading hold what came of the body.
             traceback.clear_frames(error.__traceback__)
             error = self._refusal
-        if self.status is not None:
+        if self.record.status:
             if not isinstance(error, _Refused | LoraserveError):
                 logger.error("request %s failed while it was answered", self.request_id, exc_info=error)
             raise _AnswerBroken from error
@@ -288,11 +323,12 @@ class _Exchange:
 
     async def finish(self) -> None:
         """Send the refusal that the application swallowed."""
-        if self._refusal is not None and self.status is None:
+        if self._refusal is not None and not self.record.status:
             await self._answer(self._refusal)
 
     async def _answer(self, error: LoraserveError) -> None:
         self._is_refused = True
+        self.record.code = error.code
         # What it held is others' before the client takes notice.
         self.claim.release()
         headers = {}

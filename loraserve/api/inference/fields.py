@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from loraserve.api.http.json_body import json_object
+from loraserve.api.http.request_record import MAX_MODEL_NAME
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 
@@ -99,14 +100,18 @@ _HINTS = {
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
-    """Return the fields of the request's JSON object, unchecked.
+    """Return the fields of the request's JSON object, unchecked; note which model they name.
 
     A dependency of the inference routes.
 
     Raises:
         InvalidRequest: the body isn't strict JSON, or isn't an object.
     """
-    return await json_object(request, services_of(request).text_threads)
+    fields = await json_object(request, services_of(request).text_threads)
+    model = fields.get("model")
+    if isinstance(model, str):
+        request.state.record.asked_model = model[:MAX_MODEL_NAME]
+    return fields
 
 
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:

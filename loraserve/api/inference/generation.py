@@ -14,6 +14,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from loraserve.api.http.request_record import ChoiceRecord, InferenceRecord, RequestRecord
 from loraserve.api.http.sse import DONE, EventStream, JSONAnswer, error_event
 from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.target import TargetSelector
@@ -126,6 +127,8 @@ class Generation:
         self._began = 0.0
         self._has_reported_numerics = False
         self._is_refused = False
+        self.record = InferenceRecord(services.engine.base.id, is_pooled=any(one.pooling for one in requests))
+        """What becomes of the request, for the access log and its spans."""
         self.num_tokens = 0
         """Made for the answer so far."""
         self.has_engine_work = False
@@ -211,6 +214,18 @@ class Generation:
         num_bytes = sum(_BYTES_PER_CANDIDATE * _num_candidates(request) for request in self._requests)
         return await self._services.text_threads.run(self._requests[0].tenant, num_bytes, work)
 
+    def note_answered(self) -> None:
+        """Note in the record what answers: the bound version, its fallback or the base."""
+        if self._target is None:
+            return
+        adapter, record = self._target.adapter, self.record
+        record.fell_back_for = self._target.reason
+        if adapter is not None:
+            shown = self._target.label(adapter)
+            is_one = not adapter.parts
+            record.adapter = shown.rpartition("@")[0] if is_one else shown
+            record.version = adapter.version if is_one and not adapter.is_ephemeral else None
+
     async def close(self) -> None:
         if self._only is not None:
             # nothing in it waits: the engine is told in this turn of the event loop
@@ -277,25 +292,35 @@ class Generation:
     def _answer(self, index: int) -> AsyncGenerator[Chunk, None]:
         if self._cache is not None and self._cache.outcome == HIT:
             return self._replayed(self._cache, index)
-        return self._measured(self._requests[index])
+        return self._measured(index)
 
     async def _replayed(self, cache: CacheUse, index: int) -> AsyncGenerator[Chunk, None]:
         """Yield a kept answer: no adapter is used, no copy starts on a shadow."""
         reason = "abort"
+        record = self._begin_choice(index)
+        record.is_replayed = True
         try:
             async with aclosing(cache.replay(index, self._requests[index])) as chunks:
                 async for chunk in chunks:
+                    record.note(chunk)
                     answer = _without_token(chunk) if self._is_scoring else chunk
                     self.num_tokens += len(answer.token_ids)
                     if answer.finish_reason is not None:
                         reason = answer.finish_reason.value
                     yield answer
         finally:
+            record.end(reason)
             self._services.metrics.finished.labels(reason).inc()
 
-    async def _measured(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        metrics = self._services.metrics
-        started, first_at, num_tokens, reason = time.monotonic(), 0.0, 0, "abort"
+    def _begin_choice(self, index: int) -> ChoiceRecord:
+        record = ChoiceRecord(index, time.monotonic())
+        self.record.choices.append(record)
+        return record
+
+    async def _measured(self, index: int) -> AsyncGenerator[Chunk, None]:
+        metrics, request = self._services.metrics, self._requests[index]
+        record = self._begin_choice(index)
+        started, first_at, num_tokens, reason = record.sent_s, 0.0, 0, "abort"
         copy: ShadowCopy | None = None
         target = self._target
         names, owners = ([], []) if target is None else (target.names(), target.owner_names())
@@ -315,16 +340,21 @@ class Generation:
                 copy.add(answer.token_ids)
             return answer
 
+        def note_direct(chunk: Chunk) -> Chunk:
+            record.note(chunk)
+            return note(chunk)
+
         sent = request
         if self._direct is not None:
-            self._direct.note = note
+            self._direct.note = note_direct
             sent = msgspec.structs.replace(request, reader=self._direct)
         try:
             async with aclosing(self._services.engine.generate(sent)) as chunks:
                 async for chunk in chunks:
                     self.has_engine_work = True
+                    record.note(chunk)
                     if not first_at:
-                        first_at = time.monotonic()
+                        first_at = record.first_s or time.monotonic()
                         use.answer()
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                         (metrics.ttft_s if request.pooling is None else metrics.pooling_s).observe(first_at - started)
@@ -349,6 +379,7 @@ class Generation:
             self.has_engine_work |= not self._is_refused
             raise
         finally:
+            record.end(reason)
             if copy is not None:
                 copy.abandon()
             use.end()
@@ -415,8 +446,17 @@ async def answer(
         ClientDisconnect: the client has left.
     """
 
+    record: RequestRecord = request.state.record
+    record.inference = generation.record
+
     def end() -> None:
+        generation.note_answered()
         usage.close(generation.num_tokens, has_engine_work=generation.has_engine_work)
+        usage.note(generation.record)
+
+    def failed(error: LoraserveError) -> bytes:
+        record.code = error.code
+        return failure(error)
 
     async def close() -> None:
         try:
@@ -436,7 +476,7 @@ async def answer(
                 {**headers(first), **generation.headers},
                 usage.bill_last,
                 connect=None if direct is None else direct.connect,
-                failure=failure,
+                failure=failed,
                 ending=ending,
             )
         await while_connected(request, _collect(generation, add))

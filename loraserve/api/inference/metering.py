@@ -15,6 +15,7 @@ from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
 
 if TYPE_CHECKING:
+    from loraserve.api.http.request_record import InferenceRecord
     from loraserve.api.inference.prompts import Prompt
     from loraserve.api.inference.target import TargetSelector
     from loraserve.api.services import Services
@@ -166,6 +167,11 @@ class RequestUsage:
             )
             usage |= {"cost": plain(cost), "currency": table.currency}
         return usage
+
+    def note(self, record: InferenceRecord) -> None:
+        """Note the answer's tokens, as `as_dict` counts them."""
+        record.num_prompt_tokens, record.num_tokens = sum(self._lengths), self._completion_tokens
+        record.num_cached_tokens = sum(self._cached.values())
 
     def _bill(self, choices: Iterable[int]) -> None:
         """Bill the undelivered tokens of the choices, and their prompts once."""

@@ -74,4 +74,9 @@ class ServerMetrics:
         self.shadow_agreed_tokens = counter(
             "loraserve_shadow_agreed_tokens", "Tokens of compared answers before the first that differs."
         )
+        self.trace_spans = counter(
+            "loraserve_trace_spans",
+            "Spans of requests by outcome: exported, failed (the collector took them not) or dropped (no room).",
+            ["outcome"],
+        )
         self.adapter_load = AdapterLoad()

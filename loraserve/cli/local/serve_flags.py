@@ -25,20 +25,23 @@ SECTIONS = {
     "max_num_seqs max_num_batched_tokens enable_prefix_cache speculation cuda_graphs num_threads loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
-    "Server": "host port cors_allow_origins grace_s engine_hang_timeout log_level config",
+    "Server": "host port cors_allow_origins grace_s engine_hang_timeout log_level access_log trace_endpoint "
+    "trace_sample config",
 }
 """Flags of `serve`, by their section in its help.
 
 The admin key isn't a flag: a process list would show it.
 """
-SWITCHES = frozenset({"strict_base", "store_responses", "ephemeral_loads", "enable_prefix_cache", "cuda_graphs"})
+SWITCHES = frozenset(
+    {"strict_base", "store_responses", "ephemeral_loads", "enable_prefix_cache", "cuda_graphs", "access_log"}
+)
 VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",
     "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",
     "PATH": "data_dir config",
     "DIR": "lora_dir",
-    "URL": "database_url store_url",
-    "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss",
+    "URL": "database_url store_url trace_endpoint",
+    "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",
     "TOKENS": "max_model_len max_num_batched_tokens",
     "N": "max_num_seqs num_threads loader_threads port",
     "DIR|ID": "model",
