@@ -20,7 +20,9 @@ from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.http.listener import connection_class, open_listener, raise_file_limit
 from loraserve.api.logs import configure_logging
+from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.services import Services
+from loraserve.api.tracing.collector import open_tracer
 from loraserve.background import SERVER_NICENESS, Throttle, lower_thread_priority
 from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db import migrate
@@ -106,6 +108,7 @@ async def _serve(settings: Settings) -> int:
                 services.files.close,
                 services.grammars.close,
                 services.templates.close,
+                *([services.tracer.close] if services.tracer is not None else []),
                 services.engine.stop,
                 registry.pins.close,
                 registry.certificate_backfill.close,
@@ -138,6 +141,8 @@ def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
 
 
 async def _make_services(settings: Settings) -> tuple[Services, Database]:
+    metrics = ServerMetrics()
+    tracer = open_tracer(settings, metrics)
     model_dir = await asyncio.to_thread(resolve_model_dir, settings.model)
     config = settings.engine_config(model_dir)
     tokenizer = Tokenizer(model_dir)
@@ -205,6 +210,8 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         chat_format=chat_format,
         usage=UsageMeter(database, settings.data_dir / FOLDER),
         responses=StoredResponses(database, is_storing=settings.store_responses),
+        tracer=tracer,
+        metrics=metrics,
     )
     return services, database
 
