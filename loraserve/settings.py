@@ -117,7 +117,9 @@ def check_trace_endpoint(value: str) -> str:
         ValueError: it isn't a URL of HTTP, or holds a password.
     """
     url = urlsplit(value)
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or not value.isascii():
+    # a port that is none raises too
+    is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    if not is_url or url.query or url.fragment or not value.isascii():
         raise ValueError("should be a URL such as http://collector:4318 or https://collector/v1/traces")
     if url.username is not None or url.password is not None:
         raise ValueError("should hold no password; set OTEL_EXPORTER_OTLP_HEADERS for the collector's")

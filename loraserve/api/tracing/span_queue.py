@@ -79,9 +79,14 @@ class SpanQueue(BatchSpanProcessor):
         self._max_spans = max_spans
         self._num_added = 0
 
+    @property
+    def num_queued(self) -> int:
+        """Spans that wait for the thread."""
+        return self._num_added - self._counting.num_taken
+
     def on_end(self, span: ReadableSpan) -> None:
         """Add the span. On the event loop's thread alone."""
-        if self._num_added - self._counting.num_taken >= self._max_spans:
+        if self.num_queued >= self._max_spans:
             self._num_spans.labels("dropped").inc()
             return
         self._num_added += 1

@@ -37,8 +37,8 @@ CLOSE_S = 2.0
 _MAX_TRACESTATE = 512
 """Characters of `tracestate`, which goes out with each span; a longer one is dropped."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
-_OPERATIONS = {"completions": "text_completion", "generate": "text_completion", "generate_stream": "text_completion"}
-"""Operations by the last part of a route that is no chat."""
+_TEXT_ROUTES = ("/v1/completions", "/generate", "/generate_stream", "/")
+"""Ends of routes that complete a text; the others that make tokens are chats."""
 
 _EMPTY = Context()
 
@@ -85,6 +85,15 @@ class SpanTracer:
         except Exception:
             logger.exception("request %s could not be traced", record.request_id)
             return ""
+
+    @property
+    def num_queued(self) -> int:
+        """Spans that wait for the collector."""
+        return self._queue.num_queued
+
+    def flush(self) -> None:
+        """Send what is queued now. Blocks: for tests."""
+        self._queue.force_flush()
 
     async def close(self) -> None:
         """Send what is queued, for `CLOSE_S` at most."""
@@ -155,7 +164,8 @@ class SpanTracer:
             tier = {"loraserve.adapter.tier": choice.adapter_tier}
             load = self._add("adapter_load", answer, record, adapter_s, prefill_s, index | tier)
             if choice.adapter_read_s:
-                self._add("adapter_read", load, record, prefill_s - choice.adapter_read_s, prefill_s, index)
+                read_s = max(adapter_s, prefill_s - choice.adapter_read_s)
+                self._add("adapter_read", load, record, read_s, prefill_s, index)
         cached = {"loraserve.prefill.cached_tokens": choice.num_cached_tokens}
         self._add("prefill", answer, record, prefill_s, choice.first_s, index | cached)
         made: dict[str, AttributeValue] = {
@@ -203,11 +213,10 @@ def _trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 def _operation(record: RequestRecord, inference: InferenceRecord) -> str:
-    last = record.route.rpartition("/")[2]
     if inference.is_pooled:
-        return "embeddings" if last == "embeddings" else last
-    # the route "/" is LoRAX's
-    return _OPERATIONS.get(last, "chat") if last else "text_completion"
+        # embeddings, score, rerank
+        return record.route.rpartition("/")[2]
+    return "text_completion" if record.route.endswith(_TEXT_ROUTES) else "chat"
 
 
 def _inference_attributes(record: RequestRecord, operation: str) -> dict[str, AttributeValue]:

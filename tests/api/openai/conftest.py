@@ -185,6 +185,8 @@ class FakeEngine:
                 queue_s=0.001 if is_first else 0.0,
                 adapter_s=0.002 if is_first else 0.0,
                 prefill_s=0.003 if is_first else 0.0,
+                adapter_tier="disk" if is_first and request.adapter else "",
+                adapter_read_s=0.001 if is_first and request.adapter else 0.0,
             )
             if reason is not None:
                 return
