@@ -37,7 +37,7 @@ class AnswerPiece(Protocol):
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """One choice, as one request to the engine. Times are of `time.monotonic`.
+    """Record of a choice, which is one request to the engine. Times are of `time.monotonic`.
 
     Attributes:
         sent_s: when it was handed to the engine's client.
@@ -82,7 +82,7 @@ class ChoiceRecord:
 
 @dataclass(slots=True)
 class InferenceRecord:
-    """What a request for tokens or vectors was answered with.
+    """Record of the inference for a request: what answered it, and with how many tokens.
 
     Attributes:
         base: id of the base.
@@ -118,7 +118,7 @@ class InferenceRecord:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, from its headers to the end of its answer.
+    """Record of a request, from its headers to the end of its answer.
 
     Attributes:
         method: HTTP's.

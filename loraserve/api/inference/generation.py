@@ -128,7 +128,7 @@ class Generation:
         self._has_reported_numerics = False
         self._is_refused = False
         self.record = InferenceRecord(services.engine.base.id, is_pooled=any(one.pooling for one in requests))
-        """What becomes of the request, for the access log and its spans."""
+        """Record of the request, for the access log and its spans."""
         self.num_tokens = 0
         """Made for the answer so far."""
         self.has_engine_work = False
