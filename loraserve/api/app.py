@@ -45,6 +45,8 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
         # A redirect would repeat the caller's path and query.
         redirect_slashes=False,
+        # FastAPI's would record the messages of errors, and be a second trace beside ours.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
         routes=list(_routes()),
     )
     app.state.services = services

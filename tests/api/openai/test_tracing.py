@@ -194,6 +194,14 @@ async def test_no_span_holds_a_prompt_an_answer_or_a_key(
         assert secret.encode() not in posted, secret
 
 
+async def test_fastapi_records_nothing_of_its_own_whatever_the_environment_says(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTAPI_OTEL_AUTO_CONFIGURE", "true")
+    config = create_app(services)._telemetry
+    assert not any(config[name] for name in ("tracing", "metrics", "logs", "auto_configure"))
+
+
 async def test_several_choices_have_their_own_stages_up_to_a_bound(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,13 @@ def test_an_endpoint_that_is_none_is_refused_without_repeating_it(tmp_path: Path
 def test_a_share_is_between_0_and_1(tmp_path: Path, value: object) -> None:
     with pytest.raises(ConfigError, match="trace-sample"):
         settings(tmp_path, trace_sample=value)
+
+
+def test_a_server_that_traces_nothing_loads_no_exporter() -> None:
+    # FastAPI itself loads OpenTelemetry's API, which does nothing without these
+    code = (
+        "import sys, loraserve.api.server as _; heavy = ('opentelemetry.sdk.trace', 'opentelemetry.exporter'); "
+        "print([name for name in sys.modules if name.startswith(heavy)])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
