@@ -76,7 +76,7 @@ class ServerMetrics:
         )
         self.trace_spans = counter(
             "loraserve_trace_spans",
-            "Spans of requests by outcome: exported, failed (the collector took them not) or dropped (no room).",
+            "Spans of requests by outcome: exported, failed (not taken by the collector), dropped (no room).",
             ["outcome"],
         )
         self.adapter_load = AdapterLoad()
