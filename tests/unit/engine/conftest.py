@@ -126,6 +126,8 @@ class Adapters:
     """Of those that don't act on every token."""
     is_admission_paused: bool = False
     mean_load_s: float = 0.0
+    read_s: float = 0.0
+    """What each load took."""
     num_uses: int = 0
     """Pins that count as one of their adapter."""
     ahead: list[str] = field(default_factory=list)
@@ -151,7 +153,7 @@ class Adapters:
 
     def metadata(self, digest: Digest) -> AdapterMetadata:
         assert self.states[digest] is Residency.RESIDENT
-        return AdapterMetadata(invocation_token_ids=self.invocations.get(digest, ()))
+        return AdapterMetadata(invocation_token_ids=self.invocations.get(digest, ()), read_s=self.read_s)
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self.ahead = [ref.name for ref in refs]

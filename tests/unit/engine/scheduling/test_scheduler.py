@@ -62,6 +62,20 @@ def test_a_request_waits_for_its_adapter_while_others_run(harness):
     assert harness.scheduler.num_waiting_for_adapter == 0
 
 
+@pytest.mark.parametrize(("tier", "read_s", "told_s"), [("disk", 1.5, 1.5), ("disk", 9.0, 2.0), ("host", 1.5, 0.0)])
+def test_the_first_token_says_where_its_adapter_was_and_how_long_it_was_read(harness, tier, read_s, told_s):
+    # a load that another request began may have run before this one came
+    cold = make_request(adapter="cold")
+    cold.adapter_tier = tier
+    harness.adapters.read_s = read_s
+    harness.add(cold)
+    harness.step()
+    harness.now = 2.0
+    harness.adapters.set("cold", Residency.RESIDENT)
+    _, [first] = harness.step()
+    assert (first.adapter_tier, first.adapter_s, first.adapter_read_s) == (tier, 2.0, told_s)
+
+
 def test_the_adapter_that_was_asked_for_first_is_asked_for_while_no_slot_is_free():
     # the pager forgets an adapter that isn't asked for, and evicts a resident one that isn't used
     harness = Harness(max_num_seqs=1)
