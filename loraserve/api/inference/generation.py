@@ -60,10 +60,11 @@ class DirectDelivery:
 
     Args:
         render: returns the events of a chunk, and adds it to the answer's usage.
+        note_piece: counts what is written, as the middlewares do.
     """
 
-    def __init__(self, render: Callable[[int, Chunk], bytes]) -> None:
-        self._render = render
+    def __init__(self, render: Callable[[int, Chunk], bytes], note_piece: Callable[[bytes], None]) -> None:
+        self._render, self._note_piece = render, note_piece
         self._pieces: PieceWriter | None = None
         self._on_deliver: Callable[[], None] = lambda: None
         self.note: Callable[[Chunk], Chunk] = lambda chunk: chunk
@@ -82,6 +83,7 @@ class DirectDelivery:
         data = self._render(0, self.note(chunk))
         if data and self._pieces is not None:
             self._on_deliver()
+            self._note_piece(data)
             self._pieces.write(data)
 
 
@@ -464,7 +466,7 @@ async def answer(
         finally:
             end()
 
-    direct = None if events is None or render is None else DirectDelivery(render)
+    direct = None if events is None or render is None else DirectDelivery(render, record.note_piece)
     if direct is not None:
         generation.deliver(direct)
     try:
