@@ -70,6 +70,10 @@ class EngineConfig(Struct, frozen=True):
     enable_prefix_cache: bool = True
     speculation: str = "auto"
     """auto or off: whether steps verify proposed tokens, where a row's bits allow it."""
+    draft_model_dir: str | None = None
+    """Directory of a small base that proposes tokens; None: there is none."""
+    draft_quantize: str = "none"
+    """As `quantize`, of the draft base."""
     cuda_graphs: bool = True
     """Whether a GPU's decode steps are captured as graphs."""
     num_threads: int = 0

@@ -367,6 +367,10 @@ class ShapeMismatch(ModelError):
     code = "shape_mismatch"
 
 
+class TokenizerMismatch(ModelError):
+    code = "tokenizer_mismatch"
+
+
 class Overloaded(LoraserveError):
     code = "overloaded"
 

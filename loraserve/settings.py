@@ -309,6 +309,10 @@ class Settings(BaseSettings):
     """Verify several tokens in one step that earlier text suggests, where this saves time and can't
     change an answer; auto: on CPUs.
     """
+    draft_model: Path | None = None
+    """Directory of a small base with the same tokenizer, which proposes tokens too. CPUs only."""
+    draft_quantize: Literal["auto", "none", "int8", "int4", "nf4", "fp8"] = "auto"
+    """Format that the draft base's linears are rounded to; auto: as --quantize."""
     num_threads: int = Field(default=0, ge=0, le=1024)
     """Threads of the forward pass; 0: torch's own choice."""
     loader_threads: int = Field(default=2, ge=1, le=64)
@@ -376,6 +380,7 @@ class Settings(BaseSettings):
                 "--adapter-dtype fp32 is for CPUs; a GPU holds adapters in at most 16 bits.",
                 hint="Leave --adapter-dtype out.",
             )
+        self._check_draft()
         return EngineConfig(
             model_dir=str(Path(model_dir).absolute()),
             model_id=self.base_id,
@@ -396,9 +401,38 @@ class Settings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_cache=self.enable_prefix_cache,
             speculation=self.speculation,
+            draft_model_dir=None if self.draft_model is None else str(self.draft_model.absolute()),
+            draft_quantize=self.quantize if self.draft_quantize == "auto" else self.draft_quantize,
             num_threads=self.num_threads,
             loader_threads=self.loader_threads,
         )
+
+    def _check_draft(self) -> None:
+        """Refuse a draft base that could never be asked.
+
+        Raises:
+            ConfigError: it is no directory, or another flag stands against it.
+        """
+        if self.draft_model is None:
+            if self.draft_quantize != "auto":
+                raise ConfigError(
+                    "--draft-quantize is for a draft base, and there is none.", hint="Give --draft-model too."
+                )
+            return
+        if self.speculation == "off":
+            raise ConfigError(
+                "--draft-model proposes tokens, and --speculation off refuses them.",
+                hint="Leave one of the two out.",
+            )
+        if self.device == "cuda":
+            raise ConfigError(
+                "--draft-model is for CPUs: a GPU's steps overlap, and verify no proposed tokens.",
+                hint="Leave --draft-model out, or use --device cpu.",
+            )
+        if not self.draft_model.is_dir():
+            raise ConfigError(
+                f"--draft-model {self.draft_model} isn't a directory; expected a base in Hugging Face's layout."
+            )
 
 
 def _read_toml(cls: type[Settings], init_kwargs: dict[str, Any]) -> dict[str, Any]:

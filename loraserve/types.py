@@ -533,8 +533,13 @@ class EngineStats(Struct, frozen=True):
     """Proposed tokens that were found in the request's own text."""
     proposed_history_tokens: int = 0
     """Those found in texts of ended requests."""
+    proposed_draft_tokens: int = 0
+    """Those that the draft base said."""
     accepted_own_tokens: int = 0
     accepted_history_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    draft_s: float = 0.0
+    """Seconds spent in the draft base."""
     speculation_bytes: int = 0
     """Bytes of the indices in which they were looked for."""
     invariant_violations: int = 0

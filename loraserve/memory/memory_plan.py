@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loraserve.errors import ConfigError
-from loraserve.limits import MIB
+from loraserve.limits import LIMITS, MIB
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.sizes import MAX_RANK, RANK_TILE, RECORD, UNIT_BYTES, row_num_bytes
 
@@ -18,6 +18,8 @@ GPU_BLOCK_ALIGNMENT = 256
 """Bytes of which the size of a KV block on a GPU is a multiple."""
 TABLES_SHARE = 1 / 128
 """Share of the budget that the tables take."""
+DRAFT_SEQUENCES = 4
+"""Sequences that a draft base's cache has room for: as many as a step proposes tokens for."""
 MAX_POOL_BYTES = (2**31 - 1) * UNIT_BYTES
 """Bytes that the kernels can address, in int32 units."""
 
@@ -87,6 +89,39 @@ def plan_cpu_memory(budget_bytes: int, kv_block_bytes: int, num_needed_blocks: i
     )
     _refuse_small(plan, num_needed_blocks, budget_bytes)
     return plan
+
+
+def draft_context(max_model_len: int, base_max_model_len: int) -> int:
+    """Return the tokens of a sequence that a draft base's cache has room for.
+
+    Args:
+        max_model_len: of the draft base's own.
+    """
+    return min(max_model_len, base_max_model_len, LIMITS.max_draft_tokens)
+
+
+def draft_kv_blocks(num_tokens: int, block_size: int) -> int:
+    """Return the KV blocks of a draft base's cache: of all its sequences, at their longest.
+
+    Args:
+        num_tokens: of a sequence, as `draft_context` says.
+    """
+    return DRAFT_SEQUENCES * -(-num_tokens // block_size)
+
+
+def beside_draft(budget_bytes: int, draft_bytes: int) -> int:
+    """Return what a draft base's cache leaves of the budget.
+
+    Raises:
+        ConfigError: it takes half of the budget or more.
+    """
+    if 2 * draft_bytes >= budget_bytes:
+        raise ConfigError(
+            f"The draft base's cache of {draft_bytes / MIB:.1f} MiB takes half of the memory budget or more, "
+            f"which is {budget_bytes / MIB:.1f} MiB.",
+            hint="Raise --memory-budget, lower --max-model-len, or leave --draft-model out.",
+        )
+    return budget_bytes - draft_bytes
 
 
 def plan_gpu_memory(

@@ -195,16 +195,26 @@ SPECULATION: Table[EngineStats] = (
     ),
     counter(
         "loraserve_speculation_proposed_tokens",
-        "Proposed tokens by where they were found: the request's own text, or earlier ones of its tenant and adapter.",
-        lambda s: {"request": s.proposed_own_tokens, "history": s.proposed_history_tokens},
+        "Proposed tokens by where they are from: the request's own text, earlier ones of its tenant and adapter, "
+        "or the draft base.",
+        lambda s: {
+            "request": s.proposed_own_tokens,
+            "history": s.proposed_history_tokens,
+            "draft": s.proposed_draft_tokens,
+        },
         "source",
     ),
     counter(
         "loraserve_speculation_accepted_tokens",
         "Proposed tokens that were what was sampled.",
-        lambda s: {"request": s.accepted_own_tokens, "history": s.accepted_history_tokens},
+        lambda s: {
+            "request": s.accepted_own_tokens,
+            "history": s.accepted_history_tokens,
+            "draft": s.accepted_draft_tokens,
+        },
         "source",
     ),
+    counter("loraserve_speculation_draft_seconds", "Time spent in the draft base.", lambda s: s.draft_s),
     gauge("loraserve_speculation_bytes", "Bytes of texts that are searched.", lambda s: s.speculation_bytes),
 )
 
@@ -237,11 +247,11 @@ VLLM: Table[EngineStats] = (
     counter(
         "vllm:spec_decode_num_draft_tokens",
         "As vLLM's.",
-        lambda s: s.proposed_own_tokens + s.proposed_history_tokens,
+        lambda s: s.proposed_own_tokens + s.proposed_history_tokens + s.proposed_draft_tokens,
     ),
     counter(
         "vllm:spec_decode_num_accepted_tokens",
         "As vLLM's.",
-        lambda s: s.accepted_own_tokens + s.accepted_history_tokens,
+        lambda s: s.accepted_own_tokens + s.accepted_history_tokens + s.accepted_draft_tokens,
     ),
 )

@@ -176,6 +176,15 @@ class Sampler:
             place.request, place.position
         )
 
+    def next_token(self, place: Place, row: Tensor) -> int:
+        """Return the token that a request without a grammar samples from one row.
+
+        Args:
+            row: [vocab_size] float32, finite or -inf.
+        """
+        likeliest = int(row.argmax())
+        return likeliest if self._is_taken(place, likeliest) else self._choose(place, row)
+
     def _likeliest_allowed(self, place: Place, row: Tensor, constraint: Constraint) -> int:
         """Return the likeliest of the tokens that a grammar allows, of which there are some."""
         return constraint.likeliest(row.numpy(), self.end_tokens(place.request, place.position))

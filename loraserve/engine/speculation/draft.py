@@ -15,6 +15,12 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.5, 1.0
 """Share of proposed tokens that are taken to be right before any was verified, and the number of
 tokens that this counts as.
 """
+DRAFTED = 0
+"""Stands for the draft base among the lengths of matches."""
+DRAFTED_RATE = 0.8
+"""Share of the draft base's tokens that are taken to be right before any was verified: a server
+is started with one because it is good.
+"""
 _DECAY = 0.97
 """Weight of what is known when one more token is verified: some 30 tokens count."""
 FRUITLESS_LOOKUPS, MAX_INTERVAL = 16, 8
@@ -32,10 +38,16 @@ The number doubles with each that is wrong, and is halved by one that isn't.
 
 @dataclass(slots=True)
 class Rate:
-    """Share of proposed tokens that were right."""
+    """Share of proposed tokens that were right.
+
+    Attributes:
+        prior: what it is taken to be before any was verified.
+        hope: what it is taken to be when proposals are tried again.
+    """
 
     prior: float = PRIOR_RATE
     patience: int = MIN_PATIENCE
+    hope: float = PRIOR_RATE
     accepted: float = 0.0
     verified: float = 0.0
     num_unmade: int = 0
@@ -47,8 +59,17 @@ class Rate:
         Once the patience is over it is as if nothing were known.
         """
         if self.num_unmade >= self.patience:
-            return PRIOR_RATE
+            return self.hope
         return (self.accepted + self.prior * PRIOR_WEIGHT) / (self.verified + PRIOR_WEIGHT)
+
+    def expected(self, count: int) -> float:
+        """Return how many of so many proposed tokens are expected to be right."""
+        rate = gain = self.value
+        total = 0.0
+        for _ in range(count):
+            total += gain
+            gain *= rate
+        return total
 
     def note_unmade(self) -> None:
         """Note a proposal that wasn't made."""
@@ -67,7 +88,8 @@ class Rate:
 
 
 class Rates:
-    """Shares of proposed tokens that were right, by the length of the match that proposed them.
+    """Shares of proposed tokens that were right, by the length of the match that proposed them, and
+    of those of the draft base.
 
     Args:
         parent: rates of requests before it, from which its own begin; it learns what they learn.
@@ -75,13 +97,10 @@ class Rates:
 
     def __init__(self, parent: Rates | None = None) -> None:
         self._parent = parent
-        self._rates = {
-            length: Rate() if parent is None else Rate(parent.of(length).value, parent.of(length).patience)
-            for length in MATCH_LENGTHS
-        }
+        self._rates = {length: _first_rate(length, parent) for length in (*MATCH_LENGTHS, DRAFTED)}
 
     def of(self, length: int) -> Rate:
-        """Return the rate of matches of one length."""
+        """Return the rate of matches of one length, or of what is `DRAFTED`."""
         return self._rates[length]
 
     def note(self, length: int, num_proposed: int, num_accepted: int) -> None:
@@ -89,6 +108,13 @@ class Rates:
         self._rates[length].note(num_proposed, num_accepted)
         if self._parent is not None:
             self._parent.note(length, num_proposed, num_accepted)
+
+
+def _first_rate(length: int, parent: Rates | None) -> Rate:
+    hope = DRAFTED_RATE if length == DRAFTED else PRIOR_RATE
+    if parent is None:
+        return Rate(hope, hope=hope)
+    return Rate(parent.of(length).value, parent.of(length).patience, hope)
 
 
 @dataclass(slots=True, eq=False)

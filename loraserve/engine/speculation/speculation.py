@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cachetools import LRUCache
 
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
-from loraserve.engine.speculation.draft import Draft, Rate, Rates
+from loraserve.engine.speculation.draft import Draft, Rates
+from loraserve.engine.speculation.drafting import Candidate, Drafting
 from loraserve.engine.speculation.history import History, HistoryKey, history_key
+from loraserve.engine.speculation.proposal import Proposal, ProposalSource
 from loraserve.engine.speculation.step_costs import BOUNDS, MAX_ROWS, StepCosts
 from loraserve.limits import LIMITS
 from loraserve.types import Digest
@@ -36,35 +37,6 @@ MIN_TEXT_TOKENS = 8
 """Output tokens of a request from which on its text is kept for others."""
 
 
-class ProposalSource(StrEnum):
-    """Where proposed tokens were found."""
-
-    REQUEST = "request"
-    HISTORY = "history"
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Tokens that an entry of a step may compute beside its own.
-
-    Attributes:
-        number: of the entry in the step.
-        length: of the match.
-        rates: how often the request's proposals were right.
-    """
-
-    number: int
-    request: Request
-    token_ids: tuple[int, ...]
-    source: ProposalSource
-    length: int
-    rates: Rates
-
-    @property
-    def rate(self) -> Rate:
-        return self.rates.of(self.length)
-
-
 class Speculation:
     """Find proposals, choose among them by what they save and cost, and learn from results.
 
@@ -77,15 +49,25 @@ class Speculation:
     Called on the steps' thread alone.
     """
 
-    def __init__(self, *, max_bytes: int = LIMITS.max_speculation_bytes, max_requests: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int = LIMITS.max_speculation_bytes,
+        max_requests: int | None = None,
+        drafting: Drafting | None = None,
+    ) -> None:
         """Begin without requests and texts.
 
         Args:
             max_bytes: bytes of all indices, half of them for those of live requests.
             max_requests: requests of a step beyond which nothing is proposed; None: there may be as
                 many as pay.
+            drafting: asks a draft base too; None: there is none.
         """
         self._max_requests = max_requests
+        self._drafting = drafting
+        # seconds in the draft base that `note_step` has seen
+        self._noted_draft_s = 0.0
         self.costs = StepCosts()
         self.num_proposed: Counter[ProposalSource] = Counter()
         self.num_accepted: Counter[ProposalSource] = Counter()
@@ -108,19 +90,44 @@ class Speculation:
         room = min(budget, MAX_ROWS - len(scheduled))
         if not scheduled or room <= 0 or self.costs.most_gain(len(scheduled)) < MIN_GAIN:
             return []
-        found = []
+        found, drafts = [], {}
         for number, entry in enumerate(scheduled):
-            proposal = self._find(number, entry, min(room, MAX_PROPOSED))
+            # one of the tokens that are left is sampled anyway
+            count = min(room, _num_left(entry) - 1)
+            draft = self._draft_of(entry.request) if count > 0 and _may_speculate(entry) else None
+            if draft is None:
+                continue
+            drafts[number] = draft
+            proposal = self._find(number, draft, min(count, MAX_PROPOSED))
             if proposal is not None:
                 found.append(proposal)
-        return self._choose(found, len(scheduled), room) if found else []
+        chosen = self._choose(found, len(scheduled), room) if found else []
+        return self._with_drafted(scheduled, drafts, chosen, room) if self._drafting is not None else chosen
 
-    def _find(self, number: int, entry: ScheduledRequest, room: int) -> Proposal | None:
-        request = entry.request
-        # one of the tokens that are left is sampled anyway
-        count = min(room, request.params.max_tokens - request.num_output_tokens - 1)
-        if count <= 0 or not _may_speculate(entry):
-            return None
+    def _with_drafted(
+        self, scheduled: Sequence[ScheduledRequest], drafts: Mapping[int, Draft], chosen: list[Proposal], room: int
+    ) -> list[Proposal]:
+        """Return the proposals with the draft base's, where these are expected to be better."""
+        if self._drafting is None:
+            return chosen
+        found, candidates = {proposal.number: proposal for proposal in chosen}, []
+        for number, draft in drafts.items():
+            candidate = Candidate(
+                number,
+                draft.request,
+                draft.rates,
+                min(self._drafting.max_count(draft.request), _num_left(scheduled[number]) - 1),
+                found.get(number),
+            )
+            is_better = candidate.lookup is None or candidate.lookup.rate.value < candidate.rate.value
+            if candidate.max_count and is_better:
+                candidates.append(candidate)
+        return self._drafting.propose(
+            candidates, chosen, self.costs, num_requests=len(scheduled), room=room, min_gain=MIN_GAIN
+        )
+
+    def _draft_of(self, request: Request) -> Draft | None:
+        """Return a request's index and rates; None where there is no room for them."""
         draft = self._drafts.get(request)
         if draft is None:
             if self._own_bytes >= self._max_own_bytes:
@@ -128,6 +135,10 @@ class Speculation:
             key = history_key(request)
             draft = self._drafts[request] = Draft(request, key, Rates(self._rates_of(key)))
             self._own_bytes += draft.index.num_bytes
+        return draft
+
+    def _find(self, number: int, draft: Draft, count: int) -> Proposal | None:
+        """Return what followed the last tokens of a request the last time, `count` at most."""
         if not draft.is_due():
             return None
         self._own_bytes -= draft.index.num_bytes
@@ -138,7 +149,7 @@ class Speculation:
         (place, index) = match
         token_ids = index.read(place.position, count)
         source = ProposalSource.REQUEST if index is draft.index else ProposalSource.HISTORY
-        return Proposal(number, request, token_ids, source, place.length, draft.rates) if token_ids else None
+        return Proposal(number, draft.request, token_ids, source, place.length, draft.rates) if token_ids else None
 
     def _rates_of(self, key: HistoryKey) -> Rates:
         """Return the rates of a tenant's and adapter's requests so far."""
@@ -189,11 +200,14 @@ class Speculation:
             self.num_accepted[proposal.source] += num_accepted
             proposal.rates.note(proposal.length, num_proposed, num_accepted)
             draft = self._drafts.get(entry.request)
-            if num_accepted and draft is not None:
+            if num_accepted and draft is not None and proposal.source is not ProposalSource.DRAFT:
                 draft.note_fruit()
 
     def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
-        """Learn what a step took, if it only decoded."""
+        """Learn what a step took, if it only decoded. What the draft base took isn't its own."""
+        if self._drafting is not None:
+            seconds -= self._drafting.seconds - self._noted_draft_s
+            self._noted_draft_s = self._drafting.seconds
         if all(entry.is_sampled and entry.known_end - entry.start == 1 for entry in scheduled):
             self.costs.note(sum(entry.num_tokens for entry in scheduled), seconds)
 
@@ -203,6 +217,8 @@ class Speculation:
         draft = self._drafts.pop(request, None)
         if draft is not None:
             self._own_bytes -= draft.index.num_bytes
+        if self._drafting is not None:
+            self._drafting.forget(request)
         if request.num_output_tokens >= MIN_TEXT_TOKENS and not request.is_internal:
             self._history.add(history_key(request), request.token_ids)
 
@@ -218,10 +234,18 @@ class Speculation:
             "num_drafts": self.num_drafts,
             "proposed_own_tokens": self.num_proposed[ProposalSource.REQUEST],
             "proposed_history_tokens": self.num_proposed[ProposalSource.HISTORY],
+            "proposed_draft_tokens": self.num_proposed[ProposalSource.DRAFT],
             "accepted_own_tokens": self.num_accepted[ProposalSource.REQUEST],
             "accepted_history_tokens": self.num_accepted[ProposalSource.HISTORY],
+            "accepted_draft_tokens": self.num_accepted[ProposalSource.DRAFT],
+            "draft_s": 0.0 if self._drafting is None else self._drafting.seconds,
             "speculation_bytes": self._own_bytes + self._history.num_bytes,
         }
+
+
+def _num_left(entry: ScheduledRequest) -> int:
+    """Return how many tokens an entry's request may still say."""
+    return entry.request.params.max_tokens - entry.request.num_output_tokens
 
 
 def _may_speculate(entry: ScheduledRequest) -> bool:

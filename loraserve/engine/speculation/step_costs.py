@@ -37,7 +37,7 @@ class StepCosts:
             return
         number = bisect_left(BOUNDS, num_rows)
         # one measurement proves little against what is known of smaller steps
-        average = self.of(num_rows) if any(map(self._is_known, range(len(BOUNDS)))) else seconds
+        average = self.of(num_rows) if self.is_measured else seconds
         weight = _FALL if seconds < average else _RISE
         self._seconds[number] = average + weight * (min(seconds, _MAX_JUMP * average) - average)
         self._num_steps += 1
@@ -55,6 +55,11 @@ class StepCosts:
             if self._is_known(known):
                 return self._seconds[known] * _GUESSES[number] / _GUESSES[known]
         return _GUESSES[number]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step of any number of rows is known."""
+        return any(map(self._is_known, range(len(BOUNDS))))
 
     def _is_known(self, number: int) -> bool:
         return self._noted_at[number] > 0 and self._num_steps - self._noted_at[number] < STALE_STEPS

@@ -21,6 +21,8 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.grammar.constraints import Constraints
+from loraserve.engine.speculation.draft_base import DraftBase
+from loraserve.engine.speculation.drafting import Drafting
 from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
 from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine_client import messages as m
@@ -32,14 +34,24 @@ from loraserve.memory.devices.cpu import CpuDevice, HostMemory, cpu_adapter_dtyp
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
 from loraserve.memory.loading.lowering import FILE_DTYPES
 from loraserve.memory.loading.precision import Precision
-from loraserve.memory.memory_plan import MemoryPlan, plan_cpu_memory, plan_gpu_arena
+from loraserve.memory.memory_plan import (
+    MemoryPlan,
+    beside_draft,
+    draft_context,
+    draft_kv_blocks,
+    plan_cpu_memory,
+    plan_gpu_arena,
+)
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
+from loraserve.model.checkpoint.blueprint import context_len
 from loraserve.model.checkpoint.loader import load_model
+from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
 from loraserve.text.grammar import GrammarCompiler
+from loraserve.text.same_tokenizer import check_same_tokenizer
 from loraserve.types import KernelChoice
 from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
 from loraserve_kernels.cpu.linear.chooser import chooser
@@ -73,7 +85,8 @@ def build_engine(
         progress: notes what is being done, here and in every step; None: nothing reads it.
 
     Raises:
-        ModelError, ConfigError: the model's directory, the device or the memory budget is wrong.
+        ModelError, ConfigError: the model's directory, the draft base's, the device or the memory
+            budget is wrong.
     """
     progress = progress or Progress()
     progress.begin("looking for devices")
@@ -94,6 +107,11 @@ def build_engine(
         max_model_len=config.max_model_len,
         progress=progress,
     )
+    draft = _draft_base(config, decoder, progress)
+    if draft is not None:
+        config = msgspec.structs.replace(
+            config, memory_budget_bytes=beside_draft(config.memory_budget_bytes, draft.kv_num_bytes)
+        )
     runner: StepRunner
     if config.device == "cpu":
         runner, device, kv = _on_cpu(decoder, config, progress)
@@ -122,7 +140,7 @@ def build_engine(
         overlap=not is_on_cpu,
         kv=kv,
         constraints=Constraints(compiler, wake=wake, are_beside_steps=not is_on_cpu),
-        speculation=_speculation(config, decoder),
+        speculation=_speculation(config, decoder, draft),
         progress=progress,
     )
     engine.listener = verifier = Verifier(engine, decoder, store, throttle=throttle, wake=wake)
@@ -159,6 +177,11 @@ def resolve(config: EngineConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = AUTO_DTYPES[device]
+    if device == "cuda" and config.draft_model_dir is not None:
+        raise ConfigError(
+            "--draft-model is for CPUs, and this engine runs on a GPU.",
+            hint="Leave --draft-model out, or use --device cpu.",
+        )
     budget = config.memory_budget_bytes
     if budget == 0 and (device == "cpu" or not has_gpu):
         budget = CPU_BUDGET_BYTES
@@ -219,11 +242,44 @@ def _kv_cache(
     return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
 
 
-def _speculation(config: EngineConfig, decoder: Decoder) -> Speculation | None:
+def _draft_base(config: EngineConfig, decoder: Decoder, progress: Progress) -> DraftBase | None:
+    """Load the draft base, if there is to be one.
+
+    Raises:
+        TokenizerMismatch: its tokenizer isn't the base's.
+        ConfigError: no token may be proposed here, or its format is none that it can have.
+        ModelError: what is wrong with its directory.
+    """
+    if config.draft_model_dir is None:
+        return None
+    if not has_exact_rows(decoder, config):
+        raise ConfigError(
+            "--draft-model needs steps whose rows don't depend on their number, or it would change answers: "
+            f"the base's weights are multiplied as {decoder.spec.arithmetic} by {decoder.spec.kernels} here.",
+            hint="Use --dtype float32 or --quantize int8 (docs/speculation.md), or leave --draft-model out.",
+        )
+    draft_dir = Path(config.draft_model_dir)
+    check_same_tokenizer(Path(config.model_dir), draft_dir)
+    num_tokens = draft_context(context_len(read_config(draft_dir), None), decoder.spec.max_model_len)
+    draft = load_model(
+        draft_dir,
+        model_id="draft",
+        dtype=getattr(torch, config.dtype),
+        quantize=config.draft_quantize,
+        device=config.device,
+        max_model_len=num_tokens,
+        progress=progress,
+    )
+    num_bytes = kv_block_bytes(draft, config.block_size)
+    memory = HostMemory(draft_kv_blocks(num_tokens, config.block_size) * num_bytes)
+    return DraftBase(draft, view_kv(draft, memory.data, num_bytes, config.block_size), decoder.spec)
+
+
+def _speculation(config: EngineConfig, decoder: Decoder, draft: DraftBase | None) -> Speculation | None:
     """Return what proposes tokens; None where it is off, or answers might not stay the same."""
     if config.speculation == "off" or not has_exact_rows(decoder, config):
         return None
-    return Speculation(max_requests=MAX_REQUESTS)
+    return Speculation(max_requests=MAX_REQUESTS, drafting=None if draft is None else Drafting(draft))
 
 
 def has_exact_rows(decoder: Decoder, config: EngineConfig) -> bool:

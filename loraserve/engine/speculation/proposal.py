@@ -1,0 +1,39 @@
+"""Tokens that a step may verify for one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loraserve.engine.request import Request
+from loraserve.engine.speculation.draft import Rate, Rates
+
+
+class ProposalSource(StrEnum):
+    """Where proposed tokens were found."""
+
+    REQUEST = "request"
+    HISTORY = "history"
+    DRAFT = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens that an entry of a step may compute beside its own.
+
+    Attributes:
+        number: of the entry in the step.
+        length: of the match; `DRAFTED` if the draft base said them.
+        rates: how often the request's proposals were right.
+    """
+
+    number: int
+    request: Request
+    token_ids: tuple[int, ...]
+    source: ProposalSource
+    length: int
+    rates: Rates
+
+    @property
+    def rate(self) -> Rate:
+        return self.rates.of(self.length)
