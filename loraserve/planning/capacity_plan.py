@@ -6,13 +6,14 @@ It says which adapters fit beside how many sequences, and what that means.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from loraserve.config import EngineConfig
 from loraserve.planning.adapters import AdapterPlan
 from loraserve.planning.base import BasePlan
+from loraserve.planning.draft import DraftPlan
 from loraserve.planning.memory import ArenaPlan, StepPlan
 
 LINK_BYTES_PER_S = 12e9
@@ -92,6 +93,7 @@ class CapacityPlan:
     notices: tuple[Notice, ...]
     host_cache_bytes: int
     num_in_host_cache: int
+    draft: DraftPlan | None = None
 
     @property
     def served(self) -> list[AdapterPlan]:
@@ -118,6 +120,7 @@ class CapacityPlan:
                 "parts": [asdict(part) for part in base.parts],
                 "max_model_len": base.max_model_len,
             },
+            "draft": None if self.draft is None else self.draft.as_dict(),
             "step": {
                 "activations_bytes": self.step.activations_bytes,
                 "buffers_bytes": self.step.buffers_bytes,
@@ -171,6 +174,7 @@ def make_plan(
     running: Sequence[tuple[int, int]] = (),
     disk_bytes_per_s: float | None = None,
     available_bytes: int | None = None,
+    draft: DraftPlan | None = None,
 ) -> CapacityPlan:
     """Put the plan together.
 
@@ -178,6 +182,7 @@ def make_plan(
         running: (sequences, tokens of each) to look at, beside one sequence and the most, of full
             length.
         available_bytes: what the host's memory has left now; None: unknown.
+        draft: the draft base, whose cache the arena leaves room for.
     """
     served = [adapter for adapter in adapters if adapter.refusal is None]
     looked_at = dict.fromkeys([(1, base.max_model_len), (config.max_num_seqs, base.max_model_len), *running])
@@ -186,9 +191,10 @@ def make_plan(
     if served and disk_bytes_per_s:
         loads = _loads(base, arena, config, served, disk_bytes_per_s)
     num_in_host = _count_in(config.host_cache_bytes, _mean([(a.packed_bytes, a.count) for a in served]), served)
-    plan = CapacityPlan(base, step, arena, tuple(adapters), fits, loads, (), config.host_cache_bytes, num_in_host)
-    notices = tuple(_notices(plan, config, available_bytes))
-    return CapacityPlan(base, step, arena, tuple(adapters), fits, loads, notices, config.host_cache_bytes, num_in_host)
+    plan = CapacityPlan(
+        base, step, arena, tuple(adapters), fits, loads, (), config.host_cache_bytes, num_in_host, draft
+    )
+    return replace(plan, notices=tuple(_notices(plan, config, available_bytes)))
 
 
 def total_pages(adapters: Sequence[AdapterPlan]) -> int:
@@ -247,6 +253,8 @@ def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | No
         )
     if base.device == "cpu" and available_bytes is not None:
         needed = base.num_bytes + plan.step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes
+        if plan.draft is not None:
+            needed += plan.draft.base.num_bytes + plan.draft.kv_bytes
         if needed > available_bytes:
             yield Notice(
                 Level.WARNING,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from loraserve.config import CPU_BUDGET_BYTES, GPU_PLANS_BYTES, EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB, MIB
-from loraserve.memory.memory_plan import MemoryPlan, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
+from loraserve.memory.memory_plan import MemoryPlan, beside_draft, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
 from loraserve.model.backends.step_sizes import buffer_bytes
 from loraserve.planning.base import BasePlan
 
@@ -134,16 +134,21 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
     return StepPlan(activations, buffers, activations + buffers)
 
 
-def plan_arena(base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None) -> ArenaPlan:
+def plan_arena(
+    base: BasePlan, config: EngineConfig, step: StepPlan, device_bytes: int | None, *, draft_kv_bytes: int = 0
+) -> ArenaPlan:
     """Say what the budget is and how it is divided.
 
     Args:
         device_bytes: a GPU's memory in all; needed where no budget is given.
+        draft_kv_bytes: what a draft base's cache takes of the budget.
 
     Raises:
         ConfigError: the budget isn't known, or can't hold one sequence of the model's full length.
     """
     budget, source = _budget(base, config, step, device_bytes)
+    if draft_kv_bytes:
+        budget, source = beside_draft(budget, draft_kv_bytes), f"{source}, less the draft base's cache"
     block, sequence_blocks = base.kv_block_bytes(config.block_size), -(-base.max_model_len // config.block_size)
     max_tiles = 0
     if base.device == "cpu":

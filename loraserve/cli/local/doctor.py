@@ -190,6 +190,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     from loraserve.doctor.checks import fail, ok, warn
     from loraserve.doctor.server import Expected
     from loraserve.planning.base import plan_base
+    from loraserve.planning.draft import plan_draft
     from loraserve.planning.machine import available_memory, gpu_memory
     from loraserve.planning.memory import plan_arena, plan_step
 
@@ -211,8 +212,9 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     expected.append(Expected(config, base, None))
     step = plan_step(base, config)
     try:
-        arena = plan_arena(base, config, step, gpu_bytes)
-    except errors.ConfigError as error:
+        draft = plan_draft(config, base)
+        arena = plan_arena(base, config, step, gpu_bytes, draft_kv_bytes=0 if draft is None else draft.kv_bytes)
+    except (errors.ConfigError, errors.ModelError) as error:
         yield fail("memory", error.message, "", error.hint or "")
         return
     expected[0] = Expected(config, base, arena)
@@ -220,6 +222,8 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
         base.num_bytes + step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes,
         available_memory(),
     )
+    if draft is not None:
+        needed += draft.base.num_bytes + draft.kv_bytes
     if device == "cpu" and left is not None and needed > left:
         found = f"{size(left)} available now"
         wanted = f"{size(needed)}: base, step, budget and host cache"

@@ -124,6 +124,7 @@ def _make(
     from loraserve.planning import adapters as a
     from loraserve.planning.base import plan_base
     from loraserve.planning.capacity_plan import make_plan
+    from loraserve.planning.draft import plan_draft
     from loraserve.planning.machine import available_memory, gpu_memory, nearest_folder
     from loraserve.planning.machine import disk_rate as measured_rate
     from loraserve.planning.memory import plan_arena, plan_step
@@ -146,7 +147,8 @@ def _make(
     if tokens is not None and tokens > base.max_model_len:
         raise ConfigError(f"--tokens {tokens}: expected at most {base.max_model_len}, this model's longest sequence.")
     step = plan_step(base, config)
-    arena = plan_arena(base, config, step, device_bytes)
+    draft = plan_draft(config, base)
+    arena = plan_arena(base, config, step, device_bytes, draft_kv_bytes=0 if draft is None else draft.kv_bytes)
     if ranks is not None:
         wanted = [_rank(text) for text in ranks.split(",")]
         planned = a.plan_ranks(wanted, targets.split(","), count, kinds[stored], base, config, arena)
@@ -169,6 +171,7 @@ def _make(
         running=looked_at,
         disk_bytes_per_s=rate,
         available_bytes=available_memory(),
+        draft=draft,
     )
 
 
@@ -219,10 +222,19 @@ def _show(output: Output, made: CapacityPlan) -> None:
 def _in_words(made: CapacityPlan, facts: dict[str, Any]) -> dict[str, str]:
     base, arena, kv, of_adapters = made.base, made.arena, facts["kv"], facts["adapters"]
     parts = ", ".join(f"{part.name} {part.format} {size(part.num_bytes)}" for part in base.parts)
+    draft = {}
+    if made.draft is not None:
+        of_draft = made.draft.as_dict()
+        draft["draft base"] = (
+            f"{of_draft['architecture']}, {of_draft['num_parameters']:,} parameters, "
+            f"{size(of_draft['size_bytes'])} resident, and {size(of_draft['kv_bytes'])} of the budget for "
+            f"{of_draft['max_sequences']} sequences of {of_draft['max_tokens']:,}"
+        )
     words = {
         "device": base.device,
         "base": f"{base.spec.architecture}, {base.spec.num_parameters:,} parameters, {size(base.num_bytes)} resident",
         "": parts,
+        **draft,
         "step": f"about {size(made.step.reserved_bytes)} set aside (estimated)",
         "budget": f"{size(arena.budget_bytes)} for KV and adapters together: {arena.source}",
         "kv": (

@@ -94,6 +94,9 @@ def build_engine(
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     config = resolve(config)
+    if config.draft_model_dir is not None:
+        # before the base is loaded, which may take minutes
+        check_same_tokenizer(Path(config.model_dir), Path(config.draft_model_dir))
     for one in config.kernels:
         arithmetic = Arithmetic(one.arithmetic, one.kernel, one.instructions)
         chooser().adopt(one.format, one.out_features, one.in_features, arithmetic)
@@ -246,7 +249,6 @@ def _draft_base(config: EngineConfig, decoder: Decoder, progress: Progress) -> D
     """Load the draft base, if there is to be one.
 
     Raises:
-        TokenizerMismatch: its tokenizer isn't the base's.
         ConfigError: no token may be proposed here, or its format is none that it can have.
         ModelError: what is wrong with its directory.
     """
@@ -259,7 +261,6 @@ def _draft_base(config: EngineConfig, decoder: Decoder, progress: Progress) -> D
             hint="Use --dtype float32 or --quantize int8 (docs/speculation.md), or leave --draft-model out.",
         )
     draft_dir = Path(config.draft_model_dir)
-    check_same_tokenizer(Path(config.model_dir), draft_dir)
     num_tokens = draft_context(context_len(read_config(draft_dir), None), decoder.spec.max_model_len)
     draft = load_model(
         draft_dir,
