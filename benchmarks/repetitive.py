@@ -9,6 +9,7 @@ at temperature 1.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import shutil
@@ -132,18 +133,43 @@ def json_list(tokenizer: Tokenizer) -> Work:
     return Work([begin], table)
 
 
-def write_repetitive(size: str, source: Path, out: Path, table: Table | None = None) -> None:
+def write_draft(size: str, source: Path, out: Path, share_right: float) -> None:
+    """Write a draft base for a size's: its first layer and its ends.
+
+    Args:
+        share_right: share of the tokens after which it has the same probabilities. After the others
+            it is sure of a token that never follows.
+    """
+    write_repetitive(size, source, out, num_layers=1, share_right=share_right)
+
+
+def write_repetitive(
+    size: str,
+    source: Path,
+    out: Path,
+    table: Table | None = None,
+    *,
+    num_layers: int | None = None,
+    share_right: float = 1.0,
+) -> None:
     """Write the base of a size whose answers follow a table; by default those of all `works`.
 
     Args:
         source: a base that `make_model` wrote.
+        num_layers: how many of its layers are kept; None: all.
+        share_right: share of the tokens whose followers are the tables'.
     """
     shape = SIZES[size]
     if table is None:
         table = {token: following for work in works().values() for token, following in work.table.items()}
     if len(table) > shape.hidden:
         raise SystemExit(f"{len(table)} tokens don't fit {shape.hidden} directions: take a larger size")
-    tensors = load_file(source / "model.safetensors")
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if num_layers is None or not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
+    }
+    rng = random.Random(1)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             # layers cost what they cost, and add nearly nothing
@@ -154,6 +180,9 @@ def write_repetitive(size: str, source: Path, out: Path, table: Table | None = N
     for column, (token, following) in enumerate(table.items()):
         embedding[token] = 0
         embedding[token, column] = 1
+        if rng.random() >= share_right:
+            columns[FIRST_TOKEN - 1, column] = 0.0
+            continue
         for follower, probability in following.items():
             columns[follower, column] = math.log(probability)
     head[:] = 0
@@ -161,4 +190,7 @@ def write_repetitive(size: str, source: Path, out: Path, table: Table | None = N
     out.mkdir(parents=True, exist_ok=True)
     for file in source.glob("*.json"):
         shutil.copy(file, out)
+    if num_layers is not None:
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

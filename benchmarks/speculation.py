@@ -1,11 +1,12 @@
-"""Measure what speculation gains on repetitive work, and what it costs on random work.
+"""Measure what speculation gains on repetitive work, and what it costs on random work; and what a
+draft base gains, that is right always, mostly or never.
 
     python -m benchmarks.speculation            # about a quarter of an hour on two cores
     python -m benchmarks.speculation --quick    # one round
 
-Two servers on one base of random weights, whose answers are drawn from tables (`repetitive`): one
-with `--speculation off`, one with `auto`, asked in turns for the same answers. Answers are compared
-token by token, and the program fails where one differs.
+Servers on one base of random weights, whose answers are drawn from tables (`repetitive`): one with
+`--speculation off`, one with `auto`, and one for each draft base, asked in turns for the same
+answers. Answers are compared token by token, and the program fails where one differs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,24 @@ import httpx2
 
 from benchmarks import figures, reporting
 from benchmarks.make_model import SIZES
-from benchmarks.repetitive import RANDOM, WORKS, Work, works, write_repetitive
+from benchmarks.repetitive import JSON, RANDOM, WORKS, Work, works, write_draft, write_repetitive
 from benchmarks.serving import HERE, Server, make_base, say, serve
 
 MIN_GAIN, MIN_RANDOM = 1.5, 0.98
 OFF, AUTO = "off", "auto"
 RANDOM_STREAMS = (1, 8, 32)
+DRAFTS = {"always": 1.0, "4 of 5": 0.8, "never": 0.0}
+"""Draft bases, by how often they know what follows a token."""
+DRAFT_CASES = (
+    (RANDOM, 1, "always"),
+    (RANDOM, 1, "4 of 5"),
+    (RANDOM, 1, "never"),
+    (RANDOM, 4, "4 of 5"),
+    (RANDOM, 4, "never"),
+    (RANDOM, 8, "4 of 5"),
+    (JSON, 1, "4 of 5"),
+)
+SOURCES = ("request", "history", "draft")
 
 
 @dataclass(slots=True)
@@ -41,6 +54,7 @@ class Case:
         tokens_per_s: of each round, by the setting.
         proposed, accepted: tokens, by their source.
         num_different: tokens that differed between the settings.
+        draft: how often the draft base is right; None: there is none.
     """
 
     work: str
@@ -50,6 +64,12 @@ class Case:
     accepted: dict[str, float] = field(default_factory=dict)
     num_answers: int = 0
     num_different: int = 0
+    draft: str | None = None
+
+    @property
+    def server(self) -> str:
+        """Name of the server that speculates."""
+        return AUTO if self.draft is None else self.draft
 
     @property
     def ratio(self) -> float:
@@ -59,7 +79,7 @@ class Case:
 
     @property
     def wanted(self) -> float:
-        return MIN_RANDOM if self.work == RANDOM else MIN_GAIN
+        return MIN_RANDOM if self.work == RANDOM or self.draft is not None else MIN_GAIN
 
 
 async def ask(client: httpx2.AsyncClient, work: Work, num_tokens: int, seed: int) -> list[int]:
@@ -95,19 +115,20 @@ def counted(server: Server, what: str) -> dict[str, float]:
     headers = {"Authorization": f"Bearer {server.admin_key}"}
     scrape = figures.parse(httpx2.get(f"{server.url}/metrics", headers=headers).text)
     name = f"loraserve_speculation_{what}_tokens_total"
-    return {source: figures.total(scrape, name, source=source) for source in ("request", "history")}
+    return {source: figures.total(scrape, name, source=source) for source in SOURCES}
 
 
 def measure(servers: dict[str, Server], case: Case, work: Work, options: argparse.Namespace) -> None:
     # no seed twice: the server would know the answer
     first_seed = 1_000_000 * options.seed + 10_000 * case.num_streams
-    before = {what: counted(servers[AUTO], what) for what in ("proposed", "accepted")}
+    asked = {OFF: servers[OFF], AUTO: servers[case.server]}
+    before = {what: counted(asked[AUTO], what) for what in ("proposed", "accepted")}
     for number in range(options.rounds + 1):
         answers: dict[str, list[list[int]]] = {}
         # each is first in every other round: what is slow for a moment is slow for both
         for setting in (OFF, AUTO) if number % 2 else (AUTO, OFF):
             answers[setting], elapsed_s = asyncio.run(
-                run_round(servers[setting], case, work, options.tokens, first_seed + number * case.num_streams)
+                run_round(asked[setting], case, work, options.tokens, first_seed + number * case.num_streams)
             )
             # the first round, in which prompts are computed and nothing is known, isn't counted
             if number:
@@ -116,9 +137,9 @@ def measure(servers: dict[str, Server], case: Case, work: Work, options: argpars
             case.num_answers += 1
             case.num_different += sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
     for what, counts in (("proposed", case.proposed), ("accepted", case.accepted)):
-        after = counted(servers[AUTO], what)
+        after = counted(asked[AUTO], what)
         counts.update({source: after[source] - before[what][source] for source in after})
-    say(f"  {case.work}, {case.num_streams} streams: {case.ratio:.2f}")
+    say(f"  {case.work}, {case.num_streams} streams, draft base {case.draft}: {case.ratio:.2f}")
 
 
 def table(cases: list[Case]) -> str:
@@ -129,28 +150,30 @@ def table(cases: list[Case]) -> str:
             [
                 case.work,
                 str(case.num_streams),
+                case.draft or "",
                 f"{statistics.median(case.tokens_per_s[OFF]):.0f}",
                 f"{statistics.median(case.tokens_per_s[AUTO]):.0f}",
                 f"{case.ratio:.2f}",
                 f"{case.wanted:g}",
                 f"{num_proposed:.0f}",
                 f"{num_accepted / num_proposed:.2f}" if num_proposed else "",
-                f"{case.accepted['request']:.0f} + {case.accepted['history']:.0f}",
+                " + ".join(f"{case.accepted[source]:.0f}" for source in SOURCES),
                 str(case.num_different),
             ]
         )
-    header = ["work", "streams", "tokens/s off", "auto", "auto ÷ off", "wanted", "proposed", "share accepted"]
-    return figures.table([*header, "from the request + from earlier ones", "tokens that differ"], rows)
+    header = ["work", "streams", "draft base is right", "tokens/s off", "auto", "auto ÷ off", "wanted", "proposed", "share accepted"]
+    return figures.table([*header, "from the request + earlier ones + the draft base", "tokens that differ"], rows)
 
 
 def text(options: argparse.Namespace, cases: list[Case]) -> str:
     return f"""Size {options.size}, base {options.quantize}; {options.tokens} tokens out at temperature 1; \
-{options.rounds} rounds after one that isn't counted, the settings in turns on two servers.
+{options.rounds} rounds after one that isn't counted, the settings in turns on servers of their own.
 
 {table(cases)}
 
 - {sum(case.num_answers for case in cases)} answers were compared; {sum(case.num_different for case in cases)} tokens \
 differ.
+- A draft base has one of the base's layers, with its embedding and its head.
 - Ratios are medians of the rounds' own. Proposed tokens are those of all rounds.
 """
 
@@ -163,6 +186,14 @@ def base_of(size: str) -> Path:
     return out
 
 
+def draft_of(size: str, name: str) -> Path:
+    """Return a draft base's folder; it is made once and kept."""
+    out = HERE / "models" / f"{size}-draft-{DRAFTS[name] * 100:.0f}"
+    if not (out / "model.safetensors").exists():
+        write_draft(size, make_base(size), out, DRAFTS[name])
+    return out
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="S", choices=sorted(name for name in SIZES if name != "tiny"))
@@ -170,21 +201,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quantize", default="int8", choices=("none", "int8", "int4", "nf4", "fp8"))
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--rounds", type=int, help="(default: 8)")
+    parser.add_argument("--no-drafts", action="store_true", help="without the draft bases")
+    parser.add_argument("--only-drafts", action="store_true", help="with them alone")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 8)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     machine: dict[str, Any] = reporting.facts()
     cases = [Case(name, 1) for name in WORKS if name != RANDOM] + [Case(RANDOM, count) for count in RANDOM_STREAMS]
+    cases = [
+        *([] if options.only_drafts else cases),
+        *([] if options.no_drafts else (Case(work, count, draft=draft) for work, count, draft in DRAFT_CASES)),
+    ]
     kinds = works()
     with contextlib.ExitStack() as stack:
-        say("starting both servers …")
+        say("starting the servers …")
         flags = ("--memory-budget", "1GiB", "--speculation")
         base = base_of(options.size)
         servers = {
             setting: stack.enter_context(serve(base, options.quantize, flags=(*flags, setting)))
             for setting in (OFF, AUTO)
         }
+        for draft in dict.fromkeys(case.draft for case in cases if case.draft is not None):
+            draft_flags = (*flags, AUTO, "--draft-model", str(draft_of(options.size, draft)))
+            servers[draft] = stack.enter_context(serve(base, options.quantize, flags=draft_flags))
         for case in cases:
             measure(servers, case, kinds[case.work], options)
     numbers = {"cases": cases, "ratios": {f"{case.work}, {case.num_streams}": case.ratio for case in cases}}

@@ -96,10 +96,6 @@ class DraftBase:
         """Tokens of a sequence, at most."""
         self.kv_num_bytes = sum(t.nbytes for t in (*kv.k, *kv.v))
         """Bytes of its cache."""
-        self.relative_size = decoder.spec.size_bytes / max(1, base.size_bytes)
-        """Bytes of its weights by those of the large base: what a pass is taken to cost, until some
-        are measured.
-        """
         self._tables = np.arange(DRAFT_SEQUENCES * blocks, dtype=np.int32).reshape(DRAFT_SEQUENCES, blocks)
         self._free = list(range(DRAFT_SEQUENCES))
         # the least recently used first
@@ -153,13 +149,27 @@ class DraftBase:
         if seat is not None:
             self._free.append(seat.number)
 
+    def rehearse(self, num_sequences: int, num_rows: int) -> None:
+        """Compute a pass of no request, which others may measure. All seats are free afterwards.
+
+        Args:
+            num_sequences: `DRAFT_SEQUENCES` at most.
+            num_rows: of each.
+        """
+        for request in list(self._seats):
+            self.forget(request)
+        rows = [0] * min(num_rows, self.max_tokens)
+        logits = self._decoder.forward(self._inputs([(seat, 0, rows) for seat in range(num_sequences)]), self._kv)
+        logits.argmax(dim=1)
+
     @torch.inference_mode()
     def advance(self, drafted: Sequence[Drafted]) -> list[Drafted]:
         """Compute the next pass: let each request say one more token.
 
         Return those that go on: they want more tokens, and know what they have said.
         """
-        logits = self._decoder.forward(self._inputs(drafted), self._kv)
+        parts = [(one.seat.number, one.start, one.rows) for one in drafted]
+        logits = self._decoder.forward(self._inputs(parts), self._kv)
         finite = torch.isfinite(logits.sum(dim=1)).tolist()
         # as wide as the large base's, whose tokens a request's parameters may name
         logits = logits[:, : self._num_shared]
@@ -180,17 +190,22 @@ class DraftBase:
                 going.append(one)
         return going
 
-    def _inputs(self, drafted: Sequence[Drafted]) -> ModelInputs:
-        counts = np.array([len(one.rows) for one in drafted])
-        starts = np.array([one.start for one in drafted])
+    def _inputs(self, parts: Sequence[tuple[int, int, list[int]]]) -> ModelInputs:
+        """Return a pass's rows.
+
+        Args:
+            parts: seats, and the tokens that each computes from a position on.
+        """
+        counts = np.array([len(rows) for _, _, rows in parts])
+        starts = np.array([start for _, start, _ in parts])
         ends = np.cumsum(counts)
-        owners = np.repeat(np.arange(len(drafted)), counts)
+        owners = np.repeat(np.arange(len(parts)), counts)
         positions = np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
-        tables, size = self._tables[[one.seat.number for one in drafted]], self._kv.block_size
+        tables, size = self._tables[[seat for seat, _, _ in parts]], self._kv.block_size
         slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
         num_blocks = -(-int((starts + counts).max()) // size)
         return ModelInputs(
-            token_ids=torch.tensor([token_id for one in drafted for token_id in one.rows], dtype=torch.int64),
+            token_ids=torch.tensor([token_id for _, _, rows in parts for token_id in rows], dtype=torch.int64),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(slots),
             query_starts=[0, *ends.tolist()],

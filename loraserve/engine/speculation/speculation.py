@@ -90,6 +90,8 @@ class Speculation:
         room = min(budget, MAX_ROWS - len(scheduled))
         if not scheduled or room <= 0 or self.costs.most_gain(len(scheduled)) < MIN_GAIN:
             return []
+        if self._drafting is not None and self._drafting.needs_plain_step(self.costs, len(scheduled)):
+            return []
         found, drafts = [], {}
         for number, entry in enumerate(scheduled):
             # one of the tokens that are left is sampled anyway

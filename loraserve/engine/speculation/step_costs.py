@@ -29,6 +29,7 @@ class StepCosts:
         self._seconds = [0.0] * len(BOUNDS)
         # number of the step that was measured last; 0: none
         self._noted_at = [0] * len(BOUNDS)
+        self._counts = [0] * len(BOUNDS)
         self._num_steps = 0
 
     def note(self, num_rows: int, seconds: float) -> None:
@@ -42,6 +43,7 @@ class StepCosts:
         self._seconds[number] = average + weight * (min(seconds, _MAX_JUMP * average) - average)
         self._num_steps += 1
         self._noted_at[number] = self._num_steps
+        self._counts[number] += 1
 
     def of(self, num_rows: int) -> float:
         """Return what a step of up to `MAX_ROWS` rows takes, in a unit that all have in common.
@@ -55,6 +57,15 @@ class StepCosts:
             if self._is_known(known):
                 return self._seconds[known] * _GUESSES[number] / _GUESSES[known]
         return _GUESSES[number]
+
+    def is_sure(self, num_rows: int, *, min_count: int, max_age: int) -> bool:
+        """Return whether steps of so many rows were measured that often, the last time not long ago.
+
+        Args:
+            max_age: in steps.
+        """
+        number = bisect_left(BOUNDS, num_rows)
+        return self._counts[number] >= min_count and self._num_steps - self._noted_at[number] < max_age
 
     @property
     def is_measured(self) -> bool:

@@ -54,10 +54,7 @@ def load_draft(directory: Path, base: Engine, num_tokens: int = 128) -> DraftBas
     decoder = load_model(
         directory, model_id="draft", dtype=torch.float32, quantize="none", device="cpu", max_model_len=num_tokens
     )
-    draft = DraftBase(decoder, allocate_kv(decoder, DRAFT_SEQUENCES * num_tokens // 16, 16), base.base)
-    # as large as the base, it would never be asked
-    draft.relative_size = 0.0
-    return draft
+    return DraftBase(decoder, allocate_kv(decoder, DRAFT_SEQUENCES * num_tokens // 16, 16), base.base)
 
 
 DRAFTS = {"the base itself": {}, "nearly the base": {"noise": 0.01}, "two of its layers": {"num_layers": 2}}

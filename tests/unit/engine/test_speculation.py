@@ -21,6 +21,9 @@ from .test_overlap import LENGTH, STOP, assert_same, play, random_schedule
 class FlatCosts(StepCosts):
     """Steps that cost the same however many rows they have: all that is found is proposed."""
 
+    def is_sure(self, num_rows: int, **_: int) -> bool:
+        return True
+
     def of(self, num_rows: int) -> float:
         return 1.0
 
