@@ -132,14 +132,18 @@ class Drafting:
             return list(chosen)
         self._num_idle = 0
         said = self._timed(lambda: self._ask(asked, count)) or {}
-        return [
-            *(proposal for proposal in chosen if not said.get(proposal.number)),
-            *(
-                Proposal(one.number, one.request, said[one.number], ProposalSource.DRAFT, DRAFTED, one.rates)
-                for one in asked
-                if said.get(one.number)
-            ),
+        drafted = [
+            Proposal(one.number, one.request, said[one.number], ProposalSource.DRAFT, DRAFTED, one.rates)
+            for one in asked
+            if said.get(one.number)
         ]
+        # what was found for a request that the draft base says nothing of may be longer than its part
+        made = []
+        for proposal in (*drafted, *(proposal for proposal in chosen if not said.get(proposal.number))):
+            if len(proposal.token_ids) <= room:
+                room -= len(proposal.token_ids)
+                made.append(proposal)
+        return made
 
     def _plan(
         self,

@@ -4,7 +4,9 @@ often it is right, each answer has the tokens and the logprobs of plain steps, t
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -19,12 +21,14 @@ from loraserve.engine.speculation.drafting import Drafting
 from loraserve.engine.speculation.proposal import ProposalSource
 from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.worker.startup import build_engine
+from loraserve.engine_client.messages import AddRequest
 from loraserve.errors import ConfigError, ModelError, TokenizerMismatch
 from loraserve.memory.memory_plan import DRAFT_SEQUENCES
 from loraserve.model.checkpoint.loader import load_model
+from loraserve.types import RequestId, SamplingParams, TenantId
 
 from .conftest import World
-from .test_overlap_on_cpu import answer
+from .test_overlap_on_cpu import answer, text
 from .test_speculation import FlatCosts
 from .test_speculation_on_cpu import NAMES, facts, random_work
 
@@ -98,3 +102,163 @@ def test_answers_are_the_same_to_the_last_bit(world, make_engine, draft_dirs, dr
     assert stats.accepted_draft_tokens > 0
     assert stats.draft_s > 0
     assert not engine._speculation._drafting._is_broken
+
+
+def test_answers_are_the_same_where_requests_are_preempted(world, make_engine, draft_dirs):
+    # as in test_speculation_on_cpu: 13 blocks for 8 requests of up to 6
+    work = random_work(1, 20, [None, "r1"])
+    memory = {
+        "memory_budget_bytes": 13 * 16 * 3 * 2 * 2 * 16 * 4,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 32,
+    }
+    plain = make_engine(**memory)
+    expected = answer(plain, world, work)
+    assert plain.stats().num_preemptions > 0
+    engine = make_engine(draft_dirs["nearly the base"], **memory)
+    assert [facts(outputs) for outputs in answer(engine, world, work)] == [facts(outputs) for outputs in expected]
+    assert engine.stats().accepted_draft_tokens > 0
+
+
+def test_answers_go_on_with_the_same_tokens_in_an_engine_that_takes_over(world, make_engine, draft_dirs):
+    work = random_work(5, 12, NAMES)
+    expected = answer(make_engine(max_num_seqs=4), world, work)
+    received: list[list[int]] = [[] for _ in work]
+    has_ended = [False for _ in work]
+    while not all(has_ended):
+        engine = make_engine(draft_dirs["nearly the base"], max_num_seqs=4)
+        for i, (adapter, prompt, params) in enumerate(work):
+            if not has_ended[i]:
+                params = {**params, "prompt_logprobs": None}
+                engine.add(add_request(i, world, adapter, prompt, params, received[i]))
+        # more than one step without an end: the engine is gone in the middle of all its answers
+        for _ in range(8):
+            for output in engine.step() if engine.has_requests else ():
+                received[int(output.request_id)] += output.token_ids
+                has_ended[int(output.request_id)] |= output.finish_reason is not None
+    assert received == [text(outputs) for outputs in expected]
+
+
+def add_request(number: int, world: World, adapter: str | None, prompt: list[int], params, output=()) -> AddRequest:
+    return AddRequest(
+        request_id=RequestId(str(number)),
+        tenant=TenantId("t"),
+        adapter=None if adapter is None else world.refs[adapter],
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**params),
+        output_token_ids=tuple(output),
+    )
+
+
+def test_a_base_that_is_its_own_draft_is_always_right_of_requests_without_adapters(world, make_engine, draft_dirs):
+    work = [(None, prompt, {**params, "max_tokens": 24}) for _, prompt, params in random_work(3, 10, [None])]
+    engine = make_engine(draft_dirs["the base itself"], max_num_seqs=4)
+    answer(engine, world, work)
+    stats = engine.stats()
+    # but for what an answer ends before: also where tokens are drawn, with the same random numbers
+    assert stats.accepted_draft_tokens >= 0.98 * stats.proposed_draft_tokens > 100
+    assert stats.num_steps < 60
+
+
+def test_requests_that_are_longer_than_a_seat_are_proposed_nothing_by_the_draft_base(world, make_engine, draft_dirs):
+    engine = make_engine(draft_dirs["the base itself"], num_tokens=32)
+    params = {"temperature": 0.0, "max_tokens": 60}
+    work = [(None, list(range(10, 20)), params), (None, list(range(40, 80)), params)]
+    answers = answer(engine, world, work)
+    assert [text(outputs) for outputs in answers] == [world.expected(None, prompt, 60) for _, prompt, _ in work]
+    assert 0 < engine.stats().proposed_draft_tokens <= 22
+
+
+def test_a_draft_base_that_lacks_some_tokens_proposes_the_others(world, make_engine, tmp_path):
+    draft = write_draft(world.model_dir, tmp_path / "draft", vocab_size=256)
+    rng = random.Random(0)
+    # of tokens that both have, of one that the draft base lacks, and biases to such
+    work = [
+        (None, [rng.randrange(200) for _ in range(20)], {"max_tokens": 24, "temperature": 0.0}),
+        (None, [5, 6, 300, 7], {"max_tokens": 24, "temperature": 0.0}),
+        (None, [5, 6, 7], {"max_tokens": 24, "temperature": 1.0, "logit_bias": {300: 5.0, 310: 5.0}}),
+        (None, [5, 6, 7], {"max_tokens": 24, "temperature": 1.0, "allowed_token_ids": (300, 301, 10)}),
+    ]
+    engine = make_engine(draft)
+    expected = answer(make_engine(), world, work)
+    assert [facts(outputs) for outputs in answer(engine, world, work)] == [facts(outputs) for outputs in expected]
+    assert engine.stats().proposed_draft_tokens > 0
+    assert not engine._speculation._drafting._is_broken
+
+
+def test_a_draft_base_that_fails_ends_no_request(world, make_engine, draft_dirs, caplog):
+    engine = make_engine(draft_dirs["the base itself"])
+    base = engine._speculation._drafting._base
+    advance, passes = base.advance, itertools.count()
+
+    def fail(drafted):
+        if next(passes) == 5:
+            raise FloatingPointError("no")
+        return advance(drafted)
+
+    base.advance = fail
+    prompt = list(range(10, 20))
+    (outputs,) = answer(engine, world, [(None, prompt, {"temperature": 0.0, "max_tokens": 40})])
+    assert text(outputs) == world.expected(None, prompt, 40)
+    assert next(passes) == 6
+    assert "the draft base failed" in caplog.text
+
+
+def test_ended_requests_leave_their_seats(world, make_engine, draft_dirs):
+    engine = make_engine(draft_dirs["nearly the base"], max_num_seqs=8)
+    answer(engine, world, random_work(6, 16, [None]))
+    base = engine._speculation._drafting._base
+    assert not base._seats
+    assert sorted(base._free) == list(range(DRAFT_SEQUENCES))
+
+
+# the engine's start
+
+
+def test_an_engine_loads_the_draft_base_and_gives_it_a_part_of_the_budget(world, draft_dirs):
+    plain = build_engine(world.config())
+    parts = build_engine(world.config(draft_model_dir=str(draft_dirs["two of its layers"])))
+    drafting = parts.engine._speculation._drafting
+    # 4 sequences of 256 tokens: 2 layers of 2 heads of 16 numbers, keys and values, float32
+    num_bytes = 4 * 256 * 2 * 2 * 16 * 2 * 4
+    assert drafting._base.kv_num_bytes == num_bytes
+    assert drafting._base.max_tokens == 256
+    left = plain.engine.stats().device_bytes - parts.engine.stats().device_bytes
+    for made in (plain, parts):
+        made.close()
+    assert left == num_bytes
+
+
+def test_a_draft_base_of_another_tokenizer_is_refused_before_the_base_is_loaded(world, draft_dirs, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(draft_dirs["two of its layers"], draft)
+    definition = json.loads((draft / "tokenizer.json").read_text())
+    definition["model"]["vocab"]["new"] = definition["model"]["vocab"].pop("a")
+    (draft / "tokenizer.json").write_text(json.dumps(definition))
+    config = world.config(draft_model_dir=str(draft), quantize="unknown")
+    with pytest.raises(TokenizerMismatch, match="the token 'a' has the id"):
+        build_engine(config)
+
+
+def test_a_draft_base_is_refused_where_it_could_change_answers(world, draft_dirs):
+    config = world.config(draft_model_dir=str(draft_dirs["two of its layers"]), dtype="bfloat16")
+    try:
+        parts = build_engine(config)
+    except ConfigError as error:
+        assert "--draft-model" in error.message
+        assert "--dtype float32" in (error.hint or "")
+    else:
+        # this processor's kernels don't round to bfloat16
+        parts.close()
+
+
+def test_a_directory_that_holds_no_base_is_refused_by_what_is_missing(world, tmp_path):
+    shutil.copy(world.model_dir / "tokenizer.json", tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        build_engine(world.config(draft_model_dir=str(tmp_path)))
+
+
+def test_a_cache_that_takes_half_of_the_budget_is_refused(world, draft_dirs):
+    config = world.config(draft_model_dir=str(draft_dirs["the base itself"]), memory_budget_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="half of the memory budget"):
+        build_engine(config)
