@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution.runner import allocate_kv
+from loraserve.engine.request import Request
+from loraserve.engine.speculation import draft_base
 from loraserve.engine.speculation.draft_base import DraftBase
 from loraserve.engine.speculation.drafting import Drafting
 from loraserve.engine.speculation.proposal import ProposalSource
@@ -27,7 +29,7 @@ from loraserve.memory.memory_plan import DRAFT_SEQUENCES
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.types import RequestId, SamplingParams, TenantId
 
-from .conftest import World
+from .conftest import World, make_request
 from .test_overlap_on_cpu import answer, text
 from .test_speculation import FlatCosts
 from .test_speculation_on_cpu import NAMES, facts, random_work
@@ -262,3 +264,42 @@ def test_a_cache_that_takes_half_of_the_budget_is_refused(world, draft_dirs):
     config = world.config(draft_model_dir=str(draft_dirs["the base itself"]), memory_budget_bytes=1 << 20)
     with pytest.raises(ConfigError, match="half of the memory budget"):
         build_engine(config)
+
+
+# what it says
+
+
+def say(draft: DraftBase, requests: list[Request], count: int = 4) -> list[tuple[int, ...]]:
+    going = drafted = draft.begin(requests, [count] * len(requests))
+    while going:
+        going = draft.advance(going)
+    said = {one.request: tuple(one.said) for one in drafted}
+    return [said[request] for request in requests]
+
+
+def test_after_any_guesses_it_says_what_a_new_one_says(world, make_engine, draft_dirs):
+    plain = make_engine()
+    draft, rng = load_draft(draft_dirs["two of its layers"], plain), random.Random(0)
+    # more requests than seats, in changing companies, each with right and with wrong guesses
+    requests = [make_request(tokens=rng.choices(range(320), k=rng.randint(1, 30)), max_tokens=100) for _ in range(6)]
+    for _ in range(20):
+        some = rng.sample(requests, rng.randint(1, DRAFT_SEQUENCES))
+        said = say(draft, some)
+        assert said == say(load_draft(draft_dirs["two of its layers"], plain), some)
+        for request, guesses in zip(some, said, strict=True):
+            num_right = rng.randint(0, len(guesses))
+            # and what it said in steps without the draft base
+            request.token_ids += [*guesses[:num_right], *rng.choices(range(320), k=rng.randint(1, 4))]
+
+
+def test_a_long_text_is_read_in_several_steps(world, make_engine, draft_dirs, monkeypatch):
+    monkeypatch.setattr(draft_base, "MAX_CATCH_UP", 32)
+    draft = load_draft(draft_dirs["two of its layers"], make_engine())
+    request = make_request(tokens=random.Random(0).choices(range(320), k=52), max_tokens=100)
+    assert draft.num_behind(request) == 52
+    assert say(draft, [request]) == [()]
+    assert draft.num_behind(request) == 20
+    (said,) = say(draft, [request])
+    assert len(said) == 4
+    # the last one has to be computed again, for the row that says the next
+    assert draft.num_behind(request) == 1
