@@ -161,7 +161,17 @@ def table(cases: list[Case]) -> str:
                 str(case.num_different),
             ]
         )
-    header = ["work", "streams", "draft base is right", "tokens/s off", "auto", "auto ÷ off", "wanted", "proposed", "share accepted"]
+    header = [
+        "work",
+        "streams",
+        "draft base is right",
+        "tokens/s off",
+        "auto",
+        "auto ÷ off",
+        "wanted",
+        "proposed",
+        "share accepted",
+    ]
     return figures.table([*header, "from the request + earlier ones + the draft base", "tokens that differ"], rows)
 
 

@@ -429,7 +429,8 @@ class Settings(BaseSettings):
                 "--draft-model is for CPUs: a GPU's steps overlap, and verify no proposed tokens.",
                 hint="Leave --draft-model out, or use --device cpu.",
             )
-        if not self.draft_model.is_dir():
+        # a path that the system can't have is no directory either
+        if not os.path.isdir(self.draft_model):
             raise ConfigError(
                 f"--draft-model {self.draft_model} isn't a directory; expected a base in Hugging Face's layout."
             )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from loraserve.demo.pack import adapter_dirs, base_dir
@@ -49,6 +52,33 @@ def test_a_budget_that_cannot_start_is_refused_as_serve_refuses_it(run_here: Run
     assert run_here("plan", "--model", "absent").code == 1
     assert run_here("plan", "--model", base_dir(), "--ranks", "x").code == 2
     assert run_here("plan").code == 2
+
+
+def test_a_draft_base_takes_its_cache_from_the_budget(run_here: Run, tmp_path: Path) -> None:
+    arguments = ("--model", base_dir(), "--memory-budget", "64MiB", "--format", "json")
+    plain, drafted = run_here("plan", *arguments), run_here("plan", *arguments, "--draft-model", base_dir())
+    assert plain.json["draft"] is None
+    facts = drafted.json["draft"]
+    assert facts["size_bytes"] == plain.json["base"]["size_bytes"]
+    assert (facts["max_sequences"], facts["max_tokens"]) == (4, 512)
+    assert facts["kv_bytes"] == 4 * plain.json["kv"]["bytes_per_sequence"]
+    assert drafted.json["budget"]["bytes"] == (64 << 20) - facts["kv_bytes"]
+    assert "draft base's cache" in drafted.json["budget"]["source"]
+    assert "draft base" in run_here("plan", *arguments[:4], "--draft-model", base_dir()).stdout
+    rounded = run_here("plan", *arguments, "--draft-model", base_dir(), "--draft-quantize", "int8")
+    assert rounded.json["draft"]["quantization"] == "int8"
+
+
+def test_a_draft_base_of_another_tokenizer_is_refused_by_what_differs(run_here: Run, tmp_path: Path) -> None:
+    draft = shutil.copytree(base_dir(), tmp_path / "draft")
+    definition = json.loads((draft / "tokenizer.json").read_text())
+    definition["added_tokens"][-1]["id"] = 9999
+    (draft / "tokenizer.json").write_text(json.dumps(definition))
+    done = run_here("plan", "--model", base_dir(), "--draft-model", draft)
+    assert done.code != 0
+    assert "has the id 9999 in the draft's" in done.stderr
+    assert run_here("plan", "--model", base_dir(), "--draft-model", draft, "--device", "cuda").code == 2
+    assert run_here("plan", "--model", base_dir(), "--draft-model", tmp_path / "absent").code == 2
 
 
 def test_a_plan_for_a_gpu_needs_none(run_here: Run) -> None:

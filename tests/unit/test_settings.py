@@ -46,6 +46,8 @@ def test_sizes_are_read(text: object, expected: int) -> None:
         ({"device": "tpu"}, "--device: "),
         ({"quantize": "int3"}, "--quantize: "),
         ({"speculation": "on"}, "--speculation: "),
+        ({"draft_quantize": "int3"}, "--draft-quantize: "),
+        ({"draft_model": 7}, "--draft-model: "),
         ({"admin_key": "short"}, "--admin-key: should have 32"),
         ({"model_id": "a b"}, "--model-id: "),
         ({"colour": "red"}, "--colour is unknown"),
@@ -118,6 +120,30 @@ def test_the_engine_gets_absolute_places_and_resolves_its_device_itself(tmp_path
 @pytest.mark.parametrize(("given", "expected"), [({}, "auto"), ({"speculation": "off"}, "off")])
 def test_whether_to_speculate_reaches_the_engine(given: dict[str, object], expected: str) -> None:
     assert Settings.load(model="base", **given).engine_config("base").speculation == expected
+
+
+def test_a_draft_base_reaches_the_engine_quantized_as_the_base_is_or_otherwise(tmp_path: Path) -> None:
+    given = {"model": "base", "draft_model": str(tmp_path), "quantize": "int8"}
+    config = Settings.load(**given).engine_config("base")
+    assert (config.draft_model_dir, config.draft_quantize) == (str(tmp_path), "int8")
+    assert Settings.load(**given, draft_quantize="none").engine_config("base").draft_quantize == "none"
+    assert Settings.load(model="base").engine_config("base").draft_model_dir is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"draft_model": ".", "speculation": "off"}, "--speculation off refuses"),
+        ({"draft_model": ".", "device": "cuda"}, "--draft-model is for CPUs"),
+        ({"draft_model": "absent"}, "--draft-model absent isn't a directory"),
+        ({"draft_model": "x" * 5000}, "isn't a directory"),
+        ({"draft_model": "a\0b"}, "isn't a directory"),
+        ({"draft_quantize": "int8"}, "--draft-quantize is for a draft base"),
+    ],
+)
+def test_flags_that_stand_against_a_draft_base_are_named(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Settings.load(model="m", **flags).engine_config("m")
 
 
 def test_what_adapters_may_lose_reaches_the_engine() -> None:

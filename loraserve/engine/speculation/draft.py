@@ -88,8 +88,9 @@ class Rate:
 
 
 class Rates:
-    """Shares of proposed tokens that were right, by the length of the match that proposed them, and
-    of those of the draft base.
+    """Shares of proposed tokens that were right, by what proposed them.
+
+    That is a match of one length, or the draft base.
 
     Args:
         parent: rates of requests before it, from which its own begin; it learns what they learn.

@@ -38,10 +38,10 @@ class _Seat:
     guessed: tuple[int, ...] = ()
 
     def num_computed_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many of a request's first tokens have keys and values: guesses that were right
-        do.
+        """Return how many of a request's first tokens have keys and values.
 
-        The last token always has to be computed, since the next one is sampled from its row.
+        Guesses that were right have. The last token always has to be computed, since the next one
+        is sampled from its row.
         """
         count = self.num_known
         for token_id in self.guessed:
@@ -73,9 +73,9 @@ class DraftBase:
     """Propose tokens of a few requests by a base of few weights, which has no adapters.
 
     It samples as the request does: with its parameters and the random numbers of the tokens' own
-    positions. So where it is as sure as the large base, drawn tokens agree as often as the likeliest
-    ones. Its cache has a seat for each request of a step, of a fixed number of tokens; that of the
-    least recently used goes to another.
+    positions. So where it is as sure as the large base, drawn tokens agree as often as the
+    likeliest ones. Its cache has a seat for each request of a step, of a fixed number of tokens;
+    that of the least recently used goes to another.
 
     Called on the steps' thread alone.
     """

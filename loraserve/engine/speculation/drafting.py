@@ -92,11 +92,11 @@ class Drafting:
             self._costs.note(num_sequences * num_rows, self._clock() - started)
 
     def needs_plain_step(self, costs: StepCosts, num_requests: int) -> bool:
-        """Return whether a step must have no proposals, to know what the draft base is compared with."""
+        """Return whether a step must have no proposals, to know what others are compared with."""
         return not costs.is_sure(num_requests, min_count=MIN_PLAIN_STEPS, max_age=MAX_PLAIN_AGE)
 
     def max_count(self, request: Request) -> int:
-        """Return how many tokens a request may have: none, if the draft base can't read its text."""
+        """Return how many tokens a request may have: none, if the draft base can't read it."""
         return 0 if self._is_broken else min(MAX_DRAFTED, self._base.max_count(request))
 
     def forget(self, request: Request) -> None:
@@ -119,7 +119,7 @@ class Drafting:
             chosen: what was found in texts, and is made if the draft base isn't asked.
             costs: what steps take.
             room: rows that the step has for proposed tokens.
-            min_gain: tokens per second with proposals, by those without, below which there are none.
+            min_gain: tokens per second with proposals, by those without, that are the least.
         """
         asked, count = self._plan(candidates, chosen, costs, num_requests, room, min_gain)
         for one in candidates:
@@ -137,7 +137,7 @@ class Drafting:
             for one in asked
             if said.get(one.number)
         ]
-        # what was found for a request that the draft base says nothing of may be longer than its part
+        # what was found for a request may be longer than what was planned in its place
         made = []
         for proposal in (*drafted, *(proposal for proposal in chosen if not said.get(proposal.number))):
             if len(proposal.token_ids) <= room:

@@ -59,7 +59,7 @@ class StepCosts:
         return _GUESSES[number]
 
     def is_sure(self, num_rows: int, *, min_count: int, max_age: int) -> bool:
-        """Return whether steps of so many rows were measured that often, the last time not long ago.
+        """Return whether steps of so many rows were measured often enough, and not long ago.
 
         Args:
             max_age: in steps.
