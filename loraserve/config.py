@@ -73,7 +73,7 @@ class EngineConfig(Struct, frozen=True):
     draft_model_dir: str | None = None
     """Directory of a small base that proposes tokens; None: there is none."""
     draft_quantize: str = "none"
-    """As `quantize`, of the draft base."""
+    """Format that a float draft base's linears are rounded to; none: as stored."""
     cuda_graphs: bool = True
     """Whether a GPU's decode steps are captured as graphs."""
     num_threads: int = 0

@@ -532,9 +532,9 @@ class EngineStats(Struct, frozen=True):
     proposed_own_tokens: int = 0
     """Proposed tokens that were found in the request's own text."""
     proposed_history_tokens: int = 0
-    """Those found in texts of ended requests."""
+    """Proposed tokens that were found in texts of ended requests."""
     proposed_draft_tokens: int = 0
-    """Those that the draft base said."""
+    """Proposed tokens that the draft base said."""
     accepted_own_tokens: int = 0
     accepted_history_tokens: int = 0
     accepted_draft_tokens: int = 0

@@ -115,6 +115,7 @@ class Services:
         )
         self.result_cache = ResultCache(self.settings.result_cache_bytes, limits=self.limits)
         registry.on_forget = self.result_cache.drop_adapter
+        registry.on_delete = self.engine.forget_texts
         registry.ephemeral.on_freed = self.result_cache.drop_version
         self.authenticator.tenants.on_delete = self._forget_tenant
 
@@ -122,6 +123,7 @@ class Services:
         # those to which it granted adapters use them no more
         self.registry.forget_owner(tenant)
         self.result_cache.drop_tenant(tenant)
+        self.engine.forget_texts(tenant)
 
     def _grammar_setup(self) -> Setup:
         base = self.engine.base

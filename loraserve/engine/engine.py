@@ -19,9 +19,10 @@ from loraserve.engine.execution.runner import StepRunner
 from loraserve.engine.grammar.constraints import Constraints
 from loraserve.engine.pooler import Pooler
 from loraserve.engine.probe import Probe
-from loraserve.engine.request import Request
+from loraserve.engine.request import Request, VersionName
 from loraserve.engine.scheduling.results import failed_output
 from loraserve.engine.scheduling.scheduler import Scheduler
+from loraserve.engine.speculation.history import is_of
 from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.step_hooks import StepListener, StepTimer
 from loraserve.engine.step_pipeline import StepPipeline
@@ -177,6 +178,7 @@ class Engine:
     def add(self, message: AddRequest) -> None:
         """Queue a request, or the rest of one that a crash interrupted."""
         adapter, tier = message.adapter, ""
+        versions = _versions_of(adapter)
         if adapter is not None:
             found = self.pager.tier(adapter.digest)
             self._lookups[found] += 1
@@ -198,6 +200,7 @@ class Engine:
             kv_share=message.kv_share,
             timeout_s=message.timeout_s,
             adapter_tier=tier,
+            versions=versions,
             pooler=None if message.pooling is None else Pooler(message.pooling),
         )
         self._prompt_tokens += len(message.prompt_token_ids)
@@ -283,6 +286,22 @@ class Engine:
         if self._speculation is not None:
             self._speculation.forget(digest)
 
+    def forget_texts(self, owner: TenantId, name: str | None, version: int | None) -> None:
+        """Forget what a deleted version made, or all of a deleted adapter or tenant.
+
+        Running requests go on, and leave nothing either.
+
+        Args:
+            name: None: of all of the owner's adapters, and of its own requests.
+            version: None: of all versions.
+        """
+        if self._speculation is None:
+            return
+        for request in (*self._scheduler.requests, *self._preparing.values()):
+            if is_of(request.tenant, request.versions, owner, name, version):
+                request.leaves_text = False
+        self._speculation.forget_deleted(owner, name, version)
+
     def _check_idle(self) -> None:
         """Count and log what is still held although no request is alive and no step in flight."""
         held = [(self._kv.num_held, "KV blocks"), (self.pager.num_pins, "adapter pins")]
@@ -336,3 +355,11 @@ class Engine:
         if self._constraints is not None:
             self._constraints.close()
         self.pager.close()
+
+
+def _versions_of(adapter: AdapterRef | None) -> tuple[VersionName, ...]:
+    """Return the versions that an adapter consists of."""
+    if adapter is None:
+        return ()
+    refs = tuple(part.adapter for part in adapter.parts) or (adapter,)
+    return tuple((ref.tenant, ref.name, ref.version) for ref in refs)

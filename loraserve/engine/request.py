@@ -13,6 +13,9 @@ from loraserve.engine.probe import Probe
 from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
 
+VersionName = tuple[TenantId, str, int]
+"""A version's owner, its name and its number."""
+
 
 class AdapterPin(Protocol):
     """Keeps an adapter on the device until `release`, which is called exactly once."""
@@ -86,6 +89,10 @@ class Request:
     """Collects the logits of an internal request."""
     constraint: Constraint | None = None
     """Tokens that its grammar allows next; None: it has no grammar."""
+    versions: tuple[VersionName, ...] = ()
+    """Versions that its adapter consists of: none of the base, several of a sum."""
+    leaves_text: bool = True
+    """Whether its text may be kept for requests that come later: of a deleted version it isn't."""
     pooler: Pooler | None = None
     """Makes a vector of the prompt, in the place of tokens."""
     is_internal: bool = field(init=False)

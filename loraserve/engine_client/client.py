@@ -32,6 +32,7 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
+    TenantId,
     TokenOutput,
 )
 
@@ -217,6 +218,12 @@ class EngineClient:
         # an engine that is started again has nothing of it
         if self._supervisor.is_up:
             self._supervisor.send(m.DiscardAdapter(digest=digest))
+
+    def forget_texts(self, owner: TenantId, name: str | None = None, version: int | None = None) -> None:
+        """Let the engine forget the texts of a deleted version, adapter or tenant."""
+        # an engine that is started again has none
+        if self._supervisor.is_up:
+            self._supervisor.send(m.ForgetTexts(owner=owner, name=name, version=version))
 
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
         """Return every adapter that the engine has in memory; with `only`, those of these."""

@@ -112,6 +112,19 @@ class DiscardAdapter(Struct, frozen=True, tag="discard"):
     digest: Digest
 
 
+class ForgetTexts(Struct, frozen=True, tag="forget_texts"):
+    """Forget the texts that a deleted version made, of whichever tenant; it isn't answered.
+
+    Nothing is looked up in them any more.
+    """
+
+    owner: TenantId
+    name: str | None = None
+    """Name of the adapter; None: all of a deleted tenant, and its own requests."""
+    version: int | None = None
+    """Number of the version; None: all of a deleted adapter."""
+
+
 class VerifyAdapter(Struct, frozen=True, tag="verify"):
     """Compare an adapter's logits with their reference; answered by VerifyReply."""
 
@@ -146,6 +159,7 @@ EngineInput = (
     | WarmAdapter
     | PinAdapter
     | DiscardAdapter
+    | ForgetTexts
     | VerifyAdapter
     | AbortVerification
     | QueryResidency

@@ -199,6 +199,8 @@ class Registry:
         self.last_used = LastUsed(clock=monotonic)
         self.on_forget: Callable[[TenantId, str], None] = lambda *_: None
         """Callback with owner and name of an adapter that was changed, deleted or quarantined."""
+        self.on_delete: Callable[[TenantId, str, int | None], None] = lambda *_: None
+        """Callback with owner, name and number of a deleted version; None: of a whole adapter."""
 
     @property
     def database(self) -> Database:
@@ -475,6 +477,7 @@ class Registry:
             await repository.delete_adapter(adapter, now)
             record_change(session, repository, "adapter.delete", name, actor=actor, now=now)
         self.forget(tenant, name)
+        self.on_delete(tenant, name, None)
 
     async def delete_version(self, tenant: TenantId, name: str, number: int, *, actor: str) -> None:
         """Delete the version; running requests complete, and its number is never reused.
@@ -499,6 +502,7 @@ class Registry:
                 session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
             )
         self.forget(tenant, name)
+        self.on_delete(tenant, name, number)
 
 
 def _owners(tenant: TenantId, found: Iterable[tuple[TenantId, Term]]) -> Mapping[TenantId, str]:

@@ -23,8 +23,8 @@ def make_case(work: str = WORKS[0]) -> Case:
         work,
         1,
         {OFF: [10.0, 20.0, 10.0], AUTO: [30.0, 20.0, 20.0]},
-        {"request": 8.0, "history": 2.0},
-        {"request": 4.0, "history": 1.0},
+        {"request": 8.0, "history": 2.0, "draft": 0.0},
+        {"request": 4.0, "history": 1.0, "draft": 0.0},
         num_answers=6,
     )
 
@@ -37,8 +37,8 @@ def test_the_page_has_a_row_for_each_case() -> None:
     page = speculation.text(
         argparse.Namespace(size="S", quantize="int8", tokens=4, rounds=3), [make_case(), make_case(RANDOM)]
     )
-    assert page.count("| 2.00 | 1.5 | 10 | 0.50 | 4 + 1 | 0 |") == 1
-    assert page.count("| 2.00 | 0.98 | 10 | 0.50 | 4 + 1 | 0 |") == 1
+    assert page.count("| 2.00 | 1.5 | 10 | 0.50 | 4 + 1 + 0 | 0 |") == 1
+    assert page.count("| 2.00 | 0.98 | 10 | 0.50 | 4 + 1 + 0 | 0 |") == 1
     assert "12 answers were compared; 0 tokens differ" in page
 
 
@@ -78,3 +78,27 @@ def test_logits_of_the_base_are_the_tables_log_probabilities(tmp_path: Path, mon
         probabilities = logits.softmax(0)
         for follower, probability in following.items():
             assert float(probabilities[follower]) == pytest.approx(probability, rel=1e-3)
+
+
+def test_a_draft_base_is_right_of_its_share_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "flat", Size(768, 2, 2, 1, 8, 1100))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    names = {"model.embed_tokens.weight": (1100, 768), "lm_head.weight": (1100, 768)}
+    layers = {f"model.layers.{layer}.mlp.down_proj.weight": (8, 8) for layer in range(2)}
+    save_file({name: torch.randn(shape) for name, shape in {**names, **layers}.items()}, source / "model.safetensors")
+    heads = {}
+    for share in (1.0, 0.8, 0.0):
+        repetitive.write_draft("flat", source, tmp_path / str(share), share)
+        tensors = load_file(tmp_path / str(share) / "model.safetensors")
+        assert tensors.keys() == {*names, "model.layers.0.mlp.down_proj.weight"}
+        assert json.loads((tmp_path / str(share) / "config.json").read_text())["num_hidden_layers"] == 1
+        heads[share] = tensors["lm_head.weight"]
+    num_tokens = sum(len(work.table) for work in works().values())
+    shares = {
+        share: 1 - int((head != heads[1.0]).any(dim=0)[:num_tokens].sum()) / num_tokens for share, head in heads.items()
+    }
+    assert shares[1.0] == 1.0
+    assert 0.7 < shares[0.8] < 0.9
+    assert shares[0.0] == 0.0

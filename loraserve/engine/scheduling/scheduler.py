@@ -174,6 +174,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """Return every live request."""
+        return self._requests.values()
+
     def add(self, request: Request) -> None:
         """Let a new request wait. Output that it comes with isn't charged again."""
         self._requests[request.request_id] = request

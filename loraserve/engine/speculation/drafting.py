@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_DRAFTED = 8
 """Tokens that the draft base proposes for a request in a step, at most."""
 GAIN_PER_REQUEST = 0.05
-"""What each further request of a step adds to the gain from which on the draft base is asked.
+"""Gain that each further request of a step adds to the one from which on the draft base is asked.
 
 With four, a draft base that was right four times in five gained nothing where 10% were expected.
 """
@@ -44,7 +44,7 @@ the processor busy the last time.
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DraftCandidate:
     """An entry of a step for which the draft base may propose.
 
     Attributes:
@@ -105,7 +105,7 @@ class Drafting:
 
     def propose(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[DraftCandidate],
         chosen: Sequence[Proposal],
         costs: StepCosts,
         *,
@@ -147,19 +147,19 @@ class Drafting:
 
     def _plan(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[DraftCandidate],
         chosen: Sequence[Proposal],
         costs: StepCosts,
         num_requests: int,
         room: int,
         min_gain: float,
-    ) -> tuple[list[Candidate], int]:
+    ) -> tuple[list[DraftCandidate], int]:
         """Return the candidates that the draft base is asked for, and how many tokens of each."""
         num_tokens = num_requests + sum(one.rate.expected(len(one.token_ids)) for one in chosen)
         num_rows = num_requests + sum(len(one.token_ids) for one in chosen)
         min_gain += GAIN_PER_REQUEST * (num_requests - 1)
         best = max(num_tokens / costs.of(num_rows), min_gain * num_requests / costs.of(num_requests))
-        asked: list[Candidate] = []
+        asked: list[DraftCandidate] = []
         best_asked, best_count = 0, 0
         seconds = 0.0
         for one in sorted(candidates, key=lambda one: -one.rate.value)[:DRAFT_SEQUENCES]:
@@ -190,7 +190,7 @@ class Drafting:
         num_left = request.params.max_tokens - request.num_output_tokens
         return num_rows * self._costs.of(MAX_ROWS) / MAX_ROWS / max(1, min(num_left, PAYBACK_TOKENS))
 
-    def _ask(self, asked: Sequence[Candidate], count: int) -> dict[int, tuple[int, ...]]:
+    def _ask(self, asked: Sequence[DraftCandidate], count: int) -> dict[int, tuple[int, ...]]:
         """Return what the draft base says, by the number of the entry."""
         going = drafted = self._base.begin([one.request for one in asked], [min(count, one.max_count) for one in asked])
         while going:

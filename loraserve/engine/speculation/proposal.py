@@ -10,7 +10,7 @@ from loraserve.engine.speculation.draft import Rate, Rates
 
 
 class ProposalSource(StrEnum):
-    """Where proposed tokens were found."""
+    """Origin of proposed tokens."""
 
     REQUEST = "request"
     HISTORY = "history"

@@ -12,12 +12,12 @@ from cachetools import LRUCache
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.speculation.draft import Draft, Rates
-from loraserve.engine.speculation.drafting import Candidate, Drafting
+from loraserve.engine.speculation.drafting import DraftCandidate, Drafting
 from loraserve.engine.speculation.history import History, HistoryKey, history_key
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
 from loraserve.engine.speculation.step_costs import BOUNDS, MAX_ROWS, StepCosts
 from loraserve.limits import LIMITS
-from loraserve.types import Digest
+from loraserve.types import Digest, TenantId
 
 MAX_REQUESTS = 4
 """Requests of a step beyond which a server proposes nothing.
@@ -114,7 +114,7 @@ class Speculation:
             return chosen
         found, candidates = {proposal.number: proposal for proposal in chosen}, []
         for number, draft in drafts.items():
-            candidate = Candidate(
+            candidate = DraftCandidate(
                 number,
                 draft.request,
                 draft.rates,
@@ -221,14 +221,19 @@ class Speculation:
             self._own_bytes -= draft.index.num_bytes
         if self._drafting is not None:
             self._drafting.forget(request)
-        if request.num_output_tokens >= MIN_TEXT_TOKENS and not request.is_internal:
-            self._history.add(history_key(request), request.token_ids)
+        if request.num_output_tokens >= MIN_TEXT_TOKENS and request.leaves_text and not request.is_internal:
+            self._history.add(history_key(request), request.token_ids, request.versions)
 
     def forget(self, digest: Digest) -> None:
         """Forget the texts of an adapter's version."""
         self._history.forget(digest)
         for key in [key for key in self._rates if key[1] == digest]:
             del self._rates[key]
+
+    def forget_deleted(self, owner: TenantId, name: str | None, version: int | None) -> None:
+        """Forget the texts of a deleted version, adapter or tenant, as `history.is_of` says."""
+        for key in self._history.forget_deleted(owner, name, version):
+            self._rates.pop(key, None)
 
     def stats(self) -> dict[str, Any]:
         """Return the fields of EngineStats."""

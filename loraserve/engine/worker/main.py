@@ -189,6 +189,8 @@ class Worker:
                     self._send(m.CallReply(call_id=call_id))
             case m.DiscardAdapter(digest=digest):
                 self._engine.discard(digest)
+            case m.ForgetTexts(owner=owner, name=name, version=version):
+                self._engine.forget_texts(owner, name, version)
             case m.QueryResidency(call_id=call_id, only=only):
                 adapters = tuple(self._engine.pager.residency(only))
                 self._send(m.ResidencyReply(call_id=call_id, adapters=adapters))

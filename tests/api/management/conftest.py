@@ -24,7 +24,7 @@ from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, Tier
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, TenantId, Tier
 
 ADMIN_KEY = "an admin key of enough characters"
 
@@ -36,6 +36,8 @@ class FakeEngine:
     base: BaseSpec
     certificate: Certificate | Exception
     resident: dict[Digest, AdapterResidency] = field(default_factory=dict)
+    forgotten: list[tuple[TenantId, str | None, int | None]] = field(default_factory=list)
+    """Deleted tenants, adapters and versions whose texts are gone."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     stats: EngineStats = field(default_factory=EngineStats)
     is_ready: bool = True
@@ -58,6 +60,9 @@ class FakeEngine:
         if isinstance(self.certificate, Exception):
             raise self.certificate
         return self.certificate
+
+    def forget_texts(self, owner: TenantId, name: str | None = None, version: int | None = None) -> None:
+        self.forgotten.append((owner, name, version))
 
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
         return tuple(row for digest, row in self.resident.items() if only is None or digest in only)

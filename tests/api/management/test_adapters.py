@@ -186,6 +186,21 @@ async def test_a_deleted_adapter_is_gone_and_its_name_is_free(push: Any, acme: h
     assert (await push(acme)).json()["version"] == 2
 
 
+async def test_the_engine_forgets_what_deleted_versions_adapters_and_tenants_made(
+    push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any
+) -> None:
+    for seed in range(2):
+        await push(acme, seed=seed)
+    assert (await globex.delete("/adapters/sql")).status_code == 404
+    assert (await acme.delete("/adapters/sql/versions/2")).status_code == 409
+    assert engine.forgotten == []
+    assert (await acme.delete("/adapters/sql/versions/1")).status_code == 204
+    assert (await acme.delete("/adapters/sql")).status_code == 204
+    assert (await admin.delete("/tenants/acme")).status_code == 204
+    owner = engine.forgotten[0][0]
+    assert engine.forgotten == [(owner, "sql", 1), (owner, "sql", None), (owner, None, None)]
+
+
 @pytest.mark.parametrize(
     "path", ["/adapters/%00", "/adapters/a/versions/0", "/adapters/sql/versions/99999999999", "/adapters/%ED%A0%80"]
 )

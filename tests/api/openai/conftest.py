@@ -46,6 +46,7 @@ from loraserve.types import (
     EngineStats,
     FinishReason,
     PoolingKind,
+    TenantId,
     TokenLogprobs,
     TokenOutput,
 )
@@ -119,7 +120,12 @@ class FakeEngine:
     num_waiting_clients: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     resident: dict[Digest, AdapterResidency] = field(default_factory=dict)
+    forgotten: list[tuple[TenantId, str | None, int | None]] = field(default_factory=list)
+    """Deleted tenants, adapters and versions whose texts are gone."""
     num_residency_queries: int = 0
+
+    def forget_texts(self, owner: TenantId, name: str | None = None, version: int | None = None) -> None:
+        self.forgotten.append((owner, name, version))
 
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]:
         self.num_residency_queries += 1

@@ -13,8 +13,9 @@ from loraserve.engine.speculation.draft import Rates
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
 from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.speculation.step_costs import StepCosts
-from loraserve.types import FinishReason
+from loraserve.types import FinishReason, TenantId
 
+from .conftest import make_ref
 from .simulated import EOS, Received, Simulation
 from .test_overlap import LENGTH, STOP, assert_same, play, random_schedule
 
@@ -246,3 +247,27 @@ def test_ended_requests_leave_nothing_but_their_texts():
     assert not speculation._made
     assert simulation.engine.stats().speculation_bytes == speculation._history.num_bytes > 0
     assert all(got.ending == (FinishReason.LENGTH, None, None) for got in simulation.received.values())
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["ended", "running"])
+def test_requests_of_a_deleted_version_leave_no_text(is_running):
+    speculation = eager()
+    simulation = Simulation(overlap=False, speculation=speculation, vocab=2)
+    for name, adapter in (("of one", "one"), ("of another", "other"), ("of the base", None)):
+        simulation.add(name, [1, 2], adapter, max_tokens=20, ignore_eos=True)
+    plain = Simulation(overlap=False, vocab=2)
+    plain.add("of one", [1, 2], "one", max_tokens=20, ignore_eos=True)
+    plain.run()
+    if is_running:
+        for _ in range(3):
+            simulation.step()
+    else:
+        simulation.run()
+    simulation.engine.forget_texts(TenantId("another"), "one", 1)
+    simulation.engine.forget_texts(TenantId("t"), "one", 2)
+    assert all(request.leaves_text for request in simulation.engine._scheduler.requests)
+    simulation.engine.forget_texts(TenantId("t"), "one", 1)
+    simulation.run()
+    assert {digest for _, digest in speculation._history._indices} == {make_ref("other").digest, None}
+    # it goes on to its end all the same
+    assert simulation.received["of one"] == plain.received["of one"]

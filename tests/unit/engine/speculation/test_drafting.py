@@ -11,7 +11,7 @@ import pytest
 
 from loraserve.engine.request import Request
 from loraserve.engine.speculation.draft import DRAFTED, Rates
-from loraserve.engine.speculation.drafting import MAX_DRAFTED, MIN_PLAIN_STEPS, STALE_STEPS, Candidate, Drafting
+from loraserve.engine.speculation.drafting import MAX_DRAFTED, MIN_PLAIN_STEPS, STALE_STEPS, DraftCandidate, Drafting
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
 from loraserve.engine.speculation.speculation import MIN_GAIN
 from loraserve.engine.speculation.step_costs import MAX_ROWS, StepCosts
@@ -73,14 +73,14 @@ def costs_of(*steps: tuple[int, float]) -> StepCosts:
     return costs
 
 
-def candidate(number: int = 0, *, right: float | None = None, lookup: Proposal | None = None) -> Candidate:
+def candidate(number: int = 0, *, right: float | None = None, lookup: Proposal | None = None) -> DraftCandidate:
     rates = Rates()
     if right is not None:
         for turn in range(200):
             rates.note(DRAFTED, 1, int(turn * right % 1 + right >= 1))
         # as if it had been asked all the time
         rates.of(DRAFTED).patience = 1000
-    return Candidate(number, make_request(max_tokens=200), rates, MAX_DRAFTED, lookup)
+    return DraftCandidate(number, make_request(max_tokens=200), rates, MAX_DRAFTED, lookup)
 
 
 def found(number: int, length: int = 8) -> Proposal:
@@ -90,7 +90,7 @@ def found(number: int, length: int = 8) -> Proposal:
     return Proposal(number, make_request(), tuple(range(length)), ProposalSource.REQUEST, 8, rates)
 
 
-def ask(base: FakeBase, *candidates: Candidate, chosen: Sequence[Proposal] = (), room: int = 60) -> list[Proposal]:
+def ask(base: FakeBase, *candidates: DraftCandidate, chosen: Sequence[Proposal] = (), room: int = 60) -> list[Proposal]:
     drafting = Drafting(base, clock=base.clock)
     return drafting.propose(
         candidates,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from loraserve.engine.speculation.history import MAX_TEXT_TOKENS, History
+from loraserve.engine.speculation.history import MAX_NAMES, MAX_TEXT_TOKENS, History
 from loraserve.engine.speculation.token_index import end_hashes
 from loraserve.types import Digest, TenantId
 
@@ -55,3 +55,42 @@ def test_a_version_that_is_gone_leaves_no_text():
         True,
     ]
     assert history.num_bytes == sum(index.num_bytes for index in history._indices.values())
+
+
+def test_what_a_deleted_version_made_is_forgotten_for_all_tenants_that_used_it():
+    # A owns sql@1, and B has used it by a grant; B owns the same bytes by another name, as C does
+    c = TenantId("c")
+    texts = {
+        (A, ONE): [(A, "sql", 1)],
+        (B, ONE): [(A, "sql", 1), (B, "own", 1)],
+        (c, ONE): [(c, "sql", 1)],
+        (A, OTHER): [(A, "sql", 2)],
+        (A, Digest("3" * 64)): [(A, "sql", 1), (A, "more", 5)],
+        (A, None): [],
+    }
+
+    def left(owner: TenantId, name: str | None, version: int | None) -> set:
+        history = History(1 << 20)
+        for key, versions in texts.items():
+            history.add(key, TEXT, versions)
+        gone = history.forget_deleted(owner, name, version)
+        assert history._indices.keys() == history._versions.keys() == texts.keys() - {*gone}
+        assert history.num_bytes == sum(index.num_bytes for index in history._indices.values())
+        return {*history._indices}
+
+    assert left(A, "sql", 1) == {(c, ONE), (A, OTHER), (A, None)}
+    assert left(A, "sql", None) == {(c, ONE), (A, None)}
+    assert left(c, "sql", 1) == texts.keys() - {(c, ONE)}
+    assert left(B, "sql", 1) == texts.keys()
+    # of a tenant, what it asked for goes too
+    assert left(A, None, None) == {(c, ONE)}
+    assert left(c, None, None) == texts.keys() - {(c, ONE)}
+
+
+def test_the_names_of_the_same_bytes_are_bounded():
+    history = History(1 << 20)
+    for number in range(3 * MAX_NAMES):
+        history.add((A, ONE), TEXT, [(A, f"n{number}", 1)])
+        assert len(history._versions[A, ONE]) <= MAX_NAMES
+    history.forget_deleted(A, f"n{3 * MAX_NAMES - 1}", 1)
+    assert not history._indices
