@@ -104,7 +104,7 @@ class Speculation:
             if proposal is not None:
                 found.append(proposal)
         chosen = self._choose(found, len(scheduled), room) if found else []
-        return self._with_drafted(scheduled, drafts, chosen, room) if self._drafting is not None else chosen
+        return self._with_drafted(scheduled, drafts, chosen, room)
 
     def _with_drafted(
         self, scheduled: Sequence[ScheduledRequest], drafts: Mapping[int, Draft], chosen: list[Proposal], room: int
