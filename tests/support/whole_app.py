@@ -47,6 +47,7 @@ from loraserve.types import (
     Digest,
     EngineStats,
     FinishReason,
+    TenantId,
     TokenLogprobs,
 )
 
@@ -86,6 +87,8 @@ class StillEngine:
             prefill_s=0.0,
             pooled=None if request.pooling is None else bytes(4 * self.base.hidden_size),
         )
+
+    def forget_texts(self, owner: TenantId, name: str | None = None, version: int | None = None) -> None: ...
 
     async def warm(self, ref: AdapterRef) -> None: ...
 
