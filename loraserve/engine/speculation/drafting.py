@@ -159,26 +159,34 @@ class Drafting:
         num_rows = num_requests + sum(len(one.token_ids) for one in chosen)
         min_gain += GAIN_PER_REQUEST * (num_requests - 1)
         best = max(num_tokens / costs.of(num_rows), min_gain * num_requests / costs.of(num_requests))
-        asked: list[DraftCandidate] = []
+        rates = [(one.rate.value, one) for one in candidates]
+        if sum(rate for rate, _ in rates) <= best * self._costs.of(1):
+            # not even its first pass, whose tokens are the likeliest, would pay
+            return [], 0
+        asked = [one for _, one in sorted(rates, key=lambda pair: -pair[0])[:DRAFT_SEQUENCES]]
+        # tokens and rows of the first ones together, by the tokens that each is asked for
+        tokens, rows = [num_tokens] * (MAX_DRAFTED + 1), [num_rows] * (MAX_DRAFTED + 1)
         best_asked, best_count = 0, 0
         seconds = 0.0
-        for one in sorted(candidates, key=lambda one: -one.rate.value)[:DRAFT_SEQUENCES]:
-            asked.append(one)
+        for num_asked, one in enumerate(asked, start=1):
             seconds += self._catch_up_s(one.request)
+            rate, gain, gained = one.rate.value, 1.0, 0.0
+            lost_rows, lost_tokens = 0, 0.0
             if one.lookup is not None:
-                num_tokens -= one.lookup.rate.expected(len(one.lookup.token_ids))
-                num_rows -= len(one.lookup.token_ids)
-            pass_s = self._costs.of(len(asked))
+                lost_rows = len(one.lookup.token_ids)
+                lost_tokens = one.lookup.rate.expected(lost_rows)
+            pass_s = self._costs.of(num_asked)
             for count in range(1, MAX_DRAFTED + 1):
-                lengths = [min(count, each.max_count) for each in asked]
-                if num_rows - num_requests + sum(lengths) > room:
-                    break
-                expected = num_tokens + sum(
-                    each.rate.expected(length) for each, length in zip(asked, lengths, strict=True)
-                )
-                step_s = costs.of(num_rows + sum(lengths)) + seconds + count * pass_s
-                if expected / step_s > best:
-                    best, best_asked, best_count = expected / step_s, len(asked), count
+                if count <= one.max_count:
+                    gain *= rate
+                    gained += gain
+                tokens[count] += gained - lost_tokens
+                rows[count] += min(count, one.max_count) - lost_rows
+                if rows[count] - num_requests > room:
+                    continue
+                step_s = costs.of(rows[count]) + seconds + count * pass_s
+                if tokens[count] / step_s > best:
+                    best, best_asked, best_count = tokens[count] / step_s, num_asked, count
         return asked[:best_asked], best_count
 
     def _catch_up_s(self, request: Request) -> float:
