@@ -110,7 +110,7 @@ class Speculation:
         self, scheduled: Sequence[ScheduledRequest], drafts: Mapping[int, Draft], chosen: list[Proposal], room: int
     ) -> list[Proposal]:
         """Return the proposals with the draft base's, where these are expected to be better."""
-        if self._drafting is None:
+        if self._drafting is None or not self._drafting.takes(len(scheduled)):
             return chosen
         found, candidates = {proposal.number: proposal for proposal in chosen}, []
         for number, draft in drafts.items():

@@ -22,7 +22,7 @@ from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.grammar.constraints import Constraints
 from loraserve.engine.speculation.draft_base import DraftBase
-from loraserve.engine.speculation.drafting import Drafting
+from loraserve.engine.speculation.drafting import MAX_DRAFT_REQUESTS, Drafting
 from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
 from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine_client import messages as m
@@ -280,7 +280,8 @@ def _speculation(config: EngineConfig, decoder: Decoder, draft: DraftBase | None
     """Return what proposes tokens; None where it is off, or answers might not stay the same."""
     if config.speculation == "off" or not has_exact_rows(decoder, config):
         return None
-    return Speculation(max_requests=MAX_REQUESTS, drafting=None if draft is None else Drafting(draft))
+    drafting = None if draft is None else Drafting(draft, max_requests=MAX_DRAFT_REQUESTS)
+    return Speculation(max_requests=MAX_REQUESTS, drafting=drafting)
 
 
 def has_exact_rows(decoder: Decoder, config: EngineConfig) -> bool:

@@ -180,3 +180,10 @@ def test_steps_without_it_are_measured_first_and_now_and_then():
     assert plain[: MIN_PLAIN_STEPS + 1] == [True] * MIN_PLAIN_STEPS + [False]
     assert max(len(list(group)) for is_plain, group in itertools.groupby(plain) if not is_plain) < 40
     assert sum(plain) < 14
+
+
+def test_in_steps_of_more_requests_than_may_be_it_is_not_asked_and_no_step_is_kept_plain():
+    base = FakeBase(1.0)
+    drafting = Drafting(base, max_requests=2, clock=base.clock)
+    assert [drafting.takes(count) for count in (1, 2, 3)] == [True, True, False]
+    assert [drafting.needs_plain_step(StepCosts(), count) for count in (1, 2, 3)] == [True, True, False]
