@@ -71,7 +71,8 @@ status.
     │   ├── StorageFull
     │   ├── SourceTooSlow           where an adapter is pulled from sends its bytes too slowly
     │   ├── BlobNotFound
-    │   └── BlobCorrupt
+    │   ├── BlobCorrupt
+    │   └── BackupDamaged           a backup isn't what was written, or lacks blobs
     ├── InvariantViolation          our own bug: counted in production, fatal in tests
     └── ClientError                 the SDK's own: no answer, or one that makes no sense
         ├── ConnectionFailed        nothing listens at the URL, or the connection broke
@@ -445,6 +446,10 @@ class BlobNotFound(StorageError):
 
 class BlobCorrupt(StorageError):
     code = "blob_corrupt"
+
+
+class BackupDamaged(StorageError):
+    code = "backup_damaged"
 
 
 class InvariantViolation(LoraserveError):

@@ -9,7 +9,7 @@ import typer
 from loraserve.cli import audit, bench, operation, ps, run, usage
 from loraserve.cli.adapters import adapter, adapter_alias, adapter_memory
 from loraserve.cli.help import App
-from loraserve.cli.local import db, demo, doctor, plan, serve
+from loraserve.cli.local import backup, db, demo, doctor, plan, serve
 from loraserve.cli.local.serve_flags import SettingsCommand
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
@@ -60,6 +60,8 @@ app.command("audit")(audit.audit)
 app.command("ps")(ps.ps)
 app.command("run")(run.run)
 app.add_typer(db.app, name="db")
+app.command("backup", cls=SettingsCommand)(backup.backup)
+app.command("restore", cls=SettingsCommand)(backup.restore)
 app.command("bench")(bench.bench)
 app.command("plan", cls=SettingsCommand)(plan.plan)
 app.command("doctor", cls=SettingsCommand)(doctor.doctor)

@@ -82,6 +82,40 @@ async def upgrade_if_empty(url: str) -> bool:
     return await _in_transaction(url, run)
 
 
+async def fill(url: str, revision: str, insert: Callable[[Connection], None]) -> None:
+    """Make the tables of `revision` in an empty database, fill them, and bring all to `head()`.
+
+    It is one transaction: whatever fails, the database stays empty.
+
+    Args:
+        insert: called once the tables are made.
+
+    Raises:
+        ConfigError: the database isn't empty, or rows refer to rows that aren't there.
+        SchemaOutdated: this program doesn't know the revision.
+        DatabaseUnavailable
+    """
+    check_known(revision)
+
+    def run(connection: Connection) -> None:
+        if _read_revision(connection) is not None:
+            raise ConfigError("The database isn't empty any more.", hint="Name an empty one.")
+        command.upgrade(alembic_config(connection), revision)
+        insert(connection)
+        _upgrade(connection)
+
+    await _in_transaction(url, run)
+
+
+def check_known(revision: str) -> None:
+    """Check that this program knows the revision.
+
+    Raises:
+        SchemaOutdated: it doesn't: a newer one made it.
+    """
+    _refuse_newer(revision, head())
+
+
 async def check(url: str) -> None:
     """Check that the database is at `head()` with all tables.
 

@@ -13,8 +13,9 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import ColumnElement, delete, or_, select
+from sqlalchemy import ColumnElement, Select, delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -55,27 +56,41 @@ async def referenced(
     batch that hasn't ended: its input, and its results so far. Nothing of a deleted tenant is in
     use once the retention is over.
     """
+    found: set[Digest] = set()
+    for some in _parts(digests):
+        for column, query in _references(now, retention):
+            found.update(await _digests(session, query.where(column.in_(some))))
+    return found
+
+
+async def all_referenced(session: AsyncSession, now: datetime, retention: timedelta) -> set[Digest]:
+    """Return all digests that are in use, as `referenced` means it."""
+    found: set[Digest] = set()
+    for _, query in _references(now, retention):
+        found.update(await _digests(session, query))
+    return found
+
+
+def _references(now: datetime, retention: timedelta) -> Iterator[tuple[InstrumentedAttribute[Any], Select[Any]]]:
+    """Yield each column that refers to blobs, with the query of those in use."""
     since = now - retention
     tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
     tenant = tenant.where(Adapter.id == AdapterVersion.adapter_id, _is_kept(Tenant.deleted_at, since))
     kept = _is_kept(AdapterVersion.deleted_at, since) & tenant.exists()
     of_files = select(Tenant.id).where(Tenant.id == FileRow.tenant_id, _is_kept(Tenant.deleted_at, since)).exists()
     of_batches = select(Tenant.id).where(Tenant.id == BatchRow.tenant_id, _is_kept(Tenant.deleted_at, since)).exists()
-    found: set[Digest] = set()
-    for some in _parts(digests):
-        queries = (
-            *(select(column).where(column.in_(some), kept) for column in BLOB_COLUMNS),
-            select(Upload.sha256).where(Upload.sha256.in_(some), Upload.is_complete),
-            select(UploadChunk.digest).where(UploadChunk.digest.in_(some)),
-            select(FileRow.blob).where(FileRow.blob.in_(some), of_files),
-            select(BatchRow.input_blob).where(
-                BatchRow.input_blob.in_(some), BatchRow.state.not_in(ENDED_BATCH_STATES), of_batches
-            ),
-            select(BatchChunk.digest).where(BatchChunk.digest.in_(some)),
-        )
-        for query in queries:
-            found.update(Digest(one) for one in (await session.scalars(query.distinct())).all() if one)
-    return found
+    for column in BLOB_COLUMNS:
+        yield column, select(column).where(kept)
+    yield Upload.sha256, select(Upload.sha256).where(Upload.is_complete)
+    yield UploadChunk.digest, select(UploadChunk.digest)
+    yield FileRow.blob, select(FileRow.blob).where(of_files)
+    has_ended = BatchRow.state.in_(ENDED_BATCH_STATES)
+    yield BatchRow.input_blob, select(BatchRow.input_blob).where(~has_ended, of_batches)
+    yield BatchChunk.digest, select(BatchChunk.digest)
+
+
+async def _digests(session: AsyncSession, query: Select[Any]) -> set[Digest]:
+    return {Digest(one) for one in (await session.scalars(query.distinct())).all() if one}
 
 
 async def published(session: AsyncSession, digests: Collection[Digest] | None) -> set[Digest]:

@@ -1,0 +1,1 @@
+"""Backups of a registry and its blobs: made while servers run, verified, restored elsewhere."""
