@@ -6,11 +6,19 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 import platformdirs
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -231,6 +239,10 @@ class Settings(BaseSettings):
     """Memory of the server for ephemeral adapters; a tenant may have as much of it as is free."""
     admin_key: SecretStr | None = None
     """The first admin key, of 32 characters or more. Default: one is made and printed."""
+    ssl_certfile: Path | None = None
+    """Certificate chain in PEM: the server speaks HTTPS. Default: it speaks HTTP."""
+    ssl_keyfile: Path | None = None
+    """Key of the certificate in PEM, without a passphrase. Default: it is in --ssl-certfile."""
     cors_allow_origins: Origins = ()
     """Web pages that may call this server from a browser, by origin, separated by commas; *: all.
 
@@ -350,6 +362,12 @@ class Settings(BaseSettings):
         if value is not None and len(value.get_secret_value()) < 32:
             raise ValueError("should have 32 characters or more")
         return value
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate that it belongs to")
+        return self
 
     @property
     def resolved_database_url(self) -> str:
@@ -471,7 +489,12 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
 def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, object]) -> ConfigError:
     reasons = []
     for problem in error.errors(include_input=False, include_url=False):
-        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        message = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            # of several settings together: it names them itself
+            reasons.append(message)
+            continue
+        name = str(problem["loc"][0])
         flag = f"--{name.replace('_', '-')}"
         if problem["type"] == "missing":
             reasons.append(f"{flag} is required (or {ENV_PREFIX}{name.upper()}, or `{name}` in {DEFAULT_CONFIG_FILE})")
@@ -485,7 +508,6 @@ def _config_error(cls: type[Settings], error: ValidationError, flags: dict[str, 
             source = f"{ENV_PREFIX}{name.upper()}"
         else:
             source = f"`{name}` in {DEFAULT_CONFIG_FILE}"
-        message = problem["msg"].removeprefix("Value error, ")
         reasons.append(f"{source}: {message[:1].lower()}{message[1:]}")
     return ConfigError("; ".join(reasons) + ".")
 

@@ -41,7 +41,12 @@ def configure_logging(level: str) -> None:
     handler.addFilter(is_news)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    set_log_level(level)
+
+
+def set_log_level(level: str) -> None:
+    """Log what is at least this severe from now on."""
+    logging.getLogger().setLevel(level.upper())
     # Alembic and asyncio log noise at INFO.
     for name in ("alembic", "asyncio", "uvicorn"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

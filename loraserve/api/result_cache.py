@@ -140,6 +140,12 @@ class ResultCache:
     def num_answers(self) -> int:
         return sum(len(answers) for answers in self._by_tenant.values())
 
+    def resize(self, max_bytes: int) -> None:
+        """Keep at most so many bytes from now on; what is over is dropped."""
+        self._max_bytes = max_bytes
+        if self._most_bytes > max_bytes:
+            self._make_room()
+
     def begin(
         self, requests: Sequence[GenerateRequest], base: Digest, *, ttl_s: float, tenant_bytes: int | None
     ) -> CacheUse:

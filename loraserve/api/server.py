@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,8 +19,10 @@ from adapters_store import open_store
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.http.listener import connection_class, open_listener, raise_file_limit
+from loraserve.api.http.tls import TlsFiles
 from loraserve.api.logs import configure_logging
 from loraserve.api.metrics.counters import ServerMetrics
+from loraserve.api.reload import SettingsReload
 from loraserve.api.services import Services
 from loraserve.api.tracing.collector import open_tracer
 from loraserve.background import SERVER_NICENESS, Throttle, lower_thread_priority
@@ -61,11 +63,14 @@ _CLOSE_S = 5
 """Seconds for connections to end once their requests have."""
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, *, read: Callable[[], Settings] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code: 0 after a drain, 130 after an interrupt.
 
     The socket listens at once; /readyz says 503 until the base is loaded. An empty registry is
     migrated; one that is behind is refused.
+
+    Args:
+        read: returns the settings as a start would have them now, for SIGHUP; None: they stay.
 
     Raises:
         ConfigError: the settings can't work: the model isn't there, the port is taken, the registry
@@ -74,16 +79,16 @@ def serve(settings: Settings) -> int:
     """
     configure_logging(settings.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings))
+        return runner.run(_serve(settings, read or (lambda: settings)))
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: Settings, read: Callable[[], Settings]) -> int:
     # what is too long for the event loop is mostly uploads': where the engine computes on the same
     # cores, tokens come first
     asyncio.get_running_loop().set_default_executor(_threads("server"))
-    # Its default ends the process at once, streams and all: a closed terminal, or an operator who
-    # wants the settings reread.
+    # Its default ends the process at once, streams and all.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _ignore_hangup)
+    tls = None if settings.ssl_certfile is None else TlsFiles(settings.ssl_certfile, settings.ssl_keyfile)
     listener = open_listener(settings.host, settings.port)
     with listener:
         services, database = await _make_services(settings)
@@ -126,11 +131,12 @@ async def _serve(settings: Settings) -> int:
                 usage.start()
             if responses is not None:
                 responses.start()
-            return await _Lifetime(services, listener, settings.grace_s).run()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, SettingsReload(services, read, tls).run)
+            return await _Lifetime(services, listener, tls).run()
 
 
 def _ignore_hangup() -> None:
-    logger.warning("SIGHUP is ignored: settings are read only at startup; SIGTERM drains the server")
+    logger.warning("SIGHUP is ignored while the server starts")
 
 
 def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
@@ -239,7 +245,7 @@ class _Lifetime:
 
     services: Services
     listener: socket.socket
-    grace_s: float
+    tls: TlsFiles | None
     _signals: asyncio.Queue[signal.Signals] = field(default_factory=asyncio.Queue)
 
     async def run(self) -> int:
@@ -252,6 +258,7 @@ class _Lifetime:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         app = create_app(self.services)
+        tls = self.tls
         self.services.batch_runner.start(BatchLines(self.services, app))
         server = _Server(
             uvicorn.Config(
@@ -265,6 +272,7 @@ class _Lifetime:
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CLOSE_S,
+                ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self.listener]), name="http")
@@ -292,7 +300,7 @@ class _Lifetime:
 
     async def _start_engine(self) -> None:
         host, port, *_ = self.listener.getsockname()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
         logger.info("listening", url=url)
         await self.services.engine.start()
         base = self.services.engine.base
@@ -303,7 +311,7 @@ class _Lifetime:
 
         A second signal ends the waiting.
         """
-        logger.info("draining", signal=number.name, grace_s=self.grace_s)
+        logger.info("draining", signal=number.name, grace_s=self.services.settings.grace_s)
         draining = asyncio.create_task(self._drain_slowly(number is not signal.SIGINT))
         hurry = asyncio.create_task(self._signals.get())
         await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -314,12 +322,13 @@ class _Lifetime:
         logger.info("drained")
 
     async def _drain_slowly(self, has_notice: bool) -> None:
+        grace_s = self.services.settings.grace_s
         self.services.is_draining = True
         if has_notice:
-            await asyncio.sleep(min(_NOTICE_S, self.grace_s))
+            await asyncio.sleep(min(_NOTICE_S, grace_s))
         self.services.is_closed = True
         await self.services.shadows.close()
         # what clients and batches have under way ends together
         await asyncio.gather(
-            self.services.batch_runner.close(min(_LINE_GRACE_S, self.grace_s)), self.services.engine.stop(self.grace_s)
+            self.services.batch_runner.close(min(_LINE_GRACE_S, grace_s)), self.services.engine.stop(grace_s)
         )

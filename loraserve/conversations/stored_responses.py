@@ -68,7 +68,7 @@ class StoredResponses:
     def __init__(
         self, database: Database, *, is_storing: bool = True, clock: Clock = utc_now, limits: Limits = LIMITS
     ) -> None:
-        self._is_storing = is_storing
+        self.is_storing = is_storing
         self.num_stored = self.num_lost = self.num_expired = 0
         self._database = database
         self._clock = clock
@@ -99,7 +99,7 @@ class StoredResponses:
         An answer doesn't wait for a database that is away: after `limits.store_response_s`, or at
         once while writes fail, the response isn't stored.
         """
-        if not self._is_storing:
+        if not self.is_storing:
             return False
         is_saved = False
         if response.num_bytes <= self._limits.max_stored_response_bytes and self._database.is_available:

@@ -55,7 +55,7 @@ def test_a_hangup_disturbs_no_answer_and_is_said_in_the_log(tmp_path):
             os.kill(pid, signal.SIGHUP)
         assert answer(server, key, "sql", fresh_prompts(1, 77)[0].prompt)
         assert server.engine_pid() == engine
-        assert "SIGHUP is ignored" in server.log.read_text()
+        assert "the settings were read again; changed: none" in server.log.read_text()
         assert server.stop() == 0
     finally:
         server.kill()

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -49,11 +50,13 @@ class ServerProcess:
     port: int = field(default_factory=free_port)
     is_forked: bool = True
     """Whether it starts as a fork of a process that has imported what it imports (`zygote`)."""
+    ca: Path | None = None
+    """Certificate to trust, if it speaks HTTPS."""
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.ca else ''}://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -92,7 +95,7 @@ class ServerProcess:
                     self._command, stdout=log, stderr=log, cwd=self.data_dir.parent, env=self._environment
                 )
         deadline = time.monotonic() + START_S
-        with httpx2.Client(timeout=5) as client:
+        with self.client() as client:
             while time.monotonic() < deadline:
                 assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
                 try:
@@ -103,6 +106,11 @@ class ServerProcess:
                 # each look takes some milliseconds that the start could use
                 time.sleep(0.1)
         raise AssertionError(f"the server wasn't ready in {START_S:.0f} s:\n{self.tail()}")
+
+    def client(self) -> httpx2.Client:
+        """Return a client that trusts its certificate."""
+        verify = True if self.ca is None else ssl.create_default_context(cafile=self.ca)
+        return httpx2.Client(timeout=5, verify=verify)
 
     def stop(self) -> int:
         """Ask it to stop, as an orchestrator does; return its exit code."""

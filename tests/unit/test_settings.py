@@ -65,6 +65,11 @@ def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
     assert named in str(caught.value)
 
 
+def test_a_key_without_its_certificate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
+        Settings.load(model="m", ssl_keyfile="tls.key")
+
+
 def test_a_missing_model_says_how_to_give_one() -> None:
     with pytest.raises(ConfigError, match="--model is required"):
         Settings.load()

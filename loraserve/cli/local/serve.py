@@ -25,5 +25,5 @@ def serve(**settings: str | bool | None) -> None:
         with collector_paused():
             from loraserve.api.server import serve as run_server
 
-        code = run_server(checked)
+        code = run_server(checked, read=lambda: Settings.load(**settings))
     raise typer.Exit(code)

@@ -26,8 +26,8 @@ SECTIONS = {
     "num_threads loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
-    "Server": "host port cors_allow_origins grace_s engine_hang_timeout log_level access_log trace_endpoint "
-    "trace_sample config",
+    "Server": "host port ssl_certfile ssl_keyfile cors_allow_origins grace_s engine_hang_timeout log_level access_log "
+    "trace_endpoint trace_sample config",
 }
 """Flags of `serve`, by their section in its help.
 
@@ -39,7 +39,7 @@ SWITCHES = frozenset(
 VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",
     "SECONDS": "retention_s ephemeral_ttl_s grace_s engine_hang_timeout",
-    "PATH": "data_dir config",
+    "PATH": "data_dir config ssl_certfile ssl_keyfile",
     "DIR": "lora_dir draft_model",
     "URL": "database_url store_url trace_endpoint",
     "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",

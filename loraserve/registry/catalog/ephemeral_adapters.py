@@ -132,7 +132,7 @@ class EphemeralAdapters:
         self._warm = warm
         self.throttle = (throttle or Throttle()).urgent(PAUSE_FACTOR)
         """Throttle of the work on the files of loads."""
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._clock = clock
         self._monotonic = monotonic
         self._names: dict[tuple[TenantId, str], _Named] = {}
@@ -248,7 +248,7 @@ class EphemeralAdapters:
         async with self._locks.setdefault((tenant, name), asyncio.Lock()), self._claim(tenant, name):
             self.check(tenant, name, is_replacing=is_replacing)
             await self._check_database(tenant, name, size_bytes)
-            ttl_s = self._ttl_s if ttl_s is None else ttl_s
+            ttl_s = self.ttl_s if ttl_s is None else ttl_s
             present = self._names.get((tenant, name))
             if present is not None and present.ref.digest == inspected.digest:
                 present.expires_s = self._monotonic() + ttl_s

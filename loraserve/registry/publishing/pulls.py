@@ -45,7 +45,7 @@ class Pulls:
         self._uploads = uploads
         self._publisher = publisher
         self._operations = operations
-        self._allow = tuple(allow)
+        self.allowed = tuple(allow)
         self._monotonic = monotonic
         # threads of their own: a pull may wait for its source for hours
         self._threads = ThreadPoolExecutor(
@@ -73,7 +73,7 @@ class Pulls:
         """
         self._publisher.check_name(name)
         found = parse_source(source)
-        check_allowed(found, self._allow)
+        check_allowed(found, self.allowed)
 
         async def work(progress: OperationProgress) -> Result:
             return await self._pull(tenant, name, found, progress, actor=actor, is_promoting=is_promoting)

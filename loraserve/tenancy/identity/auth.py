@@ -117,13 +117,8 @@ class Authenticator:
         Raises:
             ConfigError: `admin_key` is shorter than `MIN_ADMIN_KEY_LENGTH`.
         """
-        if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY_LENGTH:
-            raise ConfigError(
-                f"LORASERVE_ADMIN_KEY has {len(admin_key)} characters; expected {MIN_ADMIN_KEY_LENGTH} or more.",
-                hint="Make one with: openssl rand -hex 32",
-            )
         self._database = database
-        self._admin_key = None if admin_key is None else admin_key.encode()
+        self.set_admin_key(admin_key)
         self._clock = clock
         self._pepper: bytes | None = None
         self._default: TenantId | None = None
@@ -156,6 +151,19 @@ class Authenticator:
         )
         self.keys = Keys(database, self._get_pepper, self._forget_key, clock=clock)
         self.tenants = Tenants(database, self._forget_tenant, clock=clock)
+
+    def set_admin_key(self, admin_key: str | None) -> None:
+        """Accept this as an admin key from now on, in the place of the one before.
+
+        Raises:
+            ConfigError: it is shorter than `MIN_ADMIN_KEY_LENGTH`.
+        """
+        if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY_LENGTH:
+            raise ConfigError(
+                f"LORASERVE_ADMIN_KEY has {len(admin_key)} characters; expected {MIN_ADMIN_KEY_LENGTH} or more.",
+                hint="Make one with: openssl rand -hex 32",
+            )
+        self._admin_key = None if admin_key is None else admin_key.encode()
 
     async def open(self) -> str | None:
         """Create the pepper, the default tenant and an admin key in a new database.

@@ -1,0 +1,83 @@
+"""Settings that change while the server runs: SIGHUP reads flags, variables and file again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from loraserve.api.http.tls import TlsFiles
+from loraserve.api.logs import set_log_level
+from loraserve.api.services import Services
+from loraserve.errors import ConfigError, LoraserveError
+from loraserve.settings import Settings
+
+logger = logging.getLogger("loraserve.server")
+
+LIVE_SETTINGS = frozenset(
+    {
+        "log_level",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "grace_s",
+        "admin_key",
+        "pull_allow",
+        "store_responses",
+        "result_cache_bytes",
+        "ephemeral_loads",
+        "ephemeral_ttl_s",
+        "ephemeral_memory",
+    }
+)
+"""Settings that a running server takes over; others need a restart."""
+
+
+class SettingsReload:
+    """Takes changed settings over, all or none of those that can be.
+
+    Args:
+        read: returns the settings as a start would have them now.
+    """
+
+    def __init__(self, services: Services, read: Callable[[], Settings], tls: TlsFiles | None) -> None:
+        self._services = services
+        self._read = read
+        self._tls = tls
+        self.num_done = self.num_failed = 0
+
+    def run(self) -> None:
+        """Read and take over. Whatever is wrong is logged, and everything stays as it was."""
+        try:
+            self._take_over(self._read())
+        except LoraserveError as error:
+            self.num_failed += 1
+            logger.error("the settings stay as they are: %s", error)
+        except Exception:
+            self.num_failed += 1
+            logger.exception("the settings stay as they are")
+        else:
+            self.num_done += 1
+
+    def _take_over(self, new: Settings) -> None:
+        old = self._services.settings
+        changed = {name for name in Settings.model_fields if getattr(new, name) != getattr(old, name)}
+        if (new.ssl_certfile is None) != (self._tls is None):
+            raise ConfigError("TLS can't be turned on or off while the server runs.", hint="Restart it.")
+        # first what may fail
+        if self._tls is not None and new.ssl_certfile is not None:
+            self._tls.reload(new.ssl_certfile, new.ssl_keyfile)
+        if "admin_key" in changed:
+            key = new.admin_key.get_secret_value() if new.admin_key else None
+            self._services.authenticator.set_admin_key(key)
+        if "log_level" in changed:
+            set_log_level(new.log_level)
+        services, registry = self._services, self._services.registry
+        registry.pulls.allowed = new.pull_allow
+        registry.ephemeral.ttl_s = new.ephemeral_ttl_s
+        registry.ephemeral.bytes.capacity = new.ephemeral_memory
+        if services.responses is not None:
+            services.responses.is_storing = new.store_responses
+        services.result_cache.resize(new.result_cache_bytes)
+        services.settings = old.model_copy(update={name: getattr(new, name) for name in LIVE_SETTINGS})
+        logger.info("the settings were read again; changed: %s", ", ".join(sorted(changed & LIVE_SETTINGS)) or "none")
+        if waiting := sorted(changed - LIVE_SETTINGS):
+            logger.warning("changed settings that need a restart: %s", ", ".join(waiting))
