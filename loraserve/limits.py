@@ -181,6 +181,10 @@ class Limits:
     max_page_size: int = 200
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000
+    max_admin_keys: int = 100
+    """Operators' keys that work."""
+    max_key_overlap_s: float = 30 * 86_400.0
+    """Time for which a rotated key may work on."""
     max_tenants: int = 100_000
     min_tenant_weight: float = 0.001
     max_tenant_weight: float = 1000.0

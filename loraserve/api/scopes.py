@@ -16,16 +16,17 @@ from fastapi.routing import iter_route_contexts
 
 from loraserve.api.services import services_of
 from loraserve.errors import AuthenticationError, ConfigError, InvalidRequest, PermissionDenied
+from loraserve.tenancy.identity import keys
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.tenancy.identity.keys import METRICS_SCOPE
 from loraserve.tenancy.limits.shares import OPERATOR, Claim, tenant_holder
 
 INFERENCE = "inference"
 ADAPTERS_READ = "adapters:read"
 ADAPTERS_WRITE = "adapters:write"
 ADMIN = "admin"
-METRICS_READ = METRICS_SCOPE
-SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN, METRICS_READ})
+METRICS_READ = keys.METRICS_SCOPE
+OPERATOR_READ = keys.OPERATOR_READ
+SCOPES = frozenset({INFERENCE, ADAPTERS_READ, ADAPTERS_WRITE, ADMIN, METRICS_READ, OPERATOR_READ})
 
 GIVEN_CALLER, COLLECTED_USAGE = "loraserve.caller", "loraserve.usage"
 """Entries of the scope of a request that the server makes itself: in whose name, and what takes its
@@ -45,11 +46,15 @@ def open(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
-def require(scope: str) -> CallerDependency:
+def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
     """Return a dependency that returns the caller, once its key is valid and has `scope`.
 
     An admin key has every scope, and acts for the tenant of ``/t/{tenant}`` or of the header
-    ``X-Tenant``.
+    ``X-Tenant``, as a key with the role ``operator:read`` does for what it may read.
+
+    Args:
+        is_tenants_own: whether the answer has what a tenant alone, or an admin, may have: the role
+            ``operator:read`` doesn't open it.
 
     Raises (when called):
         AuthenticationError: no key, or a bad one.
@@ -70,6 +75,10 @@ def require(scope: str) -> CallerDependency:
             caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder)
         if not caller.is_admin and scope not in caller.scopes:
             raise PermissionDenied(f"This key doesn't have the scope {scope!r}.", hint=_who_has(scope, caller))
+        if is_tenants_own and caller.is_operator and not caller.is_admin:
+            raise PermissionDenied(
+                "A key with the role operator:read doesn't open tenants' files.", hint="Use a key of the tenant."
+            )
         in_path = request.path_params.get("tenant") if _is_tenant_path(request) else None
         in_header = request.headers.get("x-tenant")
         for tenant in (in_path, in_header):
@@ -82,7 +91,7 @@ def require(scope: str) -> CallerDependency:
             )
         request.state.caller = caller
         # a flood of the tenant that its key is of mustn't end the operator's scrapes
-        is_operators = caller.is_admin or scope == METRICS_READ
+        is_operators = caller.is_operator or scope == METRICS_READ
         holder = OPERATOR if is_operators else tenant_holder(caller.tenant)
         claim.prove(holder, is_management=scope != INFERENCE)
         return caller
@@ -98,6 +107,8 @@ def _who_has(scope: str, caller: Caller) -> str:
     """
     if scope == ADMIN:
         return "Use an admin key: the server's LORASERVE_ADMIN_KEY, or the one that its first start printed."
+    if scope == OPERATOR_READ:
+        return "Use an admin key, or one that an admin creates with: loraserve admin-key create --role operator:read"
     # without --scope a key has all of a tenant's, which what is done next may need too
     choice = " --scope metrics:read" if scope == METRICS_READ else ""
     return f"An admin creates a key that has it with: loraserve key create --tenant {caller.tenant_name}{choice}"

@@ -13,7 +13,7 @@ from loraserve.cli.local import backup, db, demo, doctor, plan, serve
 from loraserve.cli.local.serve_flags import SettingsCommand
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
-from loraserve.cli.tenants import grant, key, tenant
+from loraserve.cli.tenants import admin_key, grant, key, tenant
 
 app = App(
     name="loraserve",
@@ -55,6 +55,7 @@ app.add_typer(grant.app, name="grant")
 app.add_typer(operation.app, name="operation")
 app.add_typer(tenant.app, name="tenant")
 app.add_typer(key.app, name="key")
+app.add_typer(admin_key.app, name="admin-key")
 app.command("usage")(usage.usage)
 app.command("audit")(audit.audit)
 app.command("ps")(ps.ps)

@@ -67,6 +67,45 @@ async def upgrade(url: str) -> str:
     return await _in_transaction(url, _upgrade)
 
 
+async def downgrade(url: str, revision: str, *, is_loss_accepted: bool = False) -> str:
+    """Bring the database back to an older revision, for an older program, and return it.
+
+    It is one transaction. Rows that the older tables have no place for are refused.
+
+    Args:
+        is_loss_accepted: drop such rows instead.
+
+    Raises:
+        SchemaOutdated: the revision is unknown or newer than the database's, or there is no way
+            back.
+        Conflict: rows would be lost; the message says of which table.
+        ConfigError, DatabaseUnavailable: as for `current`.
+    """
+
+    def run(connection: Connection) -> str:
+        found = _read_revision(connection)
+        _refuse_newer(found, head())
+        scripts = ScriptDirectory.from_config(alembic_config())
+        older = [script.revision for script in scripts.walk_revisions(head=found or "base")]
+        if found is None or revision not in older:
+            raise SchemaOutdated(
+                f"The registry's tables are at revision {found or 'none'}; they can't go back to {revision!r}.",
+                hint=f"Name one of: {', '.join(sorted(older[1:]))}.",
+            )
+        for script in scripts.walk_revisions(base=revision, head=found):
+            if script.revision != revision and not hasattr(script.module, "downgrade"):
+                raise SchemaOutdated(
+                    f"There is no way back from revision {script.revision}.",
+                    hint="Restore the backup that was made before the upgrade, with the older program's.",
+                )
+        config = alembic_config(connection)
+        config.attributes["is_loss_accepted"] = is_loss_accepted
+        command.downgrade(config, revision)
+        return revision
+
+    return await _in_transaction(url, run)
+
+
 async def upgrade_if_empty(url: str) -> bool:
     """Create the tables of an empty database; return whether it was empty.
 

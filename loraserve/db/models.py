@@ -101,7 +101,9 @@ class ApiKey(Base):
 
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
     tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
-    """NULL: an admin key."""
+    """NULL: an operator's key."""
+    role: Mapped[str | None] = mapped_column(String(16))
+    """Role of an operator's key; NULL: a tenant's."""
     name: Mapped[str] = mapped_column(String(KEY_NAME_LENGTH))
     scopes: Mapped[list[str]] = mapped_column(JSON)
     prefix: Mapped[str] = mapped_column(String(16))

@@ -53,7 +53,8 @@ from loraserve.types import (
 
 ADMIN_KEY = "admin-key-of-the-contract-" + "x" * 20
 SCOPES = ("inference", "adapters:read", "adapters:write", "metrics:read")
-OPERATORS = ("admin", "metrics:read")
+OPERATORS = ("admin", "metrics:read", "operator:read")
+ROLES = ("operator:read", "metrics:read")
 """Scopes that no key of a tenant's has unless it was given them."""
 
 
@@ -290,6 +291,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/tenants": {"json": {"name": "{tenant}"}},
     "PATCH /api/v1/tenants/{tenant}": {"json": {"weight": 2}},
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
+    "POST /api/v1/admin-keys": {"json": {"name": "another", "role": "metrics:read"}},
 }
 """What each route with a body is sent; braces stand for things of the world."""
 WITHOUT_BODY = (
@@ -304,6 +306,7 @@ WITHOUT_BODY = (
     "grants/{tenant}",
     "ping",
     "cancel",
+    "rotate",
 )
 
 

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from loraserve.api.management import (
     adapters,
+    admin_keys,
     aliases,
     files,
     grants,
@@ -31,6 +32,7 @@ for part in (
     residency,
     grants,
     tenants,
+    admin_keys,
     server,
     usage,
 ):

@@ -17,7 +17,7 @@ from loraserve.types import Digest, VersionExtras
 
 router = APIRouter(prefix="/adapters")
 
-_reader = scopes.require(scopes.ADAPTERS_READ)
+_reader = scopes.require(scopes.ADAPTERS_READ, is_tenants_own=True)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE, DEFAULTS = FILE_NAMES["chat_template"], FILE_NAMES["generation_config"]
 _MEDIA_TYPES = {

@@ -95,7 +95,7 @@ async def get_residency(
     by_digest = {one.digest: one for one in await services.engine.residency()}
     registry = services.registry
     tenant = None if caller.sees_all else caller.tenant
-    if not caller.is_admin:
+    if not caller.is_operator:
         used = registry.last_used
         by_digest = {digest: one for digest, one in by_digest.items() if used.has_used(caller.tenant, digest)}
     page = await registry.list_owned(
@@ -104,7 +104,7 @@ async def get_residency(
 
     def told(owned: OwnedVersion) -> ResidencyResource:
         row = _row(owned, by_digest.get(owned.digest))
-        if not caller.is_admin:
+        if not caller.is_operator:
             return row.model_copy(update={"last_used_s": registry.last_used.seconds_since(owned.tenant, owned)})
         load = services.metrics.adapter_load
         counts = {"num_pins": load.num_running(owned), "uses_per_s": load.uses_per_s(owned)}
@@ -115,7 +115,7 @@ async def get_residency(
         ResidencyPageResource(
             data=[told(owned) for owned in page.items],
             next_cursor=page.next_cursor,
-            memory=MemoryResource.of(services.engine.stats) if caller.is_admin else None,
+            memory=MemoryResource.of(services.engine.stats) if caller.is_operator else None,
         ),
     )
 

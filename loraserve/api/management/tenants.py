@@ -12,19 +12,17 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.management.payloads.bodies import Body, read_body
+from loraserve.api.management.payloads.new_keys import KeyResource, answer_new_key
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.management.payloads.responses import (
     ROOT,
     answer,
     answer_once,
     check_content_match,
-    content_etag,
-    encode,
     rendered,
     respond,
 )
 from loraserve.api.services import services_of
-from loraserve.errors import Conflict
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.tenancy.identity.keys import TENANT_SCOPES, NewKey
@@ -34,6 +32,7 @@ from loraserve.tenancy.identity.tenants import TenantChange, TenantRecord
 router = APIRouter(prefix="/tenants")
 
 _admin = scopes.require(scopes.ADMIN)
+_operator = scopes.require(scopes.OPERATOR_READ)
 
 
 class LimitsBody(Body):
@@ -120,16 +119,6 @@ class TenantResource(Resource):
         )
 
 
-class KeyResource(Resource):
-    id: str
-    name: str
-    scopes: list[str]
-    prefix: str
-    created_at: datetime
-    expires_at: datetime | None
-    revoked_at: datetime | None
-
-
 class NewKeyResource(KeyResource):
     key: str
     """The secret. It is in this answer and nowhere else."""
@@ -152,7 +141,7 @@ async def create_tenant(request: Request, caller: Caller = Depends(_admin)) -> R
 
 @router.get("", response_model=PageResource[TenantResource])
 async def list_tenants(
-    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
+    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_operator)
 ) -> Response:
     """List all tenants by name."""
     page = await services_of(request).authenticator.tenants.list(limit=limit, cursor=cursor)
@@ -160,7 +149,7 @@ async def list_tenants(
 
 
 @router.get("/{tenant}", response_model=TenantResource)
-async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
+async def get_tenant(tenant: str, request: Request, caller: Caller = Depends(_operator)) -> Response:
     return answer(request, TenantResource.of_tenant(await services_of(request).authenticator.tenants.get(tenant)))
 
 
@@ -197,10 +186,9 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
     body = await read_body(request, KeyCreate)
     authenticator = services_of(request).authenticator
     owner = await authenticator.tenants.get(tenant)
-    made: list[NewKey] = []
 
     async def work(once: Once[NewKey] | None) -> NewKey:
-        key = await authenticator.keys.create(
+        return await authenticator.keys.create(
             owner.id,
             name=body.name,
             actor=caller.key_id,
@@ -208,33 +196,20 @@ async def create_key(tenant: str, request: Request, caller: Caller = Depends(_ad
             expires_at=body.expires_at,
             once=once,
         )
-        made.append(key)
-        return key
 
-    def without_secret(key: NewKey) -> StoredResponse:
-        return StoredResponse(201, {"X-Key-Id": key.record.id}, b"")
-
-    replayed = await answer_once(request, caller, await request.body(), work, without_secret)
-    if not made:
-        raise Conflict(
-            f"The key {replayed.headers['x-key-id']} was created by the first request with this "
-            "Idempotency-Key; its secret was"
-            " shown then and isn't stored.",
-            hint="If the secret was lost, revoke that key and create another with a new Idempotency-Key.",
-        )
-    key = KeyResource.of(made[0].record)
-    headers = {
-        "ETag": content_etag(encode(key)),
-        "Location": f"{ROOT}/tenants/{owner.name}/keys/{key.id}",
-        "Cache-Control": "no-store",
-    }
-    content = encode(NewKeyResource(**key.model_dump(), key=made[0].secret))
-    return Response(content, 201, headers, media_type="application/json")
+    return await answer_new_key(
+        request,
+        caller,
+        work,
+        location=lambda record: f"{ROOT}/tenants/{owner.name}/keys/{record.id}",
+        resource=KeyResource.of,
+        with_secret=lambda key, secret: NewKeyResource(**key.model_dump(), key=secret),
+    )
 
 
 @router.get("/{tenant}/keys", response_model=PageResource[KeyResource])
 async def list_keys(
-    tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_admin)
+    tenant: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_operator)
 ) -> Response:
     """List the tenant's keys in the order of their creation, including revoked ones.
 

@@ -58,6 +58,29 @@ def upgrade(data_dir: DataDirOption = None, database_url: UrlOption = None, form
 
 
 @app.command()
+def downgrade(
+    revision: Annotated[str, typer.Argument(metavar="REVISION", help="Revision of the older program's tables.")],
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Drop the rows that the older tables have no place for.")
+    ] = False,
+    data_dir: DataDirOption = None,
+    database_url: UrlOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Bring the tables back to an older revision. Stop the servers, and make a backup first.
+
+    The older program prints its revision with: loraserve db current --format json (`head`).
+    """
+    with reporting(format) as output:
+        from loraserve.db import migrate
+
+        url = _database_url(data_dir, database_url)
+        found = asyncio.run(migrate.downgrade(url, revision, is_loss_accepted=discard))
+        _say(output, found, migrate.head())
+        output.note("The tables are the older program's now; this one needs them upgraded again.")
+
+
+@app.command()
 def current(data_dir: DataDirOption = None, database_url: UrlOption = None, format: FormatOption = None) -> None:
     """Print the tables' revision; "none" for an empty database."""
     with reporting(format) as output:

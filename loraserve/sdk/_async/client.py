@@ -16,7 +16,7 @@ from loraserve.sdk._async.operations import AsyncOperations
 from loraserve.sdk._async.paging import all_rows
 from loraserve.sdk._async.pooling import AsyncEmbeddings, AsyncRerankings, AsyncScores
 from loraserve.sdk._async.responses import AsyncResponses
-from loraserve.sdk._async.tenancy import AsyncGrants, AsyncKeys, AsyncTenants
+from loraserve.sdk._async.tenancy import AsyncAdminKeys, AsyncGrants, AsyncKeys, AsyncTenants
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk._async.usage import AsyncUsage
 from loraserve.sdk.call import Call, read_into
@@ -70,6 +70,7 @@ class AsyncClient:
         self.batches = AsyncBatches(self._transport)
         self.tenants = AsyncTenants(self._transport)
         self.keys = AsyncKeys(self._transport)
+        self.admin_keys = AsyncAdminKeys(self._transport)
         self.grants = AsyncGrants(self._transport)
         self.operations = AsyncOperations(self._transport)
         self.usage = AsyncUsage(self._transport)

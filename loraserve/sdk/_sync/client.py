@@ -17,7 +17,7 @@ from loraserve.sdk._sync.operations import Operations
 from loraserve.sdk._sync.paging import all_rows
 from loraserve.sdk._sync.pooling import Embeddings, Rerankings, Scores
 from loraserve.sdk._sync.responses import Responses
-from loraserve.sdk._sync.tenancy import Grants, Keys, Tenants
+from loraserve.sdk._sync.tenancy import AdminKeys, Grants, Keys, Tenants
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk._sync.usage import Usage
 from loraserve.sdk.call import Call, read_into
@@ -71,6 +71,7 @@ class Client:
         self.batches = Batches(self._transport)
         self.tenants = Tenants(self._transport)
         self.keys = Keys(self._transport)
+        self.admin_keys = AdminKeys(self._transport)
         self.grants = Grants(self._transport)
         self.operations = Operations(self._transport)
         self.usage = Usage(self._transport)

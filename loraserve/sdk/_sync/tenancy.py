@@ -1,5 +1,8 @@
 # Generated from loraserve/sdk/_async/tenancy.py by `make sdk`: don't edit.
-"""`client.tenants`, `client.keys` and `client.grants`. Tenants and keys take an admin key."""
+"""`client.tenants`, `client.keys`, `client.admin_keys`, `client.grants`.
+
+All but grants take an admin key.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from typing import Any
 from loraserve.sdk._sync.paging import all_rows
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
-from loraserve.sdk.types.tenancy import Grant, Key, Limits, NewKey, Tenant
+from loraserve.sdk.types.tenancy import AdminKey, Grant, Key, Limits, NewAdminKey, NewKey, Tenant
 
 ROOT = "/api/v1/tenants"
+ADMIN_KEYS = "/api/v1/admin-keys"
 
 
 class Tenants:
@@ -120,6 +124,49 @@ class Keys:
     def revoke(self, tenant: str, key_id: str) -> None:
         """Revoke the key; no-op if it is revoked."""
         self._transport.send(Call("DELETE", f"{_keys_path(tenant)}/{segment(key_id, 'key')}", read_nothing))
+
+
+class AdminKeys:
+    """Operators' keys, which belong to no tenant."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def create(self, *, name: str, role: str, expires_at: datetime | None = None) -> NewAdminKey:
+        """Create a key; `key` is its secret, shown this once.
+
+        Args:
+            name: a label to tell keys apart.
+            role: ``admin``, ``operator:read`` or ``metrics:read``.
+            expires_at: when it stops working; None: never.
+        """
+        body: dict[str, object] = {"name": name, "role": role}
+        if expires_at is not None:
+            body["expires_at"] = expires_at.astimezone().isoformat()
+        call = Call("POST", ADMIN_KEYS, read_into(NewAdminKey), headers=idempotency_key(), body=encode(body))
+        return self._transport.send(call)
+
+    def list(self) -> Iterator[AdminKey]:
+        """Yield operators' keys, oldest first, revoked ones too."""
+        return all_rows(self._transport, ADMIN_KEYS, AdminKey)
+
+    def rotate(self, key_id: str, *, overlap_s: float = 0.0) -> NewAdminKey:
+        """Create a key of the same name, role and end in the place of this one.
+
+        Args:
+            overlap_s: seconds for which the old one works on.
+        """
+        path, body = f"{ADMIN_KEYS}/{segment(key_id, 'key')}/rotate", encode({"overlap_s": overlap_s})
+        call = Call("POST", path, read_into(NewAdminKey), headers=idempotency_key(), body=body)
+        return self._transport.send(call)
+
+    def revoke(self, key_id: str) -> None:
+        """Revoke the key; no-op if it is revoked.
+
+        Raises:
+            Conflict: it is the last admin key that works.
+        """
+        self._transport.send(Call("DELETE", f"{ADMIN_KEYS}/{segment(key_id, 'key')}", read_nothing))
 
 
 class Grants:

@@ -49,6 +49,19 @@ class NewKey(Key):
     key: str = Field(repr=False)
 
 
+class AdminKey(Key):
+    """A key of operators without its secret."""
+
+    role: str
+    """``admin``, ``operator:read`` or ``metrics:read``."""
+
+
+class NewAdminKey(AdminKey):
+    """A key just created: the only answer that ever holds the secret."""
+
+    key: str = Field(repr=False)
+
+
 class Grant(Result):
     adapter: str
     tenant: str

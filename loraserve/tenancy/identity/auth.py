@@ -21,7 +21,18 @@ from loraserve.db.session import Clock, Database, utc_now
 from loraserve.db.upsert import upsert
 from loraserve.errors import AuthenticationError, ConfigError, DatabaseUnavailable, TenantNotFound
 from loraserve.limits import LIMITS
-from loraserve.tenancy.identity.keys import ADMIN_SCOPES, Keys, hash_secret, insert_key, is_usable, is_well_formed
+from loraserve.tenancy.identity.admin_keys import AdminKeys
+from loraserve.tenancy.identity.keys import (
+    ADMIN_ROLE,
+    ADMIN_SCOPES,
+    OPERATOR_READ,
+    ROLES,
+    Keys,
+    hash_secret,
+    insert_key,
+    is_usable,
+    is_well_formed,
+)
 from loraserve.tenancy.identity.policy import NO_POLICY, TenantPolicy, policy_of_row
 from loraserve.tenancy.identity.tenants import (
     DEFAULT_TENANT,
@@ -42,17 +53,18 @@ PEPPER = "api_key_pepper"
 class Caller:
     """Authenticated caller: key, tenant and scopes.
 
-    An admin key that names no tenant acts for `DEFAULT_TENANT`, and sees across tenants where a
-    call can (`sees_all`).
+    An operator's key that names no tenant acts for `DEFAULT_TENANT`, and sees across tenants where
+    a call can (`sees_all`).
     """
 
     tenant: TenantId
     tenant_name: str
     key_id: str
     scopes: frozenset[str]
-    is_admin: bool = False
+    role: str | None = None
+    """Role of an operator's key; None: it is a tenant's."""
     has_named_tenant: bool = False
-    """Whether an admin named the tenant that it acts for."""
+    """Whether an operator named the tenant that it acts for."""
     policy: TenantPolicy = NO_POLICY
     """Policy of the tenant, at most `LIMITS.auth_cache_s` old;
     older only while the database is unreachable.
@@ -64,8 +76,17 @@ class Caller:
     """
 
     @property
+    def is_admin(self) -> bool:
+        return self.role == ADMIN_ROLE
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may see what belongs to any tenant."""
+        return self.role in (ADMIN_ROLE, OPERATOR_READ)
+
+    @property
     def sees_all(self) -> bool:
-        return self.is_admin and not self.has_named_tenant
+        return self.is_operator and not self.has_named_tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +171,13 @@ class Authenticator:
             is_cancellable=database.is_cancellable,
         )
         self.keys = Keys(database, self._get_pepper, self._forget_key, clock=clock)
+        self.admin_keys = AdminKeys(
+            database,
+            self._get_pepper,
+            self._forget_key,
+            has_other_admin=lambda: self._admin_key is not None,
+            clock=clock,
+        )
         self.tenants = Tenants(database, self._forget_tenant, clock=clock)
 
     def set_admin_key(self, admin_key: str | None) -> None:
@@ -182,11 +210,17 @@ class Authenticator:
                 self._default = made.id
             if self._admin_key is not None:
                 return None
-            admins = select(ApiKey.id).where(ApiKey.tenant_id.is_(None), *is_usable(now)).limit(1)
-            if await session.scalar(admins) is not None:
+            admins = select(ApiKey.id).where(ApiKey.tenant_id.is_(None), ApiKey.role == ADMIN_ROLE, *is_usable(now))
+            if await session.scalar(admins.limit(1)) is not None:
                 return None
             key = insert_key(
-                session, tenant=None, name="first admin key", scopes=ADMIN_SCOPES, pepper=self._get_pepper(), now=now
+                session,
+                tenant=None,
+                name="first admin key",
+                scopes=ADMIN_SCOPES,
+                role=ADMIN_ROLE,
+                pepper=self._get_pepper(),
+                now=now,
             )
             audit.record(session, "key.create", key.record.id, actor=audit.SERVER, tenant=None, at=now)
         return key.secret
@@ -205,7 +239,7 @@ class Authenticator:
         # Both sides as bytes: text outside ASCII can't be compared in constant time.
         given = secret.encode("utf-8", "surrogatepass")
         if self._admin_key is not None and hmac.compare_digest(given, self._admin_key):
-            return await self._as_default(ADMIN_KEY_ID)
+            return await self._as_default(ADMIN_KEY_ID, ADMIN_ROLE)
         if not is_well_formed(secret):
             raise _bad_key()
         secret_hash = hash_secret(secret, self._get_pepper())
@@ -214,7 +248,8 @@ class Authenticator:
             raise _bad_key()
         if known.expires_at is not None and known.expires_at <= self._clock():
             raise _bad_key()
-        return await self._as_default(known.caller.key_id) if known.caller.is_admin else known.caller
+        role = known.caller.role
+        return known.caller if role is None else await self._as_default(known.caller.key_id, role)
 
     async def act_for(self, caller: Caller, tenant_name: str) -> Caller:
         """Return the caller acting for the tenant that the request names.
@@ -225,7 +260,7 @@ class Authenticator:
             TenantNotFound: there is no such tenant, or a tenant's key names another tenant; the
                 text is the same.
         """
-        if not caller.is_admin:
+        if not caller.is_operator:
             if tenant_name != caller.tenant_name:
                 raise tenant_not_found()
             return caller
@@ -250,9 +285,9 @@ class Authenticator:
         scopes = frozenset({"inference"})
         return Caller(tenant, found.name, key_id, scopes, policy=found.policy, is_background=True)
 
-    async def _as_default(self, key_id: str) -> Caller:
-        """Return an admin that named no tenant."""
-        caller = self._admin(key_id)
+    async def _as_default(self, key_id: str, role: str) -> Caller:
+        """Return an operator that named no tenant."""
+        caller = self._operator(key_id, role)
         try:
             known = await self._admins.get(DEFAULT_TENANT, lambda: self._find_tenant(DEFAULT_TENANT))
         except DatabaseUnavailable:
@@ -260,12 +295,10 @@ class Authenticator:
             return caller
         return replace(caller, policy=known.policy)
 
-    def _admin(self, key_id: str) -> Caller:
+    def _operator(self, key_id: str, role: str) -> Caller:
         if self._default is None:
             raise RuntimeError("Authenticator.open() must be awaited first")
-        return Caller(
-            tenant=self._default, tenant_name=DEFAULT_TENANT, key_id=key_id, scopes=ADMIN_SCOPES, is_admin=True
-        )
+        return Caller(tenant=self._default, tenant_name=DEFAULT_TENANT, key_id=key_id, scopes=ROLES[role], role=role)
 
     async def _find(self, secret_hash: str) -> _Known:
         query = (
@@ -279,7 +312,10 @@ class Authenticator:
             raise _bad_key()
         key, tenant = found
         if key.tenant_id is None:
-            caller = self._admin(key.id)
+            # a role that only a newer program knows opens nothing
+            if key.role is None or key.role not in ROLES:
+                raise _bad_key()
+            caller = self._operator(key.id, key.role)
         else:
             policy = policy_of_row(tenant.limits, tenant.weight, tenant.prices)
             caller = Caller(TenantId(tenant.id), tenant.name, key.id, frozenset(key.scopes), policy=policy)

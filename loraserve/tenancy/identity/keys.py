@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import secrets
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -40,7 +40,15 @@ METRICS_SCOPE = "metrics:read"
 """Metrics tell of all tenants: a key with this scope is an operator's, of whichever tenant,
 and opens nothing else.
 """
-ADMIN_SCOPES = TENANT_SCOPES | {"admin"}
+OPERATOR_READ = "operator:read"
+ADMIN_ROLE = "admin"
+ADMIN_SCOPES = TENANT_SCOPES | {ADMIN_ROLE}
+ROLES: Mapping[str, frozenset[str]] = {
+    ADMIN_ROLE: ADMIN_SCOPES,
+    OPERATOR_READ: frozenset({OPERATOR_READ, "adapters:read", METRICS_SCOPE}),
+    METRICS_SCOPE: frozenset({METRICS_SCOPE}),
+}
+"""Scopes of operators' keys by role; an admin has every scope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class KeyRecord:
     tenant: TenantId | None
     name: str
     scopes: tuple[str, ...]
+    role: str | None
+    """Role of an operator's key; None: a tenant's."""
     prefix: str
     created_at: datetime
     expires_at: datetime | None
@@ -114,7 +124,7 @@ def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(wanted))
 
 
-def _check_expiry(expires_at: datetime, now: datetime) -> datetime:
+def check_expiry(expires_at: datetime, now: datetime) -> datetime:
     """Return `expires_at` in UTC.
 
     Raises:
@@ -128,6 +138,16 @@ def _check_expiry(expires_at: datetime, now: datetime) -> datetime:
         raise InvalidRequest("expires_at is after the year 9999.", param="expires_at") from None
 
 
+def check_name(name: str) -> None:
+    """Check a key's name.
+
+    Raises:
+        InvalidRequest: it is empty, too long, or has control characters.
+    """
+    if not 1 <= len(name) <= KEY_NAME_LENGTH or not name.isprintable():
+        raise InvalidRequest(f"name should be 1 to {KEY_NAME_LENGTH} printable characters.", param="name")
+
+
 def insert_key(
     session: AsyncSession,
     *,
@@ -137,14 +157,16 @@ def insert_key(
     pepper: bytes,
     now: datetime,
     expires_at: datetime | None = None,
+    role: str | None = None,
 ) -> NewKey:
-    """Insert a key in the session's transaction."""
+    """Insert a key in the session's transaction; one of no tenant has a role."""
     secret = make_secret()
     row = ApiKey(
         id=str(ULID.from_datetime(now)),
         tenant_id=tenant,
         name=name,
         scopes=sorted(scopes),
+        role=role,
         prefix=secret[:SHOWN_LENGTH],
         secret_hash=hash_secret(secret, pepper),
         created_at=now,
@@ -152,7 +174,7 @@ def insert_key(
         revoked_at=None,
     )
     session.add(row)
-    return NewKey(_to_record(row), secret)
+    return NewKey(to_record(row), secret)
 
 
 def is_usable(now: datetime) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
@@ -200,10 +222,9 @@ class Keys:
         """
         checked = check_scopes(scopes)
         now = self._clock()
-        if not 1 <= len(name) <= KEY_NAME_LENGTH or not name.isprintable():
-            raise InvalidRequest(f"name should be 1 to {KEY_NAME_LENGTH} printable characters.", param="name")
+        check_name(name)
         if expires_at is not None:
-            expires_at = _check_expiry(expires_at, now)
+            expires_at = check_expiry(expires_at, now)
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)
@@ -239,7 +260,7 @@ class Keys:
             query = query.where(ApiKey.id > after)
         async with self._database.read() as session:
             rows = (await session.scalars(query)).all()
-        return make_page(rows, limit, lambda row: row.id, _to_record)
+        return make_page(rows, limit, lambda row: row.id, to_record)
 
     async def revoke(self, tenant: TenantId, key_id: str, *, actor: str) -> None:
         """Revoke the key; no-op if it is revoked.
@@ -266,12 +287,13 @@ class Keys:
         self._on_revoke(row.secret_hash)
 
 
-def _to_record(row: ApiKey) -> KeyRecord:
+def to_record(row: ApiKey) -> KeyRecord:
     return KeyRecord(
         id=row.id,
         tenant=None if row.tenant_id is None else TenantId(row.tenant_id),
         name=row.name,
         scopes=tuple(row.scopes),
+        role=row.role,
         prefix=row.prefix,
         created_at=row.created_at,
         expires_at=row.expires_at,

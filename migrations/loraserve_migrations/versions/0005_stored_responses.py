@@ -9,6 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from loraserve_migrations.losses import refuse_loss
+
 revision = "0005"
 down_revision = "0004"
 branch_labels = None
@@ -34,3 +36,8 @@ def upgrade() -> None:
             batch_op.f("ix_stored_responses_tenant_id_id_num_bytes"), ["tenant_id", "id", "num_bytes"], unique=False
         )
         batch_op.create_index(batch_op.f("ix_stored_responses_expires_at"), ["expires_at"], unique=False)
+
+
+def downgrade() -> None:
+    refuse_loss("stored_responses", "SELECT count(*) FROM stored_responses")
+    op.drop_table("stored_responses")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from loraserve_migrations.losses import refuse_loss
+
 revision = "0006"
 down_revision = "0005"
 branch_labels = None
@@ -73,3 +75,9 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("batch_id", "sequence", name=op.f("pk_batch_chunks")),
     )
     op.create_index(op.f("ix_batch_chunks_digest"), "batch_chunks", ["digest"])
+
+
+def downgrade() -> None:
+    for name in ("batch_chunks", "batches", "files"):
+        refuse_loss(name, f"SELECT count(*) FROM {name}")  # noqa: S608
+        op.drop_table(name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from loraserve_migrations.losses import refuse_loss
+
 revision = "0007"
 down_revision = "0006"
 branch_labels = None
@@ -25,3 +27,20 @@ def upgrade() -> None:
         ("reasoning_parser", sa.String(length=64)),
     ):
         op.add_column("adapter_versions", sa.Column(name, kind, nullable=True))
+
+
+def downgrade() -> None:
+    refuse_loss(
+        "adapter_versions with files for chats",
+        "SELECT count(*) FROM adapter_versions WHERE chat_template_blob IS NOT NULL"
+        " OR generation_config_blob IS NOT NULL OR tool_parser IS NOT NULL OR reasoning_parser IS NOT NULL",
+    )
+    for name in (
+        "chat_template_blob",
+        "chat_template_bytes",
+        "generation_config_blob",
+        "generation_config_bytes",
+        "tool_parser",
+        "reasoning_parser",
+    ):
+        op.drop_column("adapter_versions", name)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 from sqlalchemy import update
-from whole_app import ADMIN_KEY, SCOPES, World, app, bearer, client, model_dir, services
+from whole_app import ADMIN_KEY, ROLES, SCOPES, World, app, bearer, client, model_dir, services
 
 from loraserve.api.services import Services
 from loraserve.db.models import ApiKey, OperationRow
@@ -66,6 +66,11 @@ async def world(
     keys["revoked"] = revoked["key"]
     await call("DELETE", f"/tenants/globex/keys/{revoked['id']}", admin)
 
+    for role in ROLES:
+        of_role = await call("POST", "/admin-keys", admin, json={"name": role, "role": role})
+        keys[f"role {role}"] = of_role["key"]
+    other = await call("POST", "/admin-keys", admin, json={"name": "other", "role": "metrics:read"})
+
     acme = bearer(keys["acme"])
     for name, seed in (("acmesql", 0), ("acmesql", 1), ("acmeold", 2)):
         await push(keys["acme"], name, seed)
@@ -97,6 +102,7 @@ async def world(
         "model": "acmesql",
         "tenant": "acme",
         "key_id": made["id"],
+        "admin_key_id": other["id"],
         "sha256": sha256,
     }
     return World(things, keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from fastapi import FastAPI
-from whole_app import ADMIN_KEY, OPERATORS, SCOPES, World, bearer, filled, routes_of, send
+from whole_app import ADMIN_KEY, OPERATORS, ROLES, SCOPES, World, bearer, filled, routes_of, send
 
 OPEN = {"GET /livez", "GET /readyz", "GET /health", "GET /ping", "POST /ping"}
 
@@ -90,6 +90,43 @@ async def test_an_admin_key_opens_every_route(
     refused = {route: status for route, status in answers.items() if status in (401, 403) or status >= 500}
     # whose source this server's operator doesn't allow to anyone
     assert refused == {"POST /api/v1/adapters/{name}/pulls": 403}
+
+
+OPENED = {
+    "operator:read": {"operator:read", "adapters:read", "metrics:read"},
+    "metrics:read": {"metrics:read"},
+}
+TENANTS_OWN = "GET /api/v1/adapters/{name}/versions/{number}/files/{file}"
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("tenant", [None, "acme"])
+async def test_a_role_opens_its_own_routes_alone(
+    client: httpx2.AsyncClient, app: FastAPI, world: World, role: str, tenant: str | None
+) -> None:
+    headers = bearer(world.keys[f"role {role}"]) | ({} if tenant is None else {"x-tenant": tenant})
+    answers = await statuses(client, app, world, headers)
+    scopes = {str(route): route.scope for route in routes_of(app)}
+    opened = {route for route in answers if scopes[route] in OPENED[role]} - {TENANTS_OWN}
+    assert {route for route, status in answers.items() if status == 403} == answers.keys() - opened
+    # what it opens changes nothing
+    assert {route.partition(" ")[0] for route in opened} == {"GET"}
+    assert not {answers[route] for route in opened} & {401, 500, 503}
+    if role == "operator:read" and tenant == "acme":
+        assert {route: answers[route] for route in opened if answers[route] != 200} == {}
+
+
+async def test_an_operator_that_reads_sees_all_tenants_and_no_secret(client: httpx2.AsyncClient, world: World) -> None:
+    headers = bearer(world.keys["role operator:read"])
+    audit = (await client.get("/api/v1/audit?limit=200", headers=headers)).json()["data"]
+    assert {entry["tenant"] for entry in audit} >= {"acme", "globex"}
+    for path in ("/api/v1/admin-keys", "/api/v1/tenants/acme/keys"):
+        text = (await client.get(path, headers=headers)).text
+        assert not any(key in text for key in world.keys.values())
+    metrics = bearer(world.keys["role metrics:read"])
+    absent = await client.get("/metrics", headers=metrics | {"x-tenant": "nobody"})
+    theirs = await client.get("/metrics", headers=metrics | {"x-tenant": "acme"})
+    assert (absent.status_code, absent.content) == (theirs.status_code, theirs.content) == (404, theirs.content)
 
 
 async def test_an_admin_key_acts_for_no_tenant_that_is_absent(

@@ -1,0 +1,72 @@
+"""Keys in answers: without their secrets, but for the one answer that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from loraserve.api.management.payloads.resources import Resource
+from loraserve.api.management.payloads.responses import answer_once, content_etag, encode
+from loraserve.errors import Conflict
+from loraserve.tenancy.idempotency import Once, StoredResponse
+from loraserve.tenancy.identity.auth import Caller
+from loraserve.tenancy.identity.keys import KeyRecord, NewKey
+
+K = TypeVar("K", bound="KeyResource")
+
+
+class KeyResource(Resource):
+    id: str
+    name: str
+    scopes: list[str]
+    prefix: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+async def answer_new_key(
+    request: Request,
+    caller: Caller,
+    work: Callable[[Once[NewKey] | None], Awaitable[NewKey]],
+    *,
+    location: Callable[[KeyRecord], str],
+    resource: Callable[[KeyRecord], K],
+    with_secret: Callable[[K, str], Resource],
+) -> Response:
+    """Return 201 with a new key's secret, which no replay has.
+
+    Args:
+        work: makes the key, as for `answer_once`.
+
+    Raises:
+        Conflict: the first request with this Idempotency-Key made the key.
+    """
+    made: list[NewKey] = []
+
+    async def make(once: Once[NewKey] | None) -> NewKey:
+        made.append(await work(once))
+        return made[0]
+
+    def without_secret(key: NewKey) -> StoredResponse:
+        return StoredResponse(201, {"X-Key-Id": key.record.id}, b"")
+
+    replayed = await answer_once(request, caller, await request.body(), make, without_secret)
+    if not made:
+        raise Conflict(
+            f"The key {replayed.headers['x-key-id']} was created by the first request with this "
+            "Idempotency-Key; its secret was"
+            " shown then and isn't stored.",
+            hint="If the secret was lost, revoke that key and create another with a new Idempotency-Key.",
+        )
+    key = resource(made[0].record)
+    headers = {
+        "ETag": content_etag(encode(key)),
+        "Location": location(made[0].record),
+        "Cache-Control": "no-store",
+    }
+    return Response(encode(with_secret(key, made[0].secret)), 201, headers, media_type="application/json")

@@ -1,0 +1,102 @@
+"""An older program gets its tables back, with all rows that they have a place for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from loraserve.db import migrate
+from loraserve.db.session import Database, make_engine
+from loraserve.errors import Conflict, SchemaOutdated
+from loraserve.tenancy.identity.auth import Authenticator
+
+VERSION = """INSERT INTO adapter_versions (id, adapter_id, number, digest, config_blob, weights_blob, base_digest,
+ size_bytes, rank, target_modules, dtype, state, checks, created_at, created_by)
+ VALUES ('v1', 'a1', 1, 'd', 'c', 'w', 'b', 1, 2, '[]', 'float32', 'ready', '[]', '2026-01-01 00:00:00', 'x')"""
+FILE = """INSERT INTO files (id, tenant_id, purpose, filename, size, blob, created_at, created_by)
+ VALUES ('f1', 't1', 'batch', 'f', 1, 'b', '2026-01-01 00:00:00', 'x')"""
+TENANT = "INSERT INTO tenants (id, name, limits, created_at) VALUES ('t1', 'acme', '{}', '2026-01-01 00:00:00')"
+ADAPTER = """INSERT INTO adapters (id, tenant_id, name, last_version, revision, created_at, updated_at)
+ VALUES ('a1', 't1', 'sql', 1, 1, '2026-01-01 00:00:00', '2026-01-01 00:00:00')"""
+
+
+async def run(url: str, *statements: str) -> Any:
+    engine = make_engine(url)
+    try:
+        async with engine.begin() as connection:
+            for statement in statements:
+                found = await connection.execute(text(statement))
+            return found.all() if found.returns_rows else None
+    finally:
+        await engine.dispose()
+
+
+async def test_every_way_back_and_up_again_keeps_the_rows(database_url: str, subtests: Any) -> None:
+    await run(database_url, TENANT, ADAPTER, VERSION)
+    for revision in ("0007", "0006", "0005", "0004"):
+        with subtests.test(revision):
+            assert await migrate.downgrade(database_url, revision) == revision
+            assert await migrate.current(database_url) == revision
+            found = await run(database_url, "SELECT id, number, digest, state FROM adapter_versions")
+            assert [tuple(row) for row in found] == [("v1", 1, "d", "ready")]
+            await migrate.upgrade(database_url)
+            await migrate.check(database_url)
+            assert await migrate.differences(database_url) == []
+
+
+async def test_an_older_program_does_not_take_every_operators_key_for_an_admins(database_url: str) -> None:
+    database = Database(database_url)
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+    keys = [
+        await authenticator.admin_keys.create(name=role, role=role, actor="x")
+        for role in ("admin", "operator:read", "metrics:read")
+    ]
+    await database.dispose()
+    await migrate.downgrade(database_url, "0007")
+    found = await run(database_url, "SELECT name FROM api_keys WHERE tenant_id IS NULL AND revoked_at IS NULL")
+    assert [row.name for row in found] == ["admin"]
+    await migrate.upgrade(database_url)
+    database = Database(database_url)
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
+    assert (await authenticator.authenticate(keys[0].secret)).is_admin
+    records = (await authenticator.admin_keys.list()).items
+    # revoked meanwhile, and with the only role that the older tables know
+    assert [(record.role, record.revoked_at is None) for record in records] == [
+        ("admin", True),
+        ("admin", False),
+        ("admin", False),
+    ]
+    await database.dispose()
+
+
+async def test_rows_are_lost_only_if_the_operator_says_so(database_url: str) -> None:
+    await run(database_url, TENANT, FILE)
+    with pytest.raises(Conflict, match="lose 1 rows: files") as caught:
+        await migrate.downgrade(database_url, "0005")
+    assert "--discard" in str(caught.value.hint)
+    # nothing of it was done
+    assert await migrate.current(database_url) == migrate.head()
+    await migrate.check(database_url)
+    await migrate.downgrade(database_url, "0005", is_loss_accepted=True)
+    await migrate.upgrade(database_url)
+    assert await run(database_url, "SELECT id FROM files") == []
+
+
+@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0008", "x'; --"])
+async def test_where_there_is_no_way_back_nothing_changes(database_url: str, revision: str) -> None:
+    if revision == migrate.head():
+        assert await migrate.downgrade(database_url, revision) == revision
+        return
+    with pytest.raises(SchemaOutdated):
+        await migrate.downgrade(database_url, revision)
+    assert await migrate.current(database_url) == migrate.head()
+    await migrate.check(database_url)
+
+
+async def test_an_empty_database_has_no_way_back(empty_database_url: str) -> None:
+    with pytest.raises(SchemaOutdated, match="at revision none"):
+        await migrate.downgrade(empty_database_url, "0004")
