@@ -292,6 +292,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "PATCH /api/v1/tenants/{tenant}": {"json": {"weight": 2}},
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
     "POST /api/v1/admin-keys": {"json": {"name": "another", "role": "metrics:read"}},
+    "POST /api/v1/admin-keys/{admin_key_id}/rotate": {"json": {"overlap_s": 60}},
 }
 """What each route with a body is sent; braces stand for things of the world."""
 WITHOUT_BODY = (
@@ -306,7 +307,6 @@ WITHOUT_BODY = (
     "grants/{tenant}",
     "ping",
     "cancel",
-    "rotate",
 )
 
 

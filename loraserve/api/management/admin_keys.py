@@ -77,7 +77,7 @@ async def list_admin_keys(
 @router.post("/{admin_key_id}/rotate", status_code=201, response_model=NewAdminKeyResource)
 async def rotate_admin_key(admin_key_id: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Create a key of the same name, role and end; the old one ends now, or after ``overlap_s``."""
-    body = await read_body(request, AdminKeyRotation) if await request.body() else AdminKeyRotation()
+    body = await read_body(request, AdminKeyRotation)
     keys = services_of(request).authenticator.admin_keys
     overlap = timedelta(seconds=min(max(body.overlap_s, -1.0), 1e9))
 

@@ -25,6 +25,7 @@ from loraserve.api.live_adapters.sglang import (
 )
 from loraserve.api.live_adapters.vllm import LoadLoraAdapter, UnloadLoraAdapter
 from loraserve.api.lorax.schemas import GenerateBody
+from loraserve.api.management.admin_keys import AdminKeyCreate, AdminKeyRotation
 from loraserve.api.management.aliases import AliasChange
 from loraserve.api.management.lifecycle import AdapterEdit, VersionEdit
 from loraserve.api.management.operations import PullCreate
@@ -132,6 +133,8 @@ BODIES: Mapping[str, Content] = {
     "POST /api/v1/tenants": {JSON: TenantCreate},
     "PATCH /api/v1/tenants/{tenant}": {JSON: TenantPatch},
     "POST /api/v1/tenants/{tenant}/keys": {JSON: KeyCreate},
+    "POST /api/v1/admin-keys": {JSON: AdminKeyCreate},
+    "POST /api/v1/admin-keys/{admin_key_id}/rotate": {JSON: AdminKeyRotation},
 }
 """Bodies by method and path; routes under /t/{tenant} have the same."""
 
