@@ -42,6 +42,7 @@ Each is a command, a router or data of its own.
 
 SQL = {
     "loraserve.conversations": "stored_responses",
+    "loraserve.backups": "backup restore table_rows",
     "loraserve.batches": "batches progress stored_files",
     "loraserve.db": "audit database_file idempotency leases migrate models session upsert",
     "loraserve.doctor": "storage",
@@ -52,7 +53,7 @@ SQL = {
     "loraserve.registry.storage_gc": "collector deletion_locks store_claim",
     "loraserve.registry.uploads": "chunks resumable",
     "loraserve.tenancy.billing": "usage_hours usage_report",
-    "loraserve.tenancy.identity": "auth keys tenants",
+    "loraserve.tenancy.identity": "admin_keys auth keys tenants",
     "loraserve.tenancy.limits": "servers",
 }
 """Modules by package that may import sqlalchemy: all queries and sessions are in these."""

@@ -58,7 +58,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What one read of the database found."""
+    """State of the registry, as one read of the database found it."""
 
     registry: str | None
     tables: list[TableRows]
@@ -67,7 +67,7 @@ class _State:
 
 
 class Backup:
-    """One backup to a folder.
+    """Makes one backup to a folder.
 
     Args:
         retention: time for which the blobs of deleted versions are kept, as the servers have it.

@@ -23,14 +23,14 @@ class TableRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BaseVersions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many live versions were made for a base."""
+    """Number of live versions of one base."""
 
     digest: str
     num_versions: int
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one backup holds."""
+    """Contents of one backup."""
 
     id: str
     made_at: str

@@ -30,7 +30,7 @@ from loraserve.types import Digest
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored, or verified."""
+    """Result of a restore or a verification."""
 
     manifest: Manifest
     num_rows: int

@@ -1,0 +1,103 @@
+"""nginx, configured as deploy/ has it, hands on each event of a stream when it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from server_process import free_port
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+CONFIG = Path(__file__).resolve().parent.parent.parent / "deploy" / "nginx" / "loraserve.conf"
+EVENTS, PAUSE_S = 4, 0.4
+
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx isn't installed")
+
+
+@asynccontextmanager
+async def upstream() -> AsyncIterator[int]:
+    """A server that sends an event now and then, to any request."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for number in range(EVENTS):
+            data = b"data: %d\n\n" % number
+            writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+            await writer.drain()
+            await asyncio.sleep(PAUSE_S)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def nginx(folder: Path, port: int, config: str) -> AsyncIterator[int]:
+    """nginx with this server before the port; yields its own port."""
+    listen = free_port()
+    config = config.replace("server 127.0.0.1:8000;", f"server 127.0.0.1:{port};")
+    config = config.replace("listen 80;", f"listen 127.0.0.1:{listen};")
+    assert f"127.0.0.1:{port};" in config
+    assert f"127.0.0.1:{listen};" in config
+    paths = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    user = "user root;" if os.geteuid() == 0 else ""
+    (folder / "nginx.conf").write_text(
+        f"daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log; {user}\n"
+        f"events {{}} http {{ access_log off; {paths}\n{config}\n}}\n"
+    )
+    command = [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf")]
+    checked = await asyncio.to_thread(subprocess.run, [*command, "-t"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        end = time.monotonic() + 20
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", listen)
+            except OSError:
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                break
+        yield listen
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def arrivals(port: int) -> list[float]:
+    """The times of the events' arrivals, from the first one on."""
+    found: list[float] = []
+    async with (
+        httpx2.AsyncClient(timeout=30) as client,
+        client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json={}) as answer,
+    ):
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data:"):
+                found.append(time.monotonic())
+    assert len(found) == EVENTS
+    return [one - found[0] for one in found]
+
+
+async def test_events_come_one_by_one(tmp_path: Path) -> None:
+    config = CONFIG.read_text()
+    async with upstream() as port:
+        async with nginx(tmp_path, port, config) as listen:
+            assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
+            assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403
