@@ -97,7 +97,6 @@ async def arrivals(port: int) -> list[float]:
 
 async def test_events_come_one_by_one(tmp_path: Path) -> None:
     config = CONFIG.read_text()
-    async with upstream() as port:
-        async with nginx(tmp_path, port, config) as listen:
-            assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
-            assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403
+    async with upstream() as port, nginx(tmp_path, port, config) as listen:
+        assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
+        assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403
