@@ -42,20 +42,20 @@ class SettingsReload:
         self._services = services
         self._read = read
         self._tls = tls
-        self.num_done = self.num_failed = 0
+        self._count = services.metrics.settings_reloads
 
     def run(self) -> None:
         """Read and take over. Whatever is wrong is logged, and everything stays as it was."""
         try:
             self._take_over(self._read())
         except LoraserveError as error:
-            self.num_failed += 1
+            self._count.labels("failed").inc()
             logger.error("the settings stay as they are: %s", error)
         except Exception:
-            self.num_failed += 1
+            self._count.labels("failed").inc()
             logger.exception("the settings stay as they are")
         else:
-            self.num_done += 1
+            self._count.labels("done").inc()
 
     def _take_over(self, new: Settings) -> None:
         old = self._services.settings

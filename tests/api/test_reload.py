@@ -44,9 +44,10 @@ async def test_what_can_change_does_and_the_rest_is_named(
         }
     )
     reload = SettingsReload(services, lambda: new, None)
+    counted = services.metrics.settings_reloads
     with caplog.at_level(logging.INFO, "loraserve.server"):
         reload.run()
-    assert (reload.num_done, reload.num_failed) == (1, 0)
+    assert (counted.labels("done")._value.get(), counted.labels("failed")._value.get()) == (1, 0)
     assert "need a restart: max_num_seqs, retention_s" in caplog.text
     assert logging.getLogger().level == logging.DEBUG
     assert (services.settings.grace_s, services.settings.ephemeral_loads) == (3.0, True)
@@ -80,9 +81,10 @@ def test_a_wrong_file_changes_nothing_and_is_logged(
         "TLS turned on": lambda: tls,
     }.items():
         with subtests.test(name):
-            reload = SettingsReload(services, read, None)
-            reload.run()
-            assert (reload.num_done, reload.num_failed) == (0, 1)
+            failed = services.metrics.settings_reloads.labels("failed")._value
+            before = failed.get()
+            SettingsReload(services, read, None).run()
+            assert failed.get() == before + 1
             assert services.settings is old
             assert "the settings stay as they are" in caplog.text
 

@@ -79,4 +79,7 @@ class ServerMetrics:
             "Spans of requests by outcome: exported, failed (not taken by the collector), dropped (no room).",
             ["outcome"],
         )
+        self.settings_reloads = counter(
+            "loraserve_settings_reloads", "SIGHUPs, by whether the settings were taken over: done, failed.", ["outcome"]
+        )
         self.adapter_load = AdapterLoad()
