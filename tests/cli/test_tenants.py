@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loraserve import Client
-from loraserve.errors import PermissionDenied
+from loraserve.errors import AuthenticationError, PermissionDenied
 
 Run = Callable[..., Any]
 
@@ -106,3 +106,35 @@ def test_deletion_is_json_where_json_was_asked_for(here: Run, client: Client) ->
     client.tenants.create("leaving")
     done = here("tenant", "delete", "leaving", "--format", "json")
     assert (done.code, done.json, done.stderr) == (0, {"deleted": "leaving"}, "")
+
+
+def test_operators_keys_are_made_listed_rotated_and_revoked(here: Run, client: Client) -> None:
+    secret = here("admin-key", "create", "--role", "operator:read", "--name", "on-call", "--format", "quiet").stdout
+    with Client(client.url, api_key=secret.strip()) as reader:
+        names = {key.name: key for key in reader.admin_keys.list()}
+        assert names["on-call"].role == "operator:read"
+        assert list(reader.tenants.list())
+        with pytest.raises(PermissionDenied):
+            reader.tenants.create("mine")
+        listed = here("admin-key", "list")
+        assert "operator:read" in listed.stdout
+        assert secret.strip() not in listed.stdout
+        rotated = here("admin-key", "rotate", names["on-call"].id, "--overlap", "1h", "--format", "quiet")
+        assert list(reader.tenants.list())
+    with Client(client.url, api_key=rotated.stdout.strip()) as reader:
+        last = list(reader.admin_keys.list())[-1]
+        assert here("admin-key", "revoke", last.id).code == 0
+        with pytest.raises(AuthenticationError):
+            list(reader.tenants.list())
+    for words in (
+        ("create",),
+        ("create", "--role", "root"),
+        ("create", "--role", "admin", "--expires-in", "soon"),
+        ("rotate", "absent"),
+        ("rotate", last.id, "--overlap", "x"),
+        ("rotate", last.id, "--overlap", "52w"),
+        ("revoke", "../x"),
+    ):
+        refused = here("admin-key", *words)
+        assert refused.code in (1, 2), words
+        assert "Traceback" not in refused.stderr
