@@ -16,7 +16,6 @@ from loraserve.cli.help import App
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column, Format
-from loraserve.sdk.files.peft_directory import has_older_template
 
 if TYPE_CHECKING:
     from loraserve.sdk import Progress
@@ -113,6 +112,9 @@ def push(
                 output.note("The server keeps the bytes that it received: run the same command again to resume.")
             raise
         show_version(output, version)
+        # with the client, which help doesn't need
+        from loraserve.sdk.files.peft_directory import has_older_template
+
         if has_older_template(directory):
             output.note(
                 "The chat template in tokenizer_config.json wasn't sent. "

@@ -393,7 +393,7 @@ async def test_a_killed_backup_or_restore_is_repeated(
 async def test_postgresql_is_restored_to_sqlite_and_back(
     make_site: Any, folder: BackupFolder, publish: Any, make_postgres_url: Any, target: str, tmp_path: Path
 ) -> None:
-    url = make_postgres_url()
+    url = await asyncio.to_thread(make_postgres_url)
     await migrate.upgrade(url)
     site = await make_site(url, LocalStore(tmp_path / "blobs"))
     acme, _ = await fill(site, publish)
@@ -403,7 +403,7 @@ async def test_postgresql_is_restored_to_sqlite_and_back(
     lite = await make_site(target, LocalStore(tmp_path / "two"))
     assert await rows_of(lite.database) == before
     second = await lite.back_up(folder)
-    back = make_postgres_url()
+    back = await asyncio.to_thread(make_postgres_url)
     await Restore(folder, second.manifest).run(back, LocalStore(tmp_path / "three"), actor="x")
     again = await make_site(back, LocalStore(tmp_path / "three"))
     found = await rows_of(again.database)
