@@ -1,7 +1,7 @@
 """Roles of operators' keys, which were all admins before.
 
-Revision: 0008
-Follows: 0007
+Revision: 0009
+Follows: 0008
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0008"
-down_revision = "0007"
+revision = "0009"
+down_revision = "0008"
 branch_labels = None
 depends_on = None
 
