@@ -179,6 +179,22 @@ class Limits:
     """Of a term, either way of zero, and of what the weights of one version add up to."""
     # management
     max_page_size: int = 200
+    max_compared_models: int = 9
+    """Models that answer one prompt side by side in one request."""
+    min_live_interval_s: float = 0.5
+    max_live_interval_s: float = 60.0
+    max_live_stream_s: float = 900.0
+    """Longest stream of live figures; a client that still wants them asks again."""
+    max_tallied_tenants: int = 1024
+    """Tenants whose requests are counted one by one for their own figures; the others' counts
+    begin again with their next request.
+    """
+    slow_requests_s: float = 3600.0
+    """How long the slowest requests are kept."""
+    max_slow_requests_per_minute: int = 8
+    """Slowest requests of each tenant and minute that are kept."""
+    max_slow_request_minutes: int = 2048
+    """Minutes of all tenants that have such; the oldest go first."""
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000
     max_admin_keys: int = 100

@@ -248,6 +248,8 @@ class Settings(BaseSettings):
 
     Default: none.
     """
+    console: bool = True
+    """Serve the web console at /console/."""
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM."""
     engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)

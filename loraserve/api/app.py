@@ -12,7 +12,19 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from loraserve import __version__
-from loraserve.api import anthropic, errors, live_adapters, lorax, management, monitoring, openai, openapi, scopes
+from loraserve.api import (
+    anthropic,
+    comparison,
+    console,
+    errors,
+    live_adapters,
+    lorax,
+    management,
+    monitoring,
+    openai,
+    openapi,
+    scopes,
+)
 from loraserve.api.http.guard import Guard
 from loraserve.api.metrics import engine_tables, server_tables
 from loraserve.api.metrics.table import TableCollector
@@ -47,7 +59,7 @@ def create_app(services: Services) -> FastAPI:
         redirect_slashes=False,
         # FastAPI's would record the messages of errors, and be a second trace beside ours.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-        routes=list(_routes()),
+        routes=list(_routes(has_console=services.settings.console)),
     )
     app.state.services = services
     for collector in _collectors(services):
@@ -78,7 +90,7 @@ def create_app(services: Services) -> FastAPI:
 
 
 @functools.cache
-def _routes() -> tuple[BaseRoute, ...]:
+def _routes(*, has_console: bool) -> tuple[BaseRoute, ...]:
     """Return the routes of every application.
 
     They hold no state but what is built of their signatures, which takes longer than all else that
@@ -91,7 +103,10 @@ def _routes() -> tuple[BaseRoute, ...]:
         router.include_router(anthropic.router, prefix=f"{prefix}/v1")
         router.include_router(lorax.router, prefix=prefix)
         router.include_router(live_adapters.router, prefix=prefix)
-    router.include_router(management.router, prefix=errors.MANAGEMENT_PREFIX)
+    for part in (management.router, comparison.router):
+        router.include_router(part, prefix=errors.MANAGEMENT_PREFIX)
+    if has_console:
+        router.include_router(console.router)
     router.include_router(openapi.router)
     return tuple(router.routes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -26,6 +27,8 @@ class OwnedVersion:
     version: int
     digest: Digest
     size_bytes: int
+    state: str
+    base_digest: Digest
     is_pinned: bool
     """Whether an operator has pinned this version, rather than another one of the same bytes."""
 
@@ -52,6 +55,8 @@ async def list_owned(
             AdapterVersion.number,
             AdapterVersion.digest,
             AdapterVersion.size_bytes,
+            AdapterVersion.state,
+            AdapterVersion.base_digest,
             OperatorPin.version.is_not(None),
         )
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
@@ -70,12 +75,12 @@ async def list_owned(
         query = query.where(AdapterVersion.id > after)
     async with database.read() as session:
         if digests is None:
-            rows = [_to_owned(*row) for row in (await session.execute(query)).all()]
+            rows = [_to_owned(row) for row in (await session.execute(query)).all()]
         else:
             rows = []
             for start in range(0, len(digests), MAX_DIGESTS_PER_QUERY):
                 some = AdapterVersion.digest.in_(digests[start : start + MAX_DIGESTS_PER_QUERY])
-                rows.extend(_to_owned(*row) for row in (await session.execute(query.where(some))).all())
+                rows.extend(_to_owned(row) for row in (await session.execute(query.where(some))).all())
             rows.sort(key=lambda row: row.id)
     return make_page(rows, limit, lambda row: row.id, lambda row: row)
 
@@ -94,7 +99,17 @@ async def versions_stored_in(session: AsyncSession, digest: Digest, blob: Digest
     return [(TenantId(tenant), name, number) for tenant, name, number in (await session.execute(query)).all()]
 
 
-def _to_owned(
-    ident: str, tenant: str, tenant_name: str, name: str, version: int, digest: str, size: int, is_pinned: bool
-) -> OwnedVersion:
-    return OwnedVersion(ident, TenantId(tenant), tenant_name, name, version, Digest(digest), size, is_pinned)
+def _to_owned(row: Sequence[Any]) -> OwnedVersion:
+    ident, tenant, tenant_name, name, version, digest, size_bytes, state, base_digest, is_pinned = row
+    return OwnedVersion(
+        ident,
+        TenantId(tenant),
+        tenant_name,
+        name,
+        version,
+        Digest(digest),
+        size_bytes,
+        state,
+        Digest(base_digest),
+        is_pinned,
+    )

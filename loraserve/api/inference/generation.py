@@ -327,6 +327,9 @@ class Generation:
         target = self._target
         names, owners = ([], []) if target is None else (target.names(), target.owner_names())
         use = metrics.adapter_load.begin(request.adapter, names, owners)
+        timer, is_failure = None, False
+        if target is not None and request.pooling is None:
+            timer = metrics.activity.begin(request, tenant_name=target.tenant, asked=target.asked)
         recording = None if self._cache is None else self._cache.record(request)
 
         def note(chunk: Chunk) -> Chunk:
@@ -338,6 +341,8 @@ class Generation:
             num_tokens += len(answer.token_ids)
             self.num_tokens += len(answer.token_ids)
             metrics.generation_tokens.inc(len(answer.token_ids))
+            if timer is not None:
+                timer.add(answer)
             if copy is not None:
                 copy.add(answer.token_ids)
             return answer
@@ -375,7 +380,7 @@ class Generation:
             if num_tokens > 1:
                 metrics.tpot_s.observe((time.monotonic() - first_at) / (num_tokens - 1))
         except LoraserveError as error:
-            reason = error.code
+            reason, is_failure = error.code, True
             raise
         except (asyncio.CancelledError, GeneratorExit):
             self.has_engine_work |= not self._is_refused
@@ -385,6 +390,8 @@ class Generation:
             if copy is not None:
                 copy.abandon()
             use.end()
+            if timer is not None and target is not None:
+                timer.end(reason, answered_by=target.answering, is_failure=is_failure)
             if request.pooling is None:
                 metrics.finished.labels(reason).inc()
             else:

@@ -49,6 +49,21 @@ class TargetSelector:
         return self._from is not None
 
     @property
+    def tenant(self) -> str:
+        """Name of the client's tenant."""
+        return self._tenant
+
+    @property
+    def asked(self) -> str:
+        """Name under which the client requested it."""
+        return self._asked or self._base_id
+
+    @property
+    def answering(self) -> str:
+        """Name of what answers: a version, a sum, or the base."""
+        return self._base_id if self.adapter is None else self.label(self.adapter)
+
+    @property
     def candidates(self) -> tuple[AdapterRef | None, ...]:
         """Adapters that may answer, now or later."""
         return (self.adapter,) if self._fallback is None else (self.adapter, self._fallback.adapter)
@@ -100,8 +115,7 @@ class TargetSelector:
         None for the base that was asked for.
         """
         if self._from is not None:
-            answering = self._base_id if self.adapter is None else self.label(self.adapter)
-            told = f"{answering}; fallback-from={self.label(self._from)}; reason={self.reason}"
+            told = f"{self.answering}; fallback-from={self.label(self._from)}; reason={self.reason}"
         elif self.adapter is not None:
             told = self.label(self.adapter)
         else:

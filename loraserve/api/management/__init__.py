@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from loraserve.api.management import (
+    activity,
     adapters,
     admin_keys,
     aliases,
@@ -34,6 +35,7 @@ for part in (
     tenants,
     admin_keys,
     server,
+    activity,
     usage,
 ):
     router.include_router(part.router)

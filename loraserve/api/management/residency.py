@@ -12,8 +12,9 @@ from loraserve.api import scopes
 from loraserve.api.management.payloads.resources import PageResource, Resource
 from loraserve.api.management.payloads.responses import answer
 from loraserve.api.services import services_of
+from loraserve.registry.records import OTHER_BASE
 from loraserve.tenancy.identity.auth import Caller
-from loraserve.types import AdapterResidency, Tier
+from loraserve.types import AdapterResidency, Digest, Tier
 
 if TYPE_CHECKING:
     from loraserve.registry.residency import OwnedVersion
@@ -30,6 +31,8 @@ class ResidencyResource(Resource):
     digest: str
     size_bytes: int
     """Bytes of its files, which are on disk wherever else it is."""
+    state: str
+    """ready; quarantined; other_base (this server serves another base)."""
     tier: Tier
     device_bytes: int
     host_bytes: int
@@ -103,7 +106,7 @@ async def get_residency(
     )
 
     def told(owned: OwnedVersion) -> ResidencyResource:
-        row = _row(owned, by_digest.get(owned.digest))
+        row = _row(owned, by_digest.get(owned.digest), registry.served_base.digest)
         if not caller.is_operator:
             return row.model_copy(update={"last_used_s": registry.last_used.seconds_since(owned.tenant, owned)})
         load = services.metrics.adapter_load
@@ -120,7 +123,7 @@ async def get_residency(
     )
 
 
-def _row(owned: OwnedVersion, one: AdapterResidency | None) -> ResidencyResource:
+def _row(owned: OwnedVersion, one: AdapterResidency | None, served: Digest | None) -> ResidencyResource:
     """Return where the version is.
 
     Counts are by version, which the engine doesn't know: it knows digests alone.
@@ -131,6 +134,7 @@ def _row(owned: OwnedVersion, one: AdapterResidency | None) -> ResidencyResource
         version=owned.version,
         digest=owned.digest,
         size_bytes=owned.size_bytes,
+        state=owned.state if served in (None, owned.base_digest) else OTHER_BASE,
         tier=Tier.DISK if one is None else one.tier,
         device_bytes=0 if one is None else one.device_bytes,
         host_bytes=0 if one is None else one.host_bytes,

@@ -1,7 +1,8 @@
-"""Describe the server: its base model, its limits, and its audit log."""
+"""Describe the server to its caller: who that is, the base model, limits, and the audit log."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -65,6 +66,39 @@ class AuditResource(Resource):
     action: str
     target: str
     detail: dict[str, Any]
+
+
+class WhoamiResource(Resource):
+    """Caller, as the server sees it."""
+
+    tenant: str
+    """Name of the tenant that it acts for; an admin's, unless it names one: default."""
+    key_id: str
+    scopes: list[str]
+    is_admin: bool
+    sees_all: bool
+    """Whether lists that can are of all tenants: an admin that names none."""
+    limits: dict[str, int | float | None]
+    """Limits of the tenant; null: only the server's own bounds."""
+    weight: float
+    has_console: bool
+    """Whether this server has the web console."""
+
+
+@router.get("/whoami", response_model=WhoamiResource)
+async def get_whoami(request: Request, caller: Caller = Depends(_reader)) -> Response:
+    """Return whose key it is, what it may do, and the limits of its tenant."""
+    resource = WhoamiResource(
+        tenant=caller.tenant_name,
+        key_id=caller.key_id,
+        scopes=sorted(caller.scopes),
+        is_admin=caller.is_admin,
+        sees_all=caller.sees_all,
+        limits=asdict(caller.policy.limits),
+        weight=caller.policy.weight,
+        has_console=services_of(request).settings.console,
+    )
+    return answer(request, resource)
 
 
 @router.get("/base", response_model=BaseResource)

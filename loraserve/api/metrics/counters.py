@@ -6,6 +6,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
+from loraserve.api.metrics.activity import Activity
 from loraserve.api.metrics.adapter_load import AdapterLoad
 
 # A creation time beside every counter would double the number of samples.
@@ -83,3 +84,4 @@ class ServerMetrics:
             "loraserve_settings_reloads", "SIGHUPs, by whether the settings were taken over: done, failed.", ["outcome"]
         )
         self.adapter_load = AdapterLoad()
+        self.activity = Activity()

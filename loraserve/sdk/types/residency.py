@@ -16,6 +16,8 @@ class AdapterResidency(Result):
     digest: str
     size_bytes: int
     """Bytes of its files, which are always on disk."""
+    state: str = "ready"
+    """ready, quarantined, or other_base (the server serves another base)."""
     tier: str
     """device, host, disk, or loading."""
     device_bytes: int

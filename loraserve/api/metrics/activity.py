@@ -1,0 +1,174 @@
+"""Each tenant's requests as they run: what its own key may be shown live."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from loraserve.api.metrics.slow_requests import SlowRequest, SlowRequests
+from loraserve.engine_client.messages import GenerateRequest
+from loraserve.engine_client.output import Chunk
+from loraserve.limits import LIMITS, Limits
+from loraserve.types import TenantId
+
+DURATION_BOUNDS_S = tuple(round(0.001 * 1.25**step, 6) for step in range(56))
+"""Upper bounds of the buckets of durations: a percentile read from them is at most 25 % too long.
+
+One more bucket has what is longer than the last.
+"""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one tenant's requests, or of all; they only rise, but for the first two."""
+
+    num_waiting: int = 0
+    """Requests that wait for their first token now."""
+    num_running: int = 0
+    """Requests past their first token that go on now."""
+    num_ended: int = 0
+    num_failed: int = 0
+    """Of those, the requests that ended by an error."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
+    per_token_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
+
+
+class Activity:
+    """Tally the requests of each tenant and of all together, and keep the slowest.
+
+    Requests that no client waits for aren't timed: they come after all others on purpose.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits = LIMITS,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_tenants = limits.max_tallied_tenants
+        self._monotonic = monotonic
+        self._clock = clock
+        self.total = Tally()
+        self.slow = SlowRequests(limits=limits, clock=monotonic)
+        # the last active last; a request holds its own, so that one that is dropped meanwhile is
+        # counted to its end
+        self._tallies: OrderedDict[TenantId, Tally] = OrderedDict()
+
+    def of(self, tenant: TenantId | None) -> Tally:
+        """Return the tenant's tally, or with None that of all."""
+        return self.total if tenant is None else self._tallies.get(tenant) or Tally()
+
+    def begin(self, request: GenerateRequest, *, tenant_name: str, asked: str) -> RequestTimer:
+        """Count a request as waiting; `RequestTimer.end` must follow."""
+        tally = self._tallies.setdefault(request.tenant, Tally())
+        self._tallies.move_to_end(request.tenant)
+        while len(self._tallies) > self._max_tenants:
+            self._tallies.popitem(last=False)
+        slow = None if request.is_background else self.slow
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        return RequestTimer((tally, self.total), request, tenant_name, asked, now, self._monotonic, slow)
+
+
+class RequestTimer:
+    """Times of one request, from its arrival to its end."""
+
+    def __init__(
+        self,
+        tallies: tuple[Tally, ...],
+        request: GenerateRequest,
+        tenant_name: str,
+        asked: str,
+        started_at: datetime,
+        clock: Callable[[], float],
+        slow: SlowRequests | None,
+    ) -> None:
+        self._tallies = tallies
+        self._request = request
+        self._tenant_name = tenant_name
+        self._asked = asked
+        self._started_at = started_at
+        self._clock = clock
+        self._slow = slow
+        self._started_s = clock()
+        self._first: Chunk | None = None
+        self._first_s: float | None = None
+        self._num_tokens = 0
+        self._has_ended = False
+        for tally in tallies:
+            tally.num_waiting += 1
+
+    def add(self, chunk: Chunk) -> None:
+        """Count the next chunk of the answer."""
+        num_tokens = len(chunk.token_ids)
+        self._num_tokens += num_tokens
+        if self._first is None:
+            self._begin(chunk)
+        for tally in self._tallies:
+            tally.completion_tokens += num_tokens
+
+    def _begin(self, chunk: Chunk) -> None:
+        self._first, self._first_s = chunk, self._clock() - self._started_s
+        for tally in self._tallies:
+            tally.num_waiting -= 1
+            tally.num_running += 1
+            tally.prompt_tokens += len(self._request.prompt_token_ids)
+            tally.cached_tokens += chunk.num_cached_tokens
+            if self._slow is not None:
+                tally.first_token_counts[_bucket(self._first_s)] += 1
+
+    def end(self, outcome: str, *, answered_by: str, is_failure: bool) -> None:
+        """Count the request no more; no-op when called again."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        duration_s, first = self._clock() - self._started_s, self._first
+        per_token_s = None
+        if self._first_s is not None and self._num_tokens > 1:
+            per_token_s = (duration_s - self._first_s) / (self._num_tokens - 1)
+        for tally in self._tallies:
+            if first is None:
+                tally.num_waiting -= 1
+            else:
+                tally.num_running -= 1
+            tally.num_ended += 1
+            tally.num_failed += is_failure
+            if self._slow is not None and per_token_s is not None:
+                tally.per_token_counts[_bucket(per_token_s)] += 1
+        if self._slow is None:
+            return
+        self._slow.add(
+            SlowRequest(
+                id=_answer_id(self._request.request_id),
+                tenant=self._request.tenant,
+                tenant_name=self._tenant_name,
+                started_at=self._started_at,
+                asked=self._asked,
+                answered_by=answered_by,
+                outcome=outcome,
+                prompt_tokens=len(self._request.prompt_token_ids),
+                cached_tokens=0 if first is None else first.num_cached_tokens,
+                completion_tokens=self._num_tokens,
+                queue_s=0.0 if first is None else first.queue_s,
+                adapter_s=0.0 if first is None else first.adapter_s,
+                prefill_s=0.0 if first is None else first.prefill_s,
+                first_token_s=self._first_s,
+                duration_s=duration_s,
+            )
+        )
+
+
+def _bucket(seconds: float) -> int:
+    return bisect.bisect_left(DURATION_BOUNDS_S, seconds)
+
+
+def _answer_id(request_id: str) -> str:
+    """Return the answer's id, of which the engine's requests have one number each."""
+    return request_id.removesuffix("-fallback").rpartition("-")[0]
