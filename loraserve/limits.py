@@ -179,8 +179,8 @@ class Limits:
     """Of a term, either way of zero, and of what the weights of one version add up to."""
     # management
     max_page_size: int = 200
-    max_compared_models: int = 9
-    """Models that answer one prompt side by side in one request."""
+    max_compared_requests: int = 9
+    """Requests that are answered side by side in one stream."""
     min_live_interval_s: float = 0.5
     max_live_interval_s: float = 60.0
     max_live_stream_s: float = 900.0

@@ -1,9 +1,9 @@
-"""Answer one prompt by several models side by side, in one stream.
+"""Answer several requests side by side in one stream, such as one prompt for several models.
 
 A browser keeps six connections to a server, so that nine streams over it would wait for each other.
-Each model's answer is a request of its own to the application itself, with the caller's key: it is
-admitted, limited and billed as if the client had sent it. All are in the engine at once, which
-computes them in one batch.
+Each request goes to the application itself, with the caller's key: it is admitted, limited and
+billed as if the client had sent it. All are in the engine at once, which computes them in one
+batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Request
@@ -21,8 +21,8 @@ from starlette.types import Message, Scope
 
 from loraserve.api import scopes
 from loraserve.api.errors import problem
+from loraserve.api.http.connection import CAN_SEND
 from loraserve.api.http.sse import EventStream, named_event
-from loraserve.api.inference.schemas import MAX_MODEL_LENGTH
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.limits import LIMITS
@@ -30,38 +30,40 @@ from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
 
-_SET_HERE = ("model", "stream", "stream_options", "n")
+_SET_HERE = ("stream", "stream_options")
 _COPIED = frozenset({b"authorization", b"x-api-key", b"x-tenant"})
+_SHARED = (scopes.GIVEN_CALLER, scopes.COLLECTED_USAGE, CAN_SEND)
 _SHOWN = ("server-timing", "x-loraserve-adapter", "x-loraserve-ignored", "x-loraserve-cache")
-_QUEUE_SIZE = 64
+_QUEUE_SIZE = 1
+"""Events that wait for the connection: what is in it counts as delivered, and is billed."""
 _DATA, _DONE = b"data: ", b"[DONE]"
-
-Name = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_LENGTH)]
 
 
 class Comparison(Body):
-    """One prompt for several models."""
+    """Requests that are answered side by side."""
 
-    models: list[Name] = Field(min_length=1, max_length=LIMITS.max_compared_models)
     endpoint: Literal["/v1/completions", "/v1/chat/completions"]
-    body: dict[str, Any]
-    """Body of a request to `endpoint`, without `model`, `stream`, `stream_options` and `n`."""
+    requests: list[dict[str, Any]] = Field(min_length=1, max_length=LIMITS.max_compared_requests)
+    """Bodies of requests to `endpoint`, without `stream` and `stream_options`."""
 
 
 @router.post("/compare")
 async def compare(request: Request, caller: Caller = Depends(scopes.require(scopes.INFERENCE))) -> Response:
-    """Answer one prompt by up to nine models side by side, each in a request of its own.
+    """Answer up to nine requests side by side in one stream, such as one prompt for nine models.
 
-    The events of the stream name the model by its index: ``start`` has the status and headers of
+    The events of the stream name the request by its index: ``start`` has the status and headers of
     its answer, ``chunk`` a chunk as `endpoint` streams it, ``error`` an error in OpenAI's form, and
-    ``done`` ends it. ``end`` follows the last. One model's error ends its own answer alone.
+    ``done`` ends it. ``end`` follows the last. An error ends its own answer alone.
     """
     comparison = await read_body(request, Comparison)
-    if given := [name for name in _SET_HERE if name in comparison.body]:
-        raise InvalidRequest(
-            f"body.{given[0]} is set by the comparison.", param=f"body.{given[0]}", hint="Leave it out."
-        )
-    answers = [_ModelAnswer(request, index, model, comparison) for index, model in enumerate(comparison.models)]
+    for index, body in enumerate(comparison.requests):
+        for name in _SET_HERE:
+            if name in body:
+                param = f"requests.{index}.{name}"
+                raise InvalidRequest(f"{param} is set by the comparison.", param=param, hint="Leave it out.")
+    answers = [
+        _ComparedAnswer(request, index, comparison.endpoint, body) for index, body in enumerate(comparison.requests)
+    ]
     running = _Running(answers)
 
     def failure(error: LoraserveError) -> bytes:
@@ -74,7 +76,7 @@ async def compare(request: Request, caller: Caller = Depends(scopes.require(scop
 class _Running:
     """All answers of one comparison, merged as they come."""
 
-    def __init__(self, answers: list[_ModelAnswer]) -> None:
+    def __init__(self, answers: list[_ComparedAnswer]) -> None:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_SIZE)
         self._answers = answers
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,15 +101,15 @@ class _Running:
             await asyncio.wait(self._tasks, timeout=0.05)
 
 
-class _ModelAnswer:
-    """One model's answer: the client, and the connection, of a request to the application."""
+class _ComparedAnswer:
+    """One answer: the client, and the connection, of a request to the application."""
 
-    def __init__(self, request: Request, index: int, model: str, comparison: Comparison) -> None:
+    def __init__(self, request: Request, index: int, endpoint: str, body: Mapping[str, Any]) -> None:
         self._app = request.app
         self._index = index
-        body = {**comparison.body, "model": model, "stream": True, "stream_options": {"include_usage": True}}
-        self._body: bytes | None = json.dumps(body, ensure_ascii=False).encode()
-        self._scope = _scope_of(request, comparison.endpoint, len(self._body))
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        self._body: bytes | None = json.dumps(streamed, ensure_ascii=False).encode()
+        self._scope = _scope_of(request, endpoint, len(self._body))
         self._left = asyncio.Event()
         self._status = 500
         self._is_stream = False
@@ -171,7 +173,7 @@ def _scope_of(request: Request, path: str, num_bytes: int) -> Scope:
     """Return the scope of a request on the same connection, with the same key."""
     outer: Mapping[str, Any] = request.scope
     headers = [(name, value) for name, value in outer["headers"] if name in _COPIED]
-    given = {name: outer[name] for name in (scopes.GIVEN_CALLER, scopes.COLLECTED_USAGE) if name in outer}
+    given = {name: outer[name] for name in _SHARED if name in outer}
     return {
         **given,
         "type": "http",

@@ -44,7 +44,8 @@ _UNREAD_BYTES = 16 * MIB
 _FORBIDDEN_IN_TRAILERS = frozenset({b"connection", b"content-length", b"host", b"transfer-encoding", b"upgrade"})
 """Header fields that decide how and where a message ends (RFC 9110, 6.5.1)."""
 
-_CAN_SEND = "loraserve.can_send"
+CAN_SEND = "loraserve.can_send"
+"""Entry of a request's scope that waits until its connection takes more, for `can_send`."""
 _PIECES = "loraserve.pieces"
 
 
@@ -53,7 +54,7 @@ async def can_send(scope: Scope) -> bool:
 
     What is sent in the same turn of the event loop is handed over.
     """
-    wait = scope.get(_CAN_SEND)
+    wait = scope.get(CAN_SEND)
     return True if wait is None else bool(await wait())
 
 
@@ -375,7 +376,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     def _announce(self, scope: Any) -> None:
         """Let `can_send` and `piece_writer` find this connection by a request's scope."""
-        scope[_CAN_SEND] = self._can_send
+        scope[CAN_SEND] = self._can_send
         scope[_PIECES] = self._piece_writer(scope)
 
     async def _can_send(self) -> bool:
