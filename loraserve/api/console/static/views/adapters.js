@@ -1,2 +1,168 @@
-import { html } from "../lib/html.js";
-export function Adapters() { return html`<h1 id="title" tabindex="-1">Adapters</h1>`; }
+// The tenant's adapters, and the way to upload one.
+import { all } from "../lib/api.js";
+import { bytes, day, number } from "../lib/format.js";
+import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { Chip, Empty, Failure, Heading, Loading, useLoaded } from "../lib/ui.js";
+import { dropped, publish, sorted } from "../lib/upload.js";
+
+const SHOWN = 200;
+
+export function Adapters({ me, tenant }) {
+  const loaded = useLoaded(() => all("/api/v1/adapters", { most: 5000 }), [], 15_000);
+  const [wanted, setWanted] = useState("");
+  const whose = tenant ?? me.tenant;
+  const found = (loaded.value?.items ?? []).filter((one) => matches(one, wanted.trim().toLowerCase()));
+  return html`
+    <${Heading} title="Adapters">
+      The adapters of ${whose}.${me.is_admin && !tenant ? " Choose a tenant on the left to see its own." : ""}
+    <//>
+    <${Upload} onPublished=${() => loaded.reload(true)} />
+    ${loaded.error && html`<${Failure} error=${loaded.error} again=${() => loaded.reload()} />`}
+    ${!loaded.value && !loaded.error && html`<${Loading} what="adapters" />`}
+    ${loaded.value &&
+    html`<section class="card" aria-label="List of adapters">
+      ${loaded.value.items.length === 0
+        ? html`<${Empty} title="No adapters yet">
+            Drop a PEFT folder above, or push one: <code>loraserve adapter push ./my-peft-dir --name support</code>
+          <//>`
+        : html`
+            <label><span class="hidden">Find an adapter by name, note or tag</span>
+              <input type="search" placeholder="Find by name, note or tag" value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} /></label>
+            <div class="scroll" tabindex="0" role="region" aria-label="Adapters">
+              <table>
+                <thead><tr><th scope="col">Adapter</th><th scope="col">Aliases</th><th scope="col" class="num">Versions</th><th scope="col">Notes and tags</th><th scope="col">Changed</th></tr></thead>
+                <tbody>
+                  ${found.slice(0, SHOWN).map((one) => html`<${Row} key=${one.name} one=${one} />`)}
+                </tbody>
+              </table>
+            </div>
+            ${found.length === 0 && html`<p class="muted">No adapter is called so.</p>`}
+            ${found.length > SHOWN && html`<p class="muted">and ${number(found.length - SHOWN)} more: find them by name</p>`}
+          `}
+    </section>`}
+  `;
+}
+
+function matches(one, wanted) {
+  if (!wanted) return true;
+  const tags = Object.entries(one.tags).map(([name, value]) => `${name}=${value}`);
+  return [one.name, one.notes, ...tags].some((text) => text.toLowerCase().includes(wanted));
+}
+
+function Row({ one }) {
+  return html`<tr>
+    <td><a href=${`#/adapters/${encodeURIComponent(one.name)}`}>${one.name}</a></td>
+    <td>${Object.entries(one.aliases).map(
+      ([alias, version]) => html`<${Chip} kind=${alias === "live" ? "good" : "plain"}>${alias} → ${one.splits[alias]?.length ? "split" : version}<//>`,
+    )}</td>
+    <td class="num">${number(one.num_versions)}</td>
+    <td>
+      ${one.notes && html`<span class="small">${one.notes} </span>`}
+      ${Object.entries(one.tags).map(([name, value]) => html`<${Chip}>${name}: ${value}<//>`)}
+      ${one.num_versions_of_another_base > 0 && html`<${Chip} kind="warn">${one.num_versions_of_another_base} of another base<//>`}
+    </td>
+    <td class="small num">${day(one.updated_at)}</td>
+  </tr>`;
+}
+
+const STAGES = {
+  reading: "Reading and hashing the weights",
+  sending: "Sending the weights",
+  waiting: "Interrupted; trying again",
+  verifying: "Checking the files and comparing with the reference",
+};
+
+export function Upload({ name: fixedName, onPublished }) {
+  const [files, setFiles] = useState(null);
+  const [name, setName] = useState(fixedName ?? "");
+  const [isPromoting, setPromoting] = useState(true);
+  const [isOver, setOver] = useState(false);
+  const [progress, setProgress] = useState(null);
+  const [outcome, setOutcome] = useState(null);
+  const [error, setError] = useState(null);
+  const ending = useRef(null);
+  useEffect(() => () => ending.current?.abort(), []);
+
+  const take = (given) => {
+    setOutcome(null);
+    setError(null);
+    try {
+      setFiles(sorted(given));
+    } catch (problem) {
+      setFiles(null);
+      setError(problem);
+    }
+  };
+  const run = async (event) => {
+    event.preventDefault();
+    const abort = new AbortController();
+    ending.current = abort;
+    setError(null);
+    setOutcome(null);
+    try {
+      const all = [files.config, files.weights, ...files.extras.map(([, file]) => file)];
+      const version = await publish(name, all, { isPromoting, tell: setProgress, signal: abort.signal });
+      setOutcome(version);
+      setFiles(null);
+      onPublished?.(version);
+    } catch (problem) {
+      setError(problem.name === "AbortError" ? new Error("Stopped. Drop the same files again to go on.") : problem);
+    } finally {
+      ending.current = null;
+      setProgress(null);
+    }
+  };
+
+  return html`<section class="card" aria-labelledby="upload-title">
+    <h2 id="upload-title">${fixedName ? "Upload a version" : "Upload an adapter"}</h2>
+    <div class=${isOver ? "drop over" : "drop"}
+      onDragOver=${(event) => {
+        event.preventDefault();
+        setOver(true);
+      }}
+      onDragLeave=${() => setOver(false)}
+      onDrop=${async (event) => {
+        event.preventDefault();
+        setOver(false);
+        take(await dropped(event.dataTransfer));
+      }}>
+      <p>Drop a PEFT folder here, or its adapter_config.json and adapter_model.safetensors.</p>
+      <label class="button">
+        <span>Choose the files</span>
+        <input class="hidden" type="file" multiple onChange=${(event) => {
+          take([...event.currentTarget.files]);
+          event.currentTarget.value = "";
+        }} />
+      </label>
+    </div>
+    ${files &&
+    html`<form class="stack" onSubmit=${run}>
+      <p class="num">${files.weights.name}, ${bytes(files.weights.size)}, with ${files.config.name}${files.extras.length ? ` and ${files.extras.map(([, file]) => file.name).join(", ")}` : ""}</p>
+      ${!fixedName &&
+      html`<label><span>Name of the adapter</span>
+        <input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" title="lower-case letters, digits, dots, dashes and underscores" value=${name}
+          onInput=${(event) => setName(event.currentTarget.value)} autocomplete="off" spellcheck="false" /></label>`}
+      <label class="inline"><input type="checkbox" checked=${isPromoting} onChange=${() => setPromoting(!isPromoting)} />
+        <span>Move the alias live to it</span></label>
+      ${progress &&
+      html`<div class="stack">
+        <label><span>${STAGES[progress.stage]} ${progress.stage === "sending" ? `(${bytes(progress.done)} of ${bytes(progress.total)})` : ""}</span>
+          <progress max=${progress.total} value=${progress.stage === "verifying" ? undefined : progress.done}></progress></label>
+      </div>`}
+      <div class="actions">
+        <button type="submit" class="primary" disabled=${progress !== null}>Upload</button>
+        ${progress && html`<button type="button" onClick=${() => ending.current?.abort()}>Stop</button>`}
+      </div>
+    </form>`}
+    <div aria-live="polite">
+      ${outcome &&
+      html`<div class=${`note ${outcome.state === "quarantined" ? "note-bad" : "note-info"}`}>
+        <p>${outcome.state === "quarantined"
+          ? html`Published <strong>${outcome.name}@${outcome.version}</strong>, but its certificate failed: it is in quarantine and isn't served.`
+          : html`Published <a href=${`#/adapters/${encodeURIComponent(outcome.name)}`}>${outcome.name}@${outcome.version}</a>, and verified it.`}</p>
+        ${outcome.warnings.map((warning) => html`<p class="small">Warning: ${warning}.</p>`)}
+      </div>`}
+      ${error && html`<${Failure} error=${error} />`}
+    </div>
+  </section>`;
+}

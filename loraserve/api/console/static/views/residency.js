@@ -1,2 +1,162 @@
-import { html } from "../lib/html.js";
-export function Residency() { return html`<h1 id="title" tabindex="-1">Residency</h1>`; }
+// Every adapter as a tile by its bytes, in the colour of the memory that it is in.
+import { all, api, path } from "../lib/api.js";
+import { Certificate } from "../lib/certificate.js";
+import { ago, bytes, number, percent } from "../lib/format.js";
+import { html, useEffect, useState } from "../lib/html.js";
+import { live } from "../lib/live.js";
+import { useStore } from "../lib/store.js";
+import { Bar, Chip, Dialog, Empty, Failure, Heading, Legend, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
+
+const TIERS = [
+  ["device", "on the device"],
+  ["loading", "loading"],
+  ["host", "in the host's memory"],
+  ["disk", "on disk"],
+  ["quarantined", "quarantined"],
+];
+const SHOWN = 1000;
+
+function kindOf(one) {
+  return one.state === "quarantined" ? "quarantined" : one.tier;
+}
+
+function memoryParts(memory) {
+  const parts = [
+    ["kv-used", "KV in use", memory.kv_used_bytes],
+    ["kv-idle", "KV kept for prefixes", memory.kv_idle_bytes],
+    ["device", "adapters in use", memory.adapters_used_bytes],
+    ["device-idle", "adapters idle", memory.adapters_idle_bytes],
+    ["free", "free", memory.free_bytes],
+  ];
+  return parts.map(([kind, name, value]) => ({ kind, name, value, text: bytes(value) }));
+}
+
+export function Residency({ me, query }) {
+  const loaded = useLoaded(() => all("/api/v1/residency", { most: 5000 }), [], 60_000);
+  // those in memory change; those on disk alone hardly do
+  const resident = useLoaded(() => all("/api/v1/residency?resident=true", { most: 2000 }), [], 3_000);
+  const { now } = useStore(live);
+  const [hidden, setHidden] = useState([]);
+  const [wanted, setWanted] = useState(query.get("find") ?? "");
+  const [open, setOpen] = useState(null);
+  useEffect(() => setWanted(query.get("find") ?? ""), [query.get("find")]);
+  const error = loaded.error ?? resident.error;
+  const memory = now?.engine?.memory ?? resident.value?.first.memory;
+  const rows = merged(loaded.value?.items ?? [], resident.value?.items ?? null);
+  const counts = new Map(TIERS.map(([kind]) => [kind, 0]));
+  for (const one of rows) counts.set(kindOf(one), (counts.get(kindOf(one)) ?? 0) + 1);
+  const text = wanted.trim().toLowerCase();
+  const shown = rows
+    .filter((one) => !hidden.includes(kindOf(one)) && `${one.tenant}/${one.name}@${one.version}`.includes(text))
+    .sort((one, other) => rank(one) - rank(other) || other.size_bytes - one.size_bytes);
+  const largest = Math.max(1, ...shown.map((one) => one.size_bytes));
+  const chosen = open && rows.find((one) => keyOf(one) === open);
+  return html`
+    <${Heading} title="Residency">
+      Where each version's weights are now. ${me.is_admin ? "KV blocks and adapters share one budget of the device's memory." : "You see the weights that your own requests loaded."}
+    <//>
+    ${error && html`<${Failure} error=${error} again=${() => loaded.reload()} />`}
+    ${memory &&
+    html`<section class="card" aria-labelledby="budget-title">
+      <div class="spread"><h2 id="budget-title">Device memory</h2><span class="num">${bytes(memory.budget_bytes)} for KV and adapters</span></div>
+      <${Bar} label="Device memory" parts=${memoryParts(memory)} total=${memory.budget_bytes} />
+      <${Legend} parts=${memoryParts(memory)} />
+      <p class="muted small num">${number(memory.num_device_adapters)} adapters on the device; ${number(memory.num_host_adapters)} in the host's memory, ${bytes(memory.host_adapter_bytes)} of ${bytes(memory.host_budget_bytes)}</p>
+    </section>`}
+    <section class="card" aria-labelledby="map-title">
+      <h2 id="map-title">Adapters</h2>
+      ${!loaded.value && !error && html`<${Loading} what="adapters" />`}
+      ${loaded.value && rows.length === 0 && html`<${Empty} title="No adapters yet"><a href="#/adapters">Upload one</a>, and it appears here.<//>`}
+      ${rows.length > 0 &&
+      html`
+        <div class="row">
+          <label><span class="hidden">Find a version</span>
+            <input type="search" placeholder="Find a version" value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} /></label>
+          ${TIERS.map(([kind, name]) => html`<label class="inline small" key=${kind}>
+            <input type="checkbox" checked=${!hidden.includes(kind)} onChange=${() => setHidden(hidden.includes(kind) ? hidden.filter((one) => one !== kind) : [...hidden, kind])} />
+            <span class="row small"><span class=${`swatch part-${kind}`} aria-hidden="true"></span>${name} <span class="num">${number(counts.get(kind) ?? 0)}</span></span>
+          </label>`)}
+        </div>
+        <ul class="tiles" aria-label="Versions, those nearest to the device first">
+          ${shown.slice(0, SHOWN).map((one) => html`<${Tile} key=${keyOf(one)} one=${one} largest=${largest} onOpen=${() => setOpen(keyOf(one))} />`)}
+        </ul>
+        ${shown.length === 0 && html`<p class="muted">No version is called so in the tiers that are shown.</p>`}
+        ${shown.length > SHOWN && html`<p class="muted">The first ${number(SHOWN)} of ${number(shown.length)}: find others by name.</p>`}
+        ${!loaded.value?.isWhole && html`<p class="muted">There are more than ${number(rows.length)} versions; the map shows these.</p>`}
+      `}
+    </section>
+    ${chosen && html`<${VersionPanel} one=${chosen} me=${me} onClose=${() => setOpen(null)} onChanged=${() => resident.reload(true)} />`}
+  `;
+}
+
+function keyOf(one) {
+  return `${one.tenant}/${one.name}@${one.version}`;
+}
+
+function rank(one) {
+  return TIERS.findIndex(([kind]) => kind === kindOf(one));
+}
+
+// The whole list, with what is in memory now.
+function merged(everything, inMemory) {
+  if (inMemory === null) return everything;
+  const now = new Map(inMemory.map((one) => [keyOf(one), one]));
+  const rows = everything.map((one) => {
+    const row = now.get(keyOf(one));
+    now.delete(keyOf(one));
+    return row ?? (one.tier === "disk" ? one : { ...one, tier: "disk", device_bytes: 0, host_bytes: 0 });
+  });
+  return [...rows, ...now.values()];
+}
+
+function Tile({ one, largest, onOpen }) {
+  const kind = kindOf(one);
+  const side = `${Math.round(24 + 68 * Math.sqrt(one.size_bytes / largest))}px`;
+  const where = TIERS.find(([name]) => name === kind)?.[1] ?? kind;
+  const words = `${one.name}@${one.version} of ${one.tenant}, ${where}, ${bytes(one.size_bytes)}${one.is_pinned ? ", pinned" : ""}`;
+  return html`<li><button type="button" class=${`tile part-${kind}`} style=${{ width: side, height: side }} aria-label=${words} title=${words} onClick=${onOpen}>
+    ${one.is_pinned && html`<span class="pin"></span>`}
+  </button></li>`;
+}
+
+function VersionPanel({ one, me, onClose, onChanged }) {
+  const root = `/api/v1/adapters/${path(one.name)}/versions/${one.version}`;
+  const headers = me.is_admin ? { "X-Tenant": one.tenant } : {};
+  const loaded = useLoaded(() => api.get(root, { headers }), [root, one.tenant]);
+  const [told, setTold] = useState(null);
+  const [act, { isRunning, error }] = useAction(async (action) => {
+    const { is_done: isDone } = await api.post(`${root}/${action}`, undefined, { headers });
+    setTold({ warm: "It is on the device.", pin: "It stays on the device now.", unpin: "It may be evicted again." }[action]);
+    if (!isDone) setTold("The load has begun, and goes on.");
+    onChanged();
+  });
+  const facts = [
+    ["Where", TIERS.find(([kind]) => kind === kindOf(one))?.[1] ?? one.tier],
+    ["On the device", bytes(one.device_bytes)],
+    ["In the host's memory", bytes(one.host_bytes)],
+    ["Files", bytes(one.size_bytes)],
+    ["Data type in memory", one.dtype ?? "–"],
+    ["Precision lost in memory", one.precision_loss === null ? "–" : percent(one.precision_loss, 2)],
+    ["Last used", ago(one.last_used_s)],
+    ...(one.num_pins === null ? [] : [["Requests running", number(one.num_pins)], ["Requests per minute", number(one.uses_per_s * 60, 1)]]),
+  ];
+  return html`<${Dialog} title=${`${one.name}@${one.version}`} onClose=${onClose} isWide>
+    <div class="row">
+      <${Chip}>${one.tenant}<//>
+      ${one.is_pinned && html`<${Chip} kind="accent">pinned<//>`}
+      ${one.state === "quarantined" && html`<${Chip} kind="bad">quarantined<//>`}
+      ${loaded.value?.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}
+    </div>
+    <dl class="facts">${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}</dl>
+    <h3>Certificate</h3>
+    ${loaded.error && html`<${Failure} error=${loaded.error} />`}
+    ${!loaded.value && !loaded.error && html`<${Loading} what="the certificate" />`}
+    ${loaded.value && html`<${Certificate} version=${loaded.value} />`}
+    <div aria-live="polite">${told && html`<${Note}>${told}<//>`}${error && html`<${Failure} error=${error} />`}</div>
+    <div class="actions end">
+      ${(!me.is_admin || me.tenant === one.tenant) && html`<a class="button" href=${`#/adapters/${encodeURIComponent(one.name)}`}>All its versions</a>`}
+      <button type="button" disabled=${isRunning} onClick=${() => act("warm")}>Warm</button>
+      ${me.is_admin && html`<button type="button" disabled=${isRunning} onClick=${() => act(one.is_pinned ? "unpin" : "pin")}>${one.is_pinned ? "Unpin" : "Pin"}</button>`}
+    </div>
+  <//>`;
+}
