@@ -141,7 +141,7 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
       event.preventDefault();
       void act();
     }}>
-      ${!alias && html`<label><span>Name</span><input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" value=${name} autocomplete="off" spellcheck="false"
+      ${!alias && html`<label><span>Name</span><input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" value=${name} autocomplete="off" spellcheck=${false}
         onInput=${(event) => setName(event.currentTarget.value)} /></label>`}
       <p class="muted small">Each request is drawn by these weights and keeps its version; an end user named in "user" stays on one.</p>
       ${parts.map((part, index) => html`<div class="split" key=${index}>

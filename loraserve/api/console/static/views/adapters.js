@@ -141,7 +141,7 @@ export function Upload({ name: fixedName, onPublished }) {
       ${!fixedName &&
       html`<label><span>Name of the adapter</span>
         <input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" title="lower-case letters, digits, dots, dashes and underscores" value=${name}
-          onInput=${(event) => setName(event.currentTarget.value)} autocomplete="off" spellcheck="false" /></label>`}
+          onInput=${(event) => setName(event.currentTarget.value)} autocomplete="off" spellcheck=${false} /></label>`}
       <label class="inline"><input type="checkbox" checked=${isPromoting} onChange=${() => setPromoting(!isPromoting)} />
         <span>Move the alias live to it</span></label>
       ${progress &&

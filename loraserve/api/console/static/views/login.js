@@ -43,7 +43,7 @@ export function Login() {
       ${error && html`<${Failure} error=${error} />`}
       <label>
         <span>API key</span>
-        <input ref=${field} type="password" name="key" autocomplete="off" spellcheck="false" autofocus required
+        <input ref=${field} type="password" name="key" autocomplete="off" spellcheck=${false} autofocus required
           aria-describedby="key-help" />
       </label>
       <p class="muted small" id="key-help">

@@ -206,10 +206,10 @@ function Bench({ base, names, wanted, whose }) {
           </select></label>
         ${settings.format === "schema" &&
         html`<label><span>JSON schema</span>
-          <textarea class="mono" rows="7" spellcheck="false" value=${settings.schema} onInput=${(event) => set({ schema: event.currentTarget.value })}></textarea></label>`}
+          <textarea class="mono" rows="7" spellcheck=${false} value=${settings.schema} onInput=${(event) => set({ schema: event.currentTarget.value })}></textarea></label>`}
         ${settings.format === "regex" &&
         html`<label><span>Regular expression</span>
-          <input class="mono" spellcheck="false" value=${settings.regex} onInput=${(event) => set({ regex: event.currentTarget.value })} /></label>`}
+          <input class="mono" spellcheck=${false} value=${settings.regex} onInput=${(event) => set({ regex: event.currentTarget.value })} /></label>`}
       </form>
       <div class="stack">
         <p class="hidden" role="status" aria-live="polite">${said}</p>

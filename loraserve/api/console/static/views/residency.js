@@ -15,6 +15,7 @@ const TIERS = [
   ["quarantined", "quarantined"],
 ];
 const SHOWN = 1000;
+const NAMED_WIDTH = 60; // pixels of a tile that its name fits on
 
 function kindOf(one) {
   return one.state === "quarantined" ? "quarantined" : one.tier;
@@ -111,11 +112,13 @@ function merged(everything, inMemory) {
 
 function Tile({ one, largest, onOpen }) {
   const kind = kindOf(one);
-  const side = `${Math.round(24 + 68 * Math.sqrt(one.size_bytes / largest))}px`;
+  const width = Math.round(24 + 68 * Math.sqrt(one.size_bytes / largest));
+  const side = `${width}px`;
   const where = TIERS.find(([name]) => name === kind)?.[1] ?? kind;
   const words = `${one.name}@${one.version} of ${one.tenant}, ${where}, ${bytes(one.size_bytes)}${one.is_pinned ? ", pinned" : ""}`;
   return html`<li><button type="button" class=${`tile part-${kind}`} style=${{ width: side, height: side }} aria-label=${words} title=${words} onClick=${onOpen}>
     ${one.is_pinned && html`<span class="pin"></span>`}
+    ${width >= NAMED_WIDTH && html`<span class="name" aria-hidden="true">${one.name}@${one.version}</span>`}
   </button></li>`;
 }
 

@@ -128,7 +128,7 @@ function NewTenant({ onClose, onMade }) {
       event.preventDefault();
       void act();
     }}>
-      <label><span>Name</span><input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" value=${name} autocomplete="off" spellcheck="false" onInput=${(event) => setName(event.currentTarget.value)} /></label>
+      <label><span>Name</span><input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" value=${name} autocomplete="off" spellcheck=${false} onInput=${(event) => setName(event.currentTarget.value)} /></label>
       ${error && html`<${Failure} error=${error} />`}
       <div class="actions end"><button type="button" onClick=${onClose}>Cancel</button><button type="submit" class="primary" disabled=${isRunning}>Make it</button></div>
     </form>

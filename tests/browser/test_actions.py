@@ -1,0 +1,181 @@
+"""What is done in the console: uploads, aliases, tenants and keys."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from server_process import ADMIN_KEY, ServerProcess
+
+from loraserve import Client
+from loraserve.demo.pack import adapter_dirs
+
+from .conftest import Console
+
+pytestmark = pytest.mark.browser
+Open = Callable[..., Console]
+
+DROP = """async ([element, names, contents]) => {
+    const transfer = new DataTransfer();
+    names.forEach((name, at) => {
+        const bytes = Uint8Array.from(atob(contents[at]), letter => letter.charCodeAt(0));
+        transfer.items.add(new File([bytes], name));
+    });
+    const how = {dataTransfer: transfer, bubbles: true, cancelable: true};
+    element.dispatchEvent(new DragEvent('dragover', how));
+    element.dispatchEvent(new DragEvent('drop', how));
+}"""
+
+
+def files_of(name: str) -> list[Path]:
+    return [adapter_dirs()[name] / file for file in ("adapter_config.json", "adapter_model.safetensors")]
+
+
+def drop(page: Any, paths: list[Path]) -> None:
+    contents = [base64.b64encode(path.read_bytes()).decode() for path in paths]
+    element = page.locator(".drop").element_handle()
+    page.evaluate(DROP, [element, [path.name for path in paths], contents])
+
+
+def test_a_dropped_adapter_is_uploaded_and_goes_on_after_an_interruption(
+    open_console: Open, server: ServerProcess, acme: str
+) -> None:
+    key = server.make_tenant("hooli")
+    console = open_console(key)
+    page = console.page
+    console.show("adapters")
+    attempts: list[str] = []
+
+    def interrupt(route: Any) -> None:
+        attempts.append(route.request.headers["content-range"])
+        route.abort() if len(attempts) == 1 else route.continue_()
+
+    page.route(
+        "**/api/v1/uploads/*", lambda route: interrupt(route) if route.request.method == "PATCH" else route.continue_()
+    )
+    drop(page, files_of("pirate"))
+    page.get_by_label("Name of the adapter").fill("dropped")
+    page.get_by_role("button", name="Upload", exact=True).click()
+    page.get_by_text("Interrupted; trying again").wait_for()
+    page.get_by_text("and verified it").wait_for()
+    assert len(attempts) == 2
+    with Client(server.url, api_key=acme) as client:
+        digest = client.adapters.version("pirate", 1).digest
+    with Client(server.url, api_key=key) as client:
+        assert client.adapters.version("dropped", 1).digest == digest
+        assert client.adapters.get("dropped").aliases == {"live": 1}
+    page.get_by_role("link", name="dropped", exact=True).wait_for()
+    # the browser's own word about the aborted request
+    assert all("ERR_FAILED" in fault for fault in console.faults)
+    console.faults.clear()
+
+
+def test_files_that_are_no_adapter_are_refused_in_words(open_console: Open, acme: str, tmp_path: Path) -> None:
+    console = open_console(acme)
+    page = console.page
+    console.show("adapters")
+    pickled = tmp_path / "adapter_model.bin"
+    pickled.write_bytes(b"\x80\x02")
+    chooser = page.locator("input[type=file]")
+    chooser.set_input_files([files_of("sql")[0], pickled])
+    page.get_by_text("adapter_model.bin is a pickle").wait_for()
+    broken = tmp_path / "adapter_model.safetensors"
+    broken.write_bytes(b"no tensors")
+    chooser.set_input_files([files_of("sql")[0], broken])
+    page.get_by_label("Name of the adapter").fill("broken")
+    page.get_by_role("button", name="Upload", exact=True).click()
+    page.get_by_role("alert").wait_for()
+    assert "safetensors" in page.get_by_role("alert").inner_text()
+    assert all("422" in fault or "400" in fault for fault in console.faults)
+    console.faults.clear()
+
+
+def test_an_alias_is_split_by_sliders_and_rolled_back(open_console: Open, server: ServerProcess, acme: str) -> None:
+    console = open_console(acme)
+    page = console.page
+    with Client(server.url, api_key=acme) as client:
+        client.adapters.set_alias("sql", "canary", 1)
+    console.show("adapters/sql")
+    page.get_by_role("button", name="Move or split canary").click()
+    dialog = console.dialog()
+    dialog.get_by_role("button", name="Split with another version").click()
+    dialog.get_by_role("slider", name="Share of version 1").fill("60")
+    dialog.get_by_role("slider", name="Share of version 2").fill("20")
+    assert dialog.locator(".num").all_inner_texts() == ["75 %", "25 %"]
+    dialog.get_by_role("button", name="Save").click()
+    page.get_by_text("version 1: 75 % · version 2: 25 %").wait_for()
+    with Client(server.url, api_key=acme) as client:
+        split = client.adapters.alias("sql", "canary").split
+        assert split is not None and [(part.version, part.weight) for part in split] == [(1, 0.75), (2, 0.25)]
+    page.get_by_role("button", name="Roll back canary").click()
+    console.dialog().get_by_role("button", name="Roll back").click()
+    page.get_by_text("version 1: 100 %").wait_for()
+
+
+def test_an_alias_that_moved_meanwhile_is_not_overwritten(open_console: Open, server: ServerProcess, acme: str) -> None:
+    console = open_console(acme)
+    page = console.page
+    with Client(server.url, api_key=acme) as client:
+        client.adapters.set_alias("sql", "moving", 1)
+        console.show("adapters/sql")
+        page.get_by_role("button", name="Move or split moving").click()
+        client.adapters.set_alias("sql", "moving", 2)
+        console.dialog().get_by_role("button", name="Save").click()
+        console.dialog().get_by_text("moved this alias meanwhile").wait_for()
+        assert client.adapters.alias("sql", "moving").version == 2
+    assert all("412" in fault for fault in console.faults)
+    console.faults.clear()
+
+
+def test_a_version_is_pinned_from_the_map(open_console: Open, server: ServerProcess, acme: str) -> None:
+    console = open_console(ADMIN_KEY)
+    page = console.page
+    console.show("residency")
+    page.get_by_role("button", name="haiku@1 of acme").click()
+    console.dialog().get_by_role("button", name="Pin", exact=True).click()
+    console.dialog().get_by_text("It stays on the device now.").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="haiku@1 of acme, on the device").and_(
+        page.locator("[aria-label$=pinned]")
+    ).wait_for()
+
+
+def test_a_tenant_and_its_key_are_made(open_console: Open, server: ServerProcess) -> None:
+    console = open_console(ADMIN_KEY)
+    page = console.page
+    console.show("tenants", "Tenants")
+    page.get_by_role("button", name="New tenant").click()
+    console.dialog().get_by_label("Name", exact=True).fill("initech")
+    console.dialog().get_by_role("button", name="Make it").click()
+    dialog = console.dialog()
+    dialog.get_by_role("heading", name="Keys").wait_for()
+    dialog.get_by_label("Requests per minute").fill("90")
+    dialog.get_by_role("button", name="Save the limits").click()
+    dialog.get_by_text("Saved.").wait_for()
+    dialog.get_by_label("Name of a new key").fill("robot")
+    dialog.get_by_role("button", name="Make a key").click()
+    key = dialog.locator(".note code").inner_text()
+    who = httpx2.get(f"{server.url}/api/v1/whoami", headers={"Authorization": f"Bearer {key}"}).json()
+    assert (who["tenant"], who["limits"]["requests_per_minute"]) == ("initech", 90)
+
+
+def test_a_key_revoked_while_the_page_is_open_leads_back_to_sign_in(
+    open_console: Open, server: ServerProcess, acme: str
+) -> None:
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    keys = f"{server.url}/api/v1/tenants/acme/keys"
+    made = httpx2.post(keys, json={"name": "short-lived"}, headers=admin).json()
+    console = open_console(made["key"])
+    page = console.page
+    page.locator(".server.good").wait_for()
+    httpx2.delete(f"{keys}/{made['id']}", headers=admin).raise_for_status()
+    page.get_by_text("You were signed out").wait_for()
+    page.get_by_label("API key").wait_for()
+    assert page.evaluate("() => sessionStorage.length") == 0
+    assert "acme" not in page.inner_text("body")
+    assert all("401" in fault for fault in console.faults)
+    console.faults.clear()
