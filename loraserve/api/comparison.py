@@ -67,7 +67,7 @@ async def compare(request: Request, caller: Caller = Depends(scopes.require(scop
     running = _Running(answers)
 
     def failure(error: LoraserveError) -> bytes:
-        return named_event("error", problem(error, request.state.request_id))
+        return named_event("error", {"error": problem(error, request.state.request_id)})
 
     ending = named_event("end", {})
     return EventStream(running.events(), running.close, {}, lambda: None, failure=failure, ending=ending)

@@ -110,7 +110,8 @@ def test_an_alias_is_split_by_sliders_and_rolled_back(open_console: Open, server
     page.get_by_text("version 1: 75 % · version 2: 25 %").wait_for()
     with Client(server.url, api_key=acme) as client:
         split = client.adapters.alias("sql", "canary").split
-        assert split is not None and [(part.version, part.weight) for part in split] == [(1, 0.75), (2, 0.25)]
+        assert split is not None
+        assert [(part.version, part.weight) for part in split] == [(1, 0.75), (2, 0.25)]
     page.get_by_role("button", name="Roll back canary").click()
     console.dialog().get_by_role("button", name="Roll back").click()
     page.get_by_text("version 1: 100 %").wait_for()

@@ -201,6 +201,14 @@ def routes_of(app: FastAPI) -> tuple[Route, ...]:
     )
 
 
+CONSOLE = frozenset({"GET /", "GET /console", "GET /console/", "GET /console/assets/{release}/{file:path}"})
+"""Pages, which are no part of the API."""
+
+
+def api_routes_of(app: FastAPI) -> tuple[Route, ...]:
+    return tuple(route for route in routes_of(app) if str(route) not in CONSOLE)
+
+
 @dataclass(frozen=True)
 class World:
     """acme's things, and keys."""
@@ -293,6 +301,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/v1/tenants/{tenant}/keys": {"json": {"name": "another"}},
     "POST /api/v1/admin-keys": {"json": {"name": "another", "role": "metrics:read"}},
     "POST /api/v1/admin-keys/{admin_key_id}/rotate": {"json": {"overlap_s": 60}},
+    "POST /api/v1/compare": {
+        "json": {"endpoint": "/v1/completions", "requests": [{"model": "{model}", "prompt": "x", "max_tokens": 1}]}
+    },
 }
 """What each route with a body is sent; braces stand for things of the world."""
 WITHOUT_BODY = (

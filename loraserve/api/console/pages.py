@@ -61,7 +61,7 @@ _HINT = {
 }
 
 
-@router.get("/")
+@router.get("/", include_in_schema=False)
 @scopes.open
 async def root(request: Request) -> Response:
     """Send a browser to the console; tell other clients where the API is."""
@@ -71,21 +71,21 @@ async def root(request: Request) -> Response:
     return JSONResponse(_HINT, headers=headers)
 
 
-@router.get("/console")
+@router.get("/console", include_in_schema=False)
 @scopes.open
 async def console() -> Response:
     """Send the browser to the console's page."""
     return RedirectResponse(PATH, 308)
 
 
-@router.get("/console/")
+@router.get("/console/", include_in_schema=False)
 @scopes.open
 async def page(request: Request) -> Response:
     """Return the console's page, which is asked for anew at each visit."""
     return _answer(request, INDEX, _files()[INDEX], "no-cache")
 
 
-@router.get("/console/assets/{release}/{file:path}")
+@router.get("/console/assets/{release}/{file:path}", include_in_schema=False)
 @scopes.open
 async def asset(release: str, file: str, request: Request) -> Response:
     """Return a file of the console; a browser never asks for it again."""

@@ -129,7 +129,7 @@ async def get_live(
         return answer(request, _figures(services, caller))
 
     def failure(error: LoraserveError) -> bytes:
-        return named_event("error", problem(error, request.state.request_id))
+        return named_event("error", {"error": problem(error, request.state.request_id)})
 
     async def close() -> None: ...
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from loraserve.adapters.extra_files import FILE_NAMES
 from loraserve.api.anthropic.body import MessageBody, MessageTokensBody
+from loraserve.api.comparison import Comparison
 from loraserve.api.inference.schemas import (
     ChatBody,
     CompletionBody,
@@ -59,6 +60,7 @@ _NAMED_EVENTS: Schema = {
     "type": "string",
     "description": "`event: NAME` and `data: {…}` lines.",
 }
+_COMPARED: Schema = {"description": "`event: NAME` and `data: {…}` lines; `index` says of which request."}
 _TOKENIZER_INFO: Schema = {
     "type": "object",
     "properties": {"tokenizer_class": {"type": "string"}, "chat_template": {"type": "string"}},
@@ -135,6 +137,7 @@ BODIES: Mapping[str, Content] = {
     "POST /api/v1/tenants/{tenant}/keys": {JSON: KeyCreate},
     "POST /api/v1/admin-keys": {JSON: AdminKeyCreate},
     "POST /api/v1/admin-keys/{admin_key_id}/rotate": {JSON: AdminKeyRotation},
+    "POST /api/v1/compare": {JSON: Comparison},
 }
 """Bodies by method and path; routes under /t/{tenant} have the same."""
 
@@ -179,10 +182,14 @@ ANSWERS: Mapping[str, Content] = {
     "GET /v1/files/{file_id}/content": {JSONL: _BINARY},
     "GET /tokenizer_info": {JSON: _TOKENIZER_INFO},
     "GET /api/v1/adapters/{name}/versions/{number}/files/{file}": {JSON: {"type": "object"}, BYTES: _BINARY},
+    "POST /api/v1/compare": {EVENTS: _COMPARED},
 }
 """Answers that the routes' signatures don't declare."""
 
-MORE_FORMS: Mapping[str, Content] = {"GET /api/v1/usage": {CSV: {"type": "string"}}}
+MORE_FORMS: Mapping[str, Content] = {
+    "GET /api/v1/usage": {CSV: {"type": "string"}},
+    "GET /api/v1/live": {EVENTS: _NAMED_EVENTS},
+}
 """Media types beside the JSON in the signature."""
 
 MORE_STATUSES: Mapping[str, tuple[int, ...]] = {

@@ -104,6 +104,7 @@ async def world(
         "key_id": made["id"],
         "admin_key_id": other["id"],
         "sha256": sha256,
+        "release": "0123456789abcdef",
     }
     return World(things, keys)
 

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from whole_app import ADMIN_KEY, OPERATORS, World, bearer, routes_of, send
+from whole_app import ADMIN_KEY, OPERATORS, World, api_routes_of, bearer, send
 
 from loraserve.api.openapi.document import describe
 
@@ -157,7 +157,7 @@ async def test_requests_that_succeed_are_answered_as_described(
     schema = schemathesis.openapi.from_dict(describe(app))
     described = {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
     refused = {}
-    for route in sorted(routes_of(app), key=lambda route: (route.method == "DELETE", route.path.count("/") < 6)):
+    for route in sorted(api_routes_of(app), key=lambda route: (route.method == "DELETE", route.path.count("/") < 6)):
         things = world.things | {"tenant": "acme" if route.path.startswith("/t/") else "hooli"}
         key = ADMIN_KEY if route.scope in OPERATORS else world.keys["acme"]
         headers = {"x-tenant": "acme"} if key == ADMIN_KEY else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 from fastapi import FastAPI
-from whole_app import ADMIN_KEY, OPERATORS, ROLES, SCOPES, World, bearer, filled, routes_of, send
+from whole_app import ADMIN_KEY, CONSOLE, OPERATORS, ROLES, SCOPES, World, bearer, filled, routes_of, send
 
 OPEN = {"GET /livez", "GET /readyz", "GET /health", "GET /ping", "POST /ping"}
 
@@ -19,8 +19,8 @@ async def statuses(client: httpx2.AsyncClient, app: FastAPI, world: World, heade
     }
 
 
-def test_no_route_is_open_but_the_probes(app: FastAPI) -> None:
-    assert {str(route) for route in routes_of(app) if route.scope == "open"} == OPEN
+def test_no_route_is_open_but_the_probes_and_the_console(app: FastAPI) -> None:
+    assert {str(route) for route in routes_of(app) if route.scope == "open"} == OPEN | CONSOLE
 
 
 async def test_probes_answer_without_a_key(client: httpx2.AsyncClient, app: FastAPI) -> None:

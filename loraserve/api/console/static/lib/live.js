@@ -88,7 +88,7 @@ async function keepFollowing(signal) {
       const stream = events("GET", `/api/v1/live?interval_s=${INTERVAL_S}`, { signal });
       for await (const { name, data } of stream) {
         if (signal.aborted) return;
-        if (name === "error" && data.status === 401) {
+        if (name === "error" && data.error.status === 401) {
           signOut(REVOKED);
           return;
         }

@@ -131,7 +131,7 @@ function Bench({ base, names, wanted, whose }) {
             ...(choice?.finish_reason && { reason: choice.finish_reason }),
           });
         } else if (name === "error") {
-          if (index === undefined) throw new Error(data.detail ?? "The comparison failed.");
+          if (index === undefined) throw new Error(data.error?.detail ?? "The comparison failed.");
           update(index, { state: "failed", error: data.error?.message ?? `The server answered with ${data.status}.` });
         } else if (name === "done") {
           const one = current[index];
