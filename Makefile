@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo formats test clients check bench gpu format sdk clean
+.PHONY: demo formats test clients browser screenshots check bench gpu format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
@@ -17,6 +17,8 @@ help:
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
 	@echo "make clients          other projects' clients against the server, each in an environment of its own (ARGS='-k node' to choose)"
+	@echo "make browser          the web console in Debian's Chromium (ARGS='-k playground' to choose)"
+	@echo "make screenshots      the console's pictures in docs/images, from a server of its own"
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
@@ -71,6 +73,23 @@ clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	@touch $@
 
+# The console in a real browser: Debian's Chromium, Playwright, and axe in a folder of its own.
+$(VENV)/.installed-browser: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
+	@touch $(VENV)/.installed-dev $(VENV)/.installed $@
+.browser/.installed: tests/browser/package.json tests/browser/package-lock.json
+	@mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --no-audit --no-fund --loglevel error
+	@command -v chromium >/dev/null || { sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+		DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -y -qq chromium >/dev/null; }
+	@touch $@
+browser: export OMP_NUM_THREADS = 1
+browser: $(VENV)/.installed-browser .browser/.installed
+	$(BIN)/python -P -m pytest -m browser tests/browser $(ARGS)
+screenshots: $(VENV)/.installed-browser .browser/.installed
+	$(BIN)/python -P tools/console_screenshots.py
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -95,4 +114,4 @@ gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON) -P benchmarks/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models .peers
+	rm -rf $(VENV) .clients .browser .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models .peers

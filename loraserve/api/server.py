@@ -18,6 +18,7 @@ import uvloop
 from adapters_store import open_store
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
+from loraserve.api.console.pages import PATH
 from loraserve.api.http.listener import connection_class, open_listener, raise_file_limit
 from loraserve.api.http.tls import TlsFiles
 from loraserve.api.logs import configure_logging
@@ -301,10 +302,11 @@ class _Lifetime:
     async def _start_engine(self) -> None:
         host, port, *_ = self.listener.getsockname()
         url = f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
-        logger.info("listening", url=url)
+        pages = {"console": f"{url}{PATH}"} if self.services.settings.console else {}
+        logger.info("listening", url=url, **pages)
         await self.services.engine.start()
         base = self.services.engine.base
-        logger.info("ready", url=url, base=base.id, max_model_len=base.max_model_len)
+        logger.info("ready", url=url, base=base.id, max_model_len=base.max_model_len, **pages)
 
     async def _drain(self, number: signal.Signals) -> None:
         """Not ready; then no new work; then what runs has the grace period.

@@ -169,6 +169,7 @@ def _show_snippets(access: Access, console: Console) -> None:
         "",
         f"URL  {access.url}",
         f"Key  {access.api_key}",
+        f"Console  {access.url}/console/  (sign in with the key)",
         "",
         "curl:",
         "",

@@ -26,7 +26,7 @@ function options(series, width, format, minutes) {
       y: { range: (_, __, most) => [0, most > 0 ? most * 1.15 : 1] },
     },
     axes: [
-      { ...axis, space: 70, size: 26, values: "{HH}:{mm}" },
+      { ...axis, space: 52, size: 26, values: "{HH}:{mm}" },
       { ...axis, size: 62, space: 34, values: (_, values) => values.map((value) => format(value)) },
     ],
     series: [

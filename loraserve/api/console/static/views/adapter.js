@@ -54,11 +54,11 @@ export function Adapter({ rest }) {
           <thead><tr><th scope="col">Version</th><th scope="col">State</th><th scope="col" class="num">Rank</th><th scope="col" class="num">Size</th><th scope="col">Published</th><th scope="col"><span class="hidden">Details</span></th></tr></thead>
           <tbody>
             ${versions.map((version) => html`<tr key=${version.version}>
-              <td class="num">${version.version} ${version.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}</td>
+              <td class="figures">${version.version} ${version.aliases.map((alias) => html`<${Chip} kind="good">${alias}<//>`)}</td>
               <td><${VersionState} version=${version} /></td>
               <td class="num">${number(version.rank)}</td>
               <td class="num">${bytes(version.size_bytes)}</td>
-              <td class="small num">${day(version.created_at)}</td>
+              <td class="small figures">${day(version.created_at)}</td>
               <td><button type="button" class="small" onClick=${() => setDialog({ kind: "version", version })}>
                 Certificate<span class="hidden"> of version ${version.version}</span></button></td>
             </tr>`)}
@@ -254,7 +254,7 @@ function ShadowDialog({ alias, root, onClose }) {
       <div class="scroll" tabindex="0" role="region" aria-label="Hours">
         <table>
           <thead><tr><th scope="col">Hour</th><th scope="col">Versions</th><th scope="col" class="num">Requests</th><th scope="col" class="num">Equal</th><th scope="col" class="num">Agreed tokens</th></tr></thead>
-          <tbody>${hours.map((hour) => html`<tr><td class="num">${day(hour.hour)}</td><td class="num">${hour.version} and ${hour.shadow_version}</td><td class="num">${number(hour.num_requests)}</td><td class="num">${number(hour.num_equal)}</td><td class="num">${hour.num_tokens ? percent(hour.num_agreed_tokens / hour.num_tokens, 1) : "–"}</td></tr>`)}</tbody>
+          <tbody>${hours.map((hour) => html`<tr><td class="figures">${day(hour.hour)}</td><td class="figures">${hour.version} and ${hour.shadow_version}</td><td class="num">${number(hour.num_requests)}</td><td class="num">${number(hour.num_equal)}</td><td class="num">${hour.num_tokens ? percent(hour.num_agreed_tokens / hour.num_tokens, 1) : "–"}</td></tr>`)}</tbody>
         </table>
       </div>`}
   <//>`;

@@ -61,7 +61,7 @@ function Row({ one }) {
       ${Object.entries(one.tags).map(([name, value]) => html`<${Chip}>${name}: ${value}<//>`)}
       ${one.num_versions_of_another_base > 0 && html`<${Chip} kind="warn">${one.num_versions_of_another_base} of another base<//>`}
     </td>
-    <td class="small num">${day(one.updated_at)}</td>
+    <td class="small figures">${day(one.updated_at)}</td>
   </tr>`;
 }
 

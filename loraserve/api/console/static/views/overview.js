@@ -42,10 +42,10 @@ export function Overview({ me, tenant }) {
     ${state === "away" && html`<${Note} kind="warn">The server can't be reached; these are its last figures.<//>`}
     ${!now.is_ready && html`<${Note} kind="warn">The server isn't ready: ${now.status ?? "the engine is starting"}<//>`}
     <section class="stats" aria-label="Now">
-      <${Stat} title="Tokens per second" value=${short(last.tokens ?? null)}>
+      <${Stat} title="Tokens / second" value=${short(last.tokens ?? null)}>
         ${number(now.completion_tokens)} since the start
       <//>
-      <${Stat} title="Requests per minute" value=${short(last.perMinute ?? null)}>
+      <${Stat} title="Requests / minute" value=${short(last.perMinute ?? null)}>
         ${number(now.num_ended)} ended, ${number(now.num_failed)} failed
       <//>
       <${Stat} title="Time to first token" value=${seconds(last.first_p50 ?? null)} unit="p50" href="#/slow">
@@ -59,7 +59,7 @@ export function Overview({ me, tenant }) {
       <//>
       ${engine &&
       html`<${Stat} title="KV in use" value=${percent(kvShare(engine))} href="#/residency">
-        ${bytes(engine.memory.kv_used_bytes)} of the ${bytes(engine.memory.budget_bytes)} shared with adapters
+        ${bytes(engine.memory.kv_used_bytes)} of ${bytes(engine.memory.budget_bytes)}, shared with adapters
       <//>`}
     </section>
     <section class="charts" aria-label="The last minutes">

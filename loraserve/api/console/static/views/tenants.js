@@ -192,7 +192,7 @@ function Keys({ keys, root, onChanged }) {
     <div class="scroll" tabindex="0" role="region" aria-label="Keys"><table>
       <thead><tr><th scope="col">Name</th><th scope="col">Begins with</th><th scope="col">Scopes</th><th scope="col">Made</th><th scope="col">State</th></tr></thead>
       <tbody>${keys.map((key) => html`<tr key=${key.id}>
-        <td>${key.name}</td><td class="mono">${key.prefix}…</td><td class="small">${key.scopes.join(", ")}</td><td class="small num">${day(key.created_at)}</td>
+        <td>${key.name}</td><td class="mono">${key.prefix}…</td><td class="small">${key.scopes.join(", ")}</td><td class="small figures">${day(key.created_at)}</td>
         <td>${key.revoked_at ? html`<${Chip}>revoked<//>` : html`<button type="button" class="small" onClick=${() => setRevoking(key)}>Revoke<span class="hidden"> ${key.name}</span></button>`}</td>
       </tr>`)}</tbody>
     </table></div>
