@@ -82,6 +82,17 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: frozenset[str]) -> 
     assert expected <= names
 
 
+def test_wheel_holds_the_consoles_files_and_installed_they_are_found(wheel: Path, names: frozenset[str]) -> None:
+    static = ROOT / "loraserve" / "api" / "console" / "static"
+    expected = {path.relative_to(ROOT).as_posix() for path in static.rglob("*") if path.is_file()}
+    assert len(expected) > 20
+    assert expected <= names
+    code = "from loraserve.api.console.pages import STATIC; print(STATIC, len([*STATIC.rglob('*.js')]))"
+    folder, count = run_installed(wheel, code).split()
+    assert folder.startswith(str(wheel.parent))
+    assert int(count) == len([*static.rglob("*.js")])
+
+
 def test_installed_wheel_finds_its_migrations(wheel: Path) -> None:
     code = "from loraserve.db import migrate; import loraserve; print(migrate.head(), loraserve.__file__)"
     head, file = run_installed(wheel, code).split()

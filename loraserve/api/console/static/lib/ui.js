@@ -45,30 +45,41 @@ export function Chip({ kind = "plain", title, children }) {
   return html`<span class=${`chip chip-${kind}`} title=${title}>${children}</span>`;
 }
 
-// What `load` returns, loaded now, again on `reload`, and every `everyMs` while the page is seen.
+// What `load` returns, loaded now, again on `reload`, and every `everyMs` while the page is seen;
+// `everyMs` may be a function of the value, so that what is costly is asked for less often.
 export function useLoaded(load, inputs, everyMs = 0) {
   const [state, setState] = useState({ value: null, error: null, isLoading: true });
   const latest = useRef(0);
+  const value = useRef(null);
   const reload = useCallback(async (isQuiet = false) => {
     const number = (latest.current += 1);
     if (!isQuiet) setState((before) => ({ ...before, isLoading: true }));
     try {
-      const value = await load();
-      if (number === latest.current) setState({ value, error: null, isLoading: false });
+      const loaded = await load();
+      if (number !== latest.current) return;
+      value.current = loaded;
+      setState({ value: loaded, error: null, isLoading: false });
     } catch (error) {
       if (number === latest.current) setState((before) => ({ ...before, error, isLoading: false }));
     }
   }, inputs);
   useEffect(() => {
+    let timer = null;
+    const again = () => {
+      const pause = typeof everyMs === "function" ? everyMs(value.current) : everyMs;
+      if (!pause) return;
+      timer = setTimeout(async () => {
+        if (document.visibilityState === "visible") await reload(true);
+        if (timer !== null) again();
+      }, pause);
+    };
     setState({ value: null, error: null, isLoading: true });
     void reload();
-    if (!everyMs) return () => (latest.current += 1);
-    const timer = setInterval(() => {
-      if (document.visibilityState === "visible") void reload(true);
-    }, everyMs);
+    again();
     return () => {
+      clearTimeout(timer);
+      timer = null;
       latest.current += 1;
-      clearInterval(timer);
     };
   }, inputs);
   return { ...state, reload };

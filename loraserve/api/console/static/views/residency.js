@@ -34,8 +34,12 @@ function memoryParts(memory) {
 
 export function Residency({ me, query }) {
   const loaded = useLoaded(() => all("/api/v1/residency", { most: 5000 }), [], 60_000);
-  // those in memory change; those on disk alone hardly do
-  const resident = useLoaded(() => all("/api/v1/residency?resident=true", { most: 2000 }), [], 3_000);
+  // those in memory change; those on disk alone hardly do. A page of 200 rows each 3 s, at most.
+  const resident = useLoaded(
+    () => all("/api/v1/residency?resident=true", { most: 2000 }),
+    [],
+    (value) => 3_000 * Math.max(1, Math.ceil((value?.items.length ?? 0) / 200)),
+  );
   const { now } = useStore(live);
   const [hidden, setHidden] = useState([]);
   const [wanted, setWanted] = useState(query.get("find") ?? "");
