@@ -190,7 +190,7 @@ class Limits:
     begin again with their next request.
     """
     slow_requests_s: float = 3600.0
-    """How long the slowest requests are kept."""
+    """Seconds for which the slowest requests are kept."""
     max_slow_requests_per_minute: int = 8
     """Slowest requests of each tenant and minute that are kept."""
     max_slow_request_minutes: int = 2048

@@ -74,7 +74,7 @@ async def compare(request: Request, caller: Caller = Depends(scopes.require(scop
 
 
 class _Running:
-    """All answers of one comparison, merged as they come."""
+    """Merged answers of one comparison, in the order in which their events come."""
 
     def __init__(self, answers: list[_ComparedAnswer]) -> None:
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_SIZE)
@@ -102,7 +102,7 @@ class _Running:
 
 
 class _ComparedAnswer:
-    """One answer: the client, and the connection, of a request to the application."""
+    """Answer to a request to the application itself, of which it is client and connection."""
 
     def __init__(self, request: Request, index: int, endpoint: str, body: Mapping[str, Any]) -> None:
         self._app = request.app

@@ -60,7 +60,7 @@ class LiveResource(Resource):
     at: datetime
     is_ready: bool
     status: str | None
-    """What is waited for, or why nothing is computed; null: nothing to say."""
+    """Reason why nothing is computed, or the thing that is waited for; null: none."""
     num_waiting: int
     """Requests before their first token."""
     num_running: int

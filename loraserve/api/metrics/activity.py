@@ -1,4 +1,4 @@
-"""Each tenant's requests as they run: what its own key may be shown live."""
+"""Counts of each tenant's requests as they run, which its own key may be shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ One more bucket has what is longer than the last.
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """Counts of one tenant's requests, or of all; they only rise, but for the first two."""
 
     num_waiting: int = 0
@@ -32,7 +32,7 @@ class Tally:
     """Requests past their first token that go on now."""
     num_ended: int = 0
     num_failed: int = 0
-    """Of those, the requests that ended by an error."""
+    """Number of them that ended by an error."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -41,7 +41,7 @@ class Tally:
 
 
 class Activity:
-    """Tally the requests of each tenant and of all together, and keep the slowest.
+    """RequestTally the requests of each tenant and of all together, and keep the slowest.
 
     Requests that no client waits for aren't timed: they come after all others on purpose.
     """
@@ -56,19 +56,19 @@ class Activity:
         self._max_tenants = limits.max_tallied_tenants
         self._monotonic = monotonic
         self._clock = clock
-        self.total = Tally()
+        self.total = RequestTally()
         self.slow = SlowRequests(limits=limits, clock=monotonic)
         # the last active last; a request holds its own, so that one that is dropped meanwhile is
         # counted to its end
-        self._tallies: OrderedDict[TenantId, Tally] = OrderedDict()
+        self._tallies: OrderedDict[TenantId, RequestTally] = OrderedDict()
 
-    def of(self, tenant: TenantId | None) -> Tally:
+    def of(self, tenant: TenantId | None) -> RequestTally:
         """Return the tenant's tally, or with None that of all."""
-        return self.total if tenant is None else self._tallies.get(tenant) or Tally()
+        return self.total if tenant is None else self._tallies.get(tenant) or RequestTally()
 
     def begin(self, request: GenerateRequest, *, tenant_name: str, asked: str) -> RequestTimer:
         """Count a request as waiting; `RequestTimer.end` must follow."""
-        tally = self._tallies.setdefault(request.tenant, Tally())
+        tally = self._tallies.setdefault(request.tenant, RequestTally())
         self._tallies.move_to_end(request.tenant)
         while len(self._tallies) > self._max_tenants:
             self._tallies.popitem(last=False)
@@ -82,7 +82,7 @@ class RequestTimer:
 
     def __init__(
         self,
-        tallies: tuple[Tally, ...],
+        tallies: tuple[RequestTally, ...],
         request: GenerateRequest,
         tenant_name: str,
         asked: str,

@@ -15,13 +15,13 @@ from loraserve.types import TenantId
 
 FIRST_TOKEN, DURATION = "first_token", "duration"
 ORDERS = (DURATION, FIRST_TOKEN)
-"""What requests can be compared by."""
+"""Orders that requests can be compared by."""
 _MINUTE_S = 60
 
 
 @dataclass(frozen=True, slots=True)
 class SlowRequest:
-    """One choice of a request that has ended."""
+    """Ended choice of a request."""
 
     id: str
     """Id of the answer, as its body has it."""
