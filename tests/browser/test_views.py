@@ -139,6 +139,8 @@ def test_words_of_others_are_shown_as_text(open_console: Open, acme: str) -> Non
     # as a part of the address too
     page.goto(f"{console.url}/console/#/adapters/{HOSTILE}")
     page.get_by_role("heading", level=1, name="<script>").wait_for()
+    page.get_by_role("alert").wait_for()
+    page.wait_for_timeout(500)
     assert page.evaluate("() => window.wasRun") is None
     assert page.locator("main script, main img").count() == 0
     assert all("404" in fault or "400" in fault for fault in console.faults)

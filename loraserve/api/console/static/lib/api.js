@@ -43,7 +43,7 @@ export async function send(method, url, { json, body, headers, signal, as } = {}
   try {
     answer = await fetch(url, init);
   } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (signal?.aborted) throw error;
     throw new Unreachable();
   }
   if (answer.ok) return answer;
@@ -92,7 +92,7 @@ export async function* events(method, url, { json, signal, headers } = {}) {
       try {
         piece = await reader.read();
       } catch (error) {
-        if (error.name === "AbortError") throw error;
+        if (signal?.aborted) throw error;
         throw new Unreachable();
       }
       if (piece.done) return;

@@ -106,7 +106,7 @@ export function Upload({ name: fixedName, onPublished }) {
       setFiles(null);
       onPublished?.(version);
     } catch (problem) {
-      setError(problem.name === "AbortError" ? new Error("Stopped. Drop the same files again to go on.") : problem);
+      setError(abort.signal.aborted ? new Error("Stopped. Drop the same files again to go on.") : problem);
     } finally {
       ending.current = null;
       setProgress(null);

@@ -142,7 +142,7 @@ function Bench({ base, names, wanted, whose }) {
       }
       if (!isWhole) throw new Error("The stream ended before all answers did.");
     } catch (problem) {
-      const isStopped = problem.name === "AbortError";
+      const isStopped = abort.signal.aborted;
       if (!isStopped) setError(problem);
       current = current.map((one) =>
         one.state === "waiting" || one.state === "streaming"
@@ -180,9 +180,9 @@ function Bench({ base, names, wanted, whose }) {
             }}></textarea>
         </label>
         <div class="actions">
-          ${isRunning
-            ? html`<button type="button" onClick=${() => ending.current?.abort()}>Stop</button>`
-            : html`<button type="submit" class="primary">Ask ${models.length === 1 ? "one model" : `${models.length} models`}</button>`}
+          ${/* two buttons: one that became the other would submit the form by the click that stops */ isRunning
+            ? html`<button key="stop" type="button" onClick=${() => ending.current?.abort()}>Stop</button>`
+            : html`<button key="ask" type="submit" class="primary">Ask ${models.length === 1 ? "one model" : `${models.length} models`}</button>`}
           ${settings.mode === "chat" && answers.length > 0 && !isRunning &&
           html`<button type="button" onClick=${() => setAnswers([])}>New conversation</button>`}
           <span class="muted small">or Ctrl + Enter</span>
