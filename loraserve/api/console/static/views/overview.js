@@ -16,10 +16,10 @@ function quantiles(prefix) {
   return QUANTILES.map((one) => ({ ...one, field: `${prefix}_${one.field}` }));
 }
 
-function Stat({ title, value, unit, children, href }) {
+function Stat({ title, value, children, href }) {
   return html`<div class="card stat">
     <p class="card-title">${href ? html`<a href=${href}>${title}</a>` : title}</p>
-    <p class="figure num">${value}${unit && html`<span class="unit"> ${unit}</span>`}</p>
+    <p class="figure num">${value}</p>
     <p class="muted small num">${children}</p>
   </div>`;
 }
@@ -42,16 +42,16 @@ export function Overview({ me, tenant }) {
     ${state === "away" && html`<${Note} kind="warn">The server can't be reached; these are its last figures.<//>`}
     ${!now.is_ready && html`<${Note} kind="warn">The server isn't ready: ${now.status ?? "the engine is starting"}<//>`}
     <section class="stats" aria-label="Now">
-      <${Stat} title="Tokens / second" value=${short(last.tokens ?? null)}>
+      <${Stat} title="Tokens / s" value=${short(last.tokens ?? null)}>
         ${number(now.completion_tokens)} since the start
       <//>
-      <${Stat} title="Requests / minute" value=${short(last.perMinute ?? null)}>
+      <${Stat} title="Requests / min" value=${short(last.perMinute ?? null)}>
         ${number(now.num_ended)} ended, ${number(now.num_failed)} failed
       <//>
-      <${Stat} title="Time to first token" value=${seconds(last.first_p50 ?? null)} unit="p50" href="#/slow">
+      <${Stat} title="First token, p50" value=${seconds(last.first_p50 ?? null)} href="#/slow">
         p95 ${seconds(last.first_p95)} · p99 ${seconds(last.first_p99)}
       <//>
-      <${Stat} title="Time per token" value=${seconds(last.token_p50 ?? null)} unit="p50">
+      <${Stat} title="Per token, p50" value=${seconds(last.token_p50 ?? null)}>
         p95 ${seconds(last.token_p95)} · p99 ${seconds(last.token_p99)}
       <//>
       <${Stat} title="In the queue" value=${number(now.num_waiting)}>
