@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from loraserve.api.services import Services
 from loraserve.errors import AdapterNumerics
 from loraserve.limits import LIMITS
 
@@ -62,6 +63,17 @@ async def test_all_are_in_the_engine_at_once(client: httpx2.AsyncClient, engine:
     asking = asyncio.create_task(client.post(PATH, json=compared(*["sql"] * LIMITS.max_compared_requests)))
     await until(lambda: len(engine.live) == LIMITS.max_compared_requests)
     assert (await asking).status_code == 200
+
+
+async def test_all_are_billed_as_if_they_had_come_alone(client: httpx2.AsyncClient, services: Services) -> None:
+    meter = services.usage
+    assert meter is not None
+    await client.post(PATH, json=compared("sql", "sql", "nothing"))
+    await until(lambda: meter.recorded.completion_tokens == 12)
+    await client.post("/v1/completions", json={"model": "sql", **BODY})
+    await until(lambda: meter.recorded.completion_tokens == 18)
+    assert meter.recorded.prompt_tokens % 3 == 0
+    assert meter.recorded.undelivered_tokens == 0
 
 
 async def test_a_chat_is_compared_too(client: httpx2.AsyncClient) -> None:
