@@ -172,7 +172,7 @@ def _figures(services: Services, caller: Caller) -> LiveResource:
         bounds_s=list(DURATION_BOUNDS_S),
         first_token_counts=tally.first_token_counts,
         per_token_counts=tally.per_token_counts,
-        engine=_engine_figures(services) if caller.is_admin else None,
+        engine=_engine_figures(services) if caller.is_operator else None,
     )
 
 

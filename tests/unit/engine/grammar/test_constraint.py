@@ -344,7 +344,8 @@ def test_masks_computed_together_are_those_computed_alone(begin, threads, betwee
         threads.wait(alone, 10)
         between_steps.wait(together, 10)
         for one, other in zip(alone, together, strict=True):
-            assert one.error is None and other.error is None
+            assert one.error is None
+            assert other.error is None
             if other.wanted is not None:
                 num_permitted += other._permitted is not None
                 assert other.allows(other.wanted) == one.allows(other.wanted)
@@ -371,7 +372,8 @@ def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_step
     bad.advance(wrong)
     good.advance(right)
     between_steps.wait([good], 10)
-    assert good.is_ready and good.error is None
+    assert good.is_ready
+    assert good.error is None
     # made anew by itself, and then it fails
     between_steps.wait([bad], 10)
     assert bad.error is not None
@@ -385,7 +387,8 @@ def test_masks_that_take_long_together_are_computed_alone_next(begin, between_st
     for one in (first, second):
         one.advance(min(allowed(one)))
     between_steps.wait([first, second], 10)
-    assert first._num_alone and second._num_alone
+    assert first._num_alone
+    assert second._num_alone
     gathered = []
     monkeypatch.setattr(between_steps, "gather", lambda mask, tenant: gathered.append(mask))
     first.advance(min(allowed(first)))
