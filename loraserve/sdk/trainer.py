@@ -381,10 +381,7 @@ def _copy(source: Path, target: Path) -> Path:
 
 
 def _reason(failure: Exception) -> str:
-    """Return what went wrong, with the first of an adapter's problems."""
-    if isinstance(failure, errors.AdapterRejected) and failure.problems:
-        more = f" (and {len(failure.problems) - 5} more)" if len(failure.problems) > 5 else ""
-        return f"{failure.message} {'; '.join(failure.problems[:5])}{more}"
+    """Return what went wrong, and what to do."""
     if isinstance(failure, errors.LoraserveError):
         return str(failure)
     return f"{type(failure).__name__}: {failure}"

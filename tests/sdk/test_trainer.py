@@ -1,4 +1,4 @@
-"""Checkpoints of a real `transformers.Trainer` and PEFT on the bundled base, pushed to a real server.
+"""Checkpoints of a real `transformers.Trainer` and PEFT, pushed to a real server.
 
 Cases that need no training call the callback as the trainer does.
 """
@@ -92,7 +92,7 @@ class Run:
 
 
 def train(output_dir: Path, *callbacks: object, scores: tuple[float, ...] = (), **options: Any) -> None:
-    """Train a tiny adapter with transformers' trainer, one step and one checkpoint for each score."""
+    """Train a tiny adapter with transformers' trainer: for each score a step and a checkpoint."""
     torch = pytest.importorskip("torch")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
@@ -211,7 +211,7 @@ def test_unsupported_adapter_is_named_and_not_sent_again(
         directory = tmp_path / f"checkpoint-{step}"
         shutil.copytree(adapter_dirs()["sql"], directory)
         config = json.loads((directory / "adapter_config.json").read_text())
-        (directory / "adapter_config.json").write_text(json.dumps(config | {"r": "eight", "kasa_config": {}}))
+        (directory / "adapter_config.json").write_text(json.dumps(config | {"kasa_config": {}}))
         run.save("")
     assert "kasa_config" in warnings()[0]
     assert "the server refused an earlier checkpoint" in warnings()[1]
@@ -340,9 +340,8 @@ def test_wrong_configuration_is_an_error_before_the_training(subtests: Any) -> N
 
 
 def test_rules_are_the_servers_own() -> None:
-    assert trainer_module.ADAPTER_NAME == NAME_PATTERN
-    assert trainer_module.TAG_NAME == metadata._TAG.pattern
-    assert trainer_module.MAX_TAG_LENGTH == LIMITS.max_tag_value_length
+    own = (trainer_module.ADAPTER_NAME, trainer_module.TAG_NAME, trainer_module.MAX_TAG_LENGTH)
+    assert own == (NAME_PATTERN, metadata._TAG.pattern, LIMITS.max_tag_value_length)
 
 
 def test_callback_takes_every_event_of_the_trainer() -> None:

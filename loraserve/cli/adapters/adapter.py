@@ -60,7 +60,13 @@ def _tags(items: list[str] | None) -> dict[str, str] | None:
 @app.command()
 def push(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory written by PEFT's save_pretrained().", show_default=False)
+        str,
+        typer.Argument(
+            metavar="DIR",
+            help="Directory written by PEFT's save_pretrained(), or one that MLflow keeps: runs:/RUN_ID/PATH, "
+            "models:/NAME/VERSION or models:/NAME@ALIAS.",
+            show_default=False,
+        ),
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use as `model`.")],
     alias: Annotated[str | None, typer.Option(metavar="ALIAS", help="Alias to point at the new version too.")] = None,
@@ -84,7 +90,7 @@ def push(
 ) -> None:
     """Push a PEFT directory; the new version is served once this returns."""
     said, tags = _notes(notes), _tags(tag)
-    with connected(format, url, tenant, {"NAME": name, "DIR": str(directory)}) as (output, client):
+    with connected(format, url, tenant, {"NAME": name, "DIR": directory}) as (output, client):
         num_sent = 0
 
         def tell(progress: Progress) -> None:
@@ -113,9 +119,10 @@ def push(
             raise
         show_version(output, version)
         # with the client, which help doesn't need
+        from loraserve.sdk.files.mlflow_source import is_mlflow
         from loraserve.sdk.files.peft_directory import has_older_template
 
-        if has_older_template(directory):
+        if not is_mlflow(directory) and has_older_template(Path(directory)):
             output.note(
                 "The chat template in tokenizer_config.json wasn't sent. "
                 "To make it part of the version, save it as chat_template.jinja."
@@ -165,6 +172,10 @@ def pull(
         )
     if source is not None and version is not None:
         raise typer.BadParameter("--from takes no @VERSION: the server assigns the next number.")
+    if source is not None and is_mlflow(source):
+        raise typer.BadParameter(
+            f"The server doesn't read MLflow; this machine can: loraserve adapter push {source} --name {name}"
+        )
     with connected(format, url, tenant, {"NAME": name}) as (output, client):
         if directory is not None:
             with output.progress(f"pulling {target}") as tell:

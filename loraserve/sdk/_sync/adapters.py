@@ -16,6 +16,7 @@ from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
 from loraserve.sdk.concurrency import sync_call
 from loraserve.sdk.file_piece import OnProgress
+from loraserve.sdk.files.mlflow_source import AdapterSource
 from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Version
 from loraserve.sdk.types.operations import Operation
@@ -54,6 +55,9 @@ class Adapters:
         version.
 
         Args:
+            directory: a PEFT directory, or what MLflow keeps, which MLflow's library (if it is
+                installed) downloads first: ``runs:/RUN_ID/PATH``, ``models:/NAME/VERSION``,
+                ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…`` and ``mlflow://models/…``.
             alias: point this alias at the new version too.
             promote: point `live`, which the bare name means, at the new version.
             notes, tags: set on the version.
@@ -67,15 +71,19 @@ class Adapters:
                 files are broken.
             AdapterRejected: it can't be served on this base; `problems` lists every reason.
         """
-        config_path, weights_path = find_files(Path(directory))
-        config = sync_call(read_config, config_path)
-        extras = sync_call(read_extra_files, Path(directory))
-        parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-        extras |= {name: value for name, value in parsers.items() if value is not None}
-        params = {} if promote else {"promote": "false"}
-        if dry_run:
-            params["dry_run"] = "true"
-        made = self._publish(name, config, extras, weights_path, params, on_progress)
+        source = sync_call(AdapterSource.open, directory)
+        try:
+            config_path, weights_path = find_files(source.directory)
+            config = sync_call(read_config, config_path)
+            extras = sync_call(read_extra_files, source.directory)
+            parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+            extras |= {name: value for name, value in parsers.items() if value is not None}
+            params = {} if promote else {"promote": "false"}
+            if dry_run:
+                params["dry_run"] = "true"
+            made = self._publish(name, config, extras, weights_path, params, on_progress)
+        finally:
+            sync_call(source.close)
         if made.version is None or dry_run:
             return made
         if notes is not None or tags is not None:
