@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo formats test clients browser screenshots check bench gpu format sdk clean
+.PHONY: demo formats test clients browser screenshots check bench gpu docs format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, structured, swaps, speculation or token_costs (ARGS='registered --quick')"
 	@echo "make bench ARGS=peers beside llama.cpp, vLLM and PEFT, each in an environment or build of its own below .peers (ARGS='peers --size M --peers llama.cpp')"
+	@echo "make docs             the documentation as a site in site/, every link and anchor checked"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
 
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
@@ -34,6 +35,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml hatch_build.py constraints
 	@touch $@
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@ $(VENV)/.installed
+$(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@touch $@ $(VENV)/.installed
 $(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
@@ -109,9 +113,15 @@ sdk: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# The site from docs/ and mkdocs.yml; once its builder is installed, without a network.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -P tools/charts.py --check
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python -P tools/check_site.py site
+
 # PYTHON's own torch and triton, without the environment: a GPU's machine may have neither a network nor the server's packages.
 gpu:
 	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON) -P benchmarks/gpu/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .clients .browser .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models .peers
+	rm -rf $(VENV) .clients .browser .editable .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist benchmarks/models .peers site .cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_process import free_port
 
 from loraserve import Client
 from loraserve.demo.pack import adapter_dirs
@@ -42,8 +44,25 @@ def run_example(real_server: Any, tmp_path: Path, variables_of: Callable[[], dic
 
 def test_every_example_is_short_and_tested() -> None:
     found = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert found.keys() == {"push_and_complete.py", "stream_many.py", "openai_client.py", "train_and_push.py"}
+    names = {"push_and_complete.py", "push_checkpoints.py", "stream_many.py", "openai_client.py", "train_and_push.py"}
+    assert found.keys() == names
     assert max(found.values()) <= 60
+
+
+def test_notebook_is_valid_and_without_outputs() -> None:
+    (path,) = EXAMPLES.glob("*.ipynb")
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
+    compile(code_of(path), path.name, "exec")
+
+
+def code_of(path: Path) -> str:
+    """Return the code of a notebook's cells."""
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
 def test_push_and_complete(run_example: Callable[..., str]) -> None:
@@ -72,3 +91,31 @@ def test_openai_client(run_example: Callable[..., str], adapters: Client) -> Non
 def test_train_and_push(run_example: Callable[..., str]) -> None:
     pytest.importorskip("peft")
     assert "pushed butler@1" in run_example("train_and_push.py", "3")
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+def test_push_checkpoints(run_example: Callable[..., str], client: Client) -> None:
+    pytest.importorskip("peft")
+    assert "of ['butler@" in run_example("push_checkpoints.py", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.parametrize("is_away", [False, True])
+def test_notebook_runs(
+    is_away: bool, tmp_path: Path, variables_of: Callable[[], dict[str, str]], real_server: Any
+) -> None:
+    pytest.importorskip("peft")
+    code = code_of(EXAMPLES / "push_checkpoints.ipynb")
+    variables = variables_of() | {"STEPS": "2", "HF_HUB_OFFLINE": "1"}
+    if is_away:
+        variables["LORASERVE_URL"] = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=variables)
+    assert done.returncode == 0, done.stderr
+    if is_away:
+        assert done.stdout.count("loraserve adapter push") == 2
+        assert (tmp_path / "butler-checkpoints" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    else:
+        assert "'live':" in done.stdout

@@ -172,6 +172,8 @@ def pull(
         )
     if source is not None and version is not None:
         raise typer.BadParameter("--from takes no @VERSION: the server assigns the next number.")
+    from loraserve.sdk.files.mlflow_source import is_mlflow
+
     if source is not None and is_mlflow(source):
         raise typer.BadParameter(
             f"The server doesn't read MLflow; this machine can: loraserve adapter push {source} --name {name}"
