@@ -63,7 +63,8 @@ def problems(site: Path) -> list[str]:
 
 def main() -> int:
     found = problems(Path(sys.argv[1]))
-    print(*found, sep="\n", file=sys.stderr)
+    for line in found:
+        print(line, file=sys.stderr)
     return 1 if found else 0
 
 

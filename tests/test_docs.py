@@ -1,0 +1,109 @@
+"""Documentation that stays true: pages in the site's navigation, links, charts, the tutorial."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.fixture
+def check_site(tools: None) -> ModuleType:
+    return __import__("check_site")
+
+
+def pages_of(nav: Any) -> list[str]:
+    """Return the pages of a navigation, at any depth."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
+
+
+def anchors(text: str) -> set[str]:
+    """Return a page's anchors: its own, and those that GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    made = {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in words}
+    return made | set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    found = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(found) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_links_of_the_texts_lead_somewhere() -> None:
+    lost = []
+    for path in (*ROOT.glob("*.md"), *DOCS.glob("*.md")):
+        for link in LINK.findall(CODE.sub("", FENCE.sub("", path.read_text()))):
+            target, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            other = (path.parent / target).resolve() if target else path
+            if not other.exists() or (anchor and anchor not in anchors(other.read_text())):
+                lost.append(f"{path.name}: {link}")
+    assert not lost
+
+
+def test_site_needs_nothing_but_its_own_files() -> None:
+    """A page that links out of docs/ is complete on GitHub, and broken on the site."""
+    outside = [
+        f"{path.name}: {link}"
+        for path in DOCS.glob("*.md")
+        for link in LINK.findall(FENCE.sub("", path.read_text()))
+        if link.startswith("../")
+    ]
+    assert not outside, f"name the file without a link: {outside}"
+
+
+def test_charts_are_those_of_the_newest_results(tools: None) -> None:
+    charts = __import__("charts")
+    for name, text in charts.charts().items():
+        assert (DOCS / "charts" / name).read_text() == text, "draw them again: python tools/charts.py"
+        assert len(text) < 10_000
+
+
+def test_checker_finds_what_is_wrong(check_site: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top"></h1><a href="b.html">x</a><a href="#top">x</a><a href="b.html#no">x</a>'
+        '<a href="../out.html">x</a><a href="gone.html">x</a><a href="https://example.org/x">x</a>'
+        '<script src="https://example.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text("<p></p>")
+    (tmp_path.parent / "out.html").write_text("")
+    assert check_site.problems(tmp_path) == [
+        "a.html: loads https://example.org/x.js from another host",
+        "a.html: b.html#no has no such anchor",
+        "a.html: ../out.html leads nowhere",
+        "a.html: gone.html leads nowhere",
+    ]
+    assert check_site.problems(tmp_path / "empty")
+
+
+def test_site_is_built_without_a_warning(check_site: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("zensical")
+    shutil.copyfile(ROOT / "mkdocs.yml", tmp_path / "mkdocs.yml")
+    shutil.copytree(DOCS, tmp_path / "docs")
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert check_site.problems(tmp_path / "site") == []
+    assert (tmp_path / "site" / "index.html").is_file()
