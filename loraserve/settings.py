@@ -42,7 +42,14 @@ DEFAULT_CONFIG_FILE = "loraserve.toml"
 
 # Read by the command line, the SDK and the tests, not by the server.
 _OTHER_VARIABLES = frozenset(
-    {"LORASERVE_URL", "LORASERVE_API_KEY", "LORASERVE_TENANT", "LORASERVE_FORMAT", "LORASERVE_FAULTS"}
+    {
+        "LORASERVE_URL",
+        "LORASERVE_API_KEY",
+        "LORASERVE_TENANT",
+        "LORASERVE_FORMAT",
+        "LORASERVE_HISTORY",
+        "LORASERVE_FAULTS",
+    }
 )
 _OTHER_PREFIXES = ("LORASERVE_TEST_",)
 

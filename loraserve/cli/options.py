@@ -83,5 +83,5 @@ def connected(
     with reporting(format, named) as output:
         from loraserve.sdk import Client
 
-        with Client(url, tenant=tenant) as client:
+        with Client(url, tenant=tenant, on_wait=output.wait) as client:
             yield output, client

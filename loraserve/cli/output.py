@@ -52,6 +52,10 @@ _NAMED = re.compile(r"(?:See|Run|Try): (loraserve .+?)\.?$")
 _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
+_TOLD_WAIT_S = 0.3
+"""Seconds from which a wait for another try is told."""
+
+
 class Format(StrEnum):
     HUMAN = "human"
     JSON = "json"
@@ -157,6 +161,14 @@ class Output:
         """Words for people; not when quiet."""
         if self.format is not Format.QUIET:
             _print(_safe(text, sys.stderr), file=sys.stderr)
+
+    def wait(self, delay_s: float, error: errors.LoraserveError) -> None:
+        """Say why the server is asked again only after a while.
+
+        Of a connection that fails, only a terminal is told: an error follows if it stays so.
+        """
+        if delay_s >= _TOLD_WAIT_S and (error.status_code is not None or sys.stderr.isatty()):
+            self.note(f"{error.message.rstrip('.')}: trying again in {delay_s:.2g} s.")
 
     def fail(self, error: errors.LoraserveError) -> None:
         """Print an error on stderr with the next command, as text or as one JSON object."""

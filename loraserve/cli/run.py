@@ -1,35 +1,40 @@
-"""``loraserve run``: ask a model something, and see the answer as it comes."""
+"""``loraserve run``: ask a model something, or talk to it, and see the answer as it comes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraserve import errors
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
-from loraserve.cli.output import Format, Output
+from loraserve.cli.output import Format
+from loraserve.cli.session.asking import DEFAULT_MAX_TOKENS, Asker, check_model
+from loraserve.cli.session.commands import Conversation
+from loraserve.cli.session.waiting import WaitTeller, term_names
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
-    from loraserve.sdk.answers import Answer
-    from loraserve.sdk.types.fields import SamplingFields
-    from loraserve.sdk.types.inference import ChatCompletion, Completion
-
-    Messages = list[dict[str, str]]
-    Own = dict[str, float] | None
-    """Fields of a request that only this server's API has."""
-
-DEFAULT_MAX_TOKENS = 128
 
 
 def run(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="NAME, NAME@ALIAS, NAME@VERSION, a sum (a+0.5*b), or the base's id.")
-    ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt; - reads it from stdin.")],
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="NAME, NAME@ALIAS, NAME@VERSION, a sum (a+0.5*b), or the base's id (default: the base).",
+            show_default=False,
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="Prompt; - reads it from stdin. Without one, a terminal begins a session, and a pipe is the prompt.",
+            show_default=False,
+        ),
+    ] = None,
     is_chat: Annotated[
         bool | None,
         typer.Option(
@@ -39,7 +44,14 @@ def run(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Most tokens to generate (default: {DEFAULT_MAX_TOKENS}; in a session, what the model has room for).",
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampling: the same seed gives the same answer.")] = None,
@@ -55,96 +67,69 @@ def run(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send a prompt and stream the answer.
+    """Send a prompt and stream the answer; without a prompt, begin a session on the terminal.
 
-    With --format json, print the whole answer at the end.
+    A session keeps the conversation; /help there shows its commands. With --format json, print the
+    whole answer at the end.
     """
     if system is not None and is_chat is False:
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    fields = _fields(max_tokens, temperature, top_p, seed, stop, user)
-    own = None if timeout is None else {"timeout": timeout}
-    with connected(format, url, tenant, {"MODEL": model, "PROMPT": prompt}) as (output, client):
-        if is_chat is not False:
-            try:
-                _answer_chat(output, client, model, _messages(text, system), fields, own)
-                return
-            except errors.NoChatTemplate:
-                # Who asked for a chat, or gave it a system message, must not get something else.
-                if is_chat or system is not None:
-                    raise
-            output.note("This model has no chat template: the prompt is sent as it is.")
-        _answer_raw(output, client, model, text, fields, own)
+    text = _prompt(prompt, format)
+    said = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop or None,
+        "user": user,
+        "timeout": timeout,
+        "system": system,
+    }
+    settings: dict[str, object] = {name: value for name, value in said.items() if value is not None}
+    if max_tokens is None and text is not None:
+        settings["max_tokens"] = DEFAULT_MAX_TOKENS
+    with connected(format, url, tenant, _named(model, text)) as (output, client):
+        base = _base_id(client) if model is None or text is None else ""
+        conversation = Conversation(base if model is None else model, base, settings)
+        asker = Asker(output, client, WaitTeller(output, url, tenant), is_chat)
+        if text is not None:
+            asker.ask(conversation.model, conversation.messages(text), conversation.fields)
+            return
+        from loraserve.cli.session.loop import talk
+
+        check_model(client, conversation.model, term_names)
+        talk(output, asker, conversation)
 
 
-def _answer_chat(
-    output: Output, client: Client, model: str, messages: Messages, fields: SamplingFields, own: Own
-) -> None:
-    if output.format is Format.JSON:
-        chat = client.chat.completions.create(model=model, messages=messages, extra_body=own, **fields)
-        _print_whole(output, chat)
-        return
-    with client.chat.completions.create(
-        model=model, messages=messages, stream=True, extra_body=own, **fields
-    ) as stream:
-        _print_pieces(output, (choice.delta.content or "" for chunk in stream for choice in chunk.choices))
-        _tell_fallback(output, stream.answer)
+def _prompt(prompt: str | None, format: Format | None) -> str | None:
+    """Return the prompt; None: a session is to ask for them.
+
+    Raises:
+        typer.BadParameter: there is none, and nobody to ask.
+    """
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        if format not in (None, Format.HUMAN):
+            raise typer.BadParameter(f"A session is for people: give a PROMPT for --format {format}.")
+        return None
+    text = sys.stdin.read().removesuffix("\n")
+    if prompt is None and not text.strip():
+        raise typer.BadParameter("Give a PROMPT, pipe one to stdin, or run this on a terminal to type some.")
+    return text
 
 
-def _answer_raw(output: Output, client: Client, model: str, prompt: str, fields: SamplingFields, own: Own) -> None:
-    if output.format is Format.JSON:
-        _print_whole(output, client.completions.create(model=model, prompt=prompt, extra_body=own, **fields))
-        return
-    with client.completions.create(model=model, prompt=prompt, stream=True, extra_body=own, **fields) as stream:
-        _print_pieces(output, (choice.text for chunk in stream for choice in chunk.choices))
-        _tell_fallback(output, stream.answer)
+def _named(model: str | None, prompt: str | None) -> dict[str, str]:
+    return {name: value for name, value in (("MODEL", model), ("PROMPT", prompt)) if value is not None}
 
 
-def _tell_fallback(output: Output, answer: Answer | None) -> None:
-    if answer is not None and answer.fell_back_from is not None:
-        output.note(
-            f"{answer.adapter} answered instead of {answer.fell_back_from}, "
-            f"which is unavailable ({answer.fell_back_for})."
-        )
+def _base_id(client: Client) -> str:
+    """Return the base's id.
 
-
-def _print_whole(output: Output, whole: ChatCompletion | Completion) -> None:
-    output.json(whole.model_dump(mode="json"))
-    _tell_fallback(output, whole.answer)
-
-
-def _print_pieces(output: Output, pieces: Iterator[str]) -> None:
-    has_text = False
-    try:
-        for piece in pieces:
-            output.text(piece)
-            has_text = has_text or bool(piece)
-    finally:
-        # What comes next, an error too, begins on a line of its own.
-        if has_text:
-            output.text("\n")
-
-
-def _fields(
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-    user: str | None,
-) -> SamplingFields:
-    fields: SamplingFields = {"max_tokens": max_tokens, "temperature": temperature}
-    if top_p is not None:
-        fields["top_p"] = top_p
-    if seed is not None:
-        fields["seed"] = seed
-    if stop:
-        fields["stop"] = stop
-    if user is not None:
-        fields["user"] = user
-    return fields
-
-
-def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": prompt}]
+    Raises:
+        UnexpectedAnswer: the server has none.
+    """
+    base = next((model.id for model in client.models.list() if model.parent is None), None)
+    if base is None:
+        raise errors.UnexpectedAnswer("The server's list of models has no base.")
+    return base

@@ -57,10 +57,10 @@ class Attempt:
         too_slow = isinstance(failure, httpx2.TimeoutException) and not never_sent
         may_retry = never_sent or (self._call.is_repeatable and not too_slow)
         delay = self._config.retry.delay_after_failure(self._count) if may_retry else None
+        error = error_from_failure(failure, self._config.url)
         if delay is None:
-            raise error_from_failure(failure, self._config.url) from failure
-        self._count += 1
-        return delay
+            raise error from failure
+        return self._wait(delay, error)
 
     def after_refusal(self, response: httpx2.Response) -> float:
         """Return the seconds to wait before the next try. The response's body must have been read.
@@ -69,9 +69,15 @@ class Attempt:
             LoraserveError: the error that the refusal stands for; there is no next try.
         """
         delay = self._config.retry.delay_after_answer(self._count, response.status_code, response.headers)
+        error = error_from_response(response)
         if delay is None:
-            raise error_from_response(response)
+            raise error
+        return self._wait(delay, error)
+
+    def _wait(self, delay: float, error: errors.LoraserveError) -> float:
         self._count += 1
+        if self._config.on_wait is not None:
+            self._config.on_wait(delay, error)
         return delay
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from loraserve import errors
-from loraserve.sdk.retry import RetryPolicy
+from loraserve.sdk.retry import OnWait, RetryPolicy
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 600.0
@@ -27,10 +27,18 @@ class ClientConfig:
     tenant: str | None
     timeout_s: float
     retry: RetryPolicy
+    on_wait: OnWait | None = field(default=None, repr=False)
+    """Told of each wait for another try."""
 
     @classmethod
     def resolve(
-        cls, base_url: str | None, api_key: str | None, tenant: str | None, timeout_s: float, max_retries: int
+        cls,
+        base_url: str | None,
+        api_key: str | None,
+        tenant: str | None,
+        timeout_s: float,
+        max_retries: int,
+        on_wait: OnWait | None = None,
     ) -> ClientConfig:
         """Read arguments first, then the environment, then use port 8000 of this machine.
 
@@ -59,7 +67,7 @@ class ClientConfig:
             raise errors.ConfigError(f"timeout is {timeout_s}; it should be more than 0 seconds.")
         if max_retries < 0:
             raise errors.ConfigError(f"max_retries is {max_retries}; it should be 0 or more.")
-        return cls(_checked_url(url), key, tenant, timeout_s, RetryPolicy(max_retries))
+        return cls(_checked_url(url), key, tenant, timeout_s, RetryPolicy(max_retries), on_wait)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+from loraserve.errors import LoraserveError
+
+OnWait = Callable[[float, LoraserveError], object]
+"""Function that is called before each wait for another try, with its seconds and the reason."""
+
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 8.0
 MAX_RETRY_AFTER_S = 120.0
 """A server that asks for a longer wait than this gets no second try: the caller should know."""

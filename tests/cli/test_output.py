@@ -7,7 +7,7 @@ import pytest
 
 from loraserve.cli.output import Column, Format, Output, size
 from loraserve.cli.ps import _look, _print, summary
-from loraserve.cli.run import _tell_fallback
+from loraserve.cli.session.asking import tell_answer
 from loraserve.errors import RateLimited
 from loraserve.sdk.answers import Answer
 from loraserve.sdk.types.management import Adapter
@@ -236,8 +236,8 @@ def test_ps_of_a_tenant_asks_for_nothing_that_it_may_not_see(capsys: pytest.Capt
 
 def test_run_says_who_answered_in_anothers_place(capsys: pytest.CaptureFixture[str]) -> None:
     answer = Answer(200, adapter="sql@1", fell_back_from="sql@2", fell_back_for="adapter_quarantined")
-    _tell_fallback(Output(Format.HUMAN), answer)
-    _tell_fallback(Output(Format.HUMAN), Answer(200, adapter="sql@2"))
+    tell_answer(Output(Format.HUMAN), answer)
+    tell_answer(Output(Format.HUMAN), Answer(200, adapter="sql@2"))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == (
         "",

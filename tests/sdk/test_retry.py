@@ -73,6 +73,16 @@ def test_overloaded_server_is_asked_again_after_the_time_it_names(
     assert len({asked.body for asked in server.asked}) == 1
 
 
+def test_caller_is_told_of_each_wait_and_its_reason(server: Any) -> None:
+    told: list[tuple[float, str]] = []
+    server.refuse(503, "overloaded", retry_after_ms="1")
+    server.refuse(429, "rate_limit_exceeded", retry_after_ms="2")
+    server.answer_with_completion()
+    with Client(server.url, api_key="sk-lora-test", on_wait=lambda s, error: told.append((s, error.code))) as client:
+        client.completions.create(model="sql", prompt="list")
+    assert told == [(0.001, "overloaded"), (0.002, "rate_limit_exceeded")]
+
+
 async def test_async_client_retries_alike(server: Any, async_client: AsyncClient, waits: list[float]) -> None:
     server.refuse(503, "overloaded", retry_after="1", retry_after_ms="50")
     server.answer_with_completion()

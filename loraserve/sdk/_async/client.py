@@ -21,6 +21,7 @@ from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk._async.usage import AsyncUsage
 from loraserve.sdk.call import Call, read_into
 from loraserve.sdk.config import DEFAULT_TIMEOUT_S, ClientConfig
+from loraserve.sdk.retry import OnWait
 from loraserve.sdk.types.residency import AdapterResidency, Memory, ResidencyPage
 from loraserve.sdk.types.server import AuditEntry, Base, Limits
 
@@ -40,6 +41,7 @@ class AsyncClient:
             key's own tenant.
         timeout: seconds to wait for an answer, and between two pieces of one.
         max_retries: most further tries when the server is overloaded or can't be reached.
+        on_wait: called before each of these tries with the seconds until then and the reason.
         http_client: an httpx2 client of your own (proxies, certificates); it stays yours to close.
 
     Raises:
@@ -54,9 +56,10 @@ class AsyncClient:
         tenant: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         max_retries: int = 2,
+        on_wait: OnWait | None = None,
         http_client: httpx2.AsyncClient | None = None,
     ) -> None:
-        self._config = ClientConfig.resolve(base_url, api_key, tenant, timeout, max_retries)
+        self._config = ClientConfig.resolve(base_url, api_key, tenant, timeout, max_retries, on_wait)
         self._transport = AsyncTransport(self._config, http_client)
         self.adapters = AsyncAdapters(self._transport)
         self.completions = AsyncCompletions(self._transport)

@@ -1,0 +1,1 @@
+"""``loraserve run``: prompts and answers, one or a session of them on a terminal."""
