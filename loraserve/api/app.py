@@ -34,7 +34,7 @@ from loraserve.tenancy.limits.shares import Shares
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
-    "x-loraserve-cache",
+    *("x-loraserve-did-you-mean", "x-loraserve-cache"),
     *("retry-after", "retry-after-ms", "x-should-retry", "etag", "idempotent-replayed", "content-disposition"),
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),

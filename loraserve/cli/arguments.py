@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
 import typer
@@ -58,6 +59,23 @@ def key_values(items: Sequence[str], what: str) -> dict[str, str]:
         if not equals or not key.strip():
             raise typer.BadParameter(f"{item!r} should be {what}.")
         found[key.strip()] = value.strip()
+    return found
+
+
+def request_fields(items: Sequence[str], taken: Collection[str]) -> dict[str, object]:
+    """Return ``NAME=JSON`` texts as fields of a request; what isn't JSON is a text.
+
+    Raises:
+        typer.BadParameter: one has no ``=``, or is written by the command already.
+    """
+    found: dict[str, object] = {}
+    for name, value in key_values(items, "NAME=JSON, such as top_k=5").items():
+        if name in taken:
+            raise typer.BadParameter(f"--field {name}: the command has an argument or a flag for it.")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
     return found
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve import errors
+from loraserve.cli.arguments import request_fields
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Format
 from loraserve.cli.session.asking import DEFAULT_MAX_TOKENS, Asker, check_model
@@ -16,6 +17,10 @@ from loraserve.cli.session.waiting import WaitTeller, term_names
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
+
+
+_TAKEN = frozenset({"model", "prompt", "messages", "stream", "extra_body"})
+"""Fields that the command itself writes."""
 
 
 def run(
@@ -63,6 +68,10 @@ def run(
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="Stop after this long with the tokens generated so far."),
     ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="Any other field of the request, such as top_k=5; may be repeated."),
+    ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
@@ -86,6 +95,7 @@ def run(
         "system": system,
     }
     settings: dict[str, object] = {name: value for name, value in said.items() if value is not None}
+    settings |= request_fields(field or (), set(settings) | _TAKEN)
     if max_tokens is None and text is not None:
         settings["max_tokens"] = DEFAULT_MAX_TOKENS
     with connected(format, url, tenant, _named(model, text)) as (output, client):

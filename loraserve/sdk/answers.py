@@ -55,6 +55,10 @@ class Answer:
     """The resource's ETag, for `if_match`."""
     ignored: tuple[str, ...] = ()
     """Fields of the request that the server doesn't know and that don't change the answer."""
+    did_you_mean: Mapping[str, str] = field(default_factory=dict)
+    """Those of them that may be misspelt, and the field that was meant: `temprature` →
+    `temperature`.
+    """
     server_timing: str | None = None
     rate_limits: Mapping[str, str] = field(default_factory=dict)
     """The tenant's rate limits: ``x-ratelimit-limit-requests`` under the key ``limit-requests``."""
@@ -73,6 +77,13 @@ class Answer:
             fell_back_for=fallback.get("reason"),
             etag=headers.get("etag"),
             ignored=tuple(name.strip() for name in ignored.split(",") if name.strip()),
+            did_you_mean={
+                name.strip(): meant.strip()
+                for name, equals, meant in (
+                    part.partition("=") for part in headers.get("x-loraserve-did-you-mean", "").split(",")
+                )
+                if equals
+            },
             server_timing=headers.get("server-timing"),
             rate_limits={name.removeprefix(_RATE): value for name, value in headers.items() if name.startswith(_RATE)},
         )

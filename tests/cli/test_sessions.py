@@ -294,6 +294,18 @@ def test_prompt_is_piped_without_a_word_that_says_so(here: Run, client: Client, 
     assert here("run", stdin=f"{QUESTION}\n").stdout == here("run", "base", QUESTION).stdout
 
 
+def test_fields_that_the_server_ignores_are_listed(here: Run, client: Client, sql_dir: Path) -> None:
+    client.adapters.push(sql_dir, name="ignoring")
+    done = here("run", "ignoring", QUESTION, "--field", "temprature=0.5", "--field", "store=true", "--field", "top_k=1")
+    assert (done.code, done.stdout) == (0, f"{SQL}\n")
+    assert done.stderr == "Ignored by the server: temprature (did you mean temperature?), store.\n"
+    for field, what in (("temperature=1", "a flag for it"), ("model=x", "a flag for it"), ("top_k", "NAME=JSON")):
+        refused = here("run", "ignoring", QUESTION, "--field", field)
+        assert refused.code == 2
+        assert what in " ".join(refused.stderr.split()), field
+    assert "error: top_k" in here("run", "ignoring", QUESTION, "--field", "top_k=high").stderr
+
+
 def make_residency(name: str, tier: str) -> AdapterResidency:
     fields = {"device_bytes": 0, "host_bytes": 0, "num_pins": 0, "is_pinned": False, "last_used_s": None}
     values = {"tenant": "acme", "name": name, "version": 1, "digest": name, "size_bytes": 2048, "tier": tier}

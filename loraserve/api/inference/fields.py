@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +21,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_NAMED = 20
+_MAX_GUESSED, _MAX_KEPT_GUESSES = 4, 1024
+"""Ignored fields of a request, and of all requests, for which a known one is looked for: 0.3 ms."""
+_LIKENESS = 0.8
+"""Of two names, from which one is a guess for the other: `temprature` has 0.95."""
 
 # Of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's and llama.cpp's requests: what would change the
 # answer, and isn't implemented.
@@ -94,9 +100,30 @@ _GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
 _WITHOUT = "Send the request without it."
 _HINTS = {
     "grammar": "Send it as structured_outputs.grammar.",
+    "max_new_tokens": "Send max_tokens instead.",
+    "n_predict": "Send max_tokens instead.",
+    "repeat_penalty": "Send repetition_penalty instead.",
     "functions": "Send tools instead.",
     "function_call": "Send tools and tool_choice instead.",
 }
+
+
+class IgnoredField(str):
+    """Name of an ignored field.
+
+    Attributes:
+        meant: known field of which it may be a misspelling.
+    """
+
+    __slots__ = ("meant",)
+
+    meant: str | None
+
+    @classmethod
+    def of(cls, name: str, meant: str | None) -> IgnoredField:
+        field = cls(name)
+        field.meant = meant
+        return field
 
 
 async def json_fields(request: Request) -> dict[str, Any]:
@@ -115,7 +142,7 @@ async def json_fields(request: Request) -> dict[str, Any]:
 
 
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
-    """Return the known fields, checked, and the names of the ignored fields.
+    """Return the known fields, checked, and the names of the ignored fields (`IgnoredField`).
 
     Explicit nulls count as absent.
 
@@ -134,7 +161,19 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     # a field of the other kind that got so far asks for nothing, and so isn't ignored
     passed = given.keys() - model.model_fields.keys() - _CHANGES_THE_ANSWER - _refused(model).keys()
-    return fields, tuple(name for name in given if name in passed)
+    ignored = [name for name in given if name in passed]
+    guesses = [_likely_field(name, model) for name in ignored[:_MAX_GUESSED]]
+    return fields, (*map(IgnoredField.of, ignored, guesses), *ignored[_MAX_GUESSED:])
+
+
+def _likely_field(name: str, model: type[BaseModel]) -> str | None:
+    """Return the model's field that `name` may be a misspelling of."""
+    return _closest(name, tuple(model.model_fields)) if _FIELD_NAME.fullmatch(name) else None
+
+
+@lru_cache(_MAX_KEPT_GUESSES)
+def _closest(name: str, known: tuple[str, ...]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)), None)
 
 
 @contextlib.contextmanager
@@ -188,14 +227,17 @@ def fields_of(value: object, param: str, known: Collection[str]) -> dict[str, An
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """Return ``x-loraserve-ignored`` for the ignored fields.
 
-    Names that aren't plain words are only counted.
+    Names that aren't plain words are only counted. ``x-loraserve-did-you-mean`` has those that may
+    be misspelt: ``temprature=temperature``.
     """
     names = list(names)
     plain = [name for name in names if _FIELD_NAME.fullmatch(name)][:_MAX_NAMED]
     others = len(names) - len(plain)
     if others:
         plain.append(f"({others} more)")
-    return {"x-loraserve-ignored": ", ".join(plain)} if plain else {}
+    meant = [f"{name}={name.meant}" for name in names if isinstance(name, IgnoredField) and name.meant is not None]
+    headers = {"x-loraserve-ignored": plain, "x-loraserve-did-you-mean": meant}
+    return {header: ", ".join(values) for header, values in headers.items() if values}
 
 
 def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from loraserve import errors
 from loraserve.cli.output import Format, Output
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 DEFAULT_MAX_TOKENS = 128
 """Of a prompt that is sent as it is, where nothing is said: a chat's default is what fits."""
-OWN_FIELDS = frozenset({"timeout"})
-"""Fields of a request that only this server's API has: the SDK's argument is another thing."""
 
 
 @dataclass(slots=True)
@@ -60,11 +58,9 @@ class Asker:
             NoChatTemplate: a chat was asked for, or there is a system message.
         """
         spoken = SpokenText() if spoken is None else spoken
-        own = {name: value for name, value in fields.items() if name in OWN_FIELDS} or None
-        sampling = cast("SamplingFields", {name: value for name, value in fields.items() if name not in OWN_FIELDS})
         if self.is_chat is not False:
             try:
-                self._chat(model, messages, sampling, own, spoken)
+                self._chat(model, messages, fields, spoken)
                 return spoken
             except errors.NoChatTemplate:
                 # Who asked for a chat, or gave it a system message, must not get something else.
@@ -73,37 +69,38 @@ class Asker:
             if not self._told_raw:
                 self._told_raw = True
                 self.output.note("This model has no chat template: the prompt is sent as it is.")
-        self._raw(model, messages[-1]["content"], sampling, own, spoken)
+        self._raw(model, messages[-1]["content"], fields, spoken)
         return spoken
 
-    def _chat(
-        self, model: str, messages: Messages, fields: SamplingFields, own: Mapping[str, Any] | None, spoken: SpokenText
-    ) -> None:
+    def _chat(self, model: str, messages: Messages, fields: Mapping[str, object], spoken: SpokenText) -> None:
+        from loraserve.sdk.types.fields import ChatFields
+
+        known, own = _split(fields, ChatFields.__annotations__)
         create = self.client.chat.completions.create
         if self.output.format is Format.JSON:
             with self.waits.watching(model):
-                whole = create(model=model, messages=messages, extra_body=own, **fields)
+                whole = create(model=model, messages=messages, extra_body=own, **known)
             self._print_whole(whole)
             return
         with self.waits.watching(model):
-            stream = create(model=model, messages=messages, stream=True, extra_body=own, **fields)
+            stream = create(model=model, messages=messages, stream=True, extra_body=own, **known)
         with stream:
             choices = (choice for chunk in stream for choice in chunk.choices)
             self._print_pieces(((choice.delta.content, choice.finish_reason) for choice in choices), spoken)
         self._tell(stream.answer)
 
-    def _raw(
-        self, model: str, prompt: str, fields: SamplingFields, own: Mapping[str, Any] | None, spoken: SpokenText
-    ) -> None:
+    def _raw(self, model: str, prompt: str, fields: Mapping[str, object], spoken: SpokenText) -> None:
+        from loraserve.sdk.types.fields import CompletionFields
+
+        known, own = _split({"max_tokens": DEFAULT_MAX_TOKENS, **fields}, CompletionFields.__annotations__)
         create = self.client.completions.create
-        fields = {"max_tokens": DEFAULT_MAX_TOKENS, **fields}
         if self.output.format is Format.JSON:
             with self.waits.watching(model):
-                text = create(model=model, prompt=prompt, extra_body=own, **fields)
+                text = create(model=model, prompt=prompt, extra_body=own, **known)
             self._print_whole(text)
             return
         with self.waits.watching(model):
-            stream = create(model=model, prompt=prompt, stream=True, extra_body=own, **fields)
+            stream = create(model=model, prompt=prompt, stream=True, extra_body=own, **known)
         with stream:
             choices = (choice for chunk in stream for choice in chunk.choices)
             self._print_pieces(((choice.text, choice.finish_reason) for choice in choices), spoken)
@@ -132,11 +129,25 @@ class Asker:
 
 def tell_answer(output: Output, answer: Answer | None) -> None:
     """Say what the answer's headers have that its reader should know."""
-    if answer is not None and answer.fell_back_from is not None:
+    if answer is None:
+        return
+    if answer.ignored:
+        guesses = answer.did_you_mean
+        names = [f"{name} (did you mean {guesses[name]}?)" if name in guesses else name for name in answer.ignored]
+        output.note(f"Ignored by the server: {', '.join(names)}.")
+    if answer.fell_back_from is not None:
         output.note(
             f"{answer.adapter} answered instead of {answer.fell_back_from}, "
             f"which is unavailable ({answer.fell_back_for})."
         )
+
+
+def _split(
+    fields: Mapping[str, object], known: Mapping[str, object]
+) -> tuple[SamplingFields, Mapping[str, object] | None]:
+    """Return the fields that are the SDK's arguments, and the others for `extra_body`."""
+    own = {name: value for name, value in fields.items() if name not in known}
+    return cast("SamplingFields", {name: value for name, value in fields.items() if name in known}), own or None
 
 
 def check_model(client: Client, model: str, terms: Callable[[str], Sequence[str]]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx2
@@ -247,6 +248,24 @@ async def test_harmless_unknown_fields_are_named(client: httpx2.AsyncClient) -> 
     response = await complete(client, user="u", store=True, metadata={"a": "b"}, **{"é\n": 1})
     assert response.status_code == 200
     assert response.headers["x-loraserve-ignored"] == "store, metadata, (1 more)"
+
+
+async def test_misspelt_fields_are_named_with_what_may_be_meant(client: httpx2.AsyncClient) -> None:
+    response = await complete(client, temprature=0.5, top_kk=3, store=True)
+    assert response.status_code == 200
+    assert response.headers["x-loraserve-ignored"] == "temprature, top_kk, store"
+    assert response.headers["x-loraserve-did-you-mean"] == "temprature=temperature, top_kk=top_k"
+    assert "x-loraserve-did-you-mean" not in (await complete(client, store=True, metadata={})).headers
+
+
+async def test_many_long_unknown_fields_are_answered_at_once(client: httpx2.AsyncClient) -> None:
+    names = {f"temperatur_{'e' * 45}{number}": 1 for number in range(500)}
+    began = time.perf_counter()
+    response = await complete(client, **names, **{"temperature\r\nx-evil": 1, "temperature,": 1})
+    assert time.perf_counter() - began < 2
+    assert response.status_code == 200
+    assert "evil" not in str(response.headers)
+    assert response.headers["x-loraserve-ignored"].endswith("(482 more)")
 
 
 async def test_fields_that_say_what_happens_anyway_are_fine(client: httpx2.AsyncClient) -> None:
