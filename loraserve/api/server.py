@@ -304,9 +304,13 @@ class _Lifetime:
         url = f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
         pages = {"console": f"{url}{PATH}"} if self.services.settings.console else {}
         logger.info("listening", url=url, **pages)
+        began = asyncio.get_running_loop().time()
         await self.services.engine.start()
         base = self.services.engine.base
-        logger.info("ready", url=url, base=base.id, max_model_len=base.max_model_len, **pages)
+        took_s = round(asyncio.get_running_loop().time() - began, 1)
+        logger.info(
+            "ready", url=url, base=base.id, max_model_len=base.max_model_len, engine_start_s=took_s, **pages
+        )
 
     async def _drain(self, number: signal.Signals) -> None:
         """Not ready; then no new work; then what runs has the grace period.

@@ -52,6 +52,8 @@ _NAMED = re.compile(r"(?:See|Run|Try): (loraserve .+?)\.?$")
 _PLACES = re.compile(r"\b(NAME|DIR|MODEL|PROMPT|ALIAS|TENANT)\b")
 
 
+MAX_PROBLEMS = 5
+"""Problems of a refused adapter that people are shown, unless they ask for all."""
 _TOLD_WAIT_S = 0.3
 """Seconds from which a wait for another try is told."""
 
@@ -81,6 +83,9 @@ class Output:
 
     def __init__(self, format: Format, named: Mapping[str, str] | None = None) -> None:
         self.format = format
+        self.max_problems: int | None = MAX_PROBLEMS
+        """Problems of a refusal that people are shown; None: all."""
+        self.how_to_see_all = "--format json shows them"
         self._named = named or {}
 
     def rows(self, rows: Iterable[Result], columns: Iterable[Column], *, name: str, empty: str) -> None:
@@ -191,7 +196,7 @@ class Output:
             return
         lines = [f"error: {error.message}"]
         if problems != [error.message]:
-            lines += [f"  - {problem}" for problem in problems if problem not in error.message]
+            lines += self._some(problem for problem in problems if problem not in error.message)
         if error.hint:
             lines.append(f"  {error.hint}")
         if wait_s is not None:
@@ -202,9 +207,33 @@ class Output:
             lines.append(f"request: {error.request_id}")
         _print(_safe("\n".join(lines), sys.stderr), file=sys.stderr)
 
+    def _some(self, problems: Iterable[str]) -> list[str]:
+        """Return a line for each problem, as many as people read, and the number of the others."""
+        lines = [f"  - {problem}" for problem in problems]
+        shown = lines[: self.max_problems]
+        num_more = len(lines) - len(shown)
+        return [*shown, f"  and {num_more} more; {self.how_to_see_all}"] if num_more else shown
+
     @contextmanager
-    def progress(self, title: str) -> Iterator[Callable[[Progress], None] | None]:
-        """Show a bar on stderr while the block runs.
+    def working(self, title: str) -> Iterator[None]:
+        """Show on a terminal that the block works, and for how long.
+
+        It is for work of the server that has no measure.
+        """
+        if self.format is not Format.HUMAN or not sys.stderr.isatty():
+            yield
+            return
+        from rich import progress as bars
+        from rich.console import Console
+
+        parts = (bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.TimeElapsedColumn())
+        with bars.Progress(*parts, console=Console(stderr=True), transient=True) as bar:
+            bar.add_task(_safe(title, sys.stderr), total=None)
+            yield
+
+    @contextmanager
+    def progress(self, title: str, then: str | None = None) -> Iterator[Callable[[Progress], None] | None]:
+        """Show a bar on stderr while the block runs; once all bytes are sent, `then`.
 
         Yield None, and show nothing, where no person looks at stderr.
         """
@@ -222,7 +251,13 @@ class Output:
         )
         with bars.Progress(*parts, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(title, total=None)
-            yield lambda progress: bar.update(task, completed=progress.sent_bytes, total=progress.total_bytes)
+
+            def tell(progress: Progress) -> None:
+                is_sent = then is not None and progress.sent_bytes == progress.total_bytes
+                words = then if is_sent else title
+                bar.update(task, description=words, completed=progress.sent_bytes, total=progress.total_bytes)
+
+            yield tell
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int], None]]:

@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _START_S, _STOP_S = 90.0, 15.0
 _POLL_S = 0.1
-_TELL_EVERY_S = 2.0
+_FIRST_TOLD_S, _TELL_EVERY_S = 2.0, 15.0
 _LOG_TAIL_LINES = 15
 
 
@@ -39,7 +39,9 @@ class DemoServer:
     quantize: str = "none"
     """Format that the base's linears are rounded to, as for ``serve``."""
     tell: Callable[[str], object] | None = None
-    """Function that is called with what a server that takes long to start is at."""
+    """Function that is called with what a server that takes long to start is at, when that changes
+    and after each 15 s of it.
+    """
     admin_key: str = field(default_factory=lambda: f"sk-admin-{secrets.token_urlsafe(24)}", repr=False)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -111,8 +113,8 @@ class DemoServer:
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        moved = told = time.monotonic()
-        detail = ""
+        began = moved = told = time.monotonic()
+        detail = said = ""
         with httpx2.Client(timeout=1.0, trust_env=False) as client:
             while process.poll() is None:
                 now = time.monotonic()
@@ -131,9 +133,10 @@ class DemoServer:
                         moved = now
                 except (httpx2.TransportError, ValueError):
                     pass  # nobody listens yet
-                if self.tell is not None and detail and now - told > _TELL_EVERY_S:
-                    told = now
-                    self.tell(detail)
+                is_news = detail != said and now - began > _FIRST_TOLD_S
+                if self.tell is not None and detail and (is_news or now - told > _TELL_EVERY_S):
+                    told, said = now, detail
+                    self.tell(f"{now - began:3.0f} s  {detail}")
                 time.sleep(_POLL_S)
         raise EngineUnavailable(f"The server ended with code {process.returncode}. Its log ends:\n{self.log_tail()}")
 

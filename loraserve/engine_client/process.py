@@ -267,15 +267,21 @@ class EngineProcess:
         """Count seconds without progress, log a load's progress, find out where a process hangs."""
         try:
             logged, logged_s = "", time.monotonic()
+            began_s = logged_s
             while True:
                 await asyncio.sleep(self._tick_s)
                 vitals = self.vitals
                 vitals.tick()
                 if not self._ready.done():
                     now = time.monotonic()
-                    if vitals.what != logged or (now - logged_s > _LOG_INTERVAL_S and vitals.quiet_s < _LOG_INTERVAL_S):
-                        logged, logged_s = vitals.what, now
-                        logger.info("the engine is %s", vitals.doing)
+                    if vitals.what != logged:
+                        # a stage that the watcher saw end: a slow start names what it was slow at
+                        took = f" ({logged} took {now - began_s:.1f} s)" if logged else ""
+                        logger.info("the engine is %s%s", vitals.doing, took)
+                        logged, logged_s, began_s = vitals.what, now, now
+                    elif now - logged_s > _LOG_INTERVAL_S and vitals.quiet_s < _LOG_INTERVAL_S:
+                        logger.info("the engine is %s, for %.0f s now", vitals.doing, now - began_s)
+                        logged_s = now
                 timeout_s = self._hang_timeout_s if self._ready.done() else self._load_timeout_s
                 if vitals.quiet_s > timeout_s:
                     self._note_hang(await self._examine(timeout_s))

@@ -42,6 +42,12 @@ def test_same_bytes_again_are_the_same_version(here: Run, sql_dir: Path) -> None
     again = here("adapter", "push", sql_dir, "--name", "twice", "--format", "json")
     assert again.code == 0
     assert again.json == first.json
+    assert "Unchanged" not in first.stderr
+    assert "Unchanged: twice@1 has these bytes already.\n" in again.stderr
+    aliased = here("adapter", "push", sql_dir, "--name", "twice", "--alias", "canary")
+    assert "Unchanged: twice@1" in aliased.stderr
+    dry = here("adapter", "push", sql_dir, "--name", "twice", "--dry-run")
+    assert "Unchanged" not in dry.stderr
 
 
 def test_dry_run_keeps_nothing(here: Run, sql_dir: Path) -> None:
@@ -74,6 +80,20 @@ def test_rejected_adapter_says_why_and_what_next(loraserve: Run, sql_dir: Path, 
     assert "use_dora" in done.stderr
     assert "--dry-run" not in done.stderr
     assert "request: req_" in done.stderr
+
+
+def test_problems_of_a_refused_adapter_end_after_five(here: Run, sql_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((sql_dir / "adapter_config.json").read_text())
+    wrong = {f"field_{number}": number for number in range(9)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | wrong))
+    (tmp_path / "adapter_model.safetensors").write_bytes((sql_dir / "adapter_model.safetensors").read_bytes())
+    push = ("adapter", "push", tmp_path, "--name", "wrong")
+    some, every = here(*push), here(*push, "--all")
+    assert some.code == every.code == 1
+    num = every.stderr.count("\n  - ")
+    assert num > 5
+    assert some.stderr.count("\n  - ") == 5
+    assert f"  and {num - 5} more; --all shows them\n" in some.stderr
 
 
 def test_list_show_and_versions_agree(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:

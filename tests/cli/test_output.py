@@ -8,7 +8,7 @@ import pytest
 from loraserve.cli.output import Column, Format, Output, size
 from loraserve.cli.ps import _look, _print, summary
 from loraserve.cli.session.asking import tell_answer
-from loraserve.errors import RateLimited
+from loraserve.errors import AdapterRejected, RateLimited
 from loraserve.sdk.answers import Answer
 from loraserve.sdk.types.management import Adapter
 from loraserve.sdk.types.residency import AdapterResidency, Memory
@@ -100,6 +100,48 @@ def test_refusal_says_when_to_try_again(capsys: pytest.CaptureFixture[str]) -> N
     assert "try again: in 6.5 s\nnext: loraserve ps\n" in capsys.readouterr().err
     Output(Format.JSON).fail(error)
     assert json.loads(capsys.readouterr().err)["error"]["retry_after_s"] == 6.5
+
+
+def test_list_of_problems_ends_after_five_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    error = AdapterRejected("It can't be served.", problems=[f"problem {number}" for number in range(42)])
+    output = Output(Format.HUMAN)
+    output.how_to_see_all = "--all shows them"
+    output.fail(error)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:7] == [*(f"  - problem {number}" for number in range(5)), "  and 37 more; --all shows them"]
+    output.max_problems = None
+    output.fail(error)
+    assert capsys.readouterr().err.count("  - problem") == 42
+    Output(Format.JSON).fail(error)
+    assert len(json.loads(capsys.readouterr().err)["error"]["problems"]) == 42
+    error = AdapterRejected("It can't be served.", problems=[f"problem {number}" for number in range(5)])
+    Output(Format.HUMAN).fail(error)
+    assert "more" not in capsys.readouterr().err
+
+
+def test_waits_are_told_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    output, error = Output(Format.HUMAN), RateLimited("Over the tenant's 60 requests a minute.")
+    output.wait(6.5, error)  # it came from no server: an error follows if it stays so
+    error.status_code = 429
+    output.wait(0.1, error)
+    assert capsys.readouterr().err == ""
+    output.wait(6.5, error)
+    assert capsys.readouterr().err == "Over the tenant's 60 requests a minute: trying again in 6.5 s.\n"
+
+
+def test_work_without_a_measure_is_shown_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Output(Format.HUMAN).working("verifying sql"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Output(Format.HUMAN).working("verifying sql\x1b]0;owned"):
+        pass
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "verifying sql" in shown.err
+    assert "\x1b]0;" not in shown.err
 
 
 @pytest.mark.parametrize(

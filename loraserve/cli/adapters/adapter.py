@@ -15,7 +15,7 @@ from loraserve.cli.arguments import key_values, split_version
 from loraserve.cli.help import App
 from loraserve.cli.operation import show_operation, wait_for
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
-from loraserve.cli.output import Column, Format
+from loraserve.cli.output import MAX_PROBLEMS, Column, Format
 
 if TYPE_CHECKING:
     from loraserve.sdk import Progress
@@ -74,6 +74,9 @@ def push(
     promote: Annotated[
         bool, typer.Option("--promote/--no-promote", help="Point NAME itself at the new version.")
     ] = True,
+    all_problems: Annotated[
+        bool, typer.Option("--all", help="Show every problem of a refused adapter, not only the first five.")
+    ] = False,
     notes: NotesOption = None,
     tag: TagOption = None,
     tool_parser: Annotated[
@@ -92,6 +95,8 @@ def push(
     said, tags = _notes(notes), _tags(tag)
     with connected(format, url, tenant, {"NAME": name, "DIR": directory}) as (output, client):
         num_sent = 0
+        output.max_problems = None if all_problems else MAX_PROBLEMS
+        output.how_to_see_all = "--all shows them"
 
         def tell(progress: Progress) -> None:
             nonlocal num_sent
@@ -100,7 +105,7 @@ def push(
                 bar(progress)
 
         try:
-            with output.progress(f"pushing {name}") as bar:
+            with output.progress(f"pushing {name}", then=f"checking and certifying {name}") as bar:
                 version = client.adapters.push(
                     directory,
                     name=name,
@@ -130,6 +135,8 @@ def push(
         if dry_run:
             output.note("Dry run: the adapter would be accepted; nothing was stored.")
         else:
+            if version.is_unchanged:
+                output.note(f"Unchanged: {version.model} has these bytes already.")
             check_served(output, version)
             if version.verdict == "skipped":
                 output.note(f"It isn't verified yet. Try: loraserve adapter verify {version.model}")

@@ -13,10 +13,11 @@ from loraserve.cli.adapters.adapter import TargetArgument
 from loraserve.cli.adapters.version_view import check_served, show_version
 from loraserve.cli.arguments import split_version
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
-from loraserve.cli.output import Column
+from loraserve.cli.output import Column, Output
 
 if TYPE_CHECKING:
     from loraserve.sdk import Client
+    from loraserve.sdk.types.management import Action
 
 ACTION_COLUMNS = (
     Column("model", lambda action: f"{action.name}@{action.version}"),
@@ -41,6 +42,11 @@ def _named(target: str) -> dict[str, str]:
     return {"NAME": split_version(target)[0]}
 
 
+def _tell_loading(output: Output, action: Action) -> None:
+    if not action.is_done:
+        output.note(f"{action.name}@{action.version} is still being loaded. See: loraserve ps")
+
+
 def verify(
     target: TargetArgument,
     rebase: Annotated[
@@ -60,7 +66,8 @@ def verify(
     One that fails isn't served until it passes.
     """
     with connected(format, url, tenant, _named(target)) as (output, client):
-        version = client.adapters.verify(*_target(client, target), rebase=rebase)
+        with output.working(f"verifying {target}: its answers are compared with the reference's"):
+            version = client.adapters.verify(*_target(client, target), rebase=rebase)
         show_version(output, version)
         check_served(output, version)
 
@@ -70,7 +77,10 @@ def warm(
 ) -> None:
     """Load the weights into memory before the first request needs them."""
     with connected(format, url, tenant, _named(target)) as (output, client):
-        output.one(client.adapters.warm(*_target(client, target)), ACTION_COLUMNS, name="name")
+        with output.working(f"loading the weights of {target}"):
+            action = client.adapters.warm(*_target(client, target))
+        output.one(action, ACTION_COLUMNS, name="name")
+        _tell_loading(output, action)
 
 
 def pin(
@@ -78,7 +88,10 @@ def pin(
 ) -> None:
     """Keep the weights in memory until they are unpinned (takes an admin key)."""
     with connected(format, url, tenant, _named(target)) as (output, client):
-        output.one(client.adapters.pin(*_target(client, target)), ACTION_COLUMNS, name="name")
+        with output.working(f"loading and pinning {target}"):
+            action = client.adapters.pin(*_target(client, target))
+        output.one(action, ACTION_COLUMNS, name="name")
+        _tell_loading(output, action)
 
 
 def unpin(

@@ -216,7 +216,8 @@ def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
     arena = Arena(plan.num_pages, plan.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
     dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
-    progress.begin("compiling kernels for adapters' dtypes", len(dtypes))
+    compiler = " with numba (once: they are kept on disk)" if HAS_NUMBA else ""
+    progress.begin(f"compiling kernels{compiler}, formats of adapters", len(dtypes))
     for number, dtype in enumerate(dtypes):
         warm_up(dtype)  # no step may wait for a compiler
         progress.advance(number + 1)

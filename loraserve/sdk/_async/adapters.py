@@ -22,6 +22,8 @@ from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/adapters"
 LIVE = "live"
+UNCHANGED = 200
+"""Answer to a push whose bytes a version has already; a new version's is 201."""
 
 
 class AsyncAdapters:
@@ -85,12 +87,14 @@ class AsyncAdapters:
             await async_call(source.close)
         if made.version is None or dry_run:
             return made
+        is_unchanged = made.answer is not None and made.answer.status_code == UNCHANGED
         if notes is not None or tags is not None:
             made = await self.update_version(name, made.version, notes=notes, tags=tags)
-        if alias is None or made.is_quarantined or made.version is None:
-            return made
-        await self.set_alias(name, alias, made.version)
-        return await self.version(name, made.version)
+        if alias is not None and not made.is_quarantined and made.version is not None:
+            await self.set_alias(name, alias, made.version)
+            made = await self.version(name, made.version)
+        made._is_unchanged = is_unchanged
+        return made
 
     async def _publish(
         self,

@@ -23,6 +23,8 @@ from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/adapters"
 LIVE = "live"
+UNCHANGED = 200
+"""Answer to a push whose bytes a version has already; a new version's is 201."""
 
 
 class Adapters:
@@ -86,12 +88,14 @@ class Adapters:
             sync_call(source.close)
         if made.version is None or dry_run:
             return made
+        is_unchanged = made.answer is not None and made.answer.status_code == UNCHANGED
         if notes is not None or tags is not None:
             made = self.update_version(name, made.version, notes=notes, tags=tags)
-        if alias is None or made.is_quarantined or made.version is None:
-            return made
-        self.set_alias(name, alias, made.version)
-        return self.version(name, made.version)
+        if alias is not None and not made.is_quarantined and made.version is not None:
+            self.set_alias(name, alias, made.version)
+            made = self.version(name, made.version)
+        made._is_unchanged = is_unchanged
+        return made
 
     def _publish(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Generic, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from loraserve.sdk.call import Result
 
@@ -115,6 +115,13 @@ class Version(Result):
     """Format of its tool calls; None: recognized in its template, or the base's."""
     reasoning_parser: str | None = None
     """Format of its reasoning; None: recognized in its template, or the base's."""
+
+    _is_unchanged: bool = PrivateAttr(default=False)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether a push found that the version has the pushed bytes already, and made none."""
+        return self._is_unchanged
 
     @property
     def model(self) -> str:

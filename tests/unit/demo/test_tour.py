@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -120,11 +121,16 @@ def test_a_server_that_takes_long_to_start_is_waited_for_as_long_as_it_moves(
     (tmp_path / "server.log").write_text("its last words")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Loading) as listener:
         threading.Thread(target=listener.serve_forever, daemon=True).start()
-        server = DemoServer(tmp_path, listener.server_port)
+        told: list[str] = []
+        server = DemoServer(tmp_path, listener.server_port, tell=told.append)
+        monkeypatch.setattr(demo_server, "_FIRST_TOLD_S", 0.0)
         try:
             if is_moving:
                 server._wait_until_ready(Running())  # type: ignore[arg-type]
                 assert next(asked) > 20
+                # what it is at, once, with the seconds until then
+                assert re.fullmatch(r" *\d+ s  The engine is loading shard 1\.", told[1])
+                assert len(told) == len(set(told)) > 10
             else:
                 with pytest.raises(EngineUnavailable, match=r"no progress for 1 s. The engine is loading shard 1.\n"):
                     server._wait_until_ready(Running())  # type: ignore[arg-type]

@@ -241,6 +241,7 @@ async def test_a_load_that_is_slow_and_moves_is_no_hang_and_says_how_far_it_is(
     counts = {int(found[1]) for status in seen if (found := re.search(r"tensors: (\d+) of", status or ""))}
     assert len(counts) > 5
     assert "the engine is loading shard 1 of 1, tensors" in caplog.text
+    assert re.search(r"\(loading shard 1 of 1, tensors took \d+\.\d s\)", caplog.text)
 
 
 async def test_an_engine_that_dies_before_it_is_ready_is_tried_three_times(
