@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loraserve import errors
+from loraserve.cli.adapters.completion import model_names
 from loraserve.cli.arguments import request_fields
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Format
@@ -30,6 +31,7 @@ def run(
             metavar="MODEL",
             help="NAME, NAME@ALIAS, NAME@VERSION, a sum (a+0.5*b), or the base's id (default: the base).",
             show_default=False,
+            autocompletion=model_names,
         ),
     ] = None,
     prompt: Annotated[

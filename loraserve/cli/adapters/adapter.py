@@ -10,6 +10,7 @@ import typer
 
 from loraserve import errors
 from loraserve.cli.adapters.alias_view import ALIAS_COLUMNS, aliases_in_words
+from loraserve.cli.adapters.completion import adapter_names
 from loraserve.cli.adapters.version_view import VERSION_COLUMNS, check_served, show_version
 from loraserve.cli.arguments import key_values, split_version
 from loraserve.cli.help import App
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 
 app = App(help="Push, pull, list, alias and delete adapters.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.")]
-TargetArgument = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Adapter, or one version of it.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the adapter.", autocompletion=adapter_names)]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME[@VERSION]", help="Adapter, or one version of it.", autocompletion=adapter_names),
+]
 NotesOption = Annotated[str | None, typer.Option(help="Free text; - reads it from stdin.")]
 TagOption = Annotated[list[str] | None, typer.Option("--tag", metavar="KEY=VALUE", help="Tag to set; may be repeated.")]
 
@@ -68,7 +72,10 @@ def push(
             show_default=False,
         ),
     ],
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use as `model`.")],
+    name: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Name that requests use as `model`.", autocompletion=adapter_names),
+    ],
     alias: Annotated[str | None, typer.Option(metavar="ALIAS", help="Alias to point at the new version too.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, but publish nothing.")] = False,
     promote: Annotated[
