@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loraserve import Client
+from loraserve.demo.advice import advice, what_is_understood
 from loraserve.demo.card import EXAMPLE, read_card, reliable_frames
 from loraserve.demo.checks import (
     Access,
@@ -75,7 +76,7 @@ def run_tour(*, once: bool, port: int | None = None, quantize: str = "none", con
             with DemoServer(Path(directory), choose_port(port), quantize, tell=_teller(console)) as server:
                 access, stranger_key = _set_up(server, console)
                 models = [access.model(style) for style in STYLES]
-                _show_snippets(access, console)
+                _show_snippets(access, server.admin_key, console)
                 asyncio.run(ask_all(access.url, access.api_key, models, EXAMPLE.prompt, console))
                 query = ask_for_query(access, access.base_id, EXAMPLE.prompt)
                 console.print(f"The base's answer as JSON of a schema: {query}", markup=False, highlight=False)
@@ -163,13 +164,14 @@ def _report(checks: Sequence[TourCheck], duration_s: float, console: Console) ->
     return 1 if wrong else 0
 
 
-def _show_snippets(access: Access, console: Console) -> None:
+def _show_snippets(access: Access, admin_key: str, console: Console) -> None:
     body = json.dumps({"model": "sql", "prompt": EXAMPLE.prompt, "max_tokens": 64, "temperature": 0})
     lines = (
         "",
-        f"URL  {access.url}",
-        f"Key  {access.api_key}",
-        f"Console  {access.url}/console/  (sign in with the key)",
+        f"URL        {access.url}",
+        f"Key        {access.api_key}",
+        f"Admin key  {admin_key}",
+        f"Console    {access.url}/console/  (sign in with either key)",
         "",
         "curl:",
         "",
@@ -186,6 +188,9 @@ def _show_snippets(access: Access, console: Console) -> None:
         f'messages = [{{"role": "user", "content": "{EXAMPLE.prompt}"}}]',
         'print(client.chat.completions.create(model="french", messages=messages, '
         "temperature=0).choices[0].message.content)",
+        "",
+        *(line for one in advice(access, admin_key) for line in (one.title, "", *one.lines, "")),
+        *what_is_understood(),
         "",
     )
     for line in lines:
