@@ -13,7 +13,7 @@ from loraserve.cli.arguments import request_fields
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Format
 from loraserve.cli.session.asking import DEFAULT_MAX_TOKENS, Asker, check_model
-from loraserve.cli.session.commands import Conversation
+from loraserve.cli.session.commands import SessionState
 from loraserve.cli.session.waiting import WaitTeller, term_names
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run(
         settings["max_tokens"] = DEFAULT_MAX_TOKENS
     with connected(format, url, tenant, _named(model, text)) as (output, client):
         base = _base_id(client) if model is None or text is None else ""
-        conversation = Conversation(base if model is None else model, base, settings)
+        conversation = SessionState(base if model is None else model, base, settings)
         asker = Asker(output, client, WaitTeller(output, url, tenant), is_chat)
         if text is not None:
             asker.ask(conversation.model, conversation.messages(text), conversation.fields)

@@ -1,4 +1,4 @@
-"""What the demo tells its user to do next, and what its models understand.
+"""Next steps for a user of the demo, and the questions that its models understand.
 
 Each command that is printed is one that a test runs.
 """

@@ -94,7 +94,7 @@ def run_tour(*, once: bool, port: int | None = None, quantize: str = "none", con
 
 
 def _teller(console: Console) -> Callable[[str], object]:
-    return lambda detail: console.print(f"  {detail}", markup=False, highlight=False)
+    return lambda detail: console.print(f"  {detail}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _set_up(server: DemoServer, console: Console) -> tuple[Access, str]:

@@ -56,7 +56,7 @@ class Answer:
     ignored: tuple[str, ...] = ()
     """Fields of the request that the server doesn't know and that don't change the answer."""
     did_you_mean: Mapping[str, str] = field(default_factory=dict)
-    """Those of them that may be misspelt, and the field that was meant: `temprature` →
+    """Ignored fields that may be misspelt, and the field that is meant by each: `temprature` →
     `temperature`.
     """
     server_timing: str | None = None

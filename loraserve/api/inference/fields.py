@@ -24,7 +24,7 @@ _MAX_NAMED = 20
 _MAX_GUESSED, _MAX_KEPT_GUESSES = 4, 1024
 """Ignored fields of a request, and of all requests, for which a known one is looked for: 0.3 ms."""
 _LIKENESS = 0.8
-"""Of two names, from which one is a guess for the other: `temprature` has 0.95."""
+"""Likeness of two names from which one is a guess for the other: `temprature` has 0.95."""
 
 # Of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's and llama.cpp's requests: what would change the
 # answer, and isn't implemented.

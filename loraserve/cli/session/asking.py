@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 DEFAULT_MAX_TOKENS = 128
-"""Of a prompt that is sent as it is, where nothing is said: a chat's default is what fits."""
+"""Default for a prompt that is sent as it is; a chat's default is what fits."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class SpokenText:
 
     text: str = ""
     is_cut: bool = False
-    """It ended because it was as long as `max_tokens` allows."""
+    """Whether it ended because it was as long as `max_tokens` allows."""
 
 
 @dataclass(slots=True)

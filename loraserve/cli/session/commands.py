@@ -1,4 +1,4 @@
-"""What a session of ``loraserve run`` is about, and the commands that change it: ``/set …``."""
+"""State of a session of ``loraserve run``, and the commands that change it: ``/set …``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Callable[[str], object]] = {
     "timeout": float,
     "system": str,
 }
-"""What ``/set`` knows, and how each value is read. Ranges are the server's to check."""
+"""Settings that ``/set`` changes, and how each is read. Ranges are the server's to check."""
 HELP = (
     ("/model [MODEL]", "show or change the model: NAME, NAME@ALIAS, NAME@VERSION, a sum, or the base's id"),
     ("/adapters [SUM|none]", "list the adapters, or answer with a sum of them: a+0.5*b; none: the base alone"),
@@ -47,7 +47,7 @@ _ENDS = frozenset({"/bye", "/exit", "/quit"})
 
 
 @dataclass(slots=True)
-class Conversation:
+class SessionState:
     """The model, the settings and the turns so far."""
 
     model: str
@@ -75,7 +75,7 @@ class Conversation:
 class Commands:
     """Run the commands of a session. A wrong one says what is right, and changes nothing."""
 
-    def __init__(self, output: Output, client: Client, conversation: Conversation) -> None:
+    def __init__(self, output: Output, client: Client, conversation: SessionState) -> None:
         self._output = output
         self._client = client
         self._conversation = conversation

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from loraserve import errors
 from loraserve.cli.session.asking import Asker, SpokenText
-from loraserve.cli.session.commands import Commands, Conversation
+from loraserve.cli.session.commands import Commands, SessionState
 from loraserve.cli.session.line_editor import LineEditor, history_path
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ MAX_PROMPT_CHARS = 40
 """Characters of a model's name, which may be a long sum, that stand before each line."""
 
 
-def talk(output: Output, asker: Asker, conversation: Conversation) -> None:
+def talk(output: Output, asker: Asker, conversation: SessionState) -> None:
     """Answer what is typed. An answer that fails or is cancelled doesn't end the session."""
     commands = Commands(output, asker.client, conversation)
     editor = LineEditor(commands.words, history_path())
@@ -50,7 +50,7 @@ def _run(output: Output, commands: Commands, line: str) -> bool:
         return True
 
 
-def _answer(output: Output, asker: Asker, conversation: Conversation, prompt: str) -> None:
+def _answer(output: Output, asker: Asker, conversation: SessionState, prompt: str) -> None:
     spoken = SpokenText()
     try:
         asker.ask(conversation.model, conversation.messages(prompt), conversation.fields, spoken)
