@@ -71,6 +71,17 @@ class Terminal:
         before, _, self.shown = self.shown.partition(until)
         return before + until
 
+    def interrupt(self, until: str) -> str:
+        """Press Ctrl-C until the line is given up; return what is shown up to `until`.
+
+        Between two of readline's waits for a key a signal is only noted: a person presses again.
+        """
+        for _ in range(20):
+            self.type(CTRL_C)
+            with contextlib.suppress(AssertionError):
+                return self.read(until, timeout_s=1.0)
+        return self.read(until)
+
     def end(self) -> int:
         """Return the exit code once the process has ended; what it says last is in `shown`."""
         with contextlib.suppress(OSError):  # how Linux says that the other end is closed
@@ -139,8 +150,7 @@ def test_session_answers_switches_models_and_ends(start_session: Callable[..., T
     again.read("talk-sql> ")
     again.type(UP)
     again.read('with age over 81"""')  # of the earlier session
-    again.type(CTRL_C)
-    assert "Ctrl-D ends." in again.read("\ntalk-sql> ")
+    assert "Ctrl-D ends." in again.interrupt("\ntalk-sql> ")
     again.type("/mod" + TAB)
     again.read("/model ")
     again.type("talk-pi" + TAB + "\n")
@@ -150,7 +160,7 @@ def test_session_answers_switches_models_and_ends(start_session: Callable[..., T
 
 
 def test_settings_of_a_session_are_checked_and_sent(start_session: Callable[..., Terminal]) -> None:
-    session = start_session("talk-sql")
+    session = start_session("talk-sql", "--field", "store=true")
     session.read("talk-sql> ")
     for line, said in (
         ("/set temperature 0.2", "temperature is 0.2."),
@@ -168,6 +178,10 @@ def test_settings_of_a_session_are_checked_and_sent(start_session: Callable[...,
         (QUESTION, "error: top_p"),
         ("/set top_p none", "top_p is not set."),
         ("/set temperature 0", "temperature is 0.0."),
+        (QUESTION, "Ignored by the server: store."),
+        ("/set", "store               True"),
+        ("/set store none", "store is not set."),
+        ("/set store none", "There is no setting store."),
         (QUESTION, SQL),
         ("/clear", "forgotten"),
     ):

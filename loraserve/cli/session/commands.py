@@ -155,19 +155,21 @@ class Commands:
         value = value.strip()
         settings = self._conversation.settings
         if not name:
-            for key in SETTINGS:
+            # with those that --field gave
+            for key in {**SETTINGS, **settings}:
                 self._output.note(f"  {key:<18}  {_shown(settings.get(key))}")
             return
-        if name not in SETTINGS:
+        if name not in SETTINGS and name not in settings:
             self._output.note(f"There is no setting {name}.{_guess(name, SETTINGS)} They are: {', '.join(SETTINGS)}.")
             return
         if value == "none":
             settings.pop(name, None)
         elif value:
+            read = SETTINGS.get(name, str)
             try:
-                settings[name] = SETTINGS[name](value)
+                settings[name] = read(value)
             except ValueError:
-                kind = "a whole number" if SETTINGS[name] is int else "a number"
+                kind = "a whole number" if read is int else "a number"
                 self._output.note(f"{name} should be {kind}, or none for the server's default; it is {value!r}.")
                 return
         self._output.note(f"{name} is {_shown(settings.get(name))}.")

@@ -345,5 +345,5 @@ def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple
         adapters.limits.num_bytes / GIB,
         str(dtype).removeprefix("torch."),
     )
-    progress.begin("warming up: compiling kernels and capturing graphs")
+    progress.begin("warming up: compiling kernels with Triton and capturing graphs")
     return GpuRunner(decoder, config, kv, adapters), adapters, _kv_cache(config, plan, arena)
