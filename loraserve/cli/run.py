@@ -78,10 +78,10 @@ def run(
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
-    """Send a prompt and stream the answer; without a prompt, begin a session on the terminal.
+    """Send a prompt and stream the answer, or begin a session.
 
-    A session keeps the conversation; /help there shows its commands. With --format json, print the
-    whole answer at the end.
+    A session begins on a terminal where no prompt is given. It keeps the conversation; /help there
+    shows its commands. With --format json, print the whole answer at the end.
     """
     if system is not None and is_chat is False:
         raise typer.BadParameter("--system needs a chat template: leave out --raw.")
