@@ -308,9 +308,7 @@ class _Lifetime:
         await self.services.engine.start()
         base = self.services.engine.base
         took_s = round(asyncio.get_running_loop().time() - began, 1)
-        logger.info(
-            "ready", url=url, base=base.id, max_model_len=base.max_model_len, engine_start_s=took_s, **pages
-        )
+        logger.info("ready", url=url, base=base.id, max_model_len=base.max_model_len, engine_start_s=took_s, **pages)
 
     async def _drain(self, number: signal.Signals) -> None:
         """Not ready; then no new work; then what runs has the grace period.
