@@ -285,9 +285,10 @@ class Constraint:
         """
         live = [mask for mask in masks if not mask._is_over]
         matchers = [mask._matcher for mask in live if mask._matcher is not None]
-        executor, num_words = self._cache.executor, self._cache.mask_num_words
+        grammars = {id(mask._compiled): mask._compiled for mask in live if mask._compiled is not None}
+        executor, num_words = self._cache.executor(max(1, len(grammars))), self._cache.mask_num_words
         with ExitStack() as locks:
-            for compiled in {id(m._compiled): m._compiled for m in live if m._compiled is not None}.values():
+            for compiled in grammars.values():
                 locks.enter_context(compiled.lock)
             started = time.perf_counter()
             executor.consume_token_par([(m, mask._token_ids[-1]) for m, mask in zip(matchers, live, strict=True)])

@@ -68,7 +68,7 @@ class MatcherCache:
         self._lock = threading.Lock()
         self._compiled: TenantCache[CompiledGrammar] = TenantCache(max_bytes)
         self._compile_s = Timings()
-        self._executor: LLExecutor | None = None
+        self._executors: dict[int, LLExecutor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -89,15 +89,18 @@ class MatcherCache:
         """Words of 32 bits of a matcher's mask: a bit for each token of tokenizer or logits."""
         return -(-self._compiler.load().vocab_size // 32)
 
-    @property
-    def executor(self) -> LLExecutor:
-        """Threads that follow several matchers at once, without the interpreter's lock."""
+    def executor(self, num_lexers: int) -> LLExecutor:
+        """Return threads that follow several matchers at once, without the interpreter's lock.
+
+        They are no more than the lexers: threads would wait for each other at one lexer's lock.
+        """
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1, num_lexers)
         with self._lock:
-            if self._executor is None:
+            if num_threads not in self._executors:
                 from llguidance import LLExecutor
 
-                self._executor = LLExecutor(num_threads=min(_MAX_THREADS, os.cpu_count() or 1))
-            return self._executor
+                self._executors[num_threads] = LLExecutor(num_threads=num_threads)
+            return self._executors[num_threads]
 
     def get(self, tenant: str, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
         """Return the tenant's compiled grammar, which is compiled now if it isn't there.
