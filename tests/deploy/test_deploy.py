@@ -182,3 +182,16 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "loraserve.service"
     unit.write_text(UNIT.replace("/opt/loraserve/bin/loraserve", "/bin/true"))
     assert "loraserve.service" not in ran(tool("systemd-analyze"), "verify", unit)
+
+
+def test_prometheus_finds_its_files_in_the_compose_file() -> None:
+    service = COMPOSE["services"]["prometheus"]
+    mounts = [mount.removesuffix(":ro").rpartition(":")[::2] for mount in service["volumes"]]
+    inside = {target for _, target in mounts}
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    read = [f"/etc/prometheus/{name}" for name in config["rule_files"]]
+    read += [job["authorization"]["credentials_file"] for job in config["scrape_configs"]]
+    assert read
+    assert set(read) <= inside
+    files = [DEPLOY / source for source, _ in mounts if source.startswith("./") and not source.endswith(".key")]
+    assert all(file.exists() for file in files)
