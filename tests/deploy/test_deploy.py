@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 
 from loraserve.api import monitoring, server
-from loraserve.api.metrics import tables
+from loraserve.api.metrics import engine_tables
 from loraserve.cli.main import app
 from loraserve.limits import LIMITS
 from loraserve.settings import ENV_PREFIX, Settings
@@ -137,7 +137,7 @@ def test_files_agree_with_each_other_and_with_limits() -> None:
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} <= volumes
     metric = MANIFESTS["HorizontalPodAutoscaler/loraserve"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
     assert metric in (DEPLOY.parent / "docs" / "metrics.md").read_text()
-    assert any(metric in str(row) for row in tables.STEPS)
+    assert any(metric in str(row) for row in engine_tables.STEPS)
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     for name in (line[1:] for line in ignored if line.startswith("!")):
         assert (ROOT / name).exists(), name
