@@ -90,9 +90,11 @@ def test_the_page_names_figures_and_failures() -> None:
     outcomes = [outcome(valid=10), outcome(valid=3, not_valid=1)]
     outcomes[1].examples.append("EXAMPLE")
     scrape = {("loraserve_mask_seconds_count", ()): 100.0, ("loraserve_mask_seconds_sum", ()): 0.01}
-    page = structured.text(OPTIONS, times, outcomes, scrape)
+    followed = [one for one in make_times(free=0.04, one=0.04, each=0.0404, beside=0.04) if one.mode in (FREE, EACH)]
+    page = structured.text(OPTIONS, times, followed, outcomes, scrape)
     assert "1.200 times" in page
     assert "over 1.05" in page
+    assert "| 1.010 |" in page
     assert "100 µs" in page
     assert "EXAMPLE" in page
 
