@@ -97,6 +97,10 @@ class SlowRequestResource(Resource):
     """Seconds in the queue, as in ``Server-Timing``."""
     adapter_s: float
     """Seconds of waiting for the adapter's weights."""
+    adapter_tier: str
+    """Where they were when the request came: device, host or disk; empty: unknown, or the base."""
+    adapter_read_s: float
+    """Part of `adapter_s` in which its files were read, checked and packed."""
     prefill_s: float
     """Seconds of computing the prompt."""
     first_token_s: float | None

@@ -161,6 +161,8 @@ class RequestTimer:
                 prefill_s=0.0 if first is None else first.prefill_s,
                 first_token_s=self._first_s,
                 duration_s=duration_s,
+                adapter_tier="" if first is None else first.adapter_tier,
+                adapter_read_s=0.0 if first is None else first.adapter_read_s,
             )
         )
 

@@ -80,6 +80,7 @@ async def test_slow_requests_say_where_their_time_went(client: httpx2.AsyncClien
     one = (await slow(client, "?limit=1"))[0]
     assert (one["asked"], one["answered_by"], one["outcome"]) == ("sql", "sql@1", "length")
     assert (one["queue_s"], one["adapter_s"], one["prefill_s"]) == (0.001, 0.002, 0.003)
+    assert one["adapter_tier"] == "disk"
     assert 0.02 <= one["first_token_s"] < one["duration_s"]
     assert (one["completion_tokens"], one["cached_tokens"]) == (5, 16)
 

@@ -12,6 +12,8 @@ const STAGES = [
   { kind: "other", name: "elsewhere" },
 ];
 
+const WHERE = { device: "on the device, but not free to use", host: "in the host's memory", disk: "on disk" };
+
 function stagesOf(one) {
   const decode = one.first_token_s === null ? 0 : Math.max(0, one.duration_s - one.first_token_s);
   const known = one.queue_s + one.adapter_s + one.prefill_s + decode;
@@ -46,7 +48,7 @@ function causeOf(one, stages) {
       };
     case "adapter":
       return {
-        text: `${share} of the time it waited for its adapter's weights, which weren't on the device.`,
+        text: `${share} of the time it waited for its adapter's weights, which were ${WHERE[one.adapter_tier] ?? "not on the device"}${one.adapter_read_s > 0 ? ` (reading and checking them: ${seconds(one.adapter_read_s)})` : ""}.`,
         next: html`<a href=${`#/residency?find=${encodeURIComponent(one.answered_by)}`}>See where the adapter is now</a>: an admin can pin it, and warming it before traffic comes helps too.`,
       };
     case "prefill":
@@ -119,9 +121,10 @@ function SlowRow({ one, total, hasTenant }) {
             ["Answer", one.id],
             ["Asked for", one.asked],
             ["Answered by", one.answered_by],
+            ["Adapter was", WHERE[one.adapter_tier] === undefined ? "" : one.adapter_tier === "device" ? "on the device" : WHERE[one.adapter_tier]],
             ["Tenant", one.tenant],
             ["Prompt", `${number(one.prompt_tokens)} tokens, ${number(one.cached_tokens)} cached`],
-          ].map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}
+          ].filter(([, value]) => value !== "").map(([name, value]) => html`<div><dt>${name}</dt><dd class="num">${value}</dd></div>`)}
         </dl>
       </div>
     </details>
