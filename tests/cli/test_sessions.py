@@ -60,12 +60,18 @@ class Terminal:
         self.type(line + "\n")
         return self.read(f"\n{model}> ")
 
+    def _poll(self, timeout_s: float) -> bool:
+        # not select(), which refuses descriptors over 1,023
+        waiting = select.poll()
+        waiting.register(self._ours, select.POLLIN)
+        return bool(waiting.poll(1000 * timeout_s))
+
     def read(self, until: str, timeout_s: float = 60.0) -> str:
         """Return what is shown up to and with `until`, which isn't shown again."""
         deadline = time.monotonic() + timeout_s
         while until not in self.shown:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._ours], [], [], left_s)[0]:
+            if left_s <= 0 or not self._poll(left_s):
                 raise AssertionError(f"{until!r} isn't shown in {timeout_s:g} s, only {self.shown!r}")
             self.shown += _ESCAPES.sub("", os.read(self._ours, 65_536).decode())
         before, _, self.shown = self.shown.partition(until)
