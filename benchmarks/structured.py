@@ -82,7 +82,7 @@ def constraint(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of(mode: str, stream: int, work: Work | None) -> dict[str, Any]:
-    """What a stream's request asks its answer to be, and other fields of it.
+    """Return what a stream's request asks its answer to be, and other fields of it.
 
     Args:
         work: the base's, if it follows its schemas.

@@ -117,7 +117,7 @@ def _prompt(prompt: str | None, format: Format | None) -> str | None:
     """Return the prompt; None: a session is to ask for them.
 
     Raises:
-        typer.BadParameter: there is none, and nobody to ask.
+        typer.BadParameter: there is none, and no terminal to ask at.
     """
     if prompt is not None and prompt != "-":
         return prompt

@@ -28,7 +28,7 @@ class ClientConfig:
     timeout_s: float
     retry: RetryPolicy
     on_wait: OnWait | None = field(default=None, repr=False)
-    """Told of each wait for another try."""
+    """Function that is told of each wait for another try."""
 
     @classmethod
     def resolve(

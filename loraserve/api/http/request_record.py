@@ -107,7 +107,7 @@ class InferenceRecord:
 
     @property
     def first_s(self) -> float | None:
-        """When the first piece of any choice came."""
+        """Return when the first piece of any choice came."""
         return min((one.first_s for one in self.choices if one.first_s is not None), default=None)
 
     @property

@@ -44,7 +44,7 @@ class SlowRequest:
     """Seconds until the first token; None: none came."""
     duration_s: float
     adapter_tier: str = ""
-    """Where the adapter was when the request came: device, host or disk; empty: unknown, or none."""
+    """Tier of the adapter when the request came: device, host or disk; empty: unknown, or none."""
     adapter_read_s: float = 0.0
     """Part of `adapter_s` in which its files were read, checked and packed."""
 

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 MAX_DRAFT_REQUESTS = 2
 """Requests of a step beyond which a server doesn't ask the draft base.
 
-With four, one that was right four times in five gained nothing, and one that never was right cost
-7% of the tokens per second.
+A busy machine's figures with four were 0.97 to 1.18 times the tokens per second for one that was
+right four times in five, and 0.71 to 0.79 for one that never was.
 """
 MAX_DRAFTED = 8
 """Tokens that the draft base proposes for a request in a step, at most."""

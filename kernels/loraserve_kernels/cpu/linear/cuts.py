@@ -1,4 +1,4 @@
-"""What a step pays where a library multiplies in the middle of it.
+"""Measure what a step pays where a library multiplies in the middle of it.
 
 Kernels of our own run one after the other in one region of threads (`cpu.program`). A library's
 product ends that region: threads wake for it, and wake again for the region behind it, and the
