@@ -98,7 +98,7 @@ class SlowRequestResource(Resource):
     adapter_s: float
     """Seconds of waiting for the adapter's weights."""
     adapter_tier: str
-    """Tier of the weights when the request came: device, host, disk; empty: unknown, or the base."""
+    """Tier of the weights when the request came (device, host, disk); empty: unknown, or none."""
     adapter_read_s: float
     """Part of `adapter_s` in which its files were read, checked and packed."""
     prefill_s: float
