@@ -45,9 +45,6 @@ _TICKS_PER_TIMEOUT = 8
 _LOG_INTERVAL_S = 5.0
 """Interval at which a long load logs its progress, beside each time it begins something else."""
 
-_MAX_MESSAGES = 32
-"""Messages taken in one turn of the event loop: what they lead to has its turn before the next."""
-
 _HINT = (
     "If it hangs in a kernel again, try another --quantize or --dtype; if the machine is just slow, raise"
     " --engine-hang-timeout."
@@ -332,18 +329,19 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._outputs.fileno())
 
     def _receive(self) -> None:
-        """Take what has come.
+        """Take the next message, and ask for another turn.
 
-        ZeroMQ's descriptor tells of a message once: all are taken, or the next turn is asked for.
+        ZeroMQ's descriptor tells of messages once, however many there are. Readers have their turn
+        before the next one, so that a step's tokens aren't joined with another's where the server
+        is late.
         """
+        if not self._is_listening:
+            return
         try:
-            for _ in range(_MAX_MESSAGES):
-                if not self._is_listening:
-                    return
-                message = m.decode_output(self._outputs.recv(zmq.NOBLOCK))
-                if not isinstance(message, m.Pulse):
-                    self.vitals.note_message()
-                self._take(message)
+            message = m.decode_output(self._outputs.recv(zmq.NOBLOCK))
+            if not isinstance(message, m.Pulse):
+                self.vitals.note_message()
+            self._take(message)
         except zmq.Again:
             return
         except Exception:
