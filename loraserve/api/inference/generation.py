@@ -74,6 +74,14 @@ class DirectDelivery:
         """Begin; `on_deliver` is called before each write."""
         self._pieces, self._on_deliver = pieces, on_deliver
 
+    def end(self) -> None:
+        """Write nothing more.
+
+        What counted the chunks holds the generation, which holds this: in a circle a request's
+        ephemeral adapter would stay in memory until a collection.
+        """
+        self._pieces, self.note = None, lambda chunk: chunk
+
     def is_ready(self) -> bool:
         """Return whether the connection takes a piece at once."""
         return self._pieces is not None and self._pieces.is_free()
@@ -229,6 +237,8 @@ class Generation:
             record.version = adapter.version if is_one and not adapter.is_ephemeral else None
 
     async def close(self) -> None:
+        if self._direct is not None:
+            self._direct.end()
         if self._only is not None:
             # nothing in it waits: the engine is told in this turn of the event loop
             await self._only.aclose()

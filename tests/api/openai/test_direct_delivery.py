@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -13,6 +14,8 @@ from loraserve.api.http.connection import BoundedProtocol
 from loraserve.api.http.h11_connection import H11Connection
 from loraserve.api.http.httptools_connection import HttptoolsConnection
 from loraserve.api.http.sse import EventTemplate, event
+from loraserve.api.inference.generation import DirectDelivery, Generation
+from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import EngineUnavailable
 
 COMPLETIONS: list[dict[str, Any]] = [
@@ -91,3 +94,23 @@ def test_a_template_makes_the_bytes_that_the_whole_event_would_have(text: str) -
         return {"model": 'a"b', "choices": ({"text": text, "n": None},)}
 
     assert EventTemplate(payload).event(text) == event(payload(text))
+
+
+async def test_an_ended_stream_leaves_no_cycle_that_holds_its_adapter(client: httpx2.AsyncClient, engine: Any) -> None:
+    """An ephemeral adapter's memory is freed with the last request, not with a later collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            async with client.stream(
+                "POST", "/v1/completions", json={"model": "sql", "prompt": "x", "stream": True}
+            ) as answer:
+                assert answer.status_code == 200
+                async for _line in answer.aiter_lines():
+                    pass
+            await asyncio.sleep(0.05)
+        engine.seen.clear()
+        held = [one for one in gc.get_objects() if isinstance(one, Generation | GenerateRequest | DirectDelivery)]
+        assert held == []
+    finally:
+        gc.enable()
