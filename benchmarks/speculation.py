@@ -38,6 +38,8 @@ DRAFT_CASES = (
     (RANDOM, 1, "always"),
     (RANDOM, 1, "4 of 5"),
     (RANDOM, 1, "never"),
+    (RANDOM, 2, "4 of 5"),
+    (RANDOM, 2, "never"),
     (RANDOM, 4, "4 of 5"),
     (RANDOM, 4, "never"),
     (RANDOM, 8, "4 of 5"),
@@ -55,6 +57,8 @@ class Case:
         proposed, accepted: tokens, by their source.
         num_different: tokens that differed between the settings.
         draft: how often the draft base is right; None: there is none.
+        total_s: of all counted answers with speculation.
+        draft_s: of these, in the draft base. What remains differs from the other server by chance.
     """
 
     work: str
@@ -65,6 +69,8 @@ class Case:
     num_answers: int = 0
     num_different: int = 0
     draft: str | None = None
+    total_s: float = 0.0
+    draft_s: float = 0.0
 
     @property
     def server(self) -> str:
@@ -118,18 +124,30 @@ def counted(server: Server, what: str) -> dict[str, float]:
     return {source: figures.total(scrape, name, source=source) for source in SOURCES}
 
 
+def draft_seconds(server: Server) -> float:
+    """Return the seconds that a server has spent in its draft base."""
+    headers = {"Authorization": f"Bearer {server.admin_key}"}
+    scrape = figures.parse(httpx2.get(f"{server.url}/metrics", headers=headers).text)
+    return figures.total(scrape, "loraserve_speculation_draft_seconds_total")
+
+
 def measure(servers: dict[str, Server], case: Case, work: Work, options: argparse.Namespace) -> None:
     # no seed twice: the server would know the answer
     first_seed = 1_000_000 * options.seed + 10_000 * case.num_streams
     asked = {OFF: servers[OFF], AUTO: servers[case.server]}
     before = {what: counted(asked[AUTO], what) for what in ("proposed", "accepted")}
+    draft_s = 0.0
     for number in range(options.rounds + 1):
         answers: dict[str, list[list[int]]] = {}
         # each is first in every other round: what is slow for a moment is slow for both
+        if number == 1:
+            draft_s = draft_seconds(asked[AUTO])
         for setting in (OFF, AUTO) if number % 2 else (AUTO, OFF):
             answers[setting], elapsed_s = asyncio.run(
                 run_round(asked[setting], case, work, options.tokens, first_seed + number * case.num_streams)
             )
+            if number and setting == AUTO:
+                case.total_s += elapsed_s
             # the first round, in which prompts are computed and nothing is known, isn't counted
             if number:
                 case.tokens_per_s[setting].append(sum(map(len, answers[setting])) / elapsed_s)
@@ -139,6 +157,7 @@ def measure(servers: dict[str, Server], case: Case, work: Work, options: argpars
     for what, counts in (("proposed", case.proposed), ("accepted", case.accepted)):
         after = counted(asked[AUTO], what)
         counts.update({source: after[source] - before[what][source] for source in after})
+    case.draft_s = draft_seconds(asked[AUTO]) - draft_s
     say(f"  {case.work}, {case.num_streams} streams, draft base {case.draft}: {case.ratio:.2f}")
 
 
@@ -157,6 +176,7 @@ def table(cases: list[Case]) -> str:
                 f"{case.wanted:g}",
                 f"{num_proposed:.0f}",
                 f"{num_accepted / num_proposed:.2f}" if num_proposed else "",
+                f"{case.draft_s / case.total_s:.1%}" if case.draft else "",
                 " + ".join(f"{case.accepted[source]:.0f}" for source in SOURCES),
                 str(case.num_different),
             ]
@@ -171,6 +191,7 @@ def table(cases: list[Case]) -> str:
         "wanted",
         "proposed",
         "share accepted",
+        "time in the draft base",
     ]
     return figures.table([*header, "from the request + earlier ones + the draft base", "tokens that differ"], rows)
 
@@ -185,6 +206,7 @@ def text(options: argparse.Namespace, cases: list[Case]) -> str:
 differ.
 - A draft base has one of the base's layers, with its embedding and its head.
 - Ratios are medians of the rounds' own. Proposed tokens are those of all rounds.
+- Time in the draft base is a share of the counted rounds': servers differ by more than that costs.
 """
 
 
