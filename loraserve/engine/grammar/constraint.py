@@ -67,6 +67,7 @@ class Constraint:
             together, an equal part of the time.
         wanted: token that is taken if it is allowed, so that the mask isn't needed then; None:
             unknown.
+        permitted: the wanted token, if it is allowed; None: the mask tells.
         threads: those that compute the masks.
     """
 
@@ -81,9 +82,9 @@ class Constraint:
         "_matcher",
         "_num_alone",
         "_num_bytes",
+        "_num_followed",
         "_num_restarts",
         "_num_slow",
-        "_permitted",
         "_tenant",
         "_token_ids",
         "_vocab_size",
@@ -92,6 +93,7 @@ class Constraint:
         "error",
         "is_ready",
         "mask_s",
+        "permitted",
         "threads",
         "wanted",
     )
@@ -129,7 +131,9 @@ class Constraint:
         self._buffer: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._words = self._buffer
         self.wanted: int | None = None
-        self._permitted: int | None = None
+        self.permitted: int | None = None
+        # tokens that the matcher has consumed: the output, and the permitted token
+        self._num_followed = 0
         self._is_late = self._is_over = False
         self._num_slow = self._num_alone = self._num_restarts = 0
         self._failed_at: int | None = None
@@ -150,11 +154,13 @@ class Constraint:
 
     def advance(self, token_id: int) -> None:
         """Begin to compute the mask after one more token of output."""
+        if self.permitted is not None and self.permitted != token_id:
+            self._step_back()
         self.is_ready = self._is_late = False
-        self.wanted = self._permitted = None
+        self.wanted = self.permitted = None
         self._token_ids.append(token_id)
         if self._num_slow or self._num_alone or not self.threads.gather(self, self._tenant):
-            self._submit(lambda: self._follow([token_id]), Lane.SLOW if self._num_slow else Lane.FAST)
+            self._submit(self._follow, Lane.SLOW if self._num_slow else Lane.FAST)
 
     def end(self) -> None:
         """Do nothing more: the request is over, and what is queued for it needn't be computed."""
@@ -170,15 +176,15 @@ class Constraint:
 
         Bit ``i % 32`` of word ``i // 32`` is set where token i is allowed.
         """
-        if self._permitted is not None:
+        if self.permitted is not None:
             # a step that wanted another token was dropped since
-            self._permitted = None
+            self._step_back()
             self._compute_mask()
         return self._words
 
     def allows(self, token_id: int) -> bool:
         """Return whether the token may come next."""
-        return token_id == self._permitted or bool(self.words[token_id >> 5] >> (token_id & 31) & 1)
+        return token_id == self.permitted or bool(self.words[token_id >> 5] >> (token_id & 31) & 1)
 
     def allowed_words(self, unwanted: Sequence[int]) -> npt.NDArray[np.uint32]:
         """Return the mask without the unwanted tokens; with them where it allows no others."""
@@ -257,13 +263,14 @@ class Constraint:
             self._words = self._buffer[: -(-self._vocab_size // 32)]
         self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes)
         self._matcher = self._compiled.new_matcher()
-        self._follow(self._token_ids)
+        self.permitted, self._num_followed = None, 0
+        self._follow()
 
-    def _follow(self, token_ids: Sequence[int]) -> None:
-        """Consume tokens and compute the mask after them."""
+    def _follow(self) -> None:
+        """Consume the output that the matcher hasn't, and compute the mask after it."""
         if self._compiled is None or self._matcher is None:
             raise EngineError("The grammar's matcher isn't there.")
-        matcher = self._matcher
+        matcher, token_ids = self._matcher, self._token_ids[self._num_followed :]
         with self._compiled.lock:
             for first in range(0, len(token_ids) - 1, _TOKENS_AT_ONCE):
                 self._consume(matcher, token_ids[first : min(first + _TOKENS_AT_ONCE, len(token_ids) - 1)])
@@ -280,22 +287,32 @@ class Constraint:
     def follow_together(self, masks: list[Constraint]) -> None:
         """Follow the last token of each of a tenant's requests, and compute the masks after them.
 
-        A mask isn't needed where the wanted token is allowed, which takes two microseconds to ask.
-        All cores share the rest, whose times can't be told apart.
+        A mask isn't needed where the wanted token is allowed. The matcher consumes it at once, and
+        looks at its tables, which no cache holds after a forward pass, once for both. All cores
+        share the rest, whose times can't be told apart.
         """
         live = [mask for mask in masks if not mask._is_over]
-        matchers = [mask._matcher for mask in live if mask._matcher is not None]
         grammars = {id(mask._compiled): mask._compiled for mask in live if mask._compiled is not None}
         executor, num_words = self._cache.executor(max(1, len(grammars))), self._cache.mask_num_words
         with ExitStack() as locks:
             for compiled in grammars.values():
                 locks.enter_context(compiled.lock)
             started = time.perf_counter()
-            executor.consume_token_par([(m, mask._token_ids[-1]) for m, mask in zip(matchers, live, strict=True)])
+            behind = [
+                (mask._matcher, mask._token_ids[-1])
+                for mask in live
+                if mask._matcher is not None and mask._num_followed < len(mask._token_ids)
+            ]
+            if behind:
+                executor.consume_token_par(behind)
             rest = []
-            for matcher, mask in zip(matchers, live, strict=True):
-                if mask.wanted is not None and matcher.validate_tokens([mask.wanted]) == 1:
-                    mask._permitted = mask.wanted
+            for mask in live:
+                if (matcher := mask._matcher) is None:
+                    continue
+                mask._num_followed = len(mask._token_ids)
+                if mask.wanted is not None and matcher.try_consume_tokens([mask.wanted]) == 1:
+                    mask.permitted = mask.wanted
+                    mask._num_followed += 1
                 else:
                     rest.append((matcher, mask))
             if rest:
@@ -309,6 +326,13 @@ class Constraint:
         for mask in live:
             mask.mask_s, mask._num_alone = total_s / len(live), num_alone
             mask._run(mask._check, Lane.FAST)
+
+    def _step_back(self) -> None:
+        """Let the matcher forget the permitted token."""
+        if self._matcher is None or not self._matcher.rollback(1):
+            raise EngineError("The grammar's matcher didn't go back by a token.")
+        self.permitted = None
+        self._num_followed -= 1
 
     def _compute_mask(self) -> None:
         if self._matcher is None:
@@ -326,7 +350,7 @@ class Constraint:
         """Check that some token is allowed."""
         if self._matcher is None or self._matcher.is_error():
             raise _MatcherFailed("no matcher" if self._matcher is None else self._matcher.get_error())
-        if self._permitted is not None:
+        if self.permitted is not None:
             return
         self._cut()
         if not self._words.any():
@@ -335,7 +359,7 @@ class Constraint:
                 hint="A schema, regex or grammar that nothing satisfies can't be answered.",
             )
 
-    @staticmethod
-    def _consume(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+    def _consume(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
         if not matcher.consume_tokens(list(token_ids)):
             raise _MatcherFailed(matcher.get_error())
+        self._num_followed += len(token_ids)

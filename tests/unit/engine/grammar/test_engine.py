@@ -329,10 +329,10 @@ def held_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[Reques
         class Held(type(constraint)):
             __slots__ = ()
 
-            def _follow(self, token_ids):
+            def _follow(self):
                 if self.num_output_tokens >= number:
                     gate()
-                follow(token_ids)
+                follow()
 
         constraint.__class__ = Held
         # as after a slow one: by itself, not together with others of the tenant
