@@ -45,7 +45,7 @@ DRAFT_CASES = (
     (RANDOM, 8, "4 of 5"),
     (JSON, 1, "4 of 5"),
 )
-SOURCES = ("request", "history", "draft")
+SOURCES = ("request", "history", "draft", "grammar")
 
 
 @dataclass(slots=True)
@@ -193,7 +193,9 @@ def table(cases: list[Case]) -> str:
         "share accepted",
         "time in the draft base",
     ]
-    return figures.table([*header, "from the request + earlier ones + the draft base", "tokens that differ"], rows)
+    return figures.table(
+        [*header, "from the request + earlier ones + the draft base + grammars", "tokens that differ"], rows
+    )
 
 
 def text(options: argparse.Namespace, cases: list[Case]) -> str:

@@ -535,9 +535,12 @@ class EngineStats(Struct, frozen=True):
     """Proposed tokens that were found in texts of ended requests."""
     proposed_draft_tokens: int = 0
     """Proposed tokens that the draft base said."""
+    proposed_grammar_tokens: int = 0
+    """Proposed tokens that a request's grammar left no choice about."""
     accepted_own_tokens: int = 0
     accepted_history_tokens: int = 0
     accepted_draft_tokens: int = 0
+    accepted_grammar_tokens: int = 0
     draft_s: float = 0.0
     """Seconds spent in the draft base."""
     speculation_bytes: int = 0

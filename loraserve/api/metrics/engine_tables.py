@@ -196,11 +196,12 @@ SPECULATION: Table[EngineStats] = (
     counter(
         "loraserve_speculation_proposed_tokens",
         "Proposed tokens by where they are from: the request's own text, earlier ones of its tenant and adapter, "
-        "or the draft base.",
+        "the draft base, or the request's grammar.",
         lambda s: {
             "request": s.proposed_own_tokens,
             "history": s.proposed_history_tokens,
             "draft": s.proposed_draft_tokens,
+            "grammar": s.proposed_grammar_tokens,
         },
         "source",
     ),
@@ -211,6 +212,7 @@ SPECULATION: Table[EngineStats] = (
             "request": s.accepted_own_tokens,
             "history": s.accepted_history_tokens,
             "draft": s.accepted_draft_tokens,
+            "grammar": s.accepted_grammar_tokens,
         },
         "source",
     ),
@@ -247,11 +249,15 @@ VLLM: Table[EngineStats] = (
     counter(
         "vllm:spec_decode_num_draft_tokens",
         "As vLLM's.",
-        lambda s: s.proposed_own_tokens + s.proposed_history_tokens + s.proposed_draft_tokens,
+        lambda s: (
+            s.proposed_own_tokens + s.proposed_history_tokens + s.proposed_draft_tokens + s.proposed_grammar_tokens
+        ),
     ),
     counter(
         "vllm:spec_decode_num_accepted_tokens",
         "As vLLM's.",
-        lambda s: s.accepted_own_tokens + s.accepted_history_tokens + s.accepted_draft_tokens,
+        lambda s: (
+            s.accepted_own_tokens + s.accepted_history_tokens + s.accepted_draft_tokens + s.accepted_grammar_tokens
+        ),
     ),
 )

@@ -6,18 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from loraserve.engine.grammar.follower import Follower, MatcherFailed
 from loraserve.engine.grammar.matchers import CompiledGrammar, MatcherCache
 from loraserve.engine.grammar.threads import Lane, MaskThreads
 from loraserve.errors import EngineError, GrammarTooComplex, LoraserveError
 from loraserve.text.grammar import grammar_error
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +45,13 @@ _TOKENS_AT_ONCE = 64
 """Tokens that are followed without a break for other threads of the interpreter."""
 
 
-class _MatcherFailed(Exception):
-    """Report that a matcher, or the lexer that it shares, can't go on."""
-
-
 class Constraint:
     """The tokens that a request's grammar allows after the output that there is.
 
     `advance` begins to compute the next mask as soon as a token is known. Until `is_ready` the
-    matcher and the mask belong to a thread; from then on, until the next `advance`, to the steps'
-    thread.
+    matcher and the mask belong to a thread, unless `is_gathered`; from then on, until the next
+    `advance`, to the steps' thread. That may `look_ahead` behind tokens that the request has not
+    said yet.
 
     A lexer that is over a limit fails for all matchers that share it. So a matcher that fails is
     made anew once, with a lexer of its own, and follows the whole output again; only what fails
@@ -67,7 +64,7 @@ class Constraint:
             together, an equal part of the time.
         wanted: token that is taken if it is allowed, so that the mask isn't needed then; None:
             unknown.
-        permitted: the wanted token, if it is allowed; None: the mask tells.
+        is_gathered: whether the mask waits for the end of a forward pass.
         threads: those that compute the masks.
     """
 
@@ -75,14 +72,16 @@ class Constraint:
         "_buffer",
         "_cache",
         "_compiled",
+        "_depth",
         "_failed_at",
+        "_follower",
         "_grammar",
         "_is_late",
+        "_is_lost",
         "_is_over",
-        "_matcher",
+        "_mask_depth",
         "_num_alone",
         "_num_bytes",
-        "_num_followed",
         "_num_restarts",
         "_num_slow",
         "_tenant",
@@ -91,9 +90,9 @@ class Constraint:
         "_wake",
         "_words",
         "error",
+        "is_gathered",
         "is_ready",
         "mask_s",
-        "permitted",
         "threads",
         "wanted",
     )
@@ -119,7 +118,7 @@ class Constraint:
             num_bytes: bytes of the compiled grammar; 0: unknown.
             wake: called on a thread when a mask is there that no step waits for.
         """
-        self.is_ready = False
+        self.is_ready = self.is_gathered = False
         self.error: LoraserveError | None = None
         self.mask_s = 0.0
         self.threads = threads
@@ -127,14 +126,14 @@ class Constraint:
         self._token_ids = list(token_ids)
         self._tenant, self._wake = tenant, wake
         self._compiled: CompiledGrammar | None = None
-        self._matcher: LLMatcher | None = None
+        self._follower: Follower | None = None
         self._buffer: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._words = self._buffer
         self.wanted: int | None = None
-        self.permitted: int | None = None
-        # tokens that the matcher has consumed: the output, and the permitted token
-        self._num_followed = 0
-        self._is_late = self._is_over = False
+        # tokens behind the output after which the next one is looked at, and those after which the
+        # mask in `_words` is; -1: there is none
+        self._depth, self._mask_depth = 0, -1
+        self._is_late = self._is_over = self._is_lost = False
         self._num_slow = self._num_alone = self._num_restarts = 0
         self._failed_at: int | None = None
         self._submit(self._begin, Lane.COMPILE)
@@ -152,15 +151,102 @@ class Constraint:
         """
         return self._is_late and not self.is_ready
 
-    def advance(self, token_id: int) -> None:
-        """Begin to compute the mask after one more token of output."""
-        if self.permitted is not None and self.permitted != token_id:
-            self._step_back()
+    @property
+    def permitted(self) -> int | None:
+        """A token that is allowed next, for which no mask was computed; None: the mask tells."""
+        follower = self._follower
+        return follower.ahead[self._depth] if follower is not None and len(follower.ahead) > self._depth else None
+
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether the steps' thread may follow tokens itself: where each takes microseconds."""
+        return (
+            self._compiled is not None
+            and not self._compiled.is_slow
+            and not self._num_slow
+            and not self._num_alone
+            and self.error is None
+            and (self.is_ready or self.is_gathered)
+        )
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Begin to compute the mask after more tokens of output."""
         self.is_ready = self._is_late = False
-        self.wanted = self.permitted = None
-        self._token_ids.append(token_id)
-        if self._num_slow or self._num_alone or not self.threads.gather(self, self._tenant):
+        self.wanted, self._depth, self._mask_depth = None, 0, -1
+        self._token_ids += token_ids
+        if self._follower is not None:
+            try:
+                self._follower.settle(token_ids)
+            except MatcherFailed:
+                self._is_lost = True
+        if self._is_lost:
+            self._submit(self._begin, Lane.COMPILE)
+        elif self._num_slow or self._num_alone or not self.threads.gather(self, self._tenant):
             self._submit(self._follow, Lane.SLOW if self._num_slow else Lane.FAST)
+
+    def start_over(self) -> None:
+        """Say again what is allowed right after the output: the last step may have been lost."""
+        self._depth = 0
+
+    def look_ahead(self, token_ids: Sequence[int], wanted: int | None) -> bool:
+        """Move to the place after tokens that the request may say next, on the steps' thread.
+
+        From then on what is allowed is said of that place, until `advance`.
+
+        Args:
+            token_ids: allowed ones.
+            wanted: token that is taken if it is allowed; None: unknown.
+
+        Return whether that is known: not where it takes long, or the grammar is used elsewhere.
+        """
+        compiled, follower = self._compiled, self._follower
+        if compiled is None or follower is None or not self.may_look_ahead:
+            return False
+        return self._at_once(compiled, lambda: self._move(follower, token_ids, wanted)) or False
+
+    def _move(self, follower: Follower, token_ids: Sequence[int], wanted: int | None) -> bool:
+        follower.go_to(token_ids)
+        self._depth = len(token_ids)
+        if wanted is not None and follower.try_token(wanted):
+            return True
+        self._compute_mask()
+        return bool(self._words.any())
+
+    def forced(self, count: int) -> tuple[int, ...]:
+        """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most."""
+        compiled, follower = self._compiled, self._follower
+        if compiled is None or follower is None or not self.may_look_ahead:
+            return ()
+
+        def find() -> tuple[int, ...]:
+            follower.go_to(())
+            follower.consume(self._token_ids[follower.num_said :])
+            return follower.forced(count)
+
+        return self._at_once(compiled, find) or ()
+
+    def _at_once(self, compiled: CompiledGrammar, work: Callable[[], _T]) -> _T | None:
+        """Do some work with the matcher on the steps' thread; None if that isn't possible.
+
+        A grammar that once took long is left to the threads. If the matcher fails it is made anew
+        with the next token.
+        """
+        if self._is_lost or not compiled.lock.acquire(blocking=False):
+            return None
+        started = time.perf_counter()
+        try:
+            return work()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            # llguidance reports panics as subclasses of BaseException
+            logger.warning("a grammar's matcher failed ahead of its request", exc_info=True)
+            self._is_lost = True
+            return None
+        finally:
+            compiled.lock.release()
+            if time.perf_counter() - started > SLOW_MASK_S:
+                compiled.is_slow = True
 
     def end(self) -> None:
         """Do nothing more: the request is over, and what is queued for it needn't be computed."""
@@ -176,9 +262,9 @@ class Constraint:
 
         Bit ``i % 32`` of word ``i // 32`` is set where token i is allowed.
         """
-        if self.permitted is not None:
+        if self._mask_depth != self._depth and self._follower is not None:
             # a step that wanted another token was dropped since
-            self._step_back()
+            self._follower.go_to(self._follower.ahead[: self._depth])
             self._compute_mask()
         return self._words
 
@@ -229,7 +315,7 @@ class Constraint:
             return
         try:
             work()
-        except _MatcherFailed as failure:
+        except MatcherFailed as failure:
             if self._may_restart():
                 self._submit(self._begin, Lane.COMPILE)
                 return
@@ -262,25 +348,28 @@ class Constraint:
             self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
             self._words = self._buffer[: -(-self._vocab_size // 32)]
         self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes)
-        self._matcher = self._compiled.new_matcher()
-        self.permitted, self._num_followed = None, 0
+        self._follower, self._is_lost = Follower(self._compiled.new_matcher()), False
         self._follow()
 
     def _follow(self) -> None:
         """Consume the output that the matcher hasn't, and compute the mask after it."""
-        if self._compiled is None or self._matcher is None:
+        if self._compiled is None or self._follower is None:
             raise EngineError("The grammar's matcher isn't there.")
-        matcher, token_ids = self._matcher, self._token_ids[self._num_followed :]
+        follower = self._follower
+        token_ids = self._token_ids[follower.num_said :]
         with self._compiled.lock:
+            follower.go_to(())
             for first in range(0, len(token_ids) - 1, _TOKENS_AT_ONCE):
-                self._consume(matcher, token_ids[first : min(first + _TOKENS_AT_ONCE, len(token_ids) - 1)])
+                follower.consume(token_ids[first : min(first + _TOKENS_AT_ONCE, len(token_ids) - 1)])
             started = time.thread_time()
-            self._consume(matcher, token_ids[-1:])
+            follower.consume(token_ids[-1:])
             self._compute_mask()
             self.mask_s = time.thread_time() - started
         self._check()
         if self.mask_s > MAX_MASK_S:
             raise GrammarTooComplex(f"The grammar took {self.mask_s:.1f} s to follow for one token.")
+        if self.mask_s > SLOW_MASK_S:
+            self._compiled.is_slow = True
         self._num_slow = _NUM_SLOW_MASKS if self.mask_s > SLOW_MASK_S else max(0, self._num_slow - 1)
         self._num_alone = max(0, self._num_alone - 1)
 
@@ -298,47 +387,40 @@ class Constraint:
             for compiled in grammars.values():
                 locks.enter_context(compiled.lock)
             started = time.perf_counter()
-            behind = [
-                (mask._matcher, mask._token_ids[-1])
-                for mask in live
-                if mask._matcher is not None and mask._num_followed < len(mask._token_ids)
-            ]
+            followed = [(mask, mask._follower) for mask in live if mask._follower is not None]
+            behind = []
+            for mask, follower in followed:
+                token_ids = mask._token_ids[follower.num_said :]
+                if len(token_ids) > 1:
+                    follower.matcher.consume_tokens(token_ids[:-1])
+                if token_ids:
+                    behind.append((follower.matcher, token_ids[-1]))
             if behind:
                 executor.consume_token_par(behind)
             rest = []
-            for mask in live:
-                if (matcher := mask._matcher) is None:
-                    continue
-                mask._num_followed = len(mask._token_ids)
-                if mask.wanted is not None and matcher.try_consume_tokens([mask.wanted]) == 1:
-                    mask.permitted = mask.wanted
-                    mask._num_followed += 1
-                else:
-                    rest.append((matcher, mask))
+            for mask, follower in followed:
+                follower.num_said = len(mask._token_ids)
+                if follower.ahead and follower.ahead[0] != mask.wanted:
+                    follower.go_to(())
+                if not follower.ahead and (mask.wanted is None or not follower.try_token(mask.wanted)):
+                    rest.append((mask, follower.matcher))
             if rest:
                 rows = np.zeros((len(rest), num_words), np.uint32)
-                numbered = [(matcher, number) for number, (matcher, _) in enumerate(rest)]
+                numbered = [(matcher, number) for number, (_, matcher) in enumerate(rest)]
                 executor.unsafe_compute_mask_ptr(numbered, rows.ctypes.data, rows[0].nbytes, len(rest))
-                for (_, mask), row in zip(rest, rows, strict=True):
-                    mask._words = row[: len(mask._words)]
+                for (mask, _), row in zip(rest, rows, strict=True):
+                    mask._words, mask._mask_depth = row[: len(mask._words)], 0
             total_s = time.perf_counter() - started
         num_alone = _NUM_SLOW_MASKS if total_s > SLOW_MASK_S + TOGETHER_S * len(live) else 0
         for mask in live:
             mask.mask_s, mask._num_alone = total_s / len(live), num_alone
             mask._run(mask._check, Lane.FAST)
 
-    def _step_back(self) -> None:
-        """Let the matcher forget the permitted token."""
-        if self._matcher is None or not self._matcher.rollback(1):
-            raise EngineError("The grammar's matcher didn't go back by a token.")
-        self.permitted = None
-        self._num_followed -= 1
-
     def _compute_mask(self) -> None:
-        if self._matcher is None:
+        if self._follower is None:
             raise EngineError("The grammar's matcher isn't there.")
-        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
-        self._words = self._buffer[: len(self._words)]
+        self._follower.compute_mask(self._buffer)
+        self._words, self._mask_depth = self._buffer[: len(self._words)], self._depth
         self._cut()
 
     def _cut(self) -> None:
@@ -348,8 +430,8 @@ class Constraint:
 
     def _check(self) -> None:
         """Check that some token is allowed."""
-        if self._matcher is None or self._matcher.is_error():
-            raise _MatcherFailed("no matcher" if self._matcher is None else self._matcher.get_error())
+        if self._follower is None or self._follower.matcher.is_error():
+            raise MatcherFailed("no matcher" if self._follower is None else self._follower.matcher.get_error())
         if self.permitted is not None:
             return
         self._cut()
@@ -358,8 +440,3 @@ class Constraint:
                 "The grammar allows no token of this model after the answer so far.",
                 hint="A schema, regex or grammar that nothing satisfies can't be answered.",
             )
-
-    def _consume(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
-        if not matcher.consume_tokens(list(token_ids)):
-            raise _MatcherFailed(matcher.get_error())
-        self._num_followed += len(token_ids)

@@ -25,7 +25,7 @@ LEAST_BYTES, BYTES_PER_CHARACTER = 1 << 20, 64
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CompiledGrammar:
     """A grammar's lexer and rules, which all of its matchers share.
 
@@ -33,11 +33,13 @@ class CompiledGrammar:
         origin: a matcher at the grammar's beginning, to copy.
         lock: held while a matcher works. The shared lexer has a lock of its own, which would be
             waited for with the interpreter's.
+        is_slow: whether a mask once took long.
     """
 
     origin: LLMatcher
     num_bytes: int
     lock: threading.Lock = field(default_factory=threading.Lock)
+    is_slow: bool = False
 
     def new_matcher(self) -> LLMatcher:
         """Return another matcher at the grammar's beginning. It takes microseconds."""

@@ -98,7 +98,13 @@ class Mask(Protocol):
 
 
 class Gathered(Protocol):
-    """A mask that waits for the end of a forward pass."""
+    """A mask that may wait for the end of a forward pass.
+
+    Attributes:
+        is_gathered: whether it does.
+    """
+
+    is_gathered: bool
 
     def follow_together(self, masks: list[Any]) -> None:
         """Compute it and others of the same class and tenant."""
@@ -161,11 +167,15 @@ class MaskThreads:
         if self._are_beside_steps:
             return False
         self._gathered.setdefault(tenant, []).append(mask)
+        mask.is_gathered = True
         return True
 
     def release(self) -> None:
         """Let a thread compute what is gathered, tenant after tenant."""
         if self._gathered:
+            for masks in self._gathered.values():
+                for mask in masks:
+                    mask.is_gathered = False
             self._released.extend(partial(masks[0].follow_together, masks) for masks in self._gathered.values())
             self._gathered = {}
             self._fast.put(self._run_released)

@@ -49,7 +49,7 @@ class ResultProcessor:
                 self._publish(request, entry.known_end + num_accepted)
         if request.constraint is not None and token_ids and reason is None:
             # the next mask is computed beside the next step's forward pass, or right after it
-            request.constraint.advance(token_ids[-1])
+            request.constraint.advance(token_ids)
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids,

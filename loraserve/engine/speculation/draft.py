@@ -21,6 +21,12 @@ DRAFTED_RATE = 0.8
 """Share of the draft base's tokens that are taken to be right before any was verified: a server
 is started with one because it is good.
 """
+FORCED = -1
+"""Stands for a grammar among the lengths of matches."""
+FORCED_RATE = 0.8
+"""Share of the tokens that a grammar leaves no choice about that are taken to be right before any
+was verified: the same text may have other tokens.
+"""
 _DECAY = 0.97
 """Weight of what is known when one more token is verified: some 30 tokens count."""
 FRUITLESS_LOOKUPS, MAX_INTERVAL = 16, 8
@@ -90,7 +96,7 @@ class Rate:
 class Rates:
     """Shares of proposed tokens that were right, by what proposed them.
 
-    That is a match of one length, or the draft base.
+    That is a match of one length, the draft base, or a grammar.
 
     Args:
         parent: rates of requests before it, from which its own begin; it learns what they learn.
@@ -98,10 +104,10 @@ class Rates:
 
     def __init__(self, parent: Rates | None = None) -> None:
         self._parent = parent
-        self._rates = {length: _first_rate(length, parent) for length in (*MATCH_LENGTHS, DRAFTED)}
+        self._rates = {length: _first_rate(length, parent) for length in (*MATCH_LENGTHS, DRAFTED, FORCED)}
 
     def of(self, length: int) -> Rate:
-        """Return the rate of matches of one length, or of what is `DRAFTED`."""
+        """Return the rate of matches of one length, or of what is `DRAFTED` or `FORCED`."""
         return self._rates[length]
 
     def note(self, length: int, num_proposed: int, num_accepted: int) -> None:
@@ -112,7 +118,7 @@ class Rates:
 
 
 def _first_rate(length: int, parent: Rates | None) -> Rate:
-    hope = DRAFTED_RATE if length == DRAFTED else PRIOR_RATE
+    hope = {DRAFTED: DRAFTED_RATE, FORCED: FORCED_RATE}.get(length, PRIOR_RATE)
     if parent is None:
         return Rate(hope, hope=hope)
     return Rate(parent.of(length).value, parent.of(length).patience, hope)

@@ -15,6 +15,7 @@ class ProposalSource(StrEnum):
     REQUEST = "request"
     HISTORY = "history"
     DRAFT = "draft"
+    GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Proposal:
 
     Attributes:
         number: of the entry in the step.
-        length: of the match; `DRAFTED` if the draft base said them.
+        length: of the match; `DRAFTED` if the draft base said them, `FORCED` if a grammar did.
         rates: how often the request's proposals were right.
     """
 

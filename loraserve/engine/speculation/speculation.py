@@ -11,7 +11,7 @@ from cachetools import LRUCache
 
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
-from loraserve.engine.speculation.draft import Draft, Rates
+from loraserve.engine.speculation.draft import FORCED, Draft, Rates
 from loraserve.engine.speculation.drafting import DraftCandidate, Drafting
 from loraserve.engine.speculation.history import History, HistoryKey, history_key
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
@@ -35,6 +35,9 @@ MAX_REMEMBERED_RATES = 4096
 """Tenants and adapters of which the rates are remembered, at most."""
 MIN_TEXT_TOKENS = 8
 """Output tokens of a request from which on its text is kept for others."""
+
+
+_LOOKED_UP = (ProposalSource.REQUEST, ProposalSource.HISTORY)
 
 
 class Speculation:
@@ -100,9 +103,10 @@ class Speculation:
             if draft is None:
                 continue
             drafts[number] = draft
-            proposal = self._find(number, draft, min(count, MAX_PROPOSED))
-            if proposal is not None:
-                found.append(proposal)
+            count = min(count, MAX_PROPOSED)
+            proposals = (self._forced(number, draft, count), self._find(number, draft, count))
+            if any(proposals):
+                found.append(max(filter(None, proposals), key=_num_expected))
         chosen = self._choose(found, len(scheduled), room) if found else []
         return self._with_drafted(scheduled, drafts, chosen, room)
 
@@ -114,6 +118,8 @@ class Speculation:
             return chosen
         found, candidates = {proposal.number: proposal for proposal in chosen}, []
         for number, draft in drafts.items():
+            if draft.request.constraint is not None:
+                continue
             candidate = DraftCandidate(
                 number,
                 draft.request,
@@ -152,6 +158,14 @@ class Speculation:
         token_ids = index.read(place.position, count)
         source = ProposalSource.REQUEST if index is draft.index else ProposalSource.HISTORY
         return Proposal(number, draft.request, token_ids, source, place.length, draft.rates) if token_ids else None
+
+    def _forced(self, number: int, draft: Draft, count: int) -> Proposal | None:
+        """Return what a request's grammar leaves no choice about, `count` tokens at most."""
+        constraint = draft.request.constraint
+        token_ids = () if constraint is None else constraint.forced(count)
+        if not token_ids:
+            return None
+        return Proposal(number, draft.request, token_ids, ProposalSource.GRAMMAR, FORCED, draft.rates)
 
     def _rates_of(self, key: HistoryKey) -> Rates:
         """Return the rates of a tenant's and adapter's requests so far."""
@@ -202,7 +216,7 @@ class Speculation:
             self.num_accepted[proposal.source] += num_accepted
             proposal.rates.note(proposal.length, num_proposed, num_accepted)
             draft = self._drafts.get(entry.request)
-            if num_accepted and draft is not None and proposal.source is not ProposalSource.DRAFT:
+            if num_accepted and draft is not None and proposal.source in _LOOKED_UP:
                 draft.note_fruit()
 
     def note_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
@@ -242,9 +256,11 @@ class Speculation:
             "proposed_own_tokens": self.num_proposed[ProposalSource.REQUEST],
             "proposed_history_tokens": self.num_proposed[ProposalSource.HISTORY],
             "proposed_draft_tokens": self.num_proposed[ProposalSource.DRAFT],
+            "proposed_grammar_tokens": self.num_proposed[ProposalSource.GRAMMAR],
             "accepted_own_tokens": self.num_accepted[ProposalSource.REQUEST],
             "accepted_history_tokens": self.num_accepted[ProposalSource.HISTORY],
             "accepted_draft_tokens": self.num_accepted[ProposalSource.DRAFT],
+            "accepted_grammar_tokens": self.num_accepted[ProposalSource.GRAMMAR],
             "draft_s": 0.0 if self._drafting is None else self._drafting.seconds,
             "speculation_bytes": self._own_bytes + self._history.num_bytes,
         }
@@ -255,13 +271,21 @@ def _num_left(entry: ScheduledRequest) -> int:
     return entry.request.params.max_tokens - entry.request.num_output_tokens
 
 
+def _num_expected(proposal: Proposal) -> float:
+    """Return how many of a proposal's tokens are expected to be right."""
+    return proposal.rate.expected(len(proposal.token_ids))
+
+
 def _may_speculate(entry: ScheduledRequest) -> bool:
-    """Return whether an entry is one token of a decoding request without a grammar, and known."""
+    """Return whether an entry is one token of a decoding request, and known.
+
+    If it has a grammar, that must be followed at no great cost.
+    """
     request = entry.request
     return (
         entry.is_sampled
         and not request.is_internal
-        and request.constraint is None
+        and (request.constraint is None or request.constraint.may_look_ahead)
         and entry.num_tokens == 1
         and entry.end == len(request.token_ids)
         and request.num_output_tokens > 0

@@ -40,7 +40,7 @@ def test_a_mask_follows_the_tokens_one_by_one(make_bench) -> None:
         assert constraint.num_output_tokens == number
         assert allowed(constraint) == {number, number + 40}
         assert [token for token in range(VOCAB) if constraint.allows(token)] == [number, number + 40]
-        constraint.advance(number)
+        constraint.advance([number])
 
 
 def test_output_that_there_is_already_is_followed_first(make_bench) -> None:
@@ -75,7 +75,7 @@ def test_a_grammar_that_allows_nothing_ends_its_request(make_bench) -> None:
     bench = make_bench(lambda _: FakeLexer(lambda tokens: set() if tokens else {1}))
     constraint = bench.begin()
     bench.settle(constraint)
-    constraint.advance(1)
+    constraint.advance([1])
     bench.settle(constraint)
     assert isinstance(constraint.error, GrammarTooComplex)
 
@@ -85,12 +85,12 @@ def test_a_lexer_that_failed_under_another_request_is_made_anew(make_bench) -> N
     bench = make_bench(lambda _: FakeLexer(next_of, fails=lambda tokens: list(tokens) == [40]))
     culprit, other = bench.begin(), bench.begin()
     bench.settle(culprit, other)
-    other.advance(0)
+    other.advance([0])
     bench.settle(other)
-    culprit.advance(40)
+    culprit.advance([40])
     bench.settle(culprit)
     assert isinstance(culprit.error, GrammarTooComplex)
-    other.advance(1)
+    other.advance([1])
     bench.settle(other)
     assert other.error is None
     assert allowed(other) == {2, 42}
@@ -113,7 +113,7 @@ def test_a_lexer_that_is_full_is_emptied_and_the_answer_goes_on(make_bench) -> N
     for number in range(10):
         bench.settle(constraint)
         assert allowed(constraint) == {number, number + 40}
-        constraint.advance(number)
+        constraint.advance([number])
 
 
 def test_lexers_are_not_made_without_end(make_bench) -> None:
@@ -127,7 +127,7 @@ def test_lexers_are_not_made_without_end(make_bench) -> None:
         bench.settle(constraint)
         if constraint.error is not None:
             break
-        constraint.advance(number)
+        constraint.advance([number])
     assert isinstance(constraint.error, GrammarTooComplex)
     assert len(bench.compiler.compiled) < 12
 
@@ -143,7 +143,7 @@ def test_a_panic_of_the_matcher_is_an_error_of_its_request(make_bench, caplog) -
     bench = make_bench(lambda _: FakeLexer(next_of, gate=panic))
     constraint = bench.begin()
     bench.settle(constraint)
-    constraint.advance(0)
+    constraint.advance([0])
     bench.settle(constraint)
     assert isinstance(constraint.error, EngineError)
     assert "disco" not in str(constraint.error)
@@ -172,15 +172,15 @@ def test_masks_after_a_slow_one_leave_the_fast_threads_free(make_bench) -> None:
     bench.settle(*slow)
     for number in range(2):
         for one in slow:
-            one.advance(number)
+            one.advance([number])
         bench.settle(*slow)
     for one in slow:
-        one.advance(2)
+        one.advance([2])
     slow_gate.until_begun()
     fast = bench.begin("fast")
     bench.settle(fast)
     for number in range(5):
-        fast.advance(number)
+        fast.advance([number])
         bench.settle(fast)
     assert not any(one.is_ready for one in slow)
     slow_gate.open()
@@ -192,7 +192,7 @@ def test_a_late_mask_holds_its_request_until_it_is_there(make_bench) -> None:
     bench = make_bench(lambda _: FakeLexer(next_of, gate=lambda tokens: tokens and gate()))
     constraint = bench.begin()
     bench.settle(constraint)
-    constraint.advance(0)
+    constraint.advance([0])
     assert not constraint.is_held
     bench.threads.wait([constraint], 0.01)
     assert constraint.is_held
@@ -206,9 +206,9 @@ def test_a_request_that_ended_leaves_no_matcher_behind(make_bench) -> None:
     bench = make_bench(lexer)
     constraint = bench.begin()
     bench.settle(constraint)
-    constraint.advance(0)
+    constraint.advance([0])
     bench.settle(constraint)
-    matcher = weakref.ref(constraint._matcher)
+    matcher = weakref.ref(constraint._follower.matcher)
     bench.settle(bench.begin())
     del constraint
     gc.collect()
@@ -282,7 +282,7 @@ def test_a_real_matcher_allows_what_its_grammar_does(
         if token_id == tokenizer.eos_token_id:
             break
         said.append(token_id)
-        constraint.advance(token_id)
+        constraint.advance([token_id])
     assert tokenizer.decode(said) in ("no", "nice")
     assert allowed(constraint) == {tokenizer.eos_token_id}
     assert constraint.mask_s > 0
@@ -299,7 +299,7 @@ def test_copies_of_a_real_matcher_go_their_own_ways(
     # as many threads compile, so many may compile it at once
     assert cache.num_compiled <= 2
     for i, one in enumerate(many):
-        one.advance(b)
+        one.advance([b])
         threads.wait([one], 10)
         is_over = i % 4 == 3
         assert one.allows(tokenizer.eos_token_id) is is_over
@@ -337,8 +337,8 @@ def test_masks_computed_together_are_those_computed_alone(begin, threads, betwee
     for _ in range(40):
         tokens = [int(draw.choice(sorted(allowed(one)))) for one in alone]
         for one, other, token in zip(alone, together, tokens, strict=True):
-            one.advance(token)
-            other.advance(token)
+            one.advance([token])
+            other.advance([token])
         threads.wait(alone, 10)
         for one, other in zip(alone, together, strict=True):
             # it may be allowed, and then there is no mask; it may be the answer's end
@@ -364,7 +364,7 @@ def test_a_likeliest_token_is_one_that_is_allowed(begin, threads) -> None:
         logits = draw.standard_normal(constraint._vocab_size).astype(np.float32)
         expected = max(sorted(allowed(constraint)), key=lambda token: logits[token])
         assert constraint.likeliest(logits) == expected
-        constraint.advance(expected)
+        constraint.advance([expected])
         threads.wait([constraint], 10)
 
 
@@ -372,8 +372,8 @@ def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_step
     bad, good = begin(between_steps, 2)
     wrong = next(token for token in range(300, bad._vocab_size) if not bad.allows(token))
     right = min(allowed(good))
-    bad.advance(wrong)
-    good.advance(right)
+    bad.advance([wrong])
+    good.advance([right])
     between_steps.wait([good], 10)
     assert good.is_ready
     assert good.error is None
@@ -388,12 +388,12 @@ def test_masks_that_take_long_together_are_computed_alone_next(begin, between_st
     first, second = begin(between_steps, 2)
     first._num_slow = second._num_slow = 0
     for one in (first, second):
-        one.advance(min(allowed(one)))
+        one.advance([min(allowed(one))])
     between_steps.wait([first, second], 10)
     assert first._num_alone
     assert second._num_alone
     gathered = []
     monkeypatch.setattr(between_steps, "gather", lambda mask, tenant: gathered.append(mask))
-    first.advance(min(allowed(first)))
+    first.advance([min(allowed(first))])
     between_steps.wait([first], 10)
     assert not gathered
