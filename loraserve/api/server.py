@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,6 +31,7 @@ from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db import migrate
 from loraserve.db.session import Database
 from loraserve.engine_client.client import EngineClient
+from loraserve.engine_client.interface import EngineMaker
 from loraserve.errors import ConfigError
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.registry.health.base_names import BaseNames
@@ -86,68 +87,81 @@ def serve(settings: Settings, *, read: Callable[[], Settings] | None = None) -> 
 async def _serve(settings: Settings, read: Callable[[], Settings]) -> int:
     # what is too long for the event loop is mostly uploads': where the engine computes on the same
     # cores, tokens come first
-    asyncio.get_running_loop().set_default_executor(_threads("server"))
+    asyncio.get_running_loop().set_default_executor(background_threads("server"))
     # Its default ends the process at once, streams and all.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _ignore_hangup)
     tls = None if settings.ssl_certfile is None else TlsFiles(settings.ssl_certfile, settings.ssl_keyfile)
     listener = open_listener(settings.host, settings.port)
     with listener:
-        services, database = await _make_services(settings)
-        registry, usage, responses = services.registry, services.usage, services.responses
-        servers = Servers(database)
-        services.admissions = Admissions(num_servers=lambda: servers.num_live)
-        services.rooms.connections.capacity = raise_file_limit(services.limits)
-        # ended from the last to the first, each also when another's end fails
-        async with contextlib.AsyncExitStack() as ending:
-            for end in (
-                database.dispose,
-                registry.shadow_hours.close,
-                registry.numeric_failures.close,
-                registry.corruption.close,
-                registry.collector.close,
-                registry.claim.close,
-                registry.ephemeral.close,
-                registry.operations.close,
-                servers.close,
-                *([usage.close] if usage is not None else []),
-                *([responses.close] if responses is not None else []),
-                services.files.close,
-                services.grammars.close,
-                services.templates.close,
-                *([services.tracer.close] if services.tracer is not None else []),
-                services.engine.stop,
-                registry.pins.close,
-                registry.certificate_backfill.close,
-                services.batch_runner.close,
-            ):
-                ending.push_async_callback(end)
-            servers.start()
-            registry.claim.start()
-            registry.collector.start()
-            registry.pins.start()
-            registry.ephemeral.start()
-            registry.certificate_backfill.start()
-            services.files.start()
-            if usage is not None:
-                usage.start()
-            if responses is not None:
-                responses.start()
+        async with open_services(settings) as services:
+            services.rooms.connections.capacity = raise_file_limit(services.limits)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, SettingsReload(services, read, tls).run)
             return await _Lifetime(services, listener, tls).run()
+
+
+@contextlib.asynccontextmanager
+async def open_services(settings: Settings, make_engine: EngineMaker = EngineClient) -> AsyncIterator[Services]:
+    """Make a server's services and run what works beside its requests; end both with the block.
+
+    Its engine is made and not started.
+
+    Raises:
+        ConfigError: the settings can't work.
+    """
+    services, database = await _make_services(settings, make_engine)
+    registry, usage, responses = services.registry, services.usage, services.responses
+    servers = Servers(database)
+    services.admissions = Admissions(num_servers=lambda: servers.num_live)
+    # ended from the last to the first, each also when another's end fails
+    async with contextlib.AsyncExitStack() as ending:
+        for end in (
+            database.dispose,
+            registry.shadow_hours.close,
+            registry.numeric_failures.close,
+            registry.corruption.close,
+            registry.collector.close,
+            registry.claim.close,
+            registry.ephemeral.close,
+            registry.operations.close,
+            servers.close,
+            *([usage.close] if usage is not None else []),
+            *([responses.close] if responses is not None else []),
+            services.files.close,
+            services.grammars.close,
+            services.templates.close,
+            *([services.tracer.close] if services.tracer is not None else []),
+            services.engine.stop,
+            registry.pins.close,
+            registry.certificate_backfill.close,
+            services.batch_runner.close,
+        ):
+            ending.push_async_callback(end)
+        servers.start()
+        registry.claim.start()
+        registry.collector.start()
+        registry.pins.start()
+        registry.ephemeral.start()
+        registry.certificate_backfill.start()
+        services.files.start()
+        if usage is not None:
+            usage.start()
+        if responses is not None:
+            responses.start()
+        yield services
 
 
 def _ignore_hangup() -> None:
     logger.warning("SIGHUP is ignored while the server starts")
 
 
-def _threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
+def background_threads(name: str, count: int | None = None) -> ThreadPoolExecutor:
     """Threads that stand back for the engine's."""
     return ThreadPoolExecutor(
         count, thread_name_prefix=name, initializer=lower_thread_priority, initargs=(SERVER_NICENESS,)
     )
 
 
-async def _make_services(settings: Settings) -> tuple[Services, Database]:
+async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[Services, Database]:
     metrics = ServerMetrics()
     tracer = open_tracer(settings, metrics)
     model_dir = await asyncio.to_thread(resolve_model_dir, settings.model)
@@ -183,7 +197,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         _show_admin_key(made)
     # the two know of each other: the registry asks the engine for certificates, and is told by it
     # of damaged bytes
-    engine = EngineClient(
+    engine = make_engine(
         config,
         tokenizer,
         hang_timeout_s=settings.engine_hang_timeout,
@@ -196,7 +210,7 @@ async def _make_services(settings: Settings) -> tuple[Services, Database]:
         certify=engine.verify,
         pinning=engine,
         base_names=BaseNames(settings.base_names, source=settings.model, is_strict=settings.strict_base),
-        throttle=Throttle(is_serving=lambda: engine.is_computing_here, threads=_threads("upload", MAX_INSPECTIONS)),
+        throttle=Throttle(is_serving=lambda: engine.is_computing_here, threads=background_threads("upload", MAX_INSPECTIONS)),
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,

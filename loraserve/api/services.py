@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from adapters_store.base import BlobStore
     from loraserve.api.http.guard import RequestTracer
     from loraserve.conversations.stored_responses import StoredResponses
-    from loraserve.engine_client.client import EngineClient
+    from loraserve.engine_client.interface import ServingEngine
     from loraserve.registry.registry import Registry
     from loraserve.settings import Settings
     from loraserve.tenancy.billing.meter import UsageMeter
@@ -47,7 +47,7 @@ class Services:
     """The parts behind the routes. Everything here lives as long as the application does."""
 
     settings: Settings
-    engine: EngineClient
+    engine: ServingEngine
     registry: Registry
     authenticator: Authenticator
     store: BlobStore

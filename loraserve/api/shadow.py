@@ -22,7 +22,8 @@ from loraserve.types import FinishReason, RequestId, TenantId
 
 if TYPE_CHECKING:
     from loraserve.api.metrics.counters import ServerMetrics
-    from loraserve.engine_client.client import EngineClient, GenerateRequest
+    from loraserve.engine_client.client import GenerateRequest
+    from loraserve.engine_client.interface import ServingEngine
     from loraserve.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class ShadowRunner:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: ServingEngine,
         registry: Registry,
         metrics: ServerMetrics,
         *,

@@ -51,6 +51,10 @@ class QueueBounds:
         self._clock = clock
         self._tenants: dict[TenantId, _Tenant] = {}
 
+    def resize(self, num_slots: int, max_live: int) -> None:
+        """Take other bounds, as those of more engines or fewer; requests that are alive stay."""
+        self._num_slots, self.max_live = num_slots, max_live
+
     def enter(self, request: GenerateRequest) -> None:
         """Admit a request.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from typing import Any
 
 from loraserve.config import EngineConfig
@@ -19,6 +19,7 @@ from loraserve.engine_client.supervisor import EngineSupervisor
 from loraserve.errors import (
     AdapterRejected,
     EngineUnavailable,
+    InvariantViolation,
     LoraserveError,
     Overloaded,
     error_from_code,
@@ -32,6 +33,7 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
+    KernelChoice,
     TenantId,
     TokenOutput,
 )
@@ -48,7 +50,7 @@ class EngineClient:
     def __init__(
         self,
         config: EngineConfig,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         *,
         max_queued_requests: int = LIMITS.max_queued_requests,
         max_queue_wait_s: float = LIMITS.max_queue_wait_s,
@@ -60,7 +62,8 @@ class EngineClient:
 
         Args:
             config: passed to each engine process.
-            tokenizer: of the base; text is made here, not in the engine.
+            tokenizer: of the base; text is made here, not in the engine. None: only `outputs` is
+                called, not `generate`.
             max_queued_requests: requests beyond the sequences that run at once; more are refused
                 unless their tenant has less than its part.
             max_queue_wait_s: seconds that a request waits for its first token.
@@ -111,6 +114,11 @@ class EngineClient:
     def pid(self) -> int | None:
         """Process id of the engine, for operators and tests."""
         return self._supervisor.pid
+
+    @property
+    def kernels(self) -> tuple[KernelChoice, ...]:
+        """Kernels that the engine chose on a CPU; known once `start` has returned."""
+        return self._supervisor.kernels
 
     @property
     def num_restarts(self) -> int:
@@ -172,6 +180,8 @@ class EngineClient:
             DeadlineExceeded: the request's own timeout was over before its first token.
             AdapterUnavailable, EngineError: the request failed.
         """
+        if self._tokenizer is None:
+            raise InvariantViolation("An engine client without a tokenizer makes no text.")
         processor = OutputProcessor(request, self._tokenizer)
         live = self._admit(request)
         # a stop string may end an answer anywhere
@@ -192,6 +202,32 @@ class EngineClient:
                     return
                 live.taker = taker
                 output = await live.next()
+        finally:
+            self._leave(live)
+
+    async def outputs(
+        self, request: GenerateRequest, *, output_token_ids: Sequence[int] = ()
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Yield what the engine makes of a request, without text and without the stop strings.
+
+        Closing the generator aborts the request.
+
+        Args:
+            output_token_ids: tokens that another engine made of it: this one goes on after them.
+
+        Raises:
+            as `generate`, but that nothing bounds the wait for the first token.
+        """
+        live = self._admit(request)
+        live.output_token_ids.extend(output_token_ids)
+        try:
+            if self._supervisor.is_up:
+                self._supervisor.send_request(live)
+            while True:
+                output = await live.next()
+                yield output
+                if output.finish_reason is not None:
+                    return
         finally:
             self._leave(live)
 

@@ -18,7 +18,7 @@ from loraserve.engine_client.calls import PendingCalls
 from loraserve.engine_client.live_request import LiveRequest
 from loraserve.engine_client.process import KILL_PATIENCE_S, EngineProcess
 from loraserve.errors import EngineCrashed, EngineDied, EngineUnavailable, LoraserveError
-from loraserve.types import AdapterRef, BaseSpec, Digest, RequestId
+from loraserve.types import AdapterRef, BaseSpec, Digest, KernelChoice, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,11 @@ class EngineSupervisor:
         if self._base is None:
             raise EngineUnavailable("The base model isn't loaded yet.")
         return self._base
+
+    @property
+    def kernels(self) -> tuple[KernelChoice, ...]:
+        """Kernels that the first engine chose, and those that follow it compute with."""
+        return self._config.kernels
 
     @property
     def is_ready(self) -> bool:

@@ -12,9 +12,9 @@ from loraserve.api.metrics.table import Table, counter, gauge, histogram
 from loraserve.types import EngineStats
 
 if TYPE_CHECKING:
-    from loraserve.engine_client.client import EngineClient
+    from loraserve.engine_client.interface import ServingEngine
 
-ENGINE: Table[EngineClient] = (
+ENGINE: Table[ServingEngine] = (
     gauge("loraserve_engine_up", "1 while the engine computes.", lambda e: e.is_ready),
     counter("loraserve_engine_restarts", "Engine processes started after the first.", lambda e: e.num_restarts),
     counter("loraserve_engine_hangs", "Engine processes killed for lack of progress.", lambda e: e.num_hangs),

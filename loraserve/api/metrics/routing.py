@@ -12,7 +12,7 @@ from loraserve.errors import EngineUnavailable, LoraserveError
 from loraserve.types import AdapterResidency, Digest, Tier
 
 if TYPE_CHECKING:
-    from loraserve.engine_client.client import EngineClient
+    from loraserve.engine_client.interface import ServingEngine
 
 MAX_AGE_S = 0.25
 """Age up to which an answer of the engine's is used again: routers scrape many times a second."""
@@ -31,7 +31,7 @@ class AdapterRouting:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: ServingEngine,
         load: AdapterLoad,
         max_num_seqs: int,
         *,

@@ -1,0 +1,1 @@
+"""Several engines behind one HTTP application, on Ray Serve: routing, replay, scaling."""

@@ -1,0 +1,73 @@
+"""The HTTP application as a deployment of Ray Serve, before the engine replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from fastapi import FastAPI
+
+from loraserve.api.app import create_app
+from loraserve.api.batch_lines import BatchLines
+from loraserve.api.logs import configure_logging
+from loraserve.api.server import background_threads, open_services
+from loraserve.cluster.engine import ClusterEngine
+from loraserve.config import EngineConfig
+from loraserve.settings import Settings
+from loraserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = structlog.stdlib.get_logger("loraserve.cluster")
+
+
+class Ingress:
+    """Our HTTP application, whose engine is the cluster's."""
+
+    async def __init__(self, settings: Settings, drain_s: float, replicas: DeploymentHandle[Any]) -> None:
+        """Open the services; the engine becomes ready with the first replica.
+
+        Args:
+            drain_s: seconds that streams may stay at a replica that leaves.
+        """
+        configure_logging(settings.log_level)
+        asyncio.get_running_loop().set_default_executor(background_threads("server"))
+
+        def make_engine(
+            config: EngineConfig, tokenizer: Tokenizer, *, hang_timeout_s: float, on_damage: Any
+        ) -> ClusterEngine:
+            # replicas watch their engines themselves
+            del hang_timeout_s
+            return ClusterEngine(replicas, config, tokenizer, drain_s=drain_s, on_damage=on_damage)
+
+        self._settings = settings
+        self._ending = contextlib.AsyncExitStack()
+        self._services = await self._ending.enter_async_context(open_services(settings, make_engine))
+        self._starting = asyncio.create_task(self._services.engine.start(), name="engine-start")
+        self._starting.add_done_callback(_tell_started)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app = create_app(self._services)
+        self._services.batch_runner.start(BatchLines(self._services, app))
+        return app
+
+    async def __del__(self) -> None:
+        # Serve awaits it once no request is left
+        if hasattr(self, "_starting"):
+            self._starting.cancel()
+            self._services.is_draining = self._services.is_closed = True
+            await self._services.shadows.close()
+            await self._ending.aclose()
+
+
+def _tell_started(task: asyncio.Task[None]) -> None:
+    if task.cancelled():
+        return
+    if (error := task.exception()) is not None:
+        logger.error("the replicas don't answer", error=str(error))
+    else:
+        logger.info("ready")

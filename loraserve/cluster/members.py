@@ -1,0 +1,232 @@
+"""The replicas as one ingress knows them: what they report, and what was sent to them since."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import msgspec
+from cachetools import LRUCache
+
+from loraserve.cluster.ranking import rank
+from loraserve.cluster.views import PlacementRequest, ReplicaView
+from loraserve.types import Digest, EngineStats, RequestId, Struct, TenantId, Tier
+
+REPORT = "report"
+"""Key of a replica's report in its routing statistics."""
+MAX_REPORTED_ADAPTERS = 8192
+"""Most adapters that a report names, those used last first."""
+_MAX_PREFIXES = 65_536
+"""Most beginnings of prompts that are remembered, by the replica that computed each last."""
+_ASSUMED_S = 10.0
+"""Seconds that an adapter is taken to be on its way to a replica to which its request was sent."""
+_LOAD_HALF_LIFE_S = 10.0
+
+
+class ReplicaReport(Struct, frozen=True):
+    """A replica's own account of itself.
+
+    Attributes:
+        node_id: machine of the cluster.
+        pid, engine_pid: its processes.
+        status: why its engine computes nothing now; None: it does.
+        ttft_s: mean seconds to the first token of late.
+        device, host: digests of the adapters that it has there, those used last first.
+    """
+
+    node_id: str
+    pid: int
+    engine_pid: int | None
+    status: str | None
+    num_restarts: int
+    num_hangs: int
+    num_slots: int
+    ttft_s: float
+    stats: EngineStats
+    device: tuple[Digest, ...] = ()
+    host: tuple[Digest, ...] = ()
+
+
+encode_report = msgspec.msgpack.Encoder().encode
+decode_report = msgspec.msgpack.Decoder(ReplicaReport).decode
+
+
+@dataclass(slots=True)
+class Member:
+    """A running replica.
+
+    Attributes:
+        sent: adapters whose requests were sent to it, by the time of the last.
+        num_open: requests that this ingress has there.
+        num_unreported: of those sent since its last report.
+    """
+
+    id: str
+    report: ReplicaReport | None = None
+    residency: dict[Digest, Tier] = field(default_factory=dict)
+    sent: dict[Digest, float] = field(default_factory=dict)
+    num_open: int = 0
+    num_unreported: int = 0
+    load: float = 0.0
+    load_at_s: float = 0.0
+    encoded: bytes = b""
+
+    def take(self, encoded: bytes) -> None:
+        """Take a report; no-op if it is the last one again."""
+        if encoded == self.encoded:
+            return
+        self.encoded = encoded
+        self.report = report = decode_report(encoded)
+        self.residency = dict.fromkeys(report.host, Tier.HOST) | dict.fromkeys(report.device, Tier.DEVICE)
+        self.num_unreported = 0
+
+    def tier(self, digest: Digest, now_s: float) -> Tier:
+        """Return where it has an adapter, or will have it soon."""
+        found = self.residency.get(digest)
+        if found is not None:
+            return found
+        return Tier.LOADING if now_s - self.sent.get(digest, -_ASSUMED_S) < _ASSUMED_S else Tier.DISK
+
+    def note_sent(self, digest: Digest | None, now_s: float) -> None:
+        """Note a request that was sent to it."""
+        self.load = self.load_per_s(now_s) + 1 / _LOAD_HALF_LIFE_S
+        self.load_at_s = now_s
+        self.num_open += 1
+        self.num_unreported += 1
+        if digest is None:
+            return
+        self.sent.pop(digest, None)
+        self.sent[digest] = now_s
+        while self.sent and now_s - next(iter(self.sent.values())) > _ASSUMED_S:
+            del self.sent[next(iter(self.sent))]
+
+    def load_per_s(self, now_s: float) -> float:
+        """Return the requests per second sent to it, older ones counting less."""
+        return float(self.load * 0.5 ** ((now_s - self.load_at_s) / _LOAD_HALF_LIFE_S))
+
+
+class Members:
+    """The running replicas, and where each request was sent.
+
+    One per process: Serve makes the router, which fills it, and the ingress reads it. Both are on
+    the ingress' event loop.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_routed: Counter[str] = Counter()
+        """Requests sent, by reason: resident, prefix, hash, load."""
+        self.on_change: Callable[[frozenset[str], frozenset[str]], None] | None = None
+        """Called with the ids of replicas that came, and of those that left."""
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self._excluded: set[str] = set()
+        self._prefixes: LRUCache[tuple[TenantId, int], str] = LRUCache(_MAX_PREFIXES)
+        self._places: dict[RequestId, str] = {}
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """Ids of the replicas that take requests."""
+        return frozenset(self._members)
+
+    @property
+    def reports(self) -> Mapping[str, ReplicaReport]:
+        """The last report of each replica that takes requests."""
+        return {one.id: one.report for one in self._members.values() if one.report is not None}
+
+    def num_open(self, replica_id: str) -> int:
+        """Return the number of this ingress' requests at a replica."""
+        member = self._members.get(replica_id)
+        return 0 if member is None else member.num_open
+
+    def update(self, replicas: Iterable[tuple[str, Mapping[str, object]]]) -> None:
+        """Take the running replicas, each with its routing statistics."""
+        listed = dict(replicas)
+        self._excluded &= listed.keys()
+        found = {replica_id: stats for replica_id, stats in listed.items() if replica_id not in self._excluded}
+        came, left = found.keys() - self._members.keys(), self._members.keys() - found.keys()
+        for replica_id in left:
+            del self._members[replica_id]
+        for replica_id, stats in found.items():
+            member = self._members.setdefault(replica_id, Member(replica_id))
+            encoded = stats.get(REPORT)
+            if isinstance(encoded, bytes):
+                member.take(encoded)
+        self._tell(frozenset(came), frozenset(left))
+
+    def remove(self, replica_id: str) -> None:
+        """Send nothing to a replica any more: it died, or isn't like the others.
+
+        Serve may list a dead one for a while.
+        """
+        self._excluded.add(replica_id)
+        if self._members.pop(replica_id, None) is not None:
+            self._tell(frozenset(), frozenset({replica_id}))
+
+    def _tell(self, came: frozenset[str], left: frozenset[str]) -> None:
+        if self.on_change is not None and (came or left):
+            self.on_change(came, left)
+
+    def order(self, request: PlacementRequest) -> list[str]:
+        """Return the ids of the replicas to try for a request, the best first."""
+        if request.target is not None:
+            return [request.target] if request.target in self._members else []
+        now_s = self._clock()
+        return rank(request, [self._view(member, request, now_s) for member in self._members.values()])
+
+    def note_routed(self, request: PlacementRequest, replica_id: str) -> None:
+        """Note that a replica accepted a request."""
+        member = self._members.get(replica_id)
+        if member is None or request.target is not None:
+            return
+        self.num_routed[self._reason(request, member)] += 1
+        member.note_sent(request.digest, self._clock())
+        self._places[request.request_id] = replica_id
+        for prefix in request.prefixes:
+            self._prefixes[request.tenant, prefix] = replica_id
+
+    def place(self, request_id: RequestId) -> str | None:
+        """Return the replica that a request was sent to."""
+        return self._places.get(request_id)
+
+    def note_ended(self, request_id: RequestId) -> None:
+        """Note that a request has ended, or left its replica."""
+        member = self._members.get(self._places.pop(request_id, ""))
+        if member is not None:
+            member.num_open -= 1
+
+    def _view(self, member: Member, request: PlacementRequest, now_s: float) -> ReplicaView:
+        stats = EngineStats() if member.report is None else member.report.stats
+        return ReplicaView(
+            id=member.id,
+            residency={} if request.digest is None else {request.digest: member.tier(request.digest, now_s)},
+            num_running=max(stats.num_running, member.num_open - member.num_unreported),
+            num_waiting=stats.num_waiting + member.num_unreported,
+            num_slots=1 if member.report is None else member.report.num_slots,
+            num_cached_prefixes=self._num_cached(member, request),
+            recent_load=member.load_per_s(now_s),
+        )
+
+    def _num_cached(self, member: Member, request: PlacementRequest) -> int:
+        num = 0
+        for prefix in request.prefixes:
+            if self._prefixes.get((request.tenant, prefix)) != member.id:
+                break
+            num += 1
+        return num
+
+    def _reason(self, request: PlacementRequest, member: Member) -> str:
+        if request.digest is not None and member.tier(request.digest, self._clock()) is not Tier.DISK:
+            return "resident"
+        if self._num_cached(member, request):
+            return "prefix"
+        bare = rank(request, [ReplicaView(id=one) for one in self._members])
+        return "hash" if bare and bare[0] == member.id else "load"
+
+
+@cache
+def members() -> Members:
+    """Return this process' table of replicas."""
+    return Members()
