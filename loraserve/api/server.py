@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from adapters_store import open_store
+from adapters_store.base import BlobStore
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.console.pages import PATH
@@ -173,28 +174,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
     )
-    try:
-        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--data-dir {settings.data_dir} can't be created: {error.strerror or error}.") from error
-    store = open_store(settings.resolved_store_url, spool=settings.data_dir / "spool")
-    if await migrate.upgrade_if_empty(settings.resolved_database_url):
-        logger.info("registry created")
-    await migrate.check(settings.resolved_database_url)
-    database = Database(settings.resolved_database_url)
-    claim = StoreClaim(database, store, where=f"the store {settings.resolved_store_url}")
-    try:
-        await claim.open()
-    except BaseException:
-        # a SQLite database that isn't closed leaves a -wal file, which a restored backup would be
-        # mixed with
-        await database.dispose()
-        raise
-    admin_key = settings.admin_key.get_secret_value() if settings.admin_key else None
-    authenticator = Authenticator(database, admin_key=admin_key)
-    made = await authenticator.open()
-    if made is not None:
-        _show_admin_key(made)
+    database, store, claim, authenticator = await _open_registry(settings)
     # the two know of each other: the registry asks the engine for certificates, and is told by it
     # of damaged bytes
     engine = make_engine(
@@ -210,7 +190,9 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         certify=engine.verify,
         pinning=engine,
         base_names=BaseNames(settings.base_names, source=settings.model, is_strict=settings.strict_base),
-        throttle=Throttle(is_serving=lambda: engine.is_computing_here, threads=background_threads("upload", MAX_INSPECTIONS)),
+        throttle=Throttle(
+            is_serving=lambda: engine.is_computing_here, threads=background_threads("upload", MAX_INSPECTIONS)
+        ),
         is_certified_at_upload=settings.certify == "at-upload",
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,
@@ -235,6 +217,46 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         metrics=metrics,
     )
     return services, database
+
+
+async def _open_registry(settings: Settings) -> tuple[Database, BlobStore, StoreClaim, Authenticator]:
+    """Open database and store; make the tables and the first admin key where there are none."""
+    try:
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--data-dir {settings.data_dir} can't be created: {error.strerror or error}.") from error
+    store = open_store(settings.resolved_store_url, spool=settings.data_dir / "spool")
+    if await migrate.upgrade_if_empty(settings.resolved_database_url):
+        logger.info("registry created")
+    await migrate.check(settings.resolved_database_url)
+    database = Database(settings.resolved_database_url)
+    claim = StoreClaim(database, store, where=f"the store {settings.resolved_store_url}")
+    try:
+        await claim.open()
+    except BaseException:
+        # a SQLite database that isn't closed leaves a -wal file, which a restored backup would be
+        # mixed with
+        await database.dispose()
+        raise
+    admin_key = settings.admin_key.get_secret_value() if settings.admin_key else None
+    authenticator = Authenticator(database, admin_key=admin_key)
+    made = await authenticator.open()
+    if made is not None:
+        _show_admin_key(made)
+    return database, store, claim, authenticator
+
+
+async def prepare_registry(settings: Settings) -> None:
+    """Make the tables of an empty registry and its first admin key, and show the key.
+
+    For a cluster, whose servers' logs are elsewhere.
+
+    Raises:
+        LoraserveError: the database or the store can't be used.
+    """
+    database, _, claim, _ = await _open_registry(settings)
+    await claim.close()
+    await database.dispose()
 
 
 def _show_admin_key(secret: str) -> None:

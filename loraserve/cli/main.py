@@ -9,7 +9,7 @@ import typer
 from loraserve.cli import audit, bench, operation, ps, run, usage
 from loraserve.cli.adapters import adapter, adapter_alias, adapter_memory
 from loraserve.cli.help import App
-from loraserve.cli.local import backup, db, demo, doctor, plan, serve
+from loraserve.cli.local import backup, cluster, db, demo, doctor, plan, serve
 from loraserve.cli.local.serve_flags import SettingsCommand
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
@@ -48,6 +48,7 @@ def _root(
 
 app.command("serve", cls=SettingsCommand)(serve.serve)
 app.add_typer(demo.app, name="demo")
+app.add_typer(cluster.app, name="cluster")
 adapter_alias.register(adapter.app)
 adapter_memory.register(adapter.app)
 app.add_typer(adapter.app, name="adapter")

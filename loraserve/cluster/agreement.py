@@ -19,7 +19,7 @@ _kv = cast("Any", internal_kv)
 
 
 def agreed_kernels(config: EngineConfig) -> tuple[KernelChoice, ...] | None:
-    """Return the kernels that a replica of this configuration chose; None: this one is the first."""
+    """Return the kernels that a replica of this configuration chose; None: none has yet."""
     found: bytes | None = _kv._internal_kv_get(_key(config), namespace=_NAMESPACE)
     return None if found is None else _decode(found)
 

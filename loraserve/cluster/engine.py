@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,7 @@ from loraserve.cluster.members import Members, members
 from loraserve.cluster.prefixes import TOKENS_PER_PREFIX, prefix_hashes
 from loraserve.cluster.replica import decode_base
 from loraserve.cluster.router import PLACEMENT
-from loraserve.cluster.summary import merge_residency, StatsSum
+from loraserve.cluster.summary import StatsSum, merge_residency
 from loraserve.cluster.views import PlacementRequest
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
@@ -43,7 +44,6 @@ from loraserve.types import (
     Certificate,
     Digest,
     EngineStats,
-    FinishReason,
     RequestId,
     TenantId,
     TokenOutput,
@@ -55,10 +55,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 4
-"""Replicas in a row that may be lost under a request, without a token in between, until it fails."""
+"""Replicas that may be lost under a request in a row, without a token, until it fails."""
 _MOVABLE = frozenset({EngineUnavailable.code, Overloaded.code})
 """Codes with which a replica says that another should compute the request."""
 _RETRY_S = 0.25
+_LOOK_S = 1.0
 _CALL_S = 60.0
 _LOST = (RayActorError, TaskCancelledError, RequestCancelledError)
 _SYSTEM = TenantId("")
@@ -96,7 +97,7 @@ class ClusterEngine:
         """
         self.num_replays: Counter[str] = Counter()
         """Requests that went on at another replica, by what became of theirs: lost, moved."""
-        self._handle = handle
+        self._describes = handle.options(method_name="describe")
         self._calls = handle.options(method_name="call")
         self._streams = handle.options(method_name="outputs", stream=True)
         self._tokenizer = tokenizer
@@ -142,6 +143,12 @@ class ClusterEngine:
     def _has_ready_replica(self) -> bool:
         reports = self._table.reports
         return any(one not in reports or reports[one].status is None for one in self._table.ids)
+
+    def replica_states(self) -> dict[str, float]:
+        """Return the number of replicas that compute requests now, and of those that don't."""
+        reports = self._table.reports
+        num_away = sum(one in reports and reports[one].status is not None for one in self._table.ids)
+        return {"ready": float(len(self._table.ids) - num_away), "away": float(num_away)}
 
     @property
     def is_live(self) -> bool:
@@ -248,7 +255,7 @@ class ClusterEngine:
         return live
 
     async def _compute(self, live: LiveRequest) -> None:
-        """Have a replica compute the request, and another one the rest of it if that one is lost."""
+        """Have a replica compute the request, and another one its rest if that one is lost."""
         num_losses = attempt = 0
         try:
             while not live.is_finished:
@@ -263,7 +270,7 @@ class ClusterEngine:
                             f"{num_losses} replicas in a row were lost under this request; the last: {loss}.",
                             hint="Try again.",
                         ) from loss
-                    self.num_replays[str(loss.__cause__ is None and "moved" or "lost")] += 1
+                    self.num_replays["moved" if loss.__cause__ is None else "lost"] += 1
                     if num_losses > 1:
                         await asyncio.sleep(_RETRY_S * num_losses)
         except LoraserveError as error:
@@ -282,7 +289,7 @@ class ClusterEngine:
         # its own id: the replica before may still have it
         request_id = RequestId(f"{request.request_id}.{attempt}")
         add = msgspec.structs.replace(live.begin_sending(), request_id=request_id)
-        response = self._streams.remote(m.encode_input(add), **{PLACEMENT: self._placement(request, request_id)})
+        response = _remote(self._streams, m.encode_input(add), self._placement(request, request_id))
         self._responses[request_id] = response
         is_over = False
         try:
@@ -347,6 +354,10 @@ class ClusterEngine:
     def _move(self, replica_id: str) -> None:
         """Let what a replica still computes go on at others, unless it is back."""
         if replica_id in self._table.ids:
+            return
+        if not self._table.ids:
+            # it is the best place that there is
+            asyncio.get_running_loop().call_later(_LOOK_S, self._move, replica_id)
             return
         for request_id, response in list(self._responses.items()):
             if self._table.place(request_id) == replica_id:
@@ -419,7 +430,9 @@ class ClusterEngine:
 
     async def verify(self, ref: AdapterRef) -> Certificate:
         """Return how far the adapter's answers are from those of its reference evaluation."""
-        reply = await self._call(m.VerifyAdapter(call_id=0, adapter=ref), ref=ref, limit_s=LIMITS.verification_timeout_s)
+        reply = await self._call(
+            m.VerifyAdapter(call_id=0, adapter=ref), ref=ref, limit_s=LIMITS.verification_timeout_s
+        )
         if not isinstance(reply, m.VerifyReply) or reply.certificate is None:
             raise EngineError(f"The replica answered a verification with {type(reply).__name__}.")
         return reply.certificate
@@ -427,7 +440,7 @@ class ClusterEngine:
     async def _describe(self, target: str | None) -> bytes:
         placement = PlacementRequest(request_id=_call_id(), tenant=_SYSTEM, target=target)
         async with asyncio.timeout(None if target is None else _CALL_S):
-            found: bytes = await self._handle.describe.remote(**{PLACEMENT: placement})
+            found: bytes = await _remote(self._describes, b"", placement)
         return found
 
     async def _call_all(self, message: m.EngineInput, *, ref: AdapterRef | None = None) -> list[m.EngineOutput]:
@@ -476,7 +489,7 @@ class ClusterEngine:
         )
         try:
             async with asyncio.timeout(limit_s):
-                replies: list[bytes] = await self._calls.remote(m.encode_input(message), **{PLACEMENT: placement})
+                replies: list[bytes] = await _remote(self._calls, m.encode_input(message), placement)
         except TimeoutError:
             raise EngineUnavailable(f"No replica answered within {limit_s:.0f} s.", hint="Try again.") from None
         except (RayActorError, RayServeException, TaskCancelledError) as error:
@@ -490,6 +503,15 @@ class ClusterEngine:
         if isinstance(reply, m.CallReply) and reply.error_code is not None:
             raise error_from_code(reply.error_code, reply.error_message or "")
         return reply
+
+
+def _remote(handle: DeploymentHandle[Any], message: bytes, placement: PlacementRequest) -> Any:
+    """Return the response to a call of a replica.
+
+    In a context of its own: Serve's router takes calls at the same time on behalf of one HTTP
+    request for one and the same call, and all but the first would wait.
+    """
+    return Context().run(lambda: handle.remote(message, **{PLACEMENT: placement}))
 
 
 def _call_id() -> RequestId:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.logs import configure_logging
+from loraserve.api.metrics.table import TableCollector
 from loraserve.api.server import background_threads, open_services
 from loraserve.cluster.engine import ClusterEngine
+from loraserve.cluster.metrics import CLUSTER
 from loraserve.config import EngineConfig
 from loraserve.settings import Settings
 from loraserve.text.tokenizer import Tokenizer
@@ -42,9 +44,9 @@ class Ingress:
         ) -> ClusterEngine:
             # replicas watch their engines themselves
             del hang_timeout_s
-            return ClusterEngine(replicas, config, tokenizer, drain_s=drain_s, on_damage=on_damage)
+            self._engine = ClusterEngine(replicas, config, tokenizer, drain_s=drain_s, on_damage=on_damage)
+            return self._engine
 
-        self._settings = settings
         self._ending = contextlib.AsyncExitStack()
         self._services = await self._ending.enter_async_context(open_services(settings, make_engine))
         self._starting = asyncio.create_task(self._services.engine.start(), name="engine-start")
@@ -52,8 +54,28 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._services)
+        self._services.metrics.registry.register(TableCollector(CLUSTER, lambda: self._engine))
         self._services.batch_runner.start(BatchLines(self._services, app))
+        app.add_middleware(_OneRequestId)
         return app
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """Return a record of each replica that takes requests, for `loraserve cluster status`."""
+        return [
+            {
+                "replica": replica_id,
+                "node": report.node_id[:12],
+                "pid": report.pid,
+                "engine_pid": report.engine_pid,
+                "state": report.status or "ready",
+                "running": report.stats.num_running,
+                "waiting": report.stats.num_waiting,
+                "on_device": len(report.device),
+                "loads": report.stats.adapter_loads,
+                "restarts": report.num_restarts,
+            }
+            for replica_id, report in sorted(self._engine.members.reports.items())
+        ]
 
     async def __del__(self) -> None:
         # Serve awaits it once no request is left
@@ -62,6 +84,22 @@ class Ingress:
             self._services.is_draining = self._services.is_closed = True
             await self._services.shadows.close()
             await self._ending.aclose()
+
+
+class _OneRequestId:
+    """Leaves the answer's request id to Serve's proxy, which adds the same one to ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [pair for pair in message["headers"] if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_without)
 
 
 def _tell_started(task: asyncio.Task[None]) -> None:

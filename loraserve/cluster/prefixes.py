@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
-
-import hashlib
 
 from loraserve.types import Digest, TenantId
 

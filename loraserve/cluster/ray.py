@@ -6,40 +6,62 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
+from loraserve.cluster.autoscaling import QueueAndTtftPolicy
 from loraserve.cluster.ingress import Ingress
 from loraserve.cluster.options import ClusterOptions
 from loraserve.cluster.replica import EngineReplica
 from loraserve.cluster.router import AffinityRouter
+from loraserve.config import EngineConfig
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.settings import Settings
 
 APP_NAME = "loraserve"
+ENGINE, INGRESS = "engine", "ingress"
+"""Names of the two deployments."""
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+"""Serve's logs: the ingress has an access log of its own."""
 _MAX_ONGOING = 100_000
-"""Requests that Serve lets into a replica or the ingress: ours bound them by tenant."""
+"""Requests that Serve lets into a replica or the ingress: ours are bounded by tenant."""
 _REPORT_PERIOD_S = 1.0
+_LOOK_BACK_S = 6.0
+_METRICS_PERIOD_S = "2"
+_STOP_S = 20.0
+"""Seconds beyond a drain in which a replica ends its streams and its engine."""
 _ENVIRONMENT = {
     # one event loop for Serve's part and ours: each token would change threads twice
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": _METRICS_PERIOD_S,
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": _METRICS_PERIOD_S,
 }
 
 
 def app(args: dict[str, str]) -> Application:
-    """Build the application of ``serve run``, whose arguments are settings and options of a cluster."""
-    options = {name: args.pop(name) for name in list(args) if name in ClusterOptions.model_fields}
-    return build(Settings.load(**args), ClusterOptions.model_validate(options))
+    """Build what ``serve run`` deploys; its arguments are settings and options of a cluster.
+
+    Raises:
+        ConfigError: one is unknown or impossible.
+    """
+    options = {name: args[name] for name in args.keys() & ClusterOptions.model_fields.keys()}
+    settings = {name: value for name, value in args.items() if name not in options}
+    return build(Settings.load(**settings), ClusterOptions.load(**options))
 
 
 def build(settings: Settings, options: ClusterOptions) -> Application:
-    """Return the ingress over the engine replicas, as Serve deploys it."""
+    """Return the ingress over the engine replicas, as Serve deploys it.
+
+    Raises:
+        ConfigError: settings contradict each other.
+        ModelError: there is no such model.
+    """
     config = settings.engine_config(resolve_model_dir(settings.model))
-    shutdown_s = options.drain_s + 20.0
     replica: Any = serve.deployment(
         EngineReplica,
-        name="engine",
-        num_replicas=options.replicas,
+        name=ENGINE,
+        **_scaling(options, config),
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={
             "num_cpus": options.cpus_per_replica,
@@ -52,16 +74,43 @@ def build(settings: Settings, options: ClusterOptions) -> Application:
         health_check_period_s=2.0,
         health_check_timeout_s=15.0,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=shutdown_s,
+        graceful_shutdown_timeout_s=options.drain_s + settings.grace_s + _STOP_S,
         max_constructor_retry_count=3,
+        logging_config=QUIET,
     )
     ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
-        name="ingress",
+        name=INGRESS,
         max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _ENVIRONMENT}},
+        health_check_period_s=2.0,
+        health_check_timeout_s=15.0,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=settings.grace_s + 10.0,
+        graceful_shutdown_timeout_s=settings.grace_s + _STOP_S,
         max_constructor_retry_count=3,
+        logging_config=QUIET,
     )
-    return ingress.bind(settings, options.drain_s, replica.bind(config, settings.engine_hang_timeout))  # type: ignore[no-any-return]
+    application: Application = ingress.bind(
+        settings, options.drain_s, replica.bind(config, settings.engine_hang_timeout, settings.log_level)
+    )
+    return application
+
+
+def _scaling(options: ClusterOptions, config: EngineConfig) -> dict[str, Any]:
+    """Return the part of a deployment that says how many replicas there are."""
+    if options.fewest == options.most:
+        return {"num_replicas": options.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=options.fewest,
+            initial_replicas=options.replicas,
+            max_replicas=options.most,
+            target_ongoing_requests=options.target_requests or max(1.0, 0.75 * config.max_num_seqs),
+            look_back_period_s=_LOOK_BACK_S,
+            upscale_delay_s=options.scale_up_delay,
+            downscale_delay_s=options.scale_down_delay,
+            policy=AutoscalingPolicy(
+                policy_function=QueueAndTtftPolicy, policy_kwargs={"max_ttft_s": options.max_ttft}
+            ),
+        )
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -14,7 +13,9 @@ from typing import Any
 import msgspec
 import ray
 
+from loraserve.api.logs import configure_logging
 from loraserve.cluster.agreement import agree_on_kernels, agreed_kernels
+from loraserve.cluster.autoscaling import RUNNING, TTFT_S, WAITING
 from loraserve.cluster.members import MAX_REPORTED_ADAPTERS, REPORT, ReplicaReport, encode_report
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _TTFT_WINDOW_S = 15.0
 """Seconds for which a time to the first token counts."""
-_STOP_S = 5.0
 encode_base = msgspec.msgpack.Encoder().encode
 decode_base = msgspec.msgpack.Decoder(BaseSpec).decode
 
@@ -46,7 +46,7 @@ class EngineReplica:
     as an engine answers them.
     """
 
-    async def __init__(self, config: EngineConfig, hang_timeout_s: float) -> None:
+    async def __init__(self, config: EngineConfig, hang_timeout_s: float, log_level: str) -> None:
         """Return once the engine is ready.
 
         Args:
@@ -55,6 +55,7 @@ class EngineReplica:
         Raises:
             LoraserveError: why no engine can be had.
         """
+        configure_logging(log_level)
         self._damaged: list[tuple[Digest, Digest]] = []
         self._first_tokens: deque[tuple[float, float]] = deque()
         self._hang_timeout_s = hang_timeout_s
@@ -85,8 +86,8 @@ class EngineReplica:
 
     # what the ingress calls
 
-    def describe(self, placement: object = None) -> bytes:
-        """Return the base that this replica serves."""
+    def describe(self, request: bytes, placement: object = None) -> bytes:
+        """Return the base that this replica serves; nothing needs to be said in the request."""
         return encode_base(self._engine.base)
 
     async def outputs(self, request: bytes, placement: object = None) -> AsyncGenerator[bytes, None]:
@@ -189,11 +190,7 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the autoscaling policy decides on."""
         stats = self._engine.stats
-        return {
-            "ttft_s": self._mean_ttft_s(),
-            "waiting": float(stats.num_waiting),
-            "running": float(stats.num_running),
-        }
+        return {TTFT_S: self._mean_ttft_s(), WAITING: float(stats.num_waiting), RUNNING: float(stats.num_running)}
 
     async def __del__(self) -> None:
         # Serve awaits it once the replica has nothing left to do

@@ -10,7 +10,7 @@ import msgspec
 from loraserve.types import AdapterResidency, Digest, EngineStats, Histogram, Tier
 
 _LARGEST = frozenset({"kv_block_size", "num_tenants"})
-"""Gauges of which the largest stands for all: a block's size, tenants that several replicas have."""
+"""Gauges of which the largest stands for all: replicas have the same block size, and tenants."""
 _GAUGES = _LARGEST | {
     *("num_running", "num_waiting", "num_waiting_for_adapter"),
     *("num_kv_blocks", "num_kv_blocks_used", "num_kv_blocks_cached", "num_kv_blocks_available"),

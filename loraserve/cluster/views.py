@@ -33,8 +33,8 @@ class ReplicaView(Struct, frozen=True):
 
     Attributes:
         residency: tier by digest of the adapters in its memory; one that isn't here is on disk.
-        num_running, num_waiting: requests in its engine's steps and queue, with those that were sent
-            and not yet reported.
+        num_running, num_waiting: requests in its engine's steps and queue, with those that were
+            sent and not yet reported.
         num_slots: sequences that it computes at once.
         num_cached_prefixes: how many of the request's `prefixes` it has computed of late.
         recent_load: requests per second that were sent to it of late.

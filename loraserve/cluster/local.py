@@ -1,0 +1,282 @@
+"""A cluster on this machine: Ray, Serve and the application, started and ended with one command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import httpx2
+import msgspec
+
+from loraserve.api.server import prepare_registry
+from loraserve.cluster.options import ClusterOptions
+from loraserve.errors import ConfigError, EngineUnavailable
+from loraserve.settings import Settings
+from loraserve.types import Struct
+
+STATE_FILE = "cluster.json"
+_OBJECT_STORE_BYTES = 100 << 20
+"""Ray's own memory for large objects: ours travel beside it."""
+_START_S, _STOP_S = 600.0, 120.0
+_POLL_S = 0.2
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # this machine's cluster listens on the loopback alone
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_COLOR_PREFIX": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+"""Variables that Ray reads when it is imported."""
+
+
+class ClusterState(Struct, frozen=True):
+    """What other commands need to know of a running cluster."""
+
+    pid: int
+    url: str
+    address: str
+    """Address of Ray's head."""
+    token: str
+    """Token of Ray's own connections."""
+
+
+def state_path(data_dir: Path) -> Path:
+    """Return the file that a cluster over this folder holds locked while it runs."""
+    return data_dir / STATE_FILE
+
+
+def read_state(data_dir: Path) -> ClusterState:
+    """Return the state of the cluster that runs over a data folder.
+
+    Raises:
+        ConfigError: none does.
+    """
+    path = state_path(data_dir)
+    try:
+        with path.open("rb") as file:
+            if not _try_lock(file):
+                return msgspec.json.decode(file.read(), type=ClusterState)
+    except (OSError, msgspec.DecodeError):
+        pass
+    raise ConfigError(
+        f"No cluster runs over the data folder {data_dir}.",
+        hint="Start one: loraserve cluster up --model DIR --replicas 2",
+    )
+
+
+def prepare_ray(token: str | None = None) -> None:
+    """Set the variables that Ray reads when it is imported, and check that it is there.
+
+    Args:
+        token: of the cluster to join; None: a new one.
+
+    Raises:
+        ConfigError: the extra isn't installed.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["RAY_AUTH_TOKEN"] = token or secrets.token_hex(32)
+    check_installed()
+
+
+def check_installed() -> None:
+    """Check that Ray Serve is there.
+
+    Raises:
+        ConfigError: the extra isn't installed.
+    """
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"A cluster needs Ray Serve, and {error.name or 'it'} isn't installed.",
+            hint='Install it: pip install "loraserve[ray]"',
+        ) from error
+
+
+class LocalCluster:
+    """Ray, Serve and the application, for one block."""
+
+    def __init__(self, settings: Settings, options: ClusterOptions) -> None:
+        """Check what can be checked without Ray.
+
+        Raises:
+            ConfigError: the settings don't fit a cluster.
+        """
+        if settings.ssl_certfile is not None:
+            raise ConfigError(
+                "--ssl-certfile is for one server: Serve's proxy answers clients here.",
+                hint="End TLS in a proxy before the cluster, or give Serve's own options in its config file.",
+            )
+        self._settings, self._options = settings, options
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[ClusterState]:
+        """Start everything, and end it with the block, streams first.
+
+        Raises:
+            ConfigError: another cluster runs over the data folder, or the port is taken.
+            LoraserveError: why the application can't be had.
+        """
+        settings = self._settings
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as ending:
+            lock = ending.enter_context(_locked(state_path(settings.data_dir)))
+            # before there are several servers, whose logs are elsewhere
+            asyncio.run(prepare_registry(settings))
+            prepare_ray()
+            temp_dir = tempfile.mkdtemp(prefix="loraserve-ray-")
+            ending.callback(shutil.rmtree, temp_dir, ignore_errors=True)
+            state = self._start(temp_dir, ending)
+            lock.seek(0)
+            lock.truncate()
+            lock.write(msgspec.json.encode(state))
+            lock.flush()
+            yield state
+
+    def _start(self, temp_dir: str, ending: contextlib.ExitStack) -> ClusterState:
+        import ray
+        from ray import serve
+
+        from loraserve.cluster.ray import APP_NAME, QUIET, build
+
+        settings, options = self._settings, self._options
+        application = build(settings, options)
+        port = settings.port or _free_port()
+        context: Any = ray.init(
+            address="local",
+            namespace=APP_NAME,
+            num_cpus=max(1, round(options.most * options.cpus_per_replica + 0.5)),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            logging_level="WARNING",
+            _temp_dir=temp_dir,
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        )
+        ending.callback(ray.shutdown)
+        http_options = {"host": settings.host, "port": port}
+        serve.start(http_options=http_options, logging_config=QUIET)
+        ending.callback(_end_serve, APP_NAME)
+        serve.run(application, name=APP_NAME, route_prefix="/", logging_config=QUIET)
+        state = ClusterState(
+            pid=os.getpid(),
+            url=f"http://{settings.host}:{port}",
+            address=context.address_info["gcs_address"],
+            token=os.environ["RAY_AUTH_TOKEN"],
+        )
+        wait_until_ready(state.url)
+        return state
+
+
+def wait_until_ready(url: str, within_s: float = _START_S) -> None:
+    """Return once the cluster at `url` answers requests.
+
+    Raises:
+        EngineUnavailable: it doesn't in time.
+    """
+    deadline = time.monotonic() + within_s
+    detail = "nothing answers"
+    with httpx2.Client(timeout=5.0, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            try:
+                answer = client.get(f"{url}/readyz")
+                if answer.status_code == httpx2.codes.OK:
+                    return
+                detail = answer.json().get("detail", detail)
+            except (httpx2.TransportError, ValueError):
+                pass
+            time.sleep(_POLL_S)
+    raise EngineUnavailable(f"The cluster isn't ready after {within_s:.0f} s. {detail}", hint="Its log has more.")
+
+
+def wait_for_signal() -> signal.Signals:
+    """Return the SIGTERM or SIGINT that ends a cluster."""
+    came = threading.Event()
+    found: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        found.append(number)
+        came.set()
+
+    kept = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        # in pieces: a handler runs between two of them
+        while not came.wait(_POLL_S):
+            pass
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    return signal.Signals(found[0])
+
+
+def end_cluster(state: ClusterState, data_dir: Path) -> None:
+    """End the cluster that runs over a data folder, streams first; return once it is gone.
+
+    Raises:
+        EngineUnavailable: it is still there after two minutes.
+    """
+    os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_S
+    while time.monotonic() < deadline:
+        try:
+            read_state(data_dir)
+        except ConfigError:
+            return
+        time.sleep(_POLL_S)
+    raise EngineUnavailable(f"The cluster (process {state.pid}) hasn't ended after {_STOP_S:.0f} s.")
+
+
+def _end_serve(name: str) -> None:
+    from ray import serve
+
+    serve.delete(name)
+    serve.shutdown()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[IO[bytes]]:
+    """Hold the state file while a cluster runs; it is gone afterwards.
+
+    Raises:
+        ConfigError: another cluster holds it.
+    """
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        if not _try_lock(file):
+            raise ConfigError(
+                f"A cluster runs over the data folder {path.parent} already.",
+                hint="End it with loraserve cluster down, or choose another --data-dir.",
+            )
+        try:
+            yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
