@@ -16,6 +16,7 @@ from loraserve.api.logs import configure_logging
 from loraserve.api.metrics.table import TableCollector
 from loraserve.api.server import background_threads, open_services
 from loraserve.cluster.engine import ClusterEngine
+from loraserve.cluster.loopback import keep_to_loopback
 from loraserve.cluster.metrics import CLUSTER
 from loraserve.config import EngineConfig
 from loraserve.settings import Settings
@@ -37,6 +38,7 @@ class Ingress:
             drain_s: seconds that streams may stay at a replica that leaves.
         """
         configure_logging(settings.log_level)
+        keep_to_loopback()
         asyncio.get_running_loop().set_default_executor(background_threads("server"))
 
         def make_engine(

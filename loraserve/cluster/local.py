@@ -32,6 +32,7 @@ _OBJECT_STORE_BYTES = 100 << 20
 """Ray's own memory for large objects: ours travel beside it."""
 _START_S, _STOP_S = 600.0, 120.0
 _POLL_S = 0.2
+_LOG_HINT = "The replicas' logs have more."
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -150,6 +151,25 @@ class LocalCluster:
             lock.flush()
             yield state
 
+    def restart(self, settings: Settings, options: ClusterOptions) -> None:
+        """Replace the ingress and the replicas one after the other, with these settings.
+
+        Streams go on: Serve lets the old ones drain. What makes the cluster itself stays: host,
+        port, data folder.
+
+        Raises:
+            LoraserveError: the new ones can't be had; the old ones stay.
+        """
+        from ray import serve
+
+        from loraserve.cluster.ray import APP_NAME, QUIET, build
+
+        application = build(settings, options)
+        try:
+            serve.run(application, name=APP_NAME, route_prefix="/", logging_config=QUIET)
+        except RuntimeError as error:
+            raise EngineUnavailable(f"Serve couldn't replace the application: {error}") from error
+
     def _start(self, temp_dir: str, ending: contextlib.ExitStack) -> ClusterState:
         import ray
         from ray import serve
@@ -173,7 +193,10 @@ class LocalCluster:
         http_options = {"host": settings.host, "port": port}
         serve.start(http_options=http_options, logging_config=QUIET)
         ending.callback(_end_serve, APP_NAME)
-        serve.run(application, name=APP_NAME, route_prefix="/", logging_config=QUIET)
+        try:
+            serve.run(application, name=APP_NAME, route_prefix="/", logging_config=QUIET)
+        except RuntimeError as error:
+            raise EngineUnavailable(f"Serve couldn't deploy the application: {error}", hint=_LOG_HINT) from error
         state = ClusterState(
             pid=os.getpid(),
             url=f"http://{settings.host}:{port}",
@@ -202,11 +225,11 @@ def wait_until_ready(url: str, within_s: float = _START_S) -> None:
             except (httpx2.TransportError, ValueError):
                 pass
             time.sleep(_POLL_S)
-    raise EngineUnavailable(f"The cluster isn't ready after {within_s:.0f} s. {detail}", hint="Its log has more.")
+    raise EngineUnavailable(f"The cluster isn't ready after {within_s:.0f} s. {detail}", hint=_LOG_HINT)
 
 
 def wait_for_signal() -> signal.Signals:
-    """Return the SIGTERM or SIGINT that ends a cluster."""
+    """Return the next SIGTERM, SIGINT or SIGHUP."""
     came = threading.Event()
     found: list[int] = []
 
@@ -214,7 +237,7 @@ def wait_for_signal() -> signal.Signals:
         found.append(number)
         came.set()
 
-    kept = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         # in pieces: a handler runs between two of them
         while not came.wait(_POLL_S):
@@ -223,6 +246,11 @@ def wait_for_signal() -> signal.Signals:
         for number, handler in kept.items():
             signal.signal(number, handler)
     return signal.Signals(found[0])
+
+
+def tell_to_restart(state: ClusterState) -> None:
+    """Have a running cluster replace its replicas one after the other."""
+    os.kill(state.pid, signal.SIGHUP)
 
 
 def end_cluster(state: ClusterState, data_dir: Path) -> None:

@@ -82,6 +82,8 @@ def build(settings: Settings, options: ClusterOptions) -> Application:
         serve.ingress()(Ingress),
         name=INGRESS,
         max_ongoing_requests=_MAX_ONGOING,
+        # a restart's new ingress takes requests before the old one goes
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _ENVIRONMENT}},
         health_check_period_s=2.0,
         health_check_timeout_s=15.0,

@@ -16,6 +16,7 @@ import ray
 from loraserve.api.logs import configure_logging
 from loraserve.cluster.agreement import agree_on_kernels, agreed_kernels
 from loraserve.cluster.autoscaling import RUNNING, TTFT_S, WAITING
+from loraserve.cluster.loopback import keep_to_loopback
 from loraserve.cluster.members import MAX_REPORTED_ADAPTERS, REPORT, ReplicaReport, encode_report
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
@@ -56,6 +57,7 @@ class EngineReplica:
             LoraserveError: why no engine can be had.
         """
         configure_logging(log_level)
+        keep_to_loopback()
         self._damaged: list[tuple[Digest, Digest]] = []
         self._first_tokens: deque[tuple[float, float]] = deque()
         self._hang_timeout_s = hang_timeout_s

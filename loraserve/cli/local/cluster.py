@@ -10,7 +10,8 @@ import typer
 from loraserve.cli.help import App
 from loraserve.cli.local.serve_flags import SettingsCommand, takes_settings
 from loraserve.cli.options import FormatOption, reporting
-from loraserve.cli.output import Format, Output
+from loraserve.cli.output import Format
+from loraserve.errors import LoraserveError
 
 if TYPE_CHECKING:
     from loraserve.settings import Settings
@@ -73,19 +74,19 @@ def up(
         from loraserve.cluster.options import ClusterOptions
         from loraserve.settings import Settings
 
-        checked = Settings.load(**settings)
-        options = ClusterOptions.load(
-            replicas=replicas,
-            min_replicas=min_replicas,
-            max_replicas=max_replicas,
-            target_requests=target_requests,
-            max_ttft=max_ttft,
-            scale_up_delay=scale_up_delay,
-            scale_down_delay=scale_down_delay,
-            cpus_per_replica=cpus_per_replica,
-            gpus_per_replica=gpus_per_replica,
-            drain_s=drain_s,
-        )
+        given = {
+            "replicas": replicas,
+            "min_replicas": min_replicas,
+            "max_replicas": max_replicas,
+            "target_requests": target_requests,
+            "max_ttft": max_ttft,
+            "scale_up_delay": scale_up_delay,
+            "scale_down_delay": scale_down_delay,
+            "cpus_per_replica": cpus_per_replica,
+            "gpus_per_replica": gpus_per_replica,
+            "drain_s": drain_s,
+        }
+        checked, options = Settings.load(**settings), ClusterOptions.load(**given)
         began = time.monotonic()
         if address is not None:
             from loraserve.cluster.remote import deploy
@@ -95,12 +96,19 @@ def up(
             return
         from loraserve.cluster.local import LocalCluster, wait_for_signal
 
-        with LocalCluster(checked, options).running() as state:
+        cluster = LocalCluster(checked, options)
+        with cluster.running() as state:
             output.note(
                 f"Ready at {state.url} after {time.monotonic() - began:.1f} s, with {options.replicas} engine replicas."
                 " Ctrl-C or loraserve cluster down ends it."
             )
-            number = wait_for_signal()
+            while (number := wait_for_signal()).name == "SIGHUP":
+                output.note("Replacing the ingress and the replicas, one after the other.")
+                try:
+                    cluster.restart(Settings.load(**settings), ClusterOptions.load(**given))
+                    output.note("Replaced.")
+                except LoraserveError as error:
+                    output.fail(error)
             output.note("Ending: streams first, then the replicas.")
         output.note("The cluster has ended.")
     if number.name == "SIGINT":
@@ -123,6 +131,20 @@ def status(address: AddressOption = None, format: FormatOption = None, **setting
 
 @app.command(cls=SettingsCommand)
 @takes_settings(PLACE)
+def restart(**settings: str | bool | None) -> None:
+    """Replace the ingress and the replicas of this machine's cluster, one after the other.
+
+    Streams go on. Settings are read again: the variables are those of the cluster's own process.
+    """
+    with reporting(Format.HUMAN) as output:
+        from loraserve.cluster.local import read_state, tell_to_restart
+
+        tell_to_restart(read_state(_place(settings).data_dir))
+        output.note("The cluster replaces its replicas; its own output says when it has.")
+
+
+@app.command(cls=SettingsCommand)
+@takes_settings(PLACE)
 def down(address: AddressOption = None, **settings: str | bool | None) -> None:
     """End a cluster: streams first, then the replicas."""
     with reporting(Format.HUMAN) as output:
@@ -136,7 +158,7 @@ def down(address: AddressOption = None, **settings: str | bool | None) -> None:
 
             data_dir = _place(settings).data_dir
             end_cluster(read_state(data_dir), data_dir)
-        _ended(output)
+        output.note("The cluster has ended.")
 
 
 def _place(settings: dict[str, str | bool | None]) -> Settings:
@@ -144,7 +166,3 @@ def _place(settings: dict[str, str | bool | None]) -> Settings:
     from loraserve.settings import Settings
 
     return Settings.load(model="none", **settings)
-
-
-def _ended(output: Output) -> None:
-    output.note("The cluster has ended.")
