@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -42,6 +43,8 @@ ENVIRONMENT = {
     "RAY_COLOR_PREFIX": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # it says at each process that is started that it does nothing then
+    "GRPC_VERBOSITY": "ERROR",
 }
 """Variables that Ray reads when it is imported."""
 
@@ -109,6 +112,7 @@ def check_installed() -> None:
             f"A cluster needs Ray Serve, and {error.name or 'it'} isn't installed.",
             hint='Install it: pip install "loraserve[ray]"',
         ) from error
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 class LocalCluster:

@@ -115,7 +115,10 @@ def usage(cluster: RayCluster, key: str) -> tuple[int, int, int]:
     """Requests, prompt tokens and completion tokens that the tenant was billed for."""
     answer = httpx2.get(f"{cluster.url}/api/v1/usage", headers={"authorization": f"Bearer {key}"}, timeout=60)
     rows = answer.raise_for_status().json()["data"]
-    return tuple(sum(row[name] for row in rows) for name in ("requests", "prompt_tokens", "completion_tokens"))  # type: ignore[return-value]
+    requests, prompt, completion = (
+        sum(row[name] for row in rows) for name in ("num_requests", "prompt_tokens", "completion_tokens")
+    )
+    return requests, prompt, completion
 
 
 def check_billed_once(cluster: RayCluster, key: str, answers: list[StreamedAnswer]) -> None:
@@ -133,7 +136,7 @@ def check_billed_once(cluster: RayCluster, key: str, answers: list[StreamedAnswe
 
 
 def check_same(asked: list[Question], answers: list[StreamedAnswer], solo: list[StreamedAnswer]) -> None:
-    different = [i for i, (one, other) in enumerate(zip(answers, solo, strict=True)) if one.text != other.text]
+    different = [i for i, (one, other) in enumerate(zip(answers, solo, strict=False)) if one.text != other.text]
     assert not different, [(asked[i], solo[i].text, answers[i].text) for i in different[:2]]
 
 
@@ -205,30 +208,31 @@ def test_streams_go_on_through_a_rolling_restart(cluster: RayCluster, solo: Solo
         assert cluster.run("restart").returncode == 0
         answers: list[StreamedAnswer] = []
         while before & (set(cluster.pids(REPLICA)) | set(cluster.pids(INGRESS))):
-            answers += await ask_all(cluster.url, billed, solo.asked[:12], at_once=6)
+            found = await ask_all(cluster.url, billed, solo.asked[:12], at_once=6)
+            check_same(solo.asked, found, solo.answers)
+            answers += found
         return answers
 
     answers = asyncio.run(run())
-    check_same(solo.asked[:12] * (len(answers) // 12), answers, solo.answers[:12] * (len(answers) // 12))
     check_billed_once(cluster, billed, answers)
 
 
 def test_long_streams_move_from_replicas_that_are_scaled_away(cluster: RayCluster, solo: Solo) -> None:
     billed = make_owner(cluster, "scaled")
-    answers = asyncio.run(ask_all(cluster.url, billed, solo.asked))
-    cluster.wait_for(3)
     moved = cluster.metrics().get('loraserve_cluster_replays_total{cause="moved"}', 0.0)
 
-    async def run() -> list[StreamedAnswer]:
+    async def ask_until(num_replicas: int, asked: list[Question]) -> list[StreamedAnswer]:
+        """Ask again and again until there are so many replicas."""
         found: list[StreamedAnswer] = []
-        deadline = time.monotonic() + 120
-        while await asyncio.to_thread(cluster.num_ready) > 1:
-            assert time.monotonic() < deadline, cluster.tail()
-            found += await ask_all(cluster.url, billed, solo.asked[:6], at_once=6)
+        deadline = time.monotonic() + 180
+        while (num := await asyncio.to_thread(cluster.num_ready)) != num_replicas:
+            assert time.monotonic() < deadline, f"{num} replicas, not {num_replicas}:\n{cluster.tail()}"
+            answers = await ask_all(cluster.url, billed, asked)
+            check_same(asked, answers, solo.answers)
+            found += answers
         return found
 
-    later = asyncio.run(run())
-    check_same(solo.asked, answers, solo.answers)
-    check_same(solo.asked[:6] * (len(later) // 6), later, solo.answers[:6] * (len(later) // 6))
+    answers = asyncio.run(ask_until(3, solo.asked))
+    answers += asyncio.run(ask_until(1, solo.asked[:6]))
     assert cluster.metrics()['loraserve_cluster_replays_total{cause="moved"}'] > moved
-    check_billed_once(cluster, billed, answers + later)
+    check_billed_once(cluster, billed, answers)
