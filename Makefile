@@ -9,11 +9,12 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo formats test clients browser screenshots check bench gpu docs format sdk clean
+.PHONY: demo cluster formats test clients browser screenshots check bench gpu docs format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
 	@echo "                      (ARGS='--quantize int8', int4, nf4 or fp8: the base in that format)"
+	@echo "make cluster          two engine replicas on Ray Serve, PostgreSQL and an S3 store: a checked tour with kills and scaling"
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
 	@echo "make clients          other projects' clients against the server, each in an environment of its own (ARGS='-k node' to choose)"
@@ -43,8 +44,17 @@ $(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml hatch_build.py const
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
+$(VENV)/.installed-ray: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
+
 demo: $(VENV)/.installed
 	@$(BIN)/loraserve demo $(ARGS)
+
+# Needs Debian's postgresql package, whose service needn't run.
+cluster: export OMP_NUM_THREADS = 1
+cluster: $(VENV)/.installed-ray
+	@$(BIN)/python -P tools/cluster_tour.py $(ARGS)
 
 # Each within five minutes, whatever hangs: most of a minute of it compiles kernels, where no run did before.
 formats: $(VENV)/.installed

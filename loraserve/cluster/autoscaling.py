@@ -5,9 +5,10 @@ Serve pickles this module by value into its controller.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ray.serve.config import AutoscalingContext
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 WAITING, RUNNING, TTFT_S = "waiting", "running", "ttft_s"
 """Names of what a replica reports to the policy."""
@@ -34,7 +35,7 @@ class QueueAndTtftPolicy:
         current = context.current_num_replicas
         if current == 0:
             return context.target_num_replicas, {}
-        target: float = context.config.get_target_ongoing_requests()  # type: ignore[union-attr]
+        target: float = context.config.get_target_ongoing_requests()
         metrics = context.aggregated_metrics or {}
         waiting, running = _sum(metrics, WAITING), _sum(metrics, RUNNING)
         num_requests = max(context.total_num_requests, waiting + running)

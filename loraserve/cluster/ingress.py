@@ -13,11 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.logs import configure_logging
-from loraserve.api.metrics.table import TableCollector
+from loraserve.api.metrics.table import Table, TableCollector, counter, gauge
 from loraserve.api.server import background_threads, open_services
 from loraserve.cluster.engine import ClusterEngine
 from loraserve.cluster.loopback import keep_to_loopback
-from loraserve.cluster.metrics import CLUSTER
 from loraserve.config import EngineConfig
 from loraserve.settings import Settings
 from loraserve.text.tokenizer import Tokenizer
@@ -27,11 +26,46 @@ if TYPE_CHECKING:
 
 logger = structlog.stdlib.get_logger("loraserve.cluster")
 
+CLUSTER: Table[ClusterEngine] = (
+    gauge("loraserve_cluster_replicas", "Engine replicas by state.", lambda e: e.replica_states(), "state"),
+    counter(
+        "loraserve_cluster_routed",
+        "Requests sent to a replica, by reason: it had the adapter (resident), had computed the beginning"
+        " (prefix), was the adapter's first (hash), or had the most room (load).",
+        lambda e: {reason: float(num) for reason, num in e.members.num_routed.items()},
+        "reason",
+    ),
+    counter(
+        "loraserve_cluster_replays",
+        "Requests that went on at another replica, because theirs was lost or they were moved from it.",
+        lambda e: {cause: float(num) for cause, num in e.num_replays.items()},
+        "cause",
+    ),
+    gauge(
+        "loraserve_cluster_replica_requests",
+        "Requests by replica and state.",
+        lambda e: {
+            (one, state): float(num)
+            for one, report in e.members.reports.items()
+            for state, num in (("running", report.stats.num_running), ("waiting", report.stats.num_waiting))
+        },
+        "replica",
+        "state",
+    ),
+    counter(
+        "loraserve_cluster_replica_loads",
+        "Adapter loads by replica.",
+        lambda e: {one: float(report.stats.adapter_loads) for one, report in e.members.reports.items()},
+        "replica",
+    ),
+)
+"""Metrics of a cluster, beside those of its servers."""
+
 
 class Ingress:
     """Our HTTP application, whose engine is the cluster's."""
 
-    async def __init__(self, settings: Settings, drain_s: float, replicas: DeploymentHandle[Any]) -> None:
+    async def __init__(self, settings: Settings, drain_s: float, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         """Open the services; the engine becomes ready with the first replica.
 
         Args:

@@ -13,7 +13,7 @@ from loraserve.cluster.autoscaling import QueueAndTtftPolicy
 from loraserve.cluster.ingress import Ingress
 from loraserve.cluster.options import ClusterOptions
 from loraserve.cluster.replica import EngineReplica
-from loraserve.cluster.router import AffinityRouter
+from loraserve.cluster.routing.router import AffinityRouter
 from loraserve.config import EngineConfig
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.settings import Settings

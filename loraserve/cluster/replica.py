@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -12,12 +13,12 @@ from typing import Any
 
 import msgspec
 import ray
+from ray.experimental import internal_kv
 
 from loraserve.api.logs import configure_logging
-from loraserve.cluster.agreement import agree_on_kernels, agreed_kernels
 from loraserve.cluster.autoscaling import RUNNING, TTFT_S, WAITING
 from loraserve.cluster.loopback import keep_to_loopback
-from loraserve.cluster.members import MAX_REPORTED_ADAPTERS, REPORT, ReplicaReport, encode_report
+from loraserve.cluster.routing.members import MAX_REPORTED_ADAPTERS, REPORT, ReplicaReport, encode_report
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
 from loraserve.engine_client.client import EngineClient, GenerateRequest
@@ -27,6 +28,7 @@ from loraserve.types import (
     BaseSpec,
     Digest,
     FinishReason,
+    KernelChoice,
     RequestId,
     Tier,
     TokenOutput,
@@ -36,8 +38,13 @@ logger = logging.getLogger(__name__)
 
 _TTFT_WINDOW_S = 15.0
 """Seconds for which a time to the first token counts."""
+_KV_NAMESPACE = b"loraserve"
+"""Of the cluster's key-value store, which is empty again when the cluster is."""
 encode_base = msgspec.msgpack.Encoder().encode
 decode_base = msgspec.msgpack.Decoder(BaseSpec).decode
+_encode_config = msgspec.msgpack.Encoder().encode
+_encode_kernels = msgspec.msgpack.Encoder().encode
+_decode_kernels = msgspec.msgpack.Decoder(tuple[KernelChoice, ...]).decode
 
 
 class EngineReplica:
@@ -47,7 +54,7 @@ class EngineReplica:
     as an engine answers them.
     """
 
-    async def __init__(self, config: EngineConfig, hang_timeout_s: float, log_level: str) -> None:
+    async def __init__(self, config: EngineConfig, hang_timeout_s: float, log_level: str) -> None:  # type: ignore[misc]
         """Return once the engine is ready.
 
         Args:
@@ -61,7 +68,7 @@ class EngineReplica:
         self._damaged: list[tuple[Digest, Digest]] = []
         self._first_tokens: deque[tuple[float, float]] = deque()
         self._hang_timeout_s = hang_timeout_s
-        agreed = agreed_kernels(config)
+        agreed = _agreed_kernels(config)
         self._engine = self._make_engine(config if agreed is None else msgspec.structs.replace(config, kernels=agreed))
         await self._engine.start()
         if agreed is None:
@@ -78,7 +85,7 @@ class EngineReplica:
 
     async def _agree(self, config: EngineConfig) -> None:
         """Start the engine anew if another replica was first to choose, and chose other kernels."""
-        kernels = agree_on_kernels(config, self._engine.kernels)
+        kernels = _agree_on_kernels(config, self._engine.kernels)
         if kernels == self._engine.kernels:
             return
         logger.info("another replica chose other kernels first; the engine is started again with those")
@@ -225,3 +232,22 @@ def _rest(add: m.AddRequest) -> GenerateRequest:
         pooling=add.pooling,
         is_background=True,
     )
+
+
+# one choice of kernels for all replicas: streams go on in the same arithmetic on any of them
+
+
+def _agreed_kernels(config: EngineConfig) -> tuple[KernelChoice, ...] | None:
+    """Return the kernels that a replica of this configuration chose; None: none has yet."""
+    found: bytes | None = internal_kv._internal_kv_get(_key(config), namespace=_KV_NAMESPACE)
+    return None if found is None else _decode_kernels(found)
+
+
+def _agree_on_kernels(config: EngineConfig, own: tuple[KernelChoice, ...]) -> tuple[KernelChoice, ...]:
+    """Return what the first replica chose that called this, maybe `own`."""
+    internal_kv._internal_kv_put(_key(config), _encode_kernels(own), overwrite=False, namespace=_KV_NAMESPACE)
+    return _agreed_kernels(config) or own
+
+
+def _key(config: EngineConfig) -> bytes:
+    return b"kernels:" + hashlib.sha256(_encode_config(config)).hexdigest().encode()

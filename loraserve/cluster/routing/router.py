@@ -1,7 +1,7 @@
 """Ray Serve's router of requests to engine replicas.
 
 Serve pickles this module by value into every process that sends requests: whatever it keeps is in
-`loraserve.cluster.members`.
+`loraserve.cluster.routing.members`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from loraserve.cluster.members import members
-from loraserve.cluster.views import PlacementRequest
+from loraserve.cluster.routing.members import members
+from loraserve.cluster.routing.ranking import PlacementRequest
 
 PLACEMENT = "placement"
 """Keyword argument of a call that says what the router may know of it."""
 
 
-class AffinityRouter(RequestRouter):
+class AffinityRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that the placement ranks first of those with room."""
 
     async def choose_replicas(

@@ -11,8 +11,7 @@ from functools import cache
 import msgspec
 from cachetools import LRUCache
 
-from loraserve.cluster.ranking import rank
-from loraserve.cluster.views import PlacementRequest, ReplicaView
+from loraserve.cluster.routing.ranking import PlacementRequest, ReplicaView, rank
 from loraserve.types import Digest, EngineStats, RequestId, Struct, TenantId, Tier
 
 REPORT = "report"
@@ -83,6 +82,15 @@ class Member:
         self.residency = dict.fromkeys(report.host, Tier.HOST) | dict.fromkeys(report.device, Tier.DEVICE)
         self.num_unreported = 0
 
+    @property
+    def is_away(self) -> bool:
+        """Whether its engine computes nothing now."""
+        return self.report is not None and self.report.status is not None
+
+    def is_on(self, node_id: str | None) -> bool:
+        """Return whether it is on a machine, as far as that is asked for."""
+        return node_id is None or (self.report is not None and self.report.node_id == node_id)
+
     def tier(self, digest: Digest, now_s: float) -> Tier:
         """Return where it has an adapter, or will have it soon."""
         found = self.residency.get(digest)
@@ -116,7 +124,7 @@ class Members:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_routed: Counter[str] = Counter()
+        self.num_routed: Counter[str] = Counter(resident=0, prefix=0, hash=0, load=0)
         """Requests sent, by reason: resident, prefix, hash, load."""
         self.on_change: Callable[[frozenset[str], frozenset[str]], None] | None = None
         """Called with the ids of replicas that came, and of those that left."""
@@ -174,7 +182,10 @@ class Members:
         if request.target is not None:
             return [request.target] if request.target in self._members else []
         now_s = self._clock()
-        return rank(request, [self._view(member, request, now_s) for member in self._members.values()])
+        members = [one for one in self._members.values() if one.is_on(request.node_id)]
+        order = rank(request, [self._view(member, request, now_s) for member in members])
+        # stable: those whose engine is being replaced keep their order, behind the others
+        return sorted(order, key=lambda one: self._members[one].is_away)
 
     def note_routed(self, request: PlacementRequest, replica_id: str) -> None:
         """Note that a replica accepted a request."""

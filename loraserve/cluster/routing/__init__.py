@@ -1,0 +1,1 @@
+"""Where requests go: views of replicas, their ranking, and Serve's router."""
