@@ -1,0 +1,50 @@
+"""Every constant of a placement, with what it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPolicy:
+    """Constants of a placement; `make bench ARGS=placement` shows what each moves."""
+
+    load_factor: float = 1.2
+    """Cap on a replica's requests, as a multiple of the mean: the c of bounded loads."""
+    min_bound: int = 2
+    """Requests that a replica may always have, however idle the others are.
+
+    Below, requests would be spread over replicas that lack their adapters for no gain.
+    """
+    share_factor: float = 1.1
+    """Cap on the requests recently given to a replica, as a multiple of the mean."""
+    share_half_life_s: float = 300.0
+    """Half-life of the count of requests given to a replica."""
+    hot_share: float = 0.5
+    """Share of a replica's mean requests that one version may have on each of its replicas: with
+    more, it gets another replica.
+    """
+    cold_share: float = 0.2
+    """Share below which a version gives a replica up: with one replica less, each of the others
+    still had at most this.
+    """
+    hot_half_life_s: float = 60.0
+    """Half-life of the count of requests for a version."""
+    min_hot_requests: float = 16.0
+    """Decayed count of requests below which a version is never hot: chance would make it so."""
+    cooldown_s: float = 120.0
+    """Seconds for which a version keeps all of its replicas after their number changed."""
+    home_ratio: float = 0.75
+    """A version moves to its home from where it lies in memory when the home had at most this part
+    of that replica's requests.
+    """
+    host_penalty: float = 0.5
+    disk_penalty: float = 2.0
+    store_penalty: float = 3.0
+    """Requests that weigh as much as an adapter's load from each tier, between two replicas of a
+    hot version.
+    """
+    max_versions: int = 100_000
+    """Versions whose requests are counted; the longest unused are forgotten."""
+    max_orders: int = 20_000
+    """Orders of replicas that are remembered."""
