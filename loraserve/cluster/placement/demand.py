@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class DecayingCounts:
@@ -42,6 +43,11 @@ class DecayingCounts:
     def count(self, name: str, now_s: float) -> float:
         """Return the name's decayed count; 0 if it was never counted, or is forgotten."""
         return self._counts.get(name, 0.0) / self._gain(now_s)
+
+    def counts(self, names: Iterable[str], now_s: float) -> list[float]:
+        """Return the names' decayed counts."""
+        worth = 1 / self._gain(now_s)
+        return [self._counts.get(name, 0.0) * worth for name in names]
 
     def share(self, name: str) -> float:
         """Return the name's part of all counts, between 0 and 1."""

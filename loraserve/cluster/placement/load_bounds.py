@@ -25,19 +25,12 @@ class LoadBounds:
     def __init__(
         self, replicas: Sequence[ReplicaView], given: DecayingCounts, policy: PlacementPolicy, now_s: float
     ) -> None:
-        self.loads = [view.load for view in replicas]
-        self.given = [given.count(view.replica_id, now_s) for view in replicas]
-        total = sum(self.loads) + 1
-        # the bound counts the request that is placed: one replica at least is below it
-        self.max_load = max(policy.min_bound, math.ceil(policy.load_factor * total / len(replicas)))
-        mean = sum(self.given) / len(replicas)
-        # what chance explains is no imbalance: a count's standard deviation is its root
-        self.max_given = policy.share_factor * mean + math.sqrt(mean)
+        self.loads = [view.running + view.waiting for view in replicas]
+        self.given = given.counts([view.replica_id for view in replicas], now_s)
+        # a replica has room with fewer: the bound counts the request that is placed
+        self.max_load = max(policy.min_bound, math.ceil(_bound((sum(self.loads) + 1) / len(replicas), policy)))
+        self.max_given = _bound(sum(self.given) / len(replicas), policy)
 
-    def has_room(self, place: int) -> bool:
-        """Return whether the replica may take one more request within both bounds."""
-        return self.is_below_max_load(place) and self.given[place] <= self.max_given
 
-    def is_below_max_load(self, place: int) -> bool:
-        """Return whether one more request keeps the replica within the bound of the moment."""
-        return self.loads[place] < self.max_load
+def _bound(mean: float, policy: PlacementPolicy) -> float:
+    return policy.load_factor * mean + policy.chance_deviations * math.sqrt(mean)

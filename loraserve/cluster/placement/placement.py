@@ -14,7 +14,7 @@ from loraserve.types import Tier
 
 _MAX_REPLICAS = 4096
 """Replicas whose requests are counted; more than any cluster has."""
-_IN_MEMORY = (Tier.DEVICE, Tier.HOST, Tier.LOADING)
+_IN_MEMORY = frozenset({Tier.DEVICE, Tier.HOST, Tier.LOADING})
 
 
 class Placement:
@@ -79,12 +79,13 @@ class Placement:
         """Return the version's replicas: by the prompt's prefix, or else the least loaded first."""
         if len(own) == 1:
             return own
+        costs = {place: bounds.loads[place] + self._penalty(request, replicas[place]) for place in own}
         if request.prefix_key is not None:
             key = f"{request.tenant}/{request.digest}/{request.prefix_key}"
-            members = set(own)
-            return [place for place in self._orders.order(key, replicas) if place in members]
+            nearest = self._orders.first(key, own)
+            costs[nearest] -= self.policy.prefix_bonus
         # a stable sort: equals stay in the version's own order
-        return sorted(own, key=lambda place: bounds.loads[place] + self._penalty(request, replicas[place]))
+        return sorted(own, key=costs.__getitem__)
 
     def _penalty(self, request: PlacementRequest, view: ReplicaView) -> float:
         tier = view.tier(request.digest)
@@ -120,24 +121,21 @@ class Placement:
         bounds: LoadBounds,
     ) -> list[int]:
         """Return replicas with room before those without, each kept in order within its class."""
-        own: list[int] = []
-        in_memory: list[int] = []
-        elsewhere: list[int] = []
-        beyond_share: list[int] = []
-        full: list[int] = []
+        own, in_memory, elsewhere, beyond_share, full = classes = tuple[list[int], ...]([] for _ in range(5))
+        loads, given, digest = bounds.loads, bounds.given, request.digest
         for position, place in enumerate(places):
-            if not bounds.is_below_max_load(place):
+            if loads[place] >= bounds.max_load:
                 full.append(place)
-            elif not bounds.has_room(place):
+            elif given[place] > bounds.max_given:
                 beyond_share.append(place)
             elif position < num_own:
                 own.append(place)
-            elif replicas[place].tier(request.digest) in _IN_MEMORY:
+            elif replicas[place].tier(digest) in _IN_MEMORY:
                 in_memory.append(place)
             else:
                 elsewhere.append(place)
-        full.sort(key=lambda place: bounds.loads[place])
-        return own + in_memory + elsewhere + beyond_share + full
+        full.sort(key=loads.__getitem__)
+        return [place for group in classes for place in group]
 
 
 def _key(request: PlacementRequest) -> str:

@@ -10,29 +10,34 @@ class PlacementPolicy:
     """Constants of a placement; `make bench ARGS=placement` shows what each moves."""
 
     load_factor: float = 1.2
-    """Cap on a replica's requests, as a multiple of the mean: the c of bounded loads."""
-    min_bound: int = 2
-    """Requests that a replica may always have, however idle the others are.
+    """Cap on a replica's load, as a multiple of the mean: the c of bounded loads."""
+    chance_deviations: float = 2.0
+    """Standard deviations of a Poisson count that the cap leaves to chance.
 
-    Below, requests would be spread over replicas that lack their adapters for no gain.
+    With nine requests a replica, chance alone often gives one of eight replicas half as many again;
+    without this, each such moment would send requests where their adapter isn't.
     """
-    share_factor: float = 1.1
-    """Cap on the requests recently given to a replica, as a multiple of the mean."""
+    min_bound: int = 4
+    """Requests that a replica may always have, however idle the others are."""
     share_half_life_s: float = 300.0
     """Half-life of the count of requests given to a replica."""
-    hot_share: float = 0.5
+    hot_share: float = 0.05
     """Share of a replica's mean requests that one version may have on each of its replicas: with
     more, it gets another replica.
+
+    The requests of hot versions are those that can go to the least loaded of several replicas: the
+    more there are, the fewer of the others have to leave their only one. Hot versions take at most
+    ``1 / hot_share`` places in a replica's memory, on average.
     """
-    cold_share: float = 0.2
+    cold_share: float = 0.02
     """Share below which a version gives a replica up: with one replica less, each of the others
-    still had at most this.
+    would have at most this.
     """
-    hot_half_life_s: float = 60.0
+    hot_half_life_s: float = 300.0
     """Half-life of the count of requests for a version."""
-    min_hot_requests: float = 16.0
+    min_hot_requests: float = 4.0
     """Decayed count of requests below which a version is never hot: chance would make it so."""
-    cooldown_s: float = 120.0
+    cooldown_s: float = 300.0
     """Seconds for which a version keeps all of its replicas after their number changed."""
     home_ratio: float = 0.75
     """A version moves to its home from where it lies in memory when the home had at most this part
@@ -43,6 +48,10 @@ class PlacementPolicy:
     store_penalty: float = 3.0
     """Requests that weigh as much as an adapter's load from each tier, between two replicas of a
     hot version.
+    """
+    prefix_bonus: float = 2.0
+    """Requests that weigh as much as a prompt's cached prefix, between two replicas of a hot
+    version.
     """
     max_versions: int = 100_000
     """Versions whose requests are counted; the longest unused are forgotten."""

@@ -67,14 +67,20 @@ class RendezvousOrders:
             self._orders.move_to_end(key)
         return found
 
+    def first(self, key: str, places: Sequence[int]) -> int:
+        """Return the key's first choice among some positions of the last `order`."""
+        start = hash64(key)
+        return min(places, key=lambda place: self._score(start, place))
+
     def _compute(self, key: str) -> list[int]:
         start = hash64(key)
-        scores = []
-        for place, (replica_id, weight) in enumerate(self._members):
-            uniform = (mix(start, self._hashes[place]) + 0.5) / _SPAN
-            # rounding could make it 1, whose logarithm is 0
-            scores.append((weight / math.log(min(uniform, 1 - 2**-53)), replica_id, place))
-        return [place for _, _, place in sorted(scores)]
+        return sorted(range(len(self._members)), key=lambda place: self._score(start, place))
+
+    def _score(self, start: int, place: int) -> tuple[float, str]:
+        replica_id, weight = self._members[place]
+        uniform = (mix(start, self._hashes[place]) + 0.5) / _SPAN
+        # rounding could make it 1, whose logarithm is 0
+        return weight / math.log(min(uniform, 1 - 2**-53)), replica_id
 
 
 def _check(members: Sequence[tuple[str, int]]) -> None:
