@@ -1,6 +1,6 @@
 """Where requests go among replicas, simulated: our placement beside others, on the same requests.
 
-    python -m benchmarks.placement           # every scenario, six policies: under 15 minutes on a core
+    python -m benchmarks.placement           # every scenario, six policies: under 15 minutes
     python -m benchmarks.placement --quick   # a few scenarios: under two minutes
 
 No server runs: replicas are simulated with costs that this project measured, by events, without a
@@ -15,13 +15,20 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import figures, reporting
 from benchmarks.placement_costs import LOADS, STEPS, Costs, measured
-from benchmarks.placement_load import OUTPUT_TOKENS, OWN_TOKENS, PREFIX_TOKENS, UTILIZATION, Traffic
-from benchmarks.placement_load import che_hit_share, offline_optimum
+from benchmarks.placement_load import (
+    OUTPUT_TOKENS,
+    OWN_TOKENS,
+    PREFIX_TOKENS,
+    UTILIZATION,
+    Traffic,
+    che_hit_share,
+    offline_optimum,
+)
 from benchmarks.placement_policies import policies
 from benchmarks.serving import say
 from benchmarks.simulated_cluster import Cluster, MembershipChange
@@ -42,10 +49,14 @@ class Scenario:
     num_adapters: int = 10_000
     zipf: float = 0.9
     shape: str = "steady"
-    duration_s: float = 3600.0
+    duration_s: float = 1800.0
     utilization: float = UTILIZATION
+    load_scale: float = 1.0
+    """Multiple of what a load from the store was measured to take."""
     change: str = ""
     """`lost` or `added`: a replica, in the middle of the run."""
+    is_ours_alone: bool = False
+    """Without the others: half an hour of many replicas takes long."""
     seed: int = 1
 
     def traffic(self, costs: Costs) -> Traffic:
@@ -55,26 +66,46 @@ class Scenario:
 
 
 CENTRE = Scenario("centre")
+LARGE = replace(CENTRE, num_replicas=64, duration_s=480.0)
+FLASH_64 = replace(LARGE, num_adapters=1_000, zipf=1.2, shape="flash")
+MANY_64 = replace(LARGE, num_adapters=100_000, zipf=0.6)
 SCENARIOS = (
-    CENTRE,
-    *(replace(CENTRE, name=f"{n} replicas", num_replicas=n, duration_s=min(3600.0, 28_800 / n)) for n in (2, 4, 16, 32, 64)),
+    replace(CENTRE, duration_s=3600.0),
+    *(
+        replace(CENTRE, name=f"{n} replicas", num_replicas=n, duration_s=min(1800.0, 14_400 / n))
+        for n in (2, 4, 16, 32)
+    ),
+    replace(CENTRE, name="2 replicas, 1,000 adapters", num_replicas=2, num_adapters=1_000),
+    replace(LARGE, name="64 replicas"),
     *(replace(CENTRE, name=f"{n:,} adapters", num_adapters=n) for n in (1_000, 100_000)),
     *(replace(CENTRE, name=f"Zipf {zipf}", zipf=zipf) for zipf in (0.6, 1.2)),
     *(replace(CENTRE, name=shape, shape=shape) for shape in ("bursty", "diurnal", "flash")),
-    replace(CENTRE, name="a tenth of the load", utilization=UTILIZATION / 10),
+    replace(CENTRE, name="a tenth of the requests", utilization=UTILIZATION / 10),
+    replace(CENTRE, name="loads ten times as slow", load_scale=10.0),
     replace(CENTRE, name="a replica lost", change="lost"),
     replace(CENTRE, name="a replica added", change="added"),
-    replace(CENTRE, name="64 replicas, 1,000 adapters, Zipf 1.2, flash", num_replicas=64, num_adapters=1_000, zipf=1.2, shape="flash", duration_s=600.0),
-    replace(CENTRE, name="64 replicas, 100,000 adapters, Zipf 0.6", num_replicas=64, num_adapters=100_000, zipf=0.6, duration_s=450.0),
-    replace(CENTRE, name="64 replicas, one lost", num_replicas=64, change="lost", duration_s=600.0),
+    replace(LARGE, name="64 replicas, one lost", change="lost"),
+    replace(FLASH_64, name="64 replicas, 1,000 adapters, Zipf 1.2, flash"),
+    replace(MANY_64, name="64 replicas, 100,000 adapters, Zipf 0.6"),
+    replace(LARGE, name="64 replicas, half an hour", duration_s=1800.0, is_ours_alone=True),
+    replace(
+        FLASH_64,
+        name="64 replicas, 1,000 adapters, Zipf 1.2, flash, half an hour",
+        duration_s=1800.0,
+        is_ours_alone=True,
+    ),
+    replace(
+        MANY_64, name="64 replicas, 100,000 adapters, Zipf 0.6, half an hour", duration_s=1800.0, is_ours_alone=True
+    ),
 )
+"""Each changes one thing of the centre; the last ones are the corners."""
 QUICK = (
     replace(CENTRE, name="centre", duration_s=900.0),
     replace(CENTRE, name="2 replicas, 1,000 adapters", num_replicas=2, num_adapters=1_000, duration_s=1800.0),
     replace(CENTRE, name="flash", shape="flash", duration_s=900.0),
     replace(CENTRE, name="bursty, Zipf 1.2", shape="bursty", zipf=1.2, duration_s=900.0),
-    replace(CENTRE, name="a replica lost", change="lost", duration_s=900.0),
-    replace(CENTRE, name="a replica added", change="added", duration_s=900.0),
+    replace(CENTRE, name="a replica lost", change="lost"),
+    replace(CENTRE, name="a replica added", change="added"),
 )
 
 
@@ -103,8 +134,8 @@ class Outcome:
 
 def simulate(scenario: Scenario, name: str, costs: Costs) -> tuple[Outcome, Cluster]:
     """Run one policy on the scenario's requests, which are made anew from its seed."""
-    traffic = scenario.traffic(costs)
-    requests = traffic.requests(costs)
+    costs = replace(costs, load_s=scenario.load_scale * costs.load_s)
+    requests = scenario.traffic(costs).requests(costs)
     changes = [MembershipChange(scenario.duration_s / 2, scenario.change == "lost")] if scenario.change else []
     policy = policies(costs, scenario.seed)[name]()
     cluster = Cluster(
@@ -191,3 +222,124 @@ def run_scenario(scenario: Scenario, costs: Costs, names: Sequence[str]) -> Resu
     held = min(pooled, scenario.num_adapters)
     optimum = offline_optimum([request.adapter for request in requests], held, first)
     return Result(scenario, traffic.rate_per_s, pooled, optimum, che_hit_share(traffic.popularity(), pooled), outcomes)
+
+
+def misses(result: Result) -> list[str]:
+    """Return which figures our policy doesn't reach in a scenario, and what was possible."""
+    scenario, ours, found = result.scenario, result.ours, []
+    if ours.load_ratio > MAX_LOAD_RATIO:
+        found.append(f"the most work is {ours.load_ratio:.2f} × the mean")
+    if ours.minute_ratio > MAX_LOAD_RATIO:
+        found.append(f"the most requests of a minute are {ours.minute_ratio:.2f} × the mean, at the median of minutes")
+    if ours.in_memory < MIN_IN_MEMORY:
+        found.append(
+            f"{figures.percent(ours.in_memory)} in memory: the replicas together hold {result.pooled_adapters:,} "
+            f"adapters of {scenario.num_adapters:,}; at most {figures.percent(result.optimum)} is possible with the "
+            f"future known, and {figures.percent(result.che)} by one pooled LRU memory in the long run"
+        )
+    if ours.loads_per_hour > MAX_LOADS:
+        found.append(f"{ours.loads_per_hour:.2f} loads by adapter and hour, in a run of {scenario.duration_s:.0f} s")
+    if scenario.change:
+        ideal = 1 / (scenario.num_replicas + (scenario.change == "added"))
+        if ours.moved > ideal + MAX_MOVED_MORE:
+            found.append(f"{figures.percent(ours.moved)} moved, where {figures.percent(ideal)} is the least")
+    return found
+
+
+HEADER = [
+    "policy",
+    "work, most ÷ mean",
+    "requests at a time, most ÷ mean, of a minute: p50 / p95",
+    "in memory",
+    "loads by adapter and hour",
+    "moved",
+    "TTFT p50 ms",
+    "TTFT p99 ms",
+    "prefix hits",
+]
+
+
+def row(outcome: Outcome) -> list[str]:
+    return [
+        outcome.policy,
+        f"{outcome.load_ratio:.2f}",
+        f"{outcome.minute_ratio:.2f} / {outcome.minute_ratio_p95:.2f}",
+        figures.percent(outcome.in_memory),
+        f"{outcome.loads_per_hour:.2f}",
+        figures.percent(outcome.moved),
+        figures.ms(outcome.ttft_p50_s),
+        figures.ms(outcome.ttft_p99_s),
+        figures.percent(outcome.prefix_hits),
+    ]
+
+
+def section(result: Result) -> str:
+    one = result.scenario
+    change = f"; in the middle a replica is {one.change}, which the bounds below leave out" if one.change else ""
+    slow = f"; a load takes {one.load_scale:g} times what was measured" if one.load_scale != 1 else ""
+    return f"""## {one.name}
+
+{one.num_replicas} replicas, {one.num_adapters:,} adapters, Zipf {one.zipf:g}, {one.shape}, {result.rate_per_s:.1f} \
+requests/s for {one.duration_s:.0f} s{change}{slow}. The replicas together hold {result.pooled_adapters:,} adapters; in \
+memory at most {figures.percent(result.optimum)} with the future known, {figures.percent(result.che)} by one pooled \
+LRU memory in the long run.
+
+{figures.table(HEADER, [row(outcome) for outcome in result.outcomes])}
+"""
+
+
+def text(results: Sequence[Result], costs: Costs) -> str:
+    missed = [f"- {result.scenario.name}: {'; '.join(found)}." for result in results if (found := misses(result))]
+    steps = ", ".join(f"{1e3 * seconds:.0f} ms with {count}" for count, seconds in costs.step_points)
+    return f"""Simulated replicas of a size-S base in float32: a step takes {steps} sequences \
+(benchmarks/results/{STEPS}), a prompt token {1e3 * costs.prefill_s:.1f} ms; reading, verifying and copying an adapter \
+of {costs.adapter_bytes / 1e6:.1f} MB {1e3 * costs.load_s:.0f} ms (benchmarks/results/{LOADS}), of which what isn't \
+reading and verifying, {1e3 * costs.promote_s:.0f} ms, stands for a load from host memory. {costs.max_num_seqs} slots, \
+{DEVICE_BYTES >> 30} GiB on the device and {HOST_BYTES >> 30} GiB in the host for adapters. Prompts of \
+{PREFIX_TOKENS} tokens that an adapter's four prefixes share unevenly and {OWN_TOKENS[0]} to {OWN_TOKENS[1]} others, \
+answers of {OUTPUT_TOKENS[0]} to {OUTPUT_TOKENS[1]}. Offered: {UTILIZATION:.0%} of what full slots serve.
+
+- Work: prompts and tokens that each replica was given, by their costs. Requests at a time: running and waiting.
+- In memory: on the device or in the host when the request came to its replica. Each adapter had its first load before \
+the run, so that all loads are repeated ones; they are counted after the first {WARM_SHARE:.0%} of the run, by adapter \
+that was asked for.
+- Moved: of the adapters in memory when a replica was lost or added, and asked for after that, those whose first \
+request went to a replica that didn't hold it.
+
+Figures to reach: most work and requests of a minute {MAX_LOAD_RATIO} × the mean, {MIN_IN_MEMORY:.0%} in memory, \
+{MAX_LOADS} loads by adapter and hour, moved 1/N + {MAX_MOVED_MORE:.0%}. Of {len(results)} scenarios, \
+{len(results) - len(missed)} reach all. The others:
+
+{chr(10).join(missed) or "- none."}
+
+{chr(10).join(section(result) for result in results)}"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.placement",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a few short scenarios, under two minutes")
+    parser.add_argument("--seed", type=int, default=1, help="another stream of requests of the same kind")
+    options = parser.parse_args(arguments)
+    machine, costs = reporting.facts(), measured()
+    results = []
+    for scenario in QUICK if options.quick else SCENARIOS:
+        say(f"{scenario.name} …")
+        names = ["loraserve"] if scenario.is_ours_alone else list(policies(costs, options.seed))
+        results.append(run_scenario(replace(scenario, seed=options.seed), costs, names))
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    typed = typed[1:] if typed[:1] == ["placement"] else typed
+    head = reporting.describe(machine, reporting.command("placement", typed), os.getloadavg()[0], reporting.today())
+    page = f"{head}\n{text(results, costs)}"
+    print(page)
+    name = f"placement-{reporting.today()}{'-quick' if options.quick else ''}"
+    numbers: dict[str, Any] = {"options": vars(options), "costs": costs, "results": results}
+    written = reporting.write(name, "Placement among simulated replicas", page, numbers, machine)
+    say(f"written: {' and '.join(f'benchmarks/results/{path.name}' for path in written)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ class Traffic:
 
     @property
     def flash_adapter(self) -> int:
-        """Number of the adapter that a flash crowd asks for: one that was hardly asked for before."""
+        """Number of the adapter that a flash crowd asks for: the least popular before."""
         return self.num_adapters - 1
 
     def requests(self, costs: Costs) -> list[SimulatedRequest]:

@@ -1,10 +1,11 @@
-"""A cluster of replicas as a discrete-event simulation: the same requests, costs and policy give the
-same numbers, whatever the machine does meanwhile.
+"""A cluster of replicas as a discrete-event simulation: the same requests, costs and policy give
+the same numbers, whatever the machine does meanwhile.
 
-A replica has slots for sequences that run in steps, memory for adapters in two tiers (what falls off
-the device goes to the host, what falls off the host is gone), two threads that load, and a prefix
-cache. A step takes what a step of so many sequences was measured to take, and what its prompts take.
-A router sees residency as it was reported last, and loads as they are: it sent the requests itself.
+A replica has slots for sequences that run in steps, memory for adapters in two tiers (what falls
+off the device goes to the host, what falls off the host is gone), two threads that load, and a
+prefix cache. A step takes what a step of so many sequences was measured to take, and what its
+prompts take. A router sees residency as it was reported last, and loads as they are: it sent the
+requests itself.
 """
 
 from __future__ import annotations
@@ -355,7 +356,7 @@ class Cluster:
         if replica.running:
             replica.steps += max(0, round((at_s - replica.boundary_s) / replica.step_s))
         replica.boundary_s = at_s
-        if replica.running and replica.running[0][0] <= replica.steps or replica.ready:
+        if (replica.running and replica.running[0][0] <= replica.steps) or replica.ready:
             replica.count_time(at_s)
         while replica.running and replica.running[0][0] <= replica.steps:
             self._finish(replica, heapq.heappop(replica.running)[2], at_s)

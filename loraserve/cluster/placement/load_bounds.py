@@ -27,10 +27,9 @@ class LoadBounds:
     ) -> None:
         self.loads = [view.running + view.waiting for view in replicas]
         self.given = given.counts([view.replica_id for view in replicas], now_s)
+        mean = (sum(self.loads) + 1) / len(replicas)
+        chance = policy.chance_deviations
         # a replica has room with fewer: the bound counts the request that is placed
-        self.max_load = max(policy.min_bound, math.ceil(_bound((sum(self.loads) + 1) / len(replicas), policy)))
-        self.max_given = _bound(sum(self.given) / len(replicas), policy)
-
-
-def _bound(mean: float, policy: PlacementPolicy) -> float:
-    return policy.load_factor * mean + policy.chance_deviations * math.sqrt(mean)
+        self.max_load = max(policy.min_bound, math.ceil(policy.load_factor * mean + chance * math.sqrt(mean)))
+        mean = sum(self.given) / len(replicas)
+        self.max_given = policy.share_factor * mean + chance * math.sqrt(mean)

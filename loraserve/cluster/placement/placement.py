@@ -139,5 +139,5 @@ class Placement:
 
 
 def _key(request: PlacementRequest) -> str:
-    """Return what the order of replicas depends on: the version, or the base's tenant and prefix."""
+    """Return what the order depends on: the version, or the tenant and prefix for the base."""
     return request.digest or f"{request.tenant}/{request.prefix_key}"

@@ -10,18 +10,20 @@ class PlacementPolicy:
     """Constants of a placement; `make bench ARGS=placement` shows what each moves."""
 
     load_factor: float = 1.2
-    """Cap on a replica's load, as a multiple of the mean: the c of bounded loads."""
-    chance_deviations: float = 2.0
-    """Standard deviations of a Poisson count that the cap leaves to chance.
+    """Cap on the requests that a replica has, as a multiple of the mean: the c of bounded loads."""
+    chance_deviations: float = 1.0
+    """Standard deviations of a Poisson count that both caps leave to chance.
 
-    With nine requests a replica, chance alone often gives one of eight replicas half as many again;
+    With nine requests a replica, chance alone gives one of eight replicas half as many again;
     without this, each such moment would send requests where their adapter isn't.
     """
     min_bound: int = 4
     """Requests that a replica may always have, however idle the others are."""
+    share_factor: float = 1.1
+    """Cap on the requests recently given to a replica, as a multiple of the mean."""
     share_half_life_s: float = 300.0
     """Half-life of the count of requests given to a replica."""
-    hot_share: float = 0.05
+    hot_share: float = 0.03
     """Share of a replica's mean requests that one version may have on each of its replicas: with
     more, it gets another replica.
 
@@ -29,7 +31,7 @@ class PlacementPolicy:
     more there are, the fewer of the others have to leave their only one. Hot versions take at most
     ``1 / hot_share`` places in a replica's memory, on average.
     """
-    cold_share: float = 0.02
+    cold_share: float = 0.012
     """Share below which a version gives a replica up: with one replica less, each of the others
     would have at most this.
     """

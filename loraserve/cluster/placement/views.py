@@ -49,4 +49,3 @@ class ReplicaView:
         The base is on every device.
         """
         return Tier.DEVICE if digest is None else self.residency.get(digest)
-
