@@ -280,8 +280,8 @@ def section(result: Result) -> str:
     return f"""## {one.name}
 
 {one.num_replicas} replicas, {one.num_adapters:,} adapters, Zipf {one.zipf:g}, {one.shape}, {result.rate_per_s:.1f} \
-requests/s for {one.duration_s:.0f} s{change}{slow}. The replicas together hold {result.pooled_adapters:,} adapters; in \
-memory at most {figures.percent(result.optimum)} with the future known, {figures.percent(result.che)} by one pooled \
+requests/s for {one.duration_s:.0f} s{change}{slow}. The replicas together hold {result.pooled_adapters:,} adapters; \
+in memory at most {figures.percent(result.optimum)} with the future known, {figures.percent(result.che)} by one pooled \
 LRU memory in the long run.
 
 {figures.table(HEADER, [row(outcome) for outcome in result.outcomes])}

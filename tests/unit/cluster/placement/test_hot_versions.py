@@ -1,0 +1,93 @@
+"""Versions get replicas with their share of the requests, and give them up without flapping."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraserve.cluster.placement import PlacementPolicy
+from loraserve.cluster.placement.hot_versions import HotVersions
+
+POLICY = PlacementPolicy(hot_share=0.5, cold_share=0.2, hot_half_life_s=60.0, cooldown_s=60.0, min_hot_requests=8.0)
+
+
+def run(hot: HotVersions, share: float, begin_s: float, seconds: float, num_replicas: int = 8) -> list[int]:
+    """Record ten requests a second, so many of them for the version, at even distances; return its
+    number of replicas after each.
+    """
+    sizes, due = [], 0.0
+    for number in range(int(10 * seconds)):
+        due += share
+        is_ours, due = due >= 1, due % 1
+        hot.record("ours" if is_ours else f"other-{number % 997}", num_replicas, begin_s + number / 10)
+        hot.refresh(num_replicas, begin_s + number / 10)
+        sizes.append(hot.num_replicas("ours", num_replicas))
+    return sizes
+
+
+def test_version_grows_with_its_share_and_shrinks_after_it() -> None:
+    hot = HotVersions(POLICY)
+    cold = run(hot, 0.01, 0.0, 120)
+    crowd = run(hot, 0.5, 120.0, 300)
+    after = run(hot, 0.0, 420.0, 900)
+    assert set(cold) == {1}
+    assert crowd[-1] == 8
+    assert crowd == sorted(crowd)
+    assert after[0] == 8
+    assert after == sorted(after, reverse=True)
+    assert after[-1] == 1
+    assert len(hot) == 0
+
+
+def test_version_with_many_times_its_share_grows_at_once_and_not_by_one() -> None:
+    sizes = run(HotVersions(POLICY), 0.6, 0.0, 3)
+    steps = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(steps) >= 3
+
+
+def test_version_keeps_its_replicas_until_the_cooldown_is_over() -> None:
+    hot = HotVersions(POLICY)
+    grown = run(hot, 0.5, 0.0, 60)[-1]
+    kept = run(hot, 0.0, 60.0, 30)
+    assert grown > 1
+    assert set(kept) == {grown}
+
+
+def test_few_requests_make_no_version_hot() -> None:
+    hot = HotVersions(POLICY)
+    for second in range(7):
+        hot.record("ours", 8, float(second))
+    assert hot.num_replicas("ours", 8) == 1
+
+
+@given(st.floats(0.02, 0.9), st.integers(2, 32), st.integers(0, 2**32))
+@settings(max_examples=25, deadline=None)
+def test_steady_share_doesnt_flap(share: float, num_replicas: int, seed: int) -> None:
+    """A share that only chance moves gains replicas while the count warms up, and then changes
+    hardly: once grown it isn't shrunk and grown again.
+    """
+    hot, chance = HotVersions(POLICY), random.Random(seed)
+    sizes = []
+    for number in range(6000):
+        is_ours = chance.random() < share
+        hot.record("ours" if is_ours else f"other-{number % 997}", num_replicas, number / 10)
+        if number >= 3000:
+            sizes.append(hot.num_replicas("ours", num_replicas))
+    changes = [after - before for before, after in itertools.pairwise(sizes) if after != before]
+    turns = sum(before * after < 0 for before, after in itertools.pairwise(changes))
+    assert turns == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 100)), max_size=200))
+@settings(deadline=None)
+def test_versions_that_are_counted_are_bounded(history: list[tuple[int, float]]) -> None:
+    hot = HotVersions(PlacementPolicy(max_versions=10))
+    now_s = 0.0
+    for number, gap_s in history:
+        now_s += gap_s
+        hot.record(f"v{number}", 4, now_s)
+    assert hot.num_counted <= 10
+    assert all(1 < size <= 4 for size in hot.all().values())
