@@ -24,6 +24,7 @@ help:
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, structured, swaps, speculation or token_costs (ARGS='registered --quick')"
+	@echo "make bench ARGS=placement  replicas simulated: where requests go, beside other policies (ARGS='placement --quick')"
 	@echo "make bench ARGS=peers beside llama.cpp, vLLM and PEFT, each in an environment or build of its own below .peers (ARGS='peers --size M --peers llama.cpp')"
 	@echo "make docs             the documentation as a site in site/, every link and anchor checked"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"

@@ -300,6 +300,8 @@ class Cluster:
         lost.count_time(self.now_s)
         orphans = [request for waiting in lost.loading.values() for request in waiting]
         orphans += [*lost.ready, *(request for _, _, request in lost.running)]
+        for emptied in (lost.loading, lost.ready, lost.running):
+            emptied.clear()
         for request in sorted(orphans, key=lambda one: one.number):
             self.num_resent += 1
             self.send(request)

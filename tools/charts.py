@@ -118,10 +118,40 @@ def speculation(name: str) -> str:
     return draw("Tokens per second with speculation, against without", [("", bars)], note)
 
 
+SCENARIOS = ("centre", "flash", "64 replicas", "a replica lost")
+"""Scenarios of a placement's result that are drawn, of some twenty."""
+
+
+def placement(name: str) -> str:
+    results = {result["scenario"]["name"]: result for result in read(name)["results"]}
+    groups = []
+    for scenario in SCENARIOS:
+        result = results[scenario]
+        bars = [
+            Bar(
+                outcome["policy"],
+                outcome["in_memory"],
+                outcome["policy"] == "loraserve",
+                f"{outcome['in_memory']:.1%}; {outcome['minute_ratio']:.2f} ×",
+            )
+            for outcome in result["outcomes"]
+        ]
+        one = result["scenario"]
+        words = f"{scenario}: {one['num_replicas']} replicas, {one['num_adapters']:,} adapters, Zipf {one['zipf']:g}"
+        groups.append((words, bars))
+    note = (
+        "Simulated. Bars: requests that find their adapter in memory. Numbers: also the most requests of\n"
+        "a replica, averaged over a minute, to the mean of all replicas.\n"
+        f"benchmarks/results/{name}.md"
+    )
+    return draw("Adapters found in memory, and how uneven the load is, by placement", groups, note)
+
+
 def charts() -> dict[str, str]:
     """Return the text of each chart by its file's name."""
     makers = {"peers": peers, "registered": registered, "speculation": speculation}
-    return {f"{kind}.svg": make(newest(f"{kind}-S")) for kind, make in makers.items()}
+    drawn = {f"{kind}.svg": make(newest(f"{kind}-S")) for kind, make in makers.items()}
+    return {**drawn, "placement.svg": placement(newest("placement"))}
 
 
 def main() -> int:

@@ -163,7 +163,7 @@ def test_memory_smaller_than_what_is_asked_for_is_said_with_its_bound() -> None:
 def test_page_and_numbers_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(placement, "QUICK", (replace(SHORT, duration_s=150.0, change="lost"),))
+    monkeypatch.setattr(placement, "QUICK", (replace(SHORT, duration_s=300.0, change="lost"),))
     write = reporting.write
     monkeypatch.setattr(reporting, "write", lambda *arguments: write(*arguments, folder=tmp_path))
     placement.main(["--quick"])
