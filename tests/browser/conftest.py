@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from server_process import ADMIN_KEY, ServerProcess
@@ -32,11 +33,21 @@ VIEWS = {
 HOSTILE = "<script>window.wasRun=1</script><img src=x onerror=\"window.wasRun=1\"> & 'quoted'"
 
 
+def missing(what: str) -> NoReturn:
+    """Skip, or fail where `make browser` has installed what is needed."""
+    if os.environ.get("LORASERVE_TEST_BROWSER"):
+        pytest.fail(f"{what} isn't installed, though make browser installs it")
+    pytest.skip(f"{what} isn't installed: make browser")
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed: make browser")
+    try:
+        playwright_api: Any = importlib.import_module("playwright.sync_api")
+    except ImportError:
+        missing("playwright")
     if CHROMIUM is None:
-        pytest.skip("Chromium isn't installed: make browser")
+        missing("Chromium")
     arguments = ["--disable-gpu", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with playwright_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
@@ -97,7 +108,7 @@ class Console:
     def violations(self) -> list[str]:
         """What axe finds of WCAG 2 A and AA, as lines."""
         if not AXE.exists():
-            pytest.skip("axe-core isn't installed: make browser")
+            missing("axe-core")
         if not self.page.evaluate("() => 'axe' in window"):
             self.page.evaluate(AXE.read_text())
         rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]

@@ -30,6 +30,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 UNIT = (DEPLOY / "systemd" / "loraserve.service").read_text()
 NGINX = (DEPLOY / "nginx" / "loraserve.conf").read_text()
+CADDY = (DEPLOY / "caddy" / "Caddyfile").read_text()
 MANIFESTS = {
     document["kind"] + "/" + document["metadata"]["name"]: document
     for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -145,12 +146,16 @@ def test_files_agree_with_each_other_and_with_limits() -> None:
     there = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")} - {"kustomization.yaml"}
     assert set(listed) == there
     assert f"client_max_body_size {LIMITS.max_upload_bytes >> 30}g;" in NGINX
-    read = re.search(r"proxy_read_timeout (\d+)s", NGINX)
-    idle = re.search(r"keepalive_timeout (\d+)s", NGINX)
-    assert read is not None
-    assert idle is not None
-    assert int(read[1]) > LIMITS.max_request_timeout_s
-    assert int(idle[1]) < server._KEEP_ALIVE_S
+    assert f"max_size {LIMITS.max_upload_bytes >> 30}GiB" in CADDY
+    for reads, idles, config in (
+        ("proxy_read_timeout", "keepalive_timeout", NGINX),
+        ("response_header_timeout", "keepalive", CADDY),
+    ):
+        read, idle = (re.search(rf"\b{word} (\d+)s", config) for word in (reads, idles))
+        assert read is not None
+        assert idle is not None
+        assert int(read[1]) > LIMITS.max_request_timeout_s
+        assert int(idle[1]) < server._KEEP_ALIVE_S
     assert re.search(r"^ExecReload=/bin/kill -HUP \$MAINPID$", UNIT, re.M)
     assert re.search(r"^RestartPreventExitStatus=2$", UNIT, re.M)
 

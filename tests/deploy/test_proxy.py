@@ -1,4 +1,4 @@
-"""nginx, configured as deploy/ has it, hands on each event of a stream when it is made."""
+"""nginx and Caddy, configured as deploy/ has them, hand on each event of a stream when it is made."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import httpx2
 import pytest
 from server_process import free_port
 
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-CONFIG = Path(__file__).resolve().parent.parent.parent / "deploy" / "nginx" / "loraserve.conf"
+PROGRAMS = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin"
+NGINX, CADDY = (shutil.which(name, path=PROGRAMS) for name in ("nginx", "caddy"))
+DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 EVENTS, PAUSE_S = 4, 0.4
-
-pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx isn't installed")
 
 
 @asynccontextmanager
@@ -62,7 +61,30 @@ async def nginx(folder: Path, port: int, config: str) -> AsyncIterator[int]:
     command = [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf")]
     checked = await asyncio.to_thread(subprocess.run, [*command, "-t"], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
-    process = await asyncio.create_subprocess_exec(*command)
+    async with running(command, listen):
+        yield listen
+
+
+@asynccontextmanager
+async def caddy(folder: Path, port: int, config: str) -> AsyncIterator[int]:
+    """Caddy with this server before the port; yields its own port."""
+    listen = free_port()
+    for own, tested in (
+        ("reverse_proxy 127.0.0.1:8000", f"reverse_proxy 127.0.0.1:{port}"),
+        ("loraserve.example.org {", f"http://127.0.0.1:{listen} {{"),
+    ):
+        assert own in config
+        config = config.replace(own, tested)
+    (folder / "Caddyfile").write_text("{\n\tadmin off\n}\n" + config)
+    environment = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_DATA_HOME": str(folder)}
+    command = [str(CADDY), "run", "--adapter", "caddyfile", "--config", str(folder / "Caddyfile")]
+    async with running(command, listen, env=environment):
+        yield listen
+
+
+@asynccontextmanager
+async def running(command: list[str], listen: int, env: dict[str, str] | None = None) -> AsyncIterator[None]:
+    process = await asyncio.create_subprocess_exec(*command, env=env)
     try:
         end = time.monotonic() + 20
         while True:
@@ -74,7 +96,7 @@ async def nginx(folder: Path, port: int, config: str) -> AsyncIterator[int]:
             else:
                 writer.close()
                 break
-        yield listen
+        yield
     finally:
         process.terminate()
         await process.wait()
@@ -95,8 +117,17 @@ async def arrivals(port: int) -> list[float]:
     return [one - found[0] for one in found]
 
 
-async def test_events_come_one_by_one(tmp_path: Path) -> None:
-    config = CONFIG.read_text()
+@pytest.mark.skipif(NGINX is None, reason="nginx isn't installed")
+async def test_nginx_hands_on_events_one_by_one(tmp_path: Path) -> None:
+    config = (DEPLOY / "nginx" / "loraserve.conf").read_text()
     async with upstream() as port, nginx(tmp_path, port, config) as listen:
+        assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
+        assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403
+
+
+@pytest.mark.skipif(CADDY is None, reason="Caddy isn't installed")
+async def test_caddy_hands_on_events_one_by_one(tmp_path: Path) -> None:
+    config = (DEPLOY / "caddy" / "Caddyfile").read_text()
+    async with upstream() as port, caddy(tmp_path, port, config) as listen:
         assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
         assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403

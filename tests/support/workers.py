@@ -30,16 +30,22 @@ def _is_alone(item: pytest.Item | None) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put tests that run alone first; leave campaigns out unless they are asked for: ``--all``,
-    a mark, or their file.
+    """Put tests that run alone first; leave out what isn't asked for by a mark or its file.
+
+    Campaigns are asked for by ``--all`` too. The browser's tests share one browser and a server a
+    module, one after the other, which ``make browser`` does.
     """
     items.sort(key=lambda item: not _is_alone(item))
-    is_named = any(".py" in argument for argument in config.args)
-    if is_named or config.option.all or config.option.markexpr:
+    if config.option.markexpr or any(".py" in argument for argument in config.args):
         return
-    campaigns = [item for item in items if item.get_closest_marker("campaign") is not None]
-    config.hook.pytest_deselected(items=campaigns)
-    items[:] = [item for item in items if item.get_closest_marker("campaign") is None]
+    left_out = set()
+    if not config.option.all:
+        left_out.add("campaign")
+    if not any("browser" in argument for argument in config.args):
+        left_out.add("browser")
+    deselected = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
