@@ -1,4 +1,4 @@
-"""nginx and Caddy, configured as deploy/ has them, hand on each event of a stream when it is made."""
+"""nginx and Caddy, configured as deploy/ has them, hand on each event of a stream at once."""
 
 from __future__ import annotations
 
