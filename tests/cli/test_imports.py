@@ -49,6 +49,18 @@ def test_client_is_reached_from_the_package_without_anything_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_help_loads_nothing_that_only_commands_need() -> None:
+    """Parts of the standard library that take a third as long as the rest of what is ours."""
+    needless = ("asyncio", "ssl", "socket", "httpx2", "pydantic", "loraserve.sdk", "loraserve.settings")
+    code = (
+        "import sys\nfrom loraserve.cli.main import main\nsys.argv[1:] = ['--help']\ntry:\n    main()\nfinally:\n"
+        f"    print([name for name in {needless + HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.alone
 def test_help_answers_at_once(run_cli: Callable[..., Any]) -> None:
     """What is ours takes no more than what any command line of this kind loads:
     the bound goes with the machine.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loraserve.cli.local import coroutine
 from loraserve.cli.local.serve_flags import takes_settings
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Output
@@ -44,7 +44,7 @@ def backup(
     with reporting(format, named={"DIR": str(folder)}) as output:
         from loraserve.settings import Settings
 
-        made = asyncio.run(_back_up(Settings.load(model="none", **settings), folder, keep))
+        made = coroutine.run(_back_up(Settings.load(model="none", **settings), folder, keep))
         manifest = made.manifest
         record = _record(manifest) | {"copied": made.num_copied, "copied_bytes": made.num_copied_bytes}
         _show(output, record | {"removed": made.num_removed})
@@ -88,7 +88,7 @@ def restore(
                 return
             checked = None if verify else Settings.load(model="none", **settings)
             manifest = backups.manifest(backup)
-            restored = asyncio.run(_restore(backups, manifest, checked, is_damage_accepted=allow_damaged))
+            restored = coroutine.run(_restore(backups, manifest, checked, is_damage_accepted=allow_damaged))
         finally:
             backups.close()
         _show(output, _record(manifest) | {"rows": restored.num_rows, "not_restored": restored.num_damaged})

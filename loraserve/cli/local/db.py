@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loraserve.cli.help import App
+from loraserve.cli.local import coroutine
 from loraserve.cli.options import FormatOption, reporting
 from loraserve.cli.output import Format, Output
 
@@ -49,8 +49,8 @@ def upgrade(data_dir: DataDirOption = None, database_url: UrlOption = None, form
         from loraserve.db import migrate
 
         url = _database_url(data_dir, database_url)
-        before = asyncio.run(migrate.current(url))
-        after = asyncio.run(migrate.upgrade(url))
+        before = coroutine.run(migrate.current(url))
+        after = coroutine.run(migrate.upgrade(url))
         _say(output, after, migrate.head())
         output.note(
             "The tables were at this revision already." if before == after else f"Upgraded from {before or 'nothing'}."
@@ -75,7 +75,7 @@ def downgrade(
         from loraserve.db import migrate
 
         url = _database_url(data_dir, database_url)
-        found = asyncio.run(migrate.downgrade(url, revision, is_loss_accepted=discard))
+        found = coroutine.run(migrate.downgrade(url, revision, is_loss_accepted=discard))
         _say(output, found, migrate.head())
         output.note("The tables are the older program's now; this one needs them upgraded again.")
 
@@ -86,7 +86,7 @@ def current(data_dir: DataDirOption = None, database_url: UrlOption = None, form
     with reporting(format) as output:
         from loraserve.db import migrate
 
-        revision, head = asyncio.run(migrate.current(_database_url(data_dir, database_url))), migrate.head()
+        revision, head = coroutine.run(migrate.current(_database_url(data_dir, database_url))), migrate.head()
         _say(output, revision, head)
         if revision != head:
             output.note(f"This program needs revision {head}. Run: loraserve db upgrade")
@@ -100,8 +100,8 @@ def check(data_dir: DataDirOption = None, database_url: UrlOption = None, format
         from loraserve.errors import SchemaOutdated
 
         url = _database_url(data_dir, database_url)
-        asyncio.run(migrate.check(url))
-        differences = asyncio.run(migrate.differences(url))
+        coroutine.run(migrate.check(url))
+        differences = coroutine.run(migrate.differences(url))
         if differences:
             raise SchemaOutdated(
                 f"The tables differ from what this program expects: {'; '.join(differences)}.",
@@ -130,7 +130,7 @@ def adopt_store(
         from loraserve.settings import Settings
 
         settings = Settings.load(model="none", data_dir=data_dir, database_url=database_url, store_url=store_url)
-        found = asyncio.run(_adopt(settings, is_dry_run=not yes))
+        found = coroutine.run(_adopt(settings, is_dry_run=not yes))
         _show_adoption(output, found, settings.resolved_store_url, is_done=yes and found.is_needed)
         if found.is_needed and not yes:
             raise ConfigError("Nothing was changed.", hint="Run: loraserve db adopt-store --yes")
