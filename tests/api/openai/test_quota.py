@@ -21,10 +21,18 @@ from loraserve.errors import AdapterNumerics, DeadlineExceeded, Overloaded
 from loraserve.limits import LIMITS
 from loraserve.tenancy.identity.policy import TenantLimits, TenantPolicy
 from loraserve.tenancy.identity.tenants import TenantChange
+from loraserve.tenancy.limits.admission import Admissions
 
 Limit = Callable[..., Awaitable[None]]
 PROMPT = {"model": "sql", "prompt": "0123456789", "max_tokens": 20}
 """Ten tokens, since the tests' tokens are bytes."""
+
+
+@pytest.fixture
+async def services(services: Services) -> Services:
+    """Services whose rates stand still: a busy machine's delay would give tokens back."""
+    services.admissions = Admissions(monotonic=lambda: 100.0)
+    return services
 
 
 @pytest.fixture
@@ -41,7 +49,7 @@ async def complete(client: httpx2.AsyncClient, **changed: Any) -> httpx2.Respons
     return await client.post("/v1/completions", json={**PROMPT, **changed})
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it didn't happen in time"
@@ -59,7 +67,7 @@ async def test_answers_say_how_the_tenant_stands(client: httpx2.AsyncClient, lim
     assert headers["x-ratelimit-limit-requests"] == "3"
     assert headers["x-ratelimit-remaining-requests"] == "2"
     assert headers["x-ratelimit-limit-tokens"] == "1000"
-    assert 970 <= int(headers["x-ratelimit-remaining-tokens"]) <= 971
+    assert headers["x-ratelimit-remaining-tokens"] == "970"
     assert headers["x-ratelimit-reset-requests"].endswith("s")
 
 
@@ -75,8 +83,7 @@ async def test_over_the_rate_is_a_429_that_says_when_it_passes(client: httpx2.As
     assert response.status_code == 429
     error = response.json()["error"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
-    assert 50 <= int(response.headers["retry-after"]) <= 60
-    assert 50_000 <= int(response.headers["retry-after-ms"]) <= 60_000
+    assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("60", "60000")
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
@@ -129,7 +136,7 @@ async def test_tokens_that_werent_used_are_given_back(client: httpx2.AsyncClient
 async def test_tokens_are_reserved_while_a_request_runs(
     client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any
 ) -> None:
-    engine.step_s = 0.01
+    engine.step_s = 0.05
     await limit(tokens_per_minute=100)
     first = asyncio.create_task(complete(client, max_tokens=40))
     await until(lambda: len(engine.live) == 1)
@@ -170,7 +177,7 @@ async def test_an_unbounded_chat_reserves_a_part_alone(
     assert response.status_code == 200
     used = response.json()["usage"]["total_tokens"]
     assert used > 40
-    assert abs(int(response.headers["x-ratelimit-remaining-tokens"]) - (120 - used)) <= 1
+    assert int(response.headers["x-ratelimit-remaining-tokens"]) == 120 - used
 
 
 async def test_so_many_requests_at_once(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
