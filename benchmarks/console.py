@@ -209,10 +209,9 @@ async def measure(server: Server, options: argparse.Namespace, num_ranks: int) -
         cpu_s, engine_cpu_s = processor_s(server.pid) - cpu_s, processor_s(engine) - engine_cpu_s
         gaps = list(streams.gaps_s)
         asked = await consoles.tell("close") if count else {}
-        found.turns.append(Turn(count, ended - began, after - before, cpu_s, engine_cpu_s, gaps, asked))
-        say(
-            f"  {count} consoles: {found.turns[-1].tokens_per_s:.1f} tokens/s, {1e6 * cpu_s / (after - before):.0f} µs a token"
-        )
+        taken = Turn(count, ended - began, after - before, cpu_s, engine_cpu_s, gaps, asked)
+        found.turns.append(taken)
+        say(f"  {count} consoles: {taken.tokens_per_s:.1f} tokens/s, {1e6 * taken.server_s_per_token:.0f} µs a token")
 
     async with httpx2.AsyncClient(timeout=60) as client:
         try:
