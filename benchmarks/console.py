@@ -247,7 +247,7 @@ def rows(found: Found) -> list[list[str]]:
         gaps = [gap for turn in turns for gap in turn.gaps_s]
         asked = {
             name: statistics.mean(turn.asked.get(name, 0) for turn in turns)
-            for name in ("figures", "resident", "everything", "scrapes")
+            for name in ("figures", "tiers", "everything", "scrapes")
         }
         table.append(
             [
@@ -279,8 +279,8 @@ error. One takes {100 * shares[1] / cores:.2f} % of the {cores} cores, eight tak
 Unlike tokens/s it hardly depends on what else the machine does.
 - Opening {" and ".join(f"{n} takes {opened[n]:.2f} s" for n in CONSOLES)} of the server's processor time, while the \
 page loads every version.
-- Asked in a turn: events of `/api/v1/live`, pages of 200 rows of `/api/v1/residency` (in memory; all), scrapes of \
-`/metrics`.
+- Asked in a turn: events of `/api/v1/live`, answers of `/api/v1/residency/tiers`, pages of 200 rows of \
+`/api/v1/residency`, scrapes of `/metrics`.
 """
 
 

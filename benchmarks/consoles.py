@@ -4,9 +4,10 @@ the page's pace, read and not looked at. A process of its own, told by lines wha
     open N       N more pages are open and have loaded everything; answers with a line of JSON
     close        all are closed; answers with what they asked for since they were open
 
-Each page holds the stream of live figures, shows the residency map (all versions, again each
-minute; those in memory each three seconds and more), and beside each, Prometheus scrapes
-`/metrics` each 15 s. `loraserve/api/console/static/views/residency.js` has the pace. Browsers run
+Each page holds the stream of live figures and shows the residency map: all versions (again each
+minute, and less often where there are many), and the tiers each three seconds. Beside them,
+Prometheus scrapes `/metrics` each 15 s, as one does for a server, not for a page.
+`loraserve/api/console/static/views/residency.js` has the pace. Browsers run
 on other machines than the server: here they have the lowest priority, and count bytes alone.
 """
 
@@ -16,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import os
 import re
 import sys
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from urllib.parse import quote, urlsplit
 
 LIVE_S, SCRAPE_S = 2.0, 15.0
-EVERYTHING_S, RESIDENT_S = 60.0, 3.0
-PAGE_ROWS, MOST, MOST_RESIDENT = 200, 5000, 2000
+EVERYTHING_S, PAGE_S, TIERS_S = 60.0, 24.0, 3.0
+PAGE_ROWS, MOST = 200, 5000
 _CURSOR = re.compile(rb'"next_cursor":"([^"]+)"')
 
 
@@ -75,21 +75,22 @@ class Page:
     """One open console.
 
     Attributes:
-        offset_s: how long after it was opened its first load of everything again is: pages that
-            were opened at other times don't ask together.
+        place: of this page among all, from 0 to 1: pages that were opened at other times don't load
+            everything together.
     """
 
     url: str
     key: str
-    offset_s: float
+    place: float
+    has_scraper: bool
     asked: Counter[str]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
 
     async def open(self) -> None:
-        await self._load("everything", "", MOST)
-        num_resident = await self._load("resident", "&resident=true", MOST_RESIDENT)
-        work = (self._everything(), self._resident(num_resident), self._live(), self._scrape())
+        num_pages = await self._load(self._connect())
+        every_s = max(EVERYTHING_S, PAGE_S * num_pages)
+        work = [self._everything(every_s), self._tiers(), self._live(), *([self._scrape()] if self.has_scraper else ())]
         self.tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
@@ -105,32 +106,33 @@ class Page:
         self.connections.append(Connection(self.url, self.key))
         return self.connections[-1]
 
-    async def _load(self, name: str, more: str, most: int, connection: Connection | None = None) -> int:
-        """All pages of the list; how many rows there are, up to a page's."""
-        connection = connection or self._connect()
-        cursor, num_rows = "", 0
+    async def _load(self, connection: Connection) -> int:
+        """All pages of the list; how many there are."""
+        cursor, num_pages = "", 0
         while True:
-            body = await connection.get(f"/api/v1/residency?limit={PAGE_ROWS}{more}{cursor}")
-            self.asked[name] += 1
+            body = await connection.get(f"/api/v1/residency?limit={PAGE_ROWS}{cursor}")
+            self.asked["everything"] += 1
             self.asked["bytes"] += len(body)
-            num_rows += PAGE_ROWS
+            num_pages += 1
             found = _CURSOR.search(body, max(0, len(body) - 2000)) or _CURSOR.search(body)
-            if found is None or num_rows >= most:
-                return num_rows
+            if found is None or num_pages * PAGE_ROWS >= MOST:
+                return num_pages
             cursor = f"&cursor={quote(found[1].decode())}"
 
-    async def _everything(self) -> None:
+    async def _everything(self, every_s: float) -> None:
         connection = self._connect()
-        await asyncio.sleep(self.offset_s)
+        await asyncio.sleep(every_s * self.place)
         while True:
-            await self._load("everything", "", MOST, connection)
-            await asyncio.sleep(EVERYTHING_S)
+            await self._load(connection)
+            await asyncio.sleep(every_s)
 
-    async def _resident(self, num_rows: int) -> None:
+    async def _tiers(self) -> None:
         connection = self._connect()
+        await asyncio.sleep(TIERS_S * self.place)
         while True:
-            await asyncio.sleep(RESIDENT_S * max(1, math.ceil(num_rows / PAGE_ROWS)))
-            num_rows = await self._load("resident", "&resident=true", MOST_RESIDENT, connection)
+            self.asked["bytes"] += len(await connection.get("/api/v1/residency/tiers"))
+            self.asked["tiers"] += 1
+            await asyncio.sleep(TIERS_S)
 
     async def _live(self) -> None:
         reader, _ = await self._connect().send(f"/api/v1/live?interval_s={LIVE_S:g}", "text/event-stream")
@@ -139,7 +141,6 @@ class Page:
 
     async def _scrape(self) -> None:
         connection = self._connect()
-        await asyncio.sleep(self.offset_s % SCRAPE_S)
         while True:
             self.asked["bytes"] += len(await connection.get("/metrics", "text/plain"))
             self.asked["scrapes"] += 1
@@ -153,7 +154,7 @@ async def run(url: str, key: str) -> None:
     while line := (await asyncio.to_thread(sys.stdin.readline)).split():
         if line[0] == "open":
             count = int(line[1])
-            pages = [Page(url, key, EVERYTHING_S * (number + 0.5) / count, asked) for number in range(count)]
+            pages = [Page(url, key, (number + 0.5) / count, number == 0, asked) for number in range(count)]
             await asyncio.gather(*(page.open() for page in pages))
             print(json.dumps(asked), flush=True)
             asked.clear()

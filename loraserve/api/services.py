@@ -13,6 +13,7 @@ from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.metrics.routing import AdapterRouting
+from loraserve.api.residency_snapshot import ResidencySnapshots
 from loraserve.api.result_cache import ResultCache
 from loraserve.api.shadow import ShadowRunner
 from loraserve.api.version_chat.formats import VersionChats
@@ -82,9 +83,11 @@ class Services:
     batches: Batches = field(init=False)
     batch_runner: BatchRunner = field(init=False)
     result_cache: ResultCache = field(init=False)
+    residency: ResidencySnapshots = field(init=False)
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
+        self.residency = ResidencySnapshots(lambda: self.engine.residency())
         self.pauses = Pauses(self.limits.max_pause_s)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)

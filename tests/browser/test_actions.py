@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,30 @@ def test_a_version_is_pinned_from_the_map(open_console: Open, server: ServerProc
     page.get_by_role("button", name="haiku@1 of acme, on the device").and_(
         page.locator("[aria-label$=pinned]")
     ).wait_for()
+
+
+def changed_adapter(folder: Path) -> Path:
+    """An adapter of bytes that no other has."""
+    for path in files_of("haiku"):
+        shutil.copy(path, folder)
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 3}))
+    return folder
+
+
+def test_the_map_follows_what_is_published_and_loaded(
+    open_console: Open, server: ServerProcess, acme: str, tmp_path: Path
+) -> None:
+    console = open_console(acme)
+    page = console.page
+    console.show("residency")
+    page.get_by_role("button", name="sql@1 of acme").wait_for()
+    with Client(server.url, api_key=acme) as client:
+        client.adapters.push(str(changed_adapter(tmp_path)), name="latecomer")
+        client.completions.create(model="latecomer", prompt="list", max_tokens=2)
+    page.get_by_role("button", name="latecomer@1 of acme, on the device").click()
+    console.dialog().get_by_text("was compared with a plain float32").wait_for()
+    assert "last used" in console.dialog().inner_text().lower()
 
 
 def test_a_tenant_and_its_key_are_made(open_console: Open, server: ServerProcess) -> None:

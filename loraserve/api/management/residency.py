@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+_LOOKERS_S = 2.0
+"""Age of what all who look at the tiers share."""
+_PAGES_S = 10.0
+"""Age up to which the pages after the first show the first one's moment."""
 _reader = scopes.require(scopes.ADAPTERS_READ)
 
 
@@ -55,6 +59,14 @@ class ResidencyResource(Resource):
     """Recent requests for this version per second, decaying; null for a tenant's key."""
 
 
+class TiersResource(Resource):
+    device: list[str]
+    """Digests of adapters on the device."""
+    loading: list[str]
+    host: list[str]
+    """Digests of adapters in the host's memory alone."""
+
+
 class MemoryResource(Resource):
     """Use of each memory tier, by the engine's last heartbeat."""
 
@@ -84,34 +96,48 @@ async def get_residency(
     limit: int = 50,
     cursor: str | None = None,
     resident: bool = False,
+    digest: str | None = None,
     caller: Caller = Depends(_reader),
 ) -> Response:
     """List the versions of the caller's tenant, or for an admin of all tenants.
 
-    With ``?resident=true``, only those in memory or being loaded.
+    With ``?resident=true``, only those in memory or being loaded; with ``?digest=…``, only those of
+    these bytes.
 
     Weights are shared between tenants that hold the same bytes; uses are counted by version, so
     that none shows another tenant's. A tenant's key sees only weights that its own use loaded, so
     that it doesn't learn what others hold.
     """
     services = services_of(request)
-    by_digest = {one.digest: one for one in await services.engine.residency()}
     registry = services.registry
-    tenant = None if caller.sees_all else caller.tenant
+    wanted = None
+    if digest is not None:
+        wanted = [Digest(digest)]
+        by_digest = {one.digest: one for one in await services.engine.residency(wanted)}
+    else:
+        # the pages of a list are of one moment, and the engine is asked once for all of them
+        by_digest = dict((await services.residency.take(max_age_s=_PAGES_S if cursor else 0.0)).by_digest)
     if not caller.is_operator:
         used = registry.last_used
-        by_digest = {digest: one for digest, one in by_digest.items() if used.has_used(caller.tenant, digest)}
+        by_digest = {one: where for one, where in by_digest.items() if used.has_used(caller.tenant, one)}
+    if resident:
+        wanted = sorted(by_digest)
     page = await registry.list_owned(
-        tenant, limit=limit, cursor=cursor, digests=sorted(by_digest) if resident else None
+        None if caller.sees_all else caller.tenant,
+        limit=limit,
+        cursor=cursor,
+        digests=wanted,
     )
+    served, load = registry.served_base.digest, services.metrics.adapter_load
 
     def told(owned: OwnedVersion) -> ResidencyResource:
-        row = _row(owned, by_digest.get(owned.digest), registry.served_base.digest)
-        if not caller.is_operator:
-            return row.model_copy(update={"last_used_s": registry.last_used.seconds_since(owned.tenant, owned)})
-        load = services.metrics.adapter_load
-        counts = {"num_pins": load.num_running(owned), "uses_per_s": load.uses_per_s(owned)}
-        return row.model_copy(update={"last_used_s": registry.last_used.seconds_since_anyone(owned), **counts})
+        if caller.is_operator:
+            uses = _Uses(
+                registry.last_used.seconds_since_anyone(owned), load.num_running(owned), load.uses_per_s(owned)
+            )
+        else:
+            uses = _Uses(registry.last_used.seconds_since(owned.tenant, owned))
+        return _row(owned, by_digest.get(owned.digest), served, uses)
 
     return answer(
         request,
@@ -123,10 +149,34 @@ async def get_residency(
     )
 
 
-def _row(owned: OwnedVersion, one: AdapterResidency | None, served: Digest | None) -> ResidencyResource:
+@router.get("/residency/tiers", response_model=TiersResource)
+async def get_tiers(request: Request, caller: Caller = Depends(_reader)) -> Response:
+    """List the digests in each tier of memory, as they were at most two seconds ago.
+
+    It is what a page of many adapters asks for again and again: servers answer it without their
+    database, and ask the engine once for all who look. A tenant's key sees only weights that its
+    own use loaded.
+    """
+    services = services_of(request)
+    snapshot = await services.residency.take(max_age_s=_LOOKERS_S)
+    if caller.is_operator:
+        return Response(snapshot.all_tiers, media_type="application/json")
+    used = services.registry.last_used
+    body = snapshot.tiers(lambda digest: used.has_used(caller.tenant, digest))
+    return Response(body, media_type="application/json")
+
+
+class _Uses(NamedTuple):
+    last_used_s: float | None
+    num_pins: int | None = None
+    uses_per_s: float | None = None
+
+
+def _row(owned: OwnedVersion, one: AdapterResidency | None, served: Digest | None, uses: _Uses) -> ResidencyResource:
     """Return where the version is.
 
-    Counts are by version, which the engine doesn't know: it knows digests alone.
+    Args:
+        uses: by version, which the engine doesn't know: it knows digests alone.
     """
     return ResidencyResource(
         tenant=owned.tenant_name,
@@ -138,10 +188,10 @@ def _row(owned: OwnedVersion, one: AdapterResidency | None, served: Digest | Non
         tier=Tier.DISK if one is None else one.tier,
         device_bytes=0 if one is None else one.device_bytes,
         host_bytes=0 if one is None else one.host_bytes,
-        num_pins=None,
+        num_pins=uses.num_pins,
         is_pinned=one is not None and one.is_pinned and owned.is_pinned,
-        last_used_s=None,
+        last_used_s=uses.last_used_s,
         dtype=None if one is None else one.dtype or None,
         precision_loss=None if one is None else one.precision_loss,
-        uses_per_s=None,
+        uses_per_s=uses.uses_per_s,
     )

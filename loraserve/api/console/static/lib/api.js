@@ -65,7 +65,7 @@ export const api = {
 };
 
 // Every page of a list, up to `most` items.
-export async function all(url, { most = 1000, signal } = {}) {
+export async function all(url, { most = 1000, signal, headers } = {}) {
   const items = [];
   let cursor = null;
   let first = null;
@@ -73,7 +73,7 @@ export async function all(url, { most = 1000, signal } = {}) {
     const at = new URL(url, location.origin);
     at.searchParams.set("limit", "200");
     if (cursor) at.searchParams.set("cursor", cursor);
-    const page = await api.get(at.pathname + at.search, { signal });
+    const page = await api.get(at.pathname + at.search, { signal, headers });
     first ??= page;
     items.push(...page.data);
     cursor = page.next_cursor;

@@ -32,22 +32,39 @@ function memoryParts(memory) {
   return parts.map(([kind, name, value]) => ({ kind, name, value, text: bytes(value) }));
 }
 
+const MOST = 5000;
+const ROWS = 200; // of a page
+const TIERS_MS = 3_000;
+const PANEL_MS = 3_000;
+const EVERYTHING_MS = 60_000; // at least: many rows cost a server no more than a few
+const PAGE_MS = 24_000; // of so many rows
+const UNKNOWN_PAGE_MS = 3_000; // where a version was loaded that the rows don't have
+
 export function Residency({ me, query }) {
-  const loaded = useLoaded(() => all("/api/v1/residency", { most: 5000 }), [], 60_000);
-  // those in memory change; those on disk alone hardly do. A page of 200 rows each 3 s, at most.
-  const resident = useLoaded(
-    () => all("/api/v1/residency?resident=true", { most: 2000 }),
+  const loaded = useLoaded(
+    () => all("/api/v1/residency", { most: MOST }),
     [],
-    (value) => 3_000 * Math.max(1, Math.ceil((value?.items.length ?? 0) / 200)),
+    (value) => Math.max(EVERYTHING_MS, PAGE_MS * Math.ceil((value?.items.length ?? 0) / ROWS)),
   );
+  // where all are now, in one small answer without their names
+  const tiers = useLoaded(() => api.get("/api/v1/residency/tiers"), [], TIERS_MS);
+  const [newest, setNewest] = useState(new Map()); // rows that a panel has loaded since
+  useEffect(() => setNewest(new Map()), [loaded.value]);
   const { now } = useStore(live);
   const [hidden, setHidden] = useState([]);
   const [wanted, setWanted] = useState(query.get("find") ?? "");
   const [open, setOpen] = useState(null);
   useEffect(() => setWanted(query.get("find") ?? ""), [query.get("find")]);
-  const error = loaded.error ?? resident.error;
-  const memory = now?.engine?.memory ?? resident.value?.first.memory;
-  const rows = merged(loaded.value?.items ?? [], resident.value?.items ?? null);
+  const error = loaded.error ?? tiers.error;
+  const memory = now?.engine?.memory ?? loaded.value?.first.memory;
+  const rows = merged(loaded.value?.items ?? [], newest, tiers.value);
+  const isUnknown = loaded.value?.isWhole && hasOthers(rows, tiers.value);
+  useEffect(() => {
+    // published since the rows were loaded
+    if (!isUnknown) return undefined;
+    const timer = setTimeout(() => loaded.reload(true), UNKNOWN_PAGE_MS * Math.ceil(rows.length / ROWS));
+    return () => clearTimeout(timer);
+  }, [isUnknown, loaded.value]);
   const counts = new Map(TIERS.map(([kind]) => [kind, 0]));
   for (const one of rows) counts.set(kindOf(one), (counts.get(kindOf(one)) ?? 0) + 1);
   const text = wanted.trim().toLowerCase();
@@ -90,7 +107,10 @@ export function Residency({ me, query }) {
         ${!loaded.value?.isWhole && html`<p class="muted">There are more than ${number(rows.length)} versions; the map shows these.</p>`}
       `}
     </section>
-    ${chosen && html`<${VersionPanel} one=${chosen} me=${me} onClose=${() => setOpen(null)} onChanged=${() => resident.reload(true)} />`}
+    ${chosen && html`<${VersionPanel} one=${chosen} me=${me} onClose=${() => setOpen(null)} onLoaded=${(row) => {
+      setNewest((before) => new Map(before).set(keyOf(row), row));
+      void tiers.reload(true);
+    }} />`}
   `;
 }
 
@@ -102,16 +122,21 @@ function rank(one) {
   return TIERS.findIndex(([kind]) => kind === kindOf(one));
 }
 
-// The whole list, with what is in memory now.
-function merged(everything, inMemory) {
-  if (inMemory === null) return everything;
-  const now = new Map(inMemory.map((one) => [keyOf(one), one]));
-  const rows = everything.map((one) => {
-    const row = now.get(keyOf(one));
-    now.delete(keyOf(one));
-    return row ?? (one.tier === "disk" ? one : { ...one, tier: "disk", device_bytes: 0, host_bytes: 0 });
+// The whole list, each in the tier where it is now.
+function merged(everything, newest, tiers) {
+  const rows = newest.size ? everything.map((one) => newest.get(keyOf(one)) ?? one) : everything;
+  if (tiers === null) return rows;
+  const now = new Map(Object.entries(tiers).flatMap(([tier, digests]) => digests.map((digest) => [digest, tier])));
+  return rows.map((one) => {
+    const tier = now.get(one.digest) ?? "disk";
+    return one.tier === tier ? one : { ...one, tier };
   });
-  return [...rows, ...now.values()];
+}
+
+function hasOthers(rows, tiers) {
+  if (tiers === null) return false;
+  const known = new Set(rows.map((one) => one.digest));
+  return Object.values(tiers).some((digests) => digests.some((digest) => !known.has(digest)));
 }
 
 function Tile({ one, largest, onOpen }) {
@@ -126,16 +151,24 @@ function Tile({ one, largest, onOpen }) {
   </button></li>`;
 }
 
-function VersionPanel({ one, me, onClose, onChanged }) {
-  const root = `/api/v1/adapters/${path(one.name)}/versions/${one.version}`;
-  const headers = me.is_admin ? { "X-Tenant": one.tenant } : {};
+function VersionPanel({ one: known, me, onClose, onLoaded }) {
+  const root = `/api/v1/adapters/${path(known.name)}/versions/${known.version}`;
+  const headers = me.is_admin ? { "X-Tenant": known.tenant } : {};
+  const where = useLoaded(async () => {
+    const { items } = await all(`/api/v1/residency?digest=${known.digest}`, { headers });
+    return items.find((row) => keyOf(row) === keyOf(known)) ?? null;
+  }, [keyOf(known), known.digest], PANEL_MS);
+  const one = where.value ?? known;
+  useEffect(() => {
+    if (where.value) onLoaded(where.value);
+  }, [where.value?.tier, where.value?.is_pinned]);
   const loaded = useLoaded(() => api.get(root, { headers }), [root, one.tenant]);
   const [told, setTold] = useState(null);
   const [act, { isRunning, error }] = useAction(async (action) => {
     const { is_done: isDone } = await api.post(`${root}/${action}`, undefined, { headers });
     setTold({ warm: "It is on the device.", pin: "It stays on the device now.", unpin: "It may be evicted again." }[action]);
     if (!isDone) setTold("The load has begun, and goes on.");
-    onChanged();
+    await where.reload(true);
   });
   const facts = [
     ["Where", TIERS.find(([kind]) => kind === kindOf(one))?.[1] ?? one.tier],
