@@ -18,6 +18,7 @@ PARTS = (
     "token_costs",
     "placement",
     "console",
+    "million",
     "peers",
 )
 
