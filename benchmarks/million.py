@@ -281,8 +281,8 @@ for it.
 {figures.table(HEADER[:5], [row[:5] for row in (one.row() for one in result.binds)])}
 
 Looked up: each name is asked for the first time, one query each; a server asks again after \
-{LIMITS.resolve_cache_s:g} s. {NUM_AT_ONCE} at once: as many tasks of one server, which looks up four unknown names at a \
-time, two of a tenant.
+{LIMITS.resolve_cache_s:g} s. {NUM_AT_ONCE} at once: as many tasks of one server, which looks up four unknown names \
+at a time, two of a tenant.
 
 ## Calls
 

@@ -69,8 +69,8 @@ class Plan:
 
     statement: str
     rows_read: int
-    """Of the tables that grow: rows that scans returned or threw away; 0 for statements that write,
-    which aren't run again.
+    """Rows of the tables that grow that scans returned or threw away, and not those that an index
+    alone told; 0 for statements that write, which aren't run again.
     """
     blocks: int
     seq_scans: list[str]
@@ -119,6 +119,8 @@ def _nodes(node: dict[str, Any], *, is_limited: bool = False) -> Iterator[dict[s
 
 
 def _rows(node: dict[str, Any]) -> float:
+    if node["Node Type"] == "Index Only Scan":
+        return float(node.get("Heap Fetches", 0))
     names = ("Actual Rows", "Rows Removed by Filter", "Rows Removed by Index Recheck")
     return float(sum(node.get(name, 0) for name in names) * node.get("Actual Loops", 0))
 

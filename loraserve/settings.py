@@ -257,6 +257,12 @@ class Settings(BaseSettings):
     """
     console: bool = True
     """Serve the web console at /console/."""
+    router_metrics: bool = False
+    """Serve the metrics that routers read at /metrics/router, without a key.
+
+    They name the adapters in use, and no tenant. Routers such as the Gateway API's endpoint picker
+    can't send a key.
+    """
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM."""
     engine_hang_timeout: float = Field(default=30.0, ge=1, le=86_400)

@@ -59,7 +59,9 @@ def create_app(services: Services) -> FastAPI:
         redirect_slashes=False,
         # FastAPI's would record the messages of errors, and be a second trace beside ours.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-        routes=list(_routes(has_console=services.settings.console)),
+        routes=list(
+            _routes(has_console=services.settings.console, has_router_metrics=services.settings.router_metrics)
+        ),
     )
     app.state.services = services
     for collector in _collectors(services):
@@ -90,7 +92,7 @@ def create_app(services: Services) -> FastAPI:
 
 
 @functools.cache
-def _routes(*, has_console: bool) -> tuple[BaseRoute, ...]:
+def _routes(*, has_console: bool, has_router_metrics: bool) -> tuple[BaseRoute, ...]:
     """Return the routes of every application.
 
     They hold no state but what is built of their signatures, which takes longer than all else that
@@ -107,6 +109,8 @@ def _routes(*, has_console: bool) -> tuple[BaseRoute, ...]:
         router.include_router(part, prefix=errors.MANAGEMENT_PREFIX)
     if has_console:
         router.include_router(console.router)
+    if has_router_metrics:
+        router.include_router(monitoring.router_metrics_router)
     router.include_router(openapi.router)
     return tuple(router.routes)
 

@@ -1,21 +1,34 @@
 """Probes, the version and metrics.
 
-Probes need no key, and say nothing about tenants or models; the version and metrics need a key.
+Probes need no key, and say nothing about tenants or models; the version and metrics need a key, but
+for those of routers, where an operator serves them.
 """
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends, Request
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from loraserve import __version__
 from loraserve.api import scopes
+from loraserve.api.metrics import engine_tables, server_tables
+from loraserve.api.metrics.table import Source, Table, TableCollector
 from loraserve.api.services import services_of
 
 router = APIRouter()
+router_metrics_router = APIRouter()
+
+ROUTER_METRICS = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:lora_requests_info",
+)
+"""Metrics by which routers score a server; none has a tenant."""
 
 
 class Version(BaseModel):
@@ -87,6 +100,22 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     await services.routing.refresh()
     return Response(generate_latest(services.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router_metrics_router.get("/metrics/router")
+@scopes.open
+async def router_metrics(request: Request) -> Response:
+    """Return the metrics by which routers score this server, in Prometheus's text format."""
+    # built anew, for a scrape may come every 50 ms: nothing else is collected
+    services = services_of(request)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(TableCollector(_of_routers(engine_tables.VLLM), lambda: services.engine.stats))
+    registry.register(TableCollector(_of_routers(server_tables.ROUTING), lambda: services.routing))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _of_routers(table: Table[Source]) -> Table[Source]:
+    return [row for row in table if row.name in ROUTER_METRICS]
 
 
 def _answer(is_fine: bool, detail: str | None, *, is_database_available: bool = True) -> JSONResponse:

@@ -28,6 +28,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
+    TextClause,
     TypeDecorator,
     UniqueConstraint,
     text,
@@ -147,6 +148,11 @@ class Adapter(Base):
     deleted_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
 
 
+def _index_of_some(condition: TextClause, *columns: str) -> Index:
+    """Return an index of the rows for which the condition holds."""
+    return Index(None, *columns, sqlite_where=condition, postgresql_where=condition)
+
+
 class AdapterVersion(Base):
     __tablename__ = "adapter_versions"
     __table_args__ = (
@@ -160,6 +166,13 @@ class AdapterVersion(Base):
             postgresql_where=NOT_DELETED,
         ),
         Index(None, "digest"),
+        # the collector looks for references to blobs; few versions have files for chats
+        Index(None, "config_blob"),
+        Index(None, "weights_blob"),
+        _index_of_some(text("chat_template_blob IS NOT NULL"), "chat_template_blob"),
+        _index_of_some(text("generation_config_blob IS NOT NULL"), "generation_config_blob"),
+        # covers counts by base, and the sums of quotas
+        _index_of_some(NOT_DELETED, "adapter_id", "base_digest", "size_bytes"),
         CheckConstraint("number >= 1", name="number_positive"),
     )
 

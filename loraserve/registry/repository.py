@@ -329,17 +329,26 @@ class AdapterRepository:
             aliases.setdefault(alias.adapter_id, {})[alias.name] = target.version
             if target.split:
                 splits.setdefault(alias.adapter_id, {})[alias.name] = target.split
+        # of an index alone: an adapter may have thousands of a trainer's checkpoints
         counted = (
-            select(AdapterVersion.adapter_id, AdapterVersion.base_digest, func.count(), func.max(AdapterVersion.number))
+            select(AdapterVersion.adapter_id, AdapterVersion.base_digest, func.count())
             .where(AdapterVersion.adapter_id.in_(ids), AdapterVersion.deleted_at.is_(None))
             .group_by(AdapterVersion.adapter_id, AdapterVersion.base_digest)
             .order_by(AdapterVersion.base_digest)
         )
         by_base: dict[str, dict[str, int]] = {}
-        latest: dict[str, int] = {}
-        for adapter_id, base, count, number in (await self._session.execute(counted)).all():
+        for adapter_id, base, count in (await self._session.execute(counted)).all():
             by_base.setdefault(adapter_id, {})[base] = count
-            latest[adapter_id] = max(number, latest.get(adapter_id, 0))
+        newest = (
+            select(AdapterVersion.number)
+            .where(AdapterVersion.adapter_id == Adapter.id, AdapterVersion.deleted_at.is_(None))
+            .order_by(AdapterVersion.number.desc())
+            .limit(1)
+            .scalar_subquery()
+        )
+        latest = dict(
+            (await self._session.execute(select(Adapter.id, newest).where(Adapter.id.in_(ids)))).tuples().all()
+        )
         return [
             AdapterRecord(
                 name=row.name,

@@ -26,15 +26,24 @@ SECTIONS = {
     "num_threads loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
-    "Server": "host port ssl_certfile ssl_keyfile console cors_allow_origins grace_s engine_hang_timeout log_level "
-    "access_log trace_endpoint trace_sample config",
+    "Server": "host port ssl_certfile ssl_keyfile console router_metrics cors_allow_origins grace_s "
+    "engine_hang_timeout log_level access_log trace_endpoint trace_sample config",
 }
 """Flags of `serve`, by their section in its help.
 
 The admin key isn't a flag: a process list would show it.
 """
 SWITCHES = frozenset(
-    {"strict_base", "store_responses", "ephemeral_loads", "enable_prefix_cache", "cuda_graphs", "access_log", "console"}
+    {
+        "strict_base",
+        "store_responses",
+        "ephemeral_loads",
+        "enable_prefix_cache",
+        "cuda_graphs",
+        "access_log",
+        "console",
+        "router_metrics",
+    }
 )
 VALUES = {
     "BYTES": "memory_budget host_cache ephemeral_memory result_cache_bytes",

@@ -12,11 +12,13 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
-from sqlalchemy import Text, cast, not_, or_, select
+from sqlalchemy import Row, Select, Text, cast, not_, or_, select
+from ulid import ULID
 
 from loraserve.background import BackgroundTask, Backoff, RetrySchedule
 from loraserve.db.leases import LeaseHolder
@@ -44,6 +46,19 @@ _LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
 
 A verification and the pause after it take two thirds at most.
 """
+_FULL_INTERVAL_S = 3600.0
+"""Seconds after which all versions are looked at again.
+
+In between, sweeps look at new versions and at those that are left: of a million versions, a look at
+all takes seconds of the database's time, on each server.
+"""
+_OVERLAP = timedelta(minutes=15)
+"""Age of versions that a sweep takes for new although an earlier one has begun after them.
+
+Longer than a publish takes from its version's id to the commit, and than servers' clocks differ.
+"""
+_NUM_TIME_DIGITS = 10
+"""Digits of a ULID that are its time."""
 _NUM_DIGITS = 32
 """Digits of a hash in the lease's name: the column has room for 63 characters."""
 _WINDOW = 2000
@@ -92,7 +107,16 @@ class CertificateBackfill:
         self._base = base
         self._monotonic = monotonic
         self._leases = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
+        self._clock = clock
         self._retries: RetrySchedule[str] = RetrySchedule(Backoff(RETRY_S, MAX_RETRY_S), monotonic)
+        self._left: set[str] = set()
+        """Ids of versions that were due and aren't verified: each sweep looks at them."""
+        self._full_at: float | None = None
+        """Monotonic time at which the last complete sweep over all versions began."""
+        self._since = ""
+        """Beginning of the ids of versions that are new to the last complete sweep."""
+        self._setup: str | None = None
+        """Base and setup of that sweep."""
         self._task = BackgroundTask(
             "certificate backfill",
             self.sweep,
@@ -115,6 +139,9 @@ class CertificateBackfill:
     async def sweep(self) -> bool:
         """Verify each due version once, except those whose delay isn't over.
 
+        The first sweep, and one an hour, looks at all versions; others at new ones, and at those
+        that are left.
+
         Returns:
             Whether the sweep was made; False if the base isn't loaded or another server is
             sweeping.
@@ -128,11 +155,16 @@ class CertificateBackfill:
         except EngineUnavailable:
             return False
         lease = _lease_of(base)
+        started, now = self._monotonic(), self._clock()
+        is_full = self._full_at is None or self._setup != lease or started - self._full_at >= _FULL_INTERVAL_S
         seen: set[str] = set()
-        after: str | None = ""
+        after: str | None = "" if is_full else self._since
+        left = [] if is_full else await self._look_again(base)
         while after is not None:
             found, after = await self._look(after, base)
-            for due in found:
+            for due in (*left, *found):
+                if due.id in seen:
+                    continue
                 seen.add(due.id)
                 if not self._retries.is_due(due.id):
                     continue
@@ -150,7 +182,12 @@ class CertificateBackfill:
                 if failure is not None:
                     # the next version would fail likewise
                     raise failure
+            left = []
         self._retries.retain(seen)
+        self._left.intersection_update(seen)
+        if is_full:
+            self._full_at, self._setup = started, lease
+        self._since = str(ULID.from_datetime(now - _OVERLAP))[:_NUM_TIME_DIGITS]
         return True
 
     async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
@@ -158,32 +195,31 @@ class CertificateBackfill:
 
         None instead of the id if there are no more.
         """
-        setup = setup_of(base)
         window = select(AdapterVersion.id).where(AdapterVersion.id > after).order_by(AdapterVersion.id)
-        query = (
-            select(AdapterVersion.id, Adapter.tenant_id, Adapter.name, AdapterVersion.number, AdapterVersion.checks)
-            .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-            .join(Tenant, Tenant.id == Adapter.tenant_id)
-            .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
-            .where(AdapterVersion.id > after, AdapterVersion.state == READY, AdapterVersion.base_digest == base.digest)
-            # a coarse filter that both databases support: most versions have a certificate
-            .where(
-                or_(
-                    cast(AdapterVersion.checks, Text).contains(f'"{SKIPPED}"', autoescape=True),
-                    not_(cast(AdapterVersion.checks, Text).contains(json.dumps(setup), autoescape=True)),
-                )
-            )
-            .order_by(AdapterVersion.id)
-        )
+        query = _due(base).where(AdapterVersion.id > after)
         async with self._database.read() as session:
             end = await session.scalar(window.offset(_WINDOW - 1).limit(1))
             rows = (await session.execute(query if end is None else query.where(AdapterVersion.id <= end))).all()
+        return self._found(rows, base), end
+
+    async def _look_again(self, base: BaseSpec) -> list[_Due]:
+        """Return the versions that earlier sweeps left, as far as they are due still."""
+        if not self._left:
+            return []
+        async with self._database.read() as session:
+            query = _due(base).where(AdapterVersion.id.in_(sorted(self._left)[:_WINDOW]))
+            rows = (await session.execute(query)).all()
+        return self._found(rows, base)
+
+    def _found(self, rows: Sequence[Row[Any]], base: BaseSpec) -> list[_Due]:
+        setup = setup_of(base)
         found = [
             _Due(ident, TenantId(tenant), name, number)
             for ident, tenant, name, number, checks in rows
             if any(is_due(check, setup) for check in checks)
         ]
-        return found, end
+        self._left.update(due.id for due in found)
+        return found
 
     async def _verify(self, due: _Due) -> LoraserveError | None:
         """Verify one version; return the error if the sweep should stop, otherwise None."""
@@ -211,6 +247,7 @@ class CertificateBackfill:
             logger.exception("verifying %s@%d of tenant %s failed", due.name, due.number, due.tenant)
             return None
         self._retries.succeed(due.id)
+        self._left.discard(due.id)
         if (check := find_check(version.checks, CERTIFICATE)) is not None:
             self.num_by_verdict[verdict_of(check)] += 1
         if version.state == QUARANTINED:
@@ -218,6 +255,25 @@ class CertificateBackfill:
                 "%s@%d of tenant %s is quarantined: its late certificate failed", due.name, due.number, due.tenant
             )
         return None
+
+
+def _due(base: BaseSpec) -> Select[Any]:
+    """Select the live versions of this base whose checks may be due, by id."""
+    return (
+        select(AdapterVersion.id, Adapter.tenant_id, Adapter.name, AdapterVersion.number, AdapterVersion.checks)
+        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        .join(Tenant, Tenant.id == Adapter.tenant_id)
+        .where(AdapterVersion.deleted_at.is_(None), Adapter.deleted_at.is_(None), Tenant.deleted_at.is_(None))
+        .where(AdapterVersion.state == READY, AdapterVersion.base_digest == base.digest)
+        # a coarse filter that both databases support: most versions have a certificate
+        .where(
+            or_(
+                cast(AdapterVersion.checks, Text).contains(f'"{SKIPPED}"', autoescape=True),
+                not_(cast(AdapterVersion.checks, Text).contains(json.dumps(setup_of(base)), autoescape=True)),
+            )
+        )
+        .order_by(AdapterVersion.id)
+    )
 
 
 def _lease_of(base: BaseSpec) -> str:

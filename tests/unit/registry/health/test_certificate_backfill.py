@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import select
 
 from adapters_store import LocalStore
-from loraserve.db.models import AdapterVersion
+from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import (
     AdapterNotReady,
@@ -689,3 +689,56 @@ async def test_of_many_ways_the_oldest_is_forgotten(
     checks = (await server.get_version(acme, "sql", 1)).checks
     held = next(check["holds_for"] for check in checks if check["name"] == "parity")
     assert [setup.split("(")[1].split(")")[0] for setup in held] == [f"isa-{number}" for number in range(MAX_SETUPS)]
+
+
+async def lose_certificate(database: Database, name: str) -> None:
+    """Make a version's certificate one that was skipped, as no call of the registry does."""
+    async with database.write() as session:
+        query = select(AdapterVersion).join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        row = (await session.scalars(query.where(Adapter.name == name))).one()
+        row.checks = [
+            {"name": "parity", "status": "skipped", "detail": "away"} if check["name"] == "parity" else check
+            for check in row.checks
+        ]
+
+
+async def test_all_versions_are_looked_at_once_an_hour_and_new_ones_each_time(
+    publish: Any, make_server: Callable[..., Registry], certifying: Any, time: Time, acme: TenantId, database: Database
+) -> None:
+    start = utc_now()
+    server = make_server(clock=lambda: start + timedelta(seconds=time.now))
+    await publish(via=server)
+    assert await server.certificate_backfill.sweep()
+    # its version is older than what counts as new
+    time.now += 1000
+    assert await server.certificate_backfill.sweep()
+    await lose_certificate(database, "sql")
+    await publish("fresh", 1, via=server)
+    await lose_certificate(database, "fresh")
+    time.now += 10
+    assert await server.certificate_backfill.sweep()
+    assert [await parity(server, acme, name) for name in ("sql", "fresh")] == ["skipped", "passed"]
+    time.now += certificate_backfill._FULL_INTERVAL_S
+    assert await server.certificate_backfill.sweep()
+    assert await parity(server, acme) == "passed"
+
+
+async def test_an_old_version_that_is_left_is_tried_again_by_each_sweep(
+    publish: Any,
+    make_server: Callable[..., Registry],
+    certifying: Any,
+    time: Time,
+    acme: TenantId,
+    make_certificate: Make,
+) -> None:
+    start = utc_now()
+    server = make_server(clock=lambda: start + timedelta(seconds=time.now))
+    certifying.outcome = AdapterNotReady("No place is free.")
+    await publish(via=server)
+    for _ in range(2):
+        time.now += 1000
+        assert await server.certificate_backfill.sweep()
+    certifying.outcome = make_certificate()
+    time.now += 1000
+    assert await server.certificate_backfill.sweep()
+    assert await parity(server, acme) == "passed"
