@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import pickle
 import statistics
 import subprocess
 import sys
@@ -41,9 +42,11 @@ from loraserve.db.session import Database
 from loraserve.limits import LIMITS
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "postgres.sh"
-SMALL = 20_000
+SMALL = 200_000
 """Versions below which PostgreSQL rightly reads tables whole."""
 NUM_BINDS, NUM_AT_ONCE = 4000, 16
+KEPT = "filled.pickle"
+"""File beside a kept server's data: its URL, and what was written."""
 
 
 @dataclass(slots=True)
@@ -63,9 +66,12 @@ class Server:
 
 
 @contextmanager
-def postgres() -> Iterator[Server]:
+def postgres(keep: Path | None) -> Iterator[Server]:
+    """A server; with `keep`, one that stays in that folder with its rows, or that an earlier run
+    left there.
+    """
     given = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
-    if given:
+    if given and keep is None:
         name = f"million_{uuid.uuid4().hex}"
         asyncio.run(_execute(given, f"CREATE DATABASE {name}"))
         try:
@@ -73,14 +79,19 @@ def postgres() -> Iterator[Server]:
         finally:
             asyncio.run(_execute(given, f"DROP DATABASE {name} WITH (FORCE)"))
         return
-    folder = tempfile.mkdtemp(prefix="loraserve-million-")
+    kept = None if keep is None else keep / KEPT
+    if kept is not None and kept.is_file():
+        yield Server(pickle.loads(kept.read_bytes())[0], str(keep))
+        return
+    folder = tempfile.mkdtemp(prefix="loraserve-million-") if keep is None else str(keep)
     settings = "-c fsync=on -c shared_buffers=1GB -c max_wal_size=8GB -c maintenance_work_mem=256MB"
     environment = {**os.environ, "LORASERVE_TEST_POSTGRES_SETTINGS": settings}
     started = subprocess.run([SCRIPT, "start", folder], check=True, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         yield Server(started.stdout.strip(), folder)
     finally:
-        subprocess.run([SCRIPT, "stop", folder], check=True)
+        if keep is None:
+            subprocess.run([SCRIPT, "stop", folder], check=True)
 
 
 async def _execute(url: str, statement: str) -> None:
@@ -220,16 +231,27 @@ async def _sizes(connection: asyncpg.Connection) -> list[tuple[str, int, int, in
     return [tuple(row) for row in await connection.fetch(query)]
 
 
-async def measure(server: Server, num_versions: int, num_tenants: int, folder: Path, *, count: int) -> Result:
+async def measure(
+    server: Server, num_versions: int, num_tenants: int, folder: Path, *, count: int, is_filled_only: bool = False
+) -> Result | None:
     """Fill the database, and time binds, calls and passes."""
     await migrate.upgrade(server.url)
     database, store = Database(server.url), ListedStore(folder / "blobs")
     is_small = num_versions < SMALL
-    began = time.perf_counter()
-    filled = await fill(server.url, database, make_registry(database, store), num_versions, num_tenants)
+    kept = None if server.folder is None else Path(server.folder) / KEPT
+    if kept is not None and kept.is_file():
+        _, filled, fill_s = pickle.loads(kept.read_bytes())
+    else:
+        began = time.perf_counter()
+        filled = await fill(server.url, database, make_registry(database, store), num_versions, num_tenants)
+        fill_s = time.perf_counter() - began
+        if kept is not None:
+            kept.write_bytes(pickle.dumps((server.url, filled, fill_s)))
     store.num_versions = num_versions
-    fill_s = time.perf_counter() - began
     say(f"  {sum(filled.num_rows.values()):,} rows in {fill_s:.0f} s")
+    if is_filled_only:
+        await database.dispose()
+        return None
     await database.dispose()
     binds = []
     is_restarted = await asyncio.to_thread(server.restart)
@@ -307,14 +329,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--versions", type=int, default=None, help="default: 1,000,000, with --quick 20,000")
     parser.add_argument("--tenants", type=int, default=None, help="default: 2,000, with --quick 200")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--keep", type=Path, help="a folder in which the server and its rows stay for other runs")
+    parser.add_argument("--fill", action="store_true", help="with --keep: write the rows, and measure nothing")
     options = parser.parse_args(arguments)
     options.versions = options.versions or (20_000 if options.quick else 1_000_000)
     options.tenants = options.tenants or (200 if options.quick else 2000)
     options.size = "postgres"
     machine = reporting.facts()
-    with postgres() as server, tempfile.TemporaryDirectory() as folder:
+    with postgres(options.keep) as server, tempfile.TemporaryDirectory() as folder:
         say(f"writing {options.versions:,} versions …")
-        result = asyncio.run(measure(server, options.versions, options.tenants, Path(folder), count=NUM_BINDS))
+        result = asyncio.run(
+            measure(
+                server,
+                options.versions,
+                options.tenants,
+                Path(folder),
+                count=NUM_BINDS,
+                is_filled_only=options.fill,
+            )
+        )
+    if result is None:
+        return
     numbers = {
         "fill_s": result.fill_s,
         "num_rows": result.filled.num_rows,
@@ -325,6 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
         "faults": result.faults,
     }
     title = "A registry of many versions in PostgreSQL"
+    options.keep = None
     reporting.finish("million", title, text(options, result), machine, options, arguments, **numbers)
     if result.faults:
         sys.exit(1)

@@ -346,9 +346,8 @@ class AdapterRepository:
             .limit(1)
             .scalar_subquery()
         )
-        latest = dict(
-            (await self._session.execute(select(Adapter.id, newest).where(Adapter.id.in_(ids)))).tuples().all()
-        )
+        rows_of_newest = (await self._session.execute(select(Adapter.id, newest).where(Adapter.id.in_(ids)))).all()
+        latest: dict[str, int | None] = {adapter_id: number for adapter_id, number in rows_of_newest}
         return [
             AdapterRecord(
                 name=row.name,

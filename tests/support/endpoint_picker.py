@@ -2,8 +2,8 @@
 
 Written after the sources of llm-d's router (``llm-d/llm-d-inference-scheduler``, May 2026: the data
 source ``metrics-data-source``, ``core-metrics-extractor``, and the scorers of LoRA affinity, queue
-and KV cache) and of the picker that was part of ``kubernetes-sigs/gateway-api-inference-extension``
-up to its move there (``pkg/epp/backend/metrics``). Both are Apache-2.0. No binary of them is in a
+and KV cache), which ``kubernetes-sigs/gateway-api-inference-extension`` 1.5.0 has too, and of the
+latter's earlier releases (``pkg/epp/backend/metrics``). Both are Apache-2.0. No binary of them is in a
 package registry.
 """
 
@@ -118,7 +118,7 @@ def read(families: dict[str, list[Metric]], known: Endpoint = Endpoint()) -> End
 
 
 def read_legacy(families: dict[str, list[Metric]], known: Endpoint = Endpoint()) -> Endpoint:
-    """The picker of the inference extension up to 1.5: series without any adapter aren't looked at,
+    """The picker of the inference extension before 1.5: series without any adapter aren't looked at,
     and names aren't trimmed.
     """
     busy = [
