@@ -77,7 +77,9 @@ class EngineConfig(Struct, frozen=True):
     cuda_graphs: bool = True
     """Whether a GPU's decode steps are captured as graphs."""
     num_threads: int = 0
-    """0: torch's own choice."""
+    """Threads of each process that computes; 0: torch's own choice, shared out among them."""
+    tensor_parallel: int = 1
+    """Processes that share the base, each with a part of every linear; 1: this one has all of it."""
     loader_threads: int = 2
     heartbeat_s: float = 0.5
     kernels: tuple[KernelChoice, ...] = ()

@@ -81,6 +81,8 @@ class Limits:
     """Budget of the engine's indices of texts, in which it looks for tokens to propose."""
     max_draft_tokens: int = 4096
     """Tokens of a request up to which a draft base proposes its next ones."""
+    max_ranks: int = 16
+    """Processes that share a base (--tensor-parallel)."""
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0

@@ -341,7 +341,9 @@ class Settings(BaseSettings):
     draft_quantize: Literal["auto", "none", "int8", "int4", "nf4", "fp8"] = "auto"
     """Format that the draft base's linears are rounded to; auto: as --quantize."""
     num_threads: int = Field(default=0, ge=0, le=1024)
-    """Threads of the forward pass; 0: torch's own choice."""
+    """Threads of the forward pass; 0: torch's own choice, shared out among the ranks."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Processes that share the base and its KV cache, each with a part of every linear. CPUs only."""
     loader_threads: int = Field(default=2, ge=1, le=64)
     """Threads that load adapters."""
 
@@ -437,6 +439,7 @@ class Settings(BaseSettings):
             draft_model_dir=None if self.draft_model is None else str(self.draft_model.absolute()),
             draft_quantize=self.quantize if self.draft_quantize == "auto" else self.draft_quantize,
             num_threads=self.num_threads,
+            tensor_parallel=self.tensor_parallel,
             loader_threads=self.loader_threads,
         )
 

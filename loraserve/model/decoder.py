@@ -6,6 +6,7 @@ Keys and values are written to the paged cache on the way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear, float_rows
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
+from loraserve.model.parallel.part import Part
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.plan import LoraPlan
@@ -51,25 +53,31 @@ class Decoder:
         head: Linear,
         norm_weights: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
+        part: Part | None = None,
     ) -> None:
         """Make a decoder of these weights.
 
         Args:
             progress: told of each part of a layer that `forward` has computed; None: nothing reads
                 it.
+            part: the rank's part of the base that these weights are; None: all of it.
         """
         self._progress = progress or Progress()
+        # what the layers have: heads and inner features
+        local = config if part is None else part.shard.config
+        self._vocab = None if part is None else part.embedding
         self.config = config
         self.spec = spec
         self.backend = backend
-        self.kv_shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self.kv_shape = (config.num_layers, local.num_kv_heads, config.head_dim)
         self.kv_dtype = backend.kv_dtype
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._norm_weights = norm_weights or {}
-        self._head = LoraLinear(head, "lm_head", 0)
-        self._program = backend.program(layers, norm, self._head, self._progress)
+        self._head = LoraLinear(head, "lm_head", 0) if part is None else part.head(head)
+        # a program has no end between two layers, where ranks exchange what they have
+        self._program = backend.program(layers, norm, self._head, self._progress) if part is None else None
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +160,8 @@ class Decoder:
         """
         if self._program is not None and isinstance(inputs, ModelInputs) and self._program.takes(kv):
             return self._run(self._program, inputs, kv)
+        if self._vocab is not None:
+            inputs = replace(inputs, token_ids=self._vocab.local(inputs.token_ids))
         step = self.backend.begin(inputs, kv)
         hidden = self._adapted_embedding(step.embed(self._embedding), inputs)
         last = len(self._layers) - 1
@@ -180,6 +190,8 @@ class Decoder:
         """Add the adapters' part to embedded rows, scale them, and return them."""
         if inputs.lora is not None:
             apply_embedding_lora(inputs.token_ids, hidden, inputs.lora)
+        if self._vocab is not None:
+            hidden = self._vocab.whole(hidden)
         if self.config.embedding_scale != 1.0:
             hidden.mul_(self.config.embedding_scale)
         return hidden

@@ -49,19 +49,24 @@ class CpuRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         """Compute the batch's rows, write their KV, and return [num_logits, vocab_size] float32."""
-        with torch.inference_mode():
-            return self._decoder.forward(self._inputs(batch, None), self._kv)
+        return self._compute(batch, None)[0]
 
     def forward_pooled(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the rows of a batch that pools; return the logits, and the pooled hidden states.
 
         The latter are [num_pooled, hidden_size] float32.
         """
-        with torch.inference_mode():
-            logits, hidden = self._decoder.forward_pooled(self._inputs(batch, pooled_rows(batch)), self._kv)
+        logits, hidden = self._compute(batch, pooled_rows(batch))
         if hidden is None:
             raise InvariantViolation("A step that pools gave no hidden states.")
         return logits, hidden
+
+    def _compute(self, batch: Batch, pooled: PooledRows | None) -> tuple[Tensor, Tensor | None]:
+        return self._forward(self._inputs(batch, pooled))
+
+    def _forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor | None]:
+        with torch.inference_mode():
+            return self._decoder.forward_pooled(inputs, self._kv)
 
     def _inputs(self, batch: Batch, pooled: PooledRows | None) -> ModelInputs:
         return ModelInputs(

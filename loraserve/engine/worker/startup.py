@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -47,6 +48,7 @@ from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
 from loraserve.model.checkpoint.blueprint import context_len
 from loraserve.model.checkpoint.loader import load_model
+from loraserve.model.checkpoint.whole_weights import WholeWeights
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
@@ -58,6 +60,9 @@ from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.ops import warm_up
 
+if TYPE_CHECKING:
+    from loraserve.engine.parallel.group import Group
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,11 +73,14 @@ class EngineParts:
     engine: Engine
     verifier: Verifier
     ready: m.Ready
+    group: Group | None = None
 
     def close(self) -> None:
-        """End verifications, grammars and loads, and their threads."""
+        """End verifications, grammars and loads, their threads, and other ranks' processes."""
         self.verifier.close()
         self.engine.close()
+        if self.group is not None:
+            self.group.close()
 
 
 def build_engine(
@@ -91,15 +99,37 @@ def build_engine(
     progress = progress or Progress()
     progress.begin("looking for devices")
     faults.hit("engine.load")
+    config = resolve(config)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    config = resolve(config)
     if config.draft_model_dir is not None:
         # before the base is loaded, which may take minutes
         check_same_tokenizer(Path(config.model_dir), Path(config.draft_model_dir))
     for one in config.kernels:
         arithmetic = Arithmetic(one.arithmetic, one.kernel, one.instructions)
         chooser().adopt(one.format, one.out_features, one.in_features, arithmetic)
+    group = start_group(config, progress) if config.tensor_parallel > 1 else None
+    try:
+        return _build(config, wake, progress, group)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def start_group(config: EngineConfig, progress: Progress) -> Group:
+    """Start the other ranks of a base that is cut.
+
+    Raises:
+        LoraserveError: a rank could not be started.
+    """
+    # not every build of torch has collectives
+    from loraserve.engine.parallel.group import Group
+
+    return Group(config, progress)
+
+
+def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, group: Group | None) -> EngineParts:
     decoder = load_model(
         Path(config.model_dir),
         model_id=config.model_id,
@@ -109,6 +139,7 @@ def build_engine(
         device=config.device,
         max_model_len=config.max_model_len,
         progress=progress,
+        ranks=None if group is None else group.ranks,
     )
     draft = _draft_base(config, decoder, progress)
     if draft is not None:
@@ -116,8 +147,11 @@ def build_engine(
             config, memory_budget_bytes=beside_draft(config.memory_budget_bytes, draft.kv_num_bytes)
         )
     runner: StepRunner
+    weights: Decoder | WholeWeights = decoder
+    if group is not None:
+        weights = WholeWeights(Path(config.model_dir), decoder, getattr(torch, config.dtype), config.quantize)
     if config.device == "cpu":
-        runner, device, kv = _on_cpu(decoder, config, progress)
+        runner, device, kv = _on_cpu(decoder, config, progress, group)
     else:
         runner, device, kv = _on_gpu(decoder, config, progress)
     progress.begin("opening the adapters' store")
@@ -128,7 +162,7 @@ def build_engine(
         pool=DeviceCache(device),
         host_cache=HostCache(config.host_cache_bytes),
         num_threads=config.loader_threads,
-        weights=decoder,
+        weights=weights,
         precision=Precision(config.adapter_rank_error, config.max_adapter_loss),
         wake=wake,
     )
@@ -146,7 +180,7 @@ def build_engine(
         speculation=_speculation(config, decoder, draft),
         progress=progress,
     )
-    engine.listener = verifier = Verifier(engine, decoder, store, throttle=throttle, wake=wake)
+    engine.listener = verifier = Verifier(engine, weights, store, throttle=throttle, wake=wake)
     ready = m.Ready(
         base=decoder.spec,
         num_kv_blocks=runner.num_blocks,
@@ -158,7 +192,7 @@ def build_engine(
             for format, out_features, in_features, one in chooser().taken()
         ),
     )
-    return EngineParts(engine, verifier, ready)
+    return EngineParts(engine, verifier, ready, group)
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -185,10 +219,21 @@ def resolve(config: EngineConfig) -> EngineConfig:
             "--draft-model is for CPUs, and this engine runs on a GPU.",
             hint="Leave --draft-model out, or use --device cpu.",
         )
+    num_threads = config.num_threads
+    if config.tensor_parallel > 1:
+        if device != "cpu":
+            raise ConfigError(
+                "--tensor-parallel is for CPUs, and this engine would run on a GPU.",
+                hint="Leave --tensor-parallel out, or use --device cpu.",
+            )
+        # of processes that wait for each other, more threads than cores make each step late
+        num_threads = num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
     budget = config.memory_budget_bytes
     if budget == 0 and (device == "cpu" or not has_gpu):
         budget = CPU_BUDGET_BYTES
-    return msgspec.structs.replace(config, device=device, dtype=dtype, memory_budget_bytes=budget)
+    return msgspec.structs.replace(
+        config, device=device, dtype=dtype, memory_budget_bytes=budget, num_threads=num_threads
+    )
 
 
 def is_interpreted() -> bool:
@@ -204,30 +249,49 @@ def _has_triton() -> bool:
     return True
 
 
-def _on_cpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
+def _on_cpu(
+    decoder: Decoder, config: EngineConfig, progress: Progress, group: Group | None
+) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
+    # each rank has its heads of every block, in whole pages; the budget is all ranks'
+    part = -(-kv_block_bytes(decoder, config.block_size) // mmap.PAGESIZE) * mmap.PAGESIZE
     plan = plan_cpu_memory(
-        config.memory_budget_bytes,
-        kv_block_bytes(decoder, config.block_size),
-        num_needed_blocks(decoder, config),
-        mmap.PAGESIZE,
+        config.memory_budget_bytes, config.tensor_parallel * part, num_needed_blocks(decoder, config), mmap.PAGESIZE
     )
-    memory = HostMemory(plan.num_blocks * plan.block_num_bytes)
-    runner = CpuRunner(decoder, view_kv(decoder, memory.data, plan.block_num_bytes, config.block_size))
+    memory = HostMemory(plan.num_blocks * part)
+    kv = view_kv(decoder, memory.data, part, config.block_size)
     arena = Arena(plan.num_pages, plan.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
+    _warm_up_adapters(held, progress)
+
+    def release(blocks: Sequence[int]) -> None:
+        freed = runs(blocks)
+        for first, count in freed:
+            memory.release(first * part, count * part)
+        if group is not None:
+            group.release(freed)
+
+    runner: CpuRunner
+    device: CpuDevice
+    client = arena.client(Owner.ADAPTERS)
+    if group is None:
+        runner, device = CpuRunner(decoder, kv), CpuDevice(decoder.spec, plan.max_adapter_bytes, held, client)
+    else:
+        runner, device = group.serve(decoder, kv, plan.max_adapter_bytes, held, client)
+    return runner, device, _kv_cache(config, plan, arena, release)
+
+
+def _warm_up_adapters(held: torch.dtype | None, progress: Progress) -> None:
+    """Compile the kernels of adapters: no step may wait for a compiler.
+
+    Args:
+        held: the dtype that they are held in; None: each in its own.
+    """
     dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
     compiler = " with numba (once: they are kept on disk)" if HAS_NUMBA else ""
     progress.begin(f"compiling kernels{compiler}, formats of adapters", len(dtypes))
     for number, dtype in enumerate(dtypes):
-        warm_up(dtype)  # no step may wait for a compiler
+        warm_up(dtype)
         progress.advance(number + 1)
-
-    def release(blocks: Sequence[int]) -> None:
-        for first, count in runs(blocks):
-            memory.release(first * plan.block_num_bytes, count * plan.block_num_bytes)
-
-    device = CpuDevice(decoder.spec, plan.max_adapter_bytes, held, arena.client(Owner.ADAPTERS))
-    return runner, device, _kv_cache(config, plan, arena, release)
 
 
 def _kv_cache(

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,8 +31,9 @@ from loraserve.model.checkpoint.blueprint import (
     draw,
     rounded_formats,
 )
+from loraserve.model.checkpoint.cutting import check_size, cut_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
-from loraserve.model.checkpoint.site import MakeLinear, Site, SiteModule, return_free_memory
+from loraserve.model.checkpoint.site import MakeLinear, Site, make_site, return_free_memory
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
@@ -40,6 +42,10 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
+from loraserve.model.parallel.part import Part
+from loraserve.model.parallel.ranks import Ranks
+from loraserve.model.parallel.shard import Shard
+from loraserve.model.parallel.weights import cut_site
 from loraserve.progress import Progress
 from loraserve.types import Digest
 from loraserve_kernels.common.quantized import QuantizedWeight
@@ -59,6 +65,7 @@ def load_model(
     max_model_len: int | None,
     activation_dtype: str = "auto",
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Return the base model of `model_dir`, ready to run.
 
@@ -74,9 +81,11 @@ def load_model(
         activation_dtype: as for `blueprint.rounded_formats`.
         progress: told how far the load is, and by the decoder of each part of a forward pass; None:
             nothing reads it.
+        ranks: the group that shares the base, of which this process holds its rank's part, on a
+            CPU; None: it holds all of it.
 
     Raises:
-        ConfigError: this machine can't do what is asked, max_model_len is more than the model has,
+        ConfigError: this machine can't do what is asked, the base can't be cut so, max_model_len is more than the model has,
             the checkpoint is quantized to something else than `quantize`, or no linear can round
             its activations to `activation_dtype`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
@@ -93,6 +102,10 @@ def load_model(
     context = context_len(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
     blueprint = draw(config, checkpoint.tensors, quantize)
+    part = None
+    if ranks is not None:
+        check_size(blueprint, ranks.size)
+        part = Part(Shard(ranks.rank, ranks.size, config), ranks)
     for format in blueprint.stored_formats:
         # refuses what this device can't multiply
         make_backend(device, dtype, format)
@@ -102,7 +115,7 @@ def load_model(
         "none" if blueprint.stored else quantize,
         rounded=rounded_formats(blueprint, activation_dtype, device),
     )
-    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress)
+    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress, part)
     before = chooser().around
     chooser().around = lambda format: progress.aside(f"probing kernels for {format}")
     try:
@@ -141,7 +154,9 @@ class _Loader:
         dtype: torch.dtype,
         device: str,
         progress: Progress,
+        part: Part | None,
     ) -> None:
+        self._part = part
         self._blueprint, self._checkpoint, self._dtype = blueprint, checkpoint, dtype
         self._progress = progress
         self._config, self._backend, self._device = blueprint.config, backend, device
@@ -165,15 +180,21 @@ class _Loader:
         digest = self._stream()
         self._progress.begin("packing the embedding and the head")
         rotaries = [RotaryEmbedding(rope, config.head_dim, max_model_len) for rope in config.ropes]
-        self._backend.bind(config, *rotaries)
+        part = self._part
+        self._backend.bind(config if part is None else part.shard.config, *rotaries)
         embedding = self._tensors[architecture.embedding]
         head = self._make_head(embedding)
+        if part is not None:
+            embedding = self._tensors[architecture.embedding] = part.embedding.table(embedding)
         embedding = embedding.to(self._backend.device)
         layers = tuple(self._layer(layer) for layer in range(config.num_layers))
         norm = self._norm(architecture.norm, self._name(config.num_layers - 1, architecture.mlp_out_norm))
         sites = [site.linear.num_bytes for site in self._all_sites() if site.linear is not None]
         size_bytes = sum(sites) + sum(t.nbytes for t in self._tensors.values()) + head.num_bytes
         size_bytes += sum(r.num_bytes for r in rotaries)
+        if part is not None:
+            # all parts are of one shape
+            size_bytes *= part.shard.size
         spec = self._blueprint.spec(
             id=model_id,
             digest=digest,
@@ -195,6 +216,7 @@ class _Loader:
             head=head,
             norm_weights={name: tensor for name, tensor in self._tensors.items() if name != architecture.embedding},
             progress=self._progress,
+            part=part,
         )
 
     def _add(self, plan: SitePlan) -> None:
@@ -209,24 +231,15 @@ class _Loader:
             self._sites[plan.layer, plan.name] = self._site(plan, self._backend.linear)
 
     def _site(self, plan: SitePlan, make: MakeLinear) -> Site:
-        stored = self._blueprint.stored
-        site = Site(
-            [SiteModule(module.out_features, module.has_bias, stored.get(module.path)) for module in plan.modules],
-            plan.in_features,
+        site, sinks = make_site(
+            plan,
+            self._blueprint.stored,
             make=make,
             dtype=self._gather_dtype,
-            quantize=plan.quantize,
             device=self._backend.device,
+            cut=None if self._part is None else partial(cut_site, cut_of(self._part.shard, plan)),
         )
-        for index, module in enumerate(plan.modules):
-            weight = stored.get(module.path)
-            if weight is None:
-                self._sinks[f"{module.path}.weight"] = _put(site.put_weight, index)
-            else:
-                for suffix in weight.tensors:
-                    self._sinks[f"{module.path}.{suffix}"] = _put(site.put_part, index, weight, suffix)
-            if module.has_bias:
-                self._sinks[f"{module.path}.bias"] = _put(site.put_bias, index)
+        self._sinks.update({name: _unnamed(sink) for name, sink in sinks.items()})
         return site
 
     def _make_router(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
@@ -262,8 +275,11 @@ class _Loader:
         """Return the checkpoint's head, or the embedding as the head."""
         if self._head is not None:
             return _finished(self._head)
-        weight = embedding.to(self._gather_dtype)
-        if self._blueprint.head_quantize == "none":
+        weight: Tensor | QuantizedWeight = embedding.to(self._gather_dtype)
+        if self._part is not None:
+            # the head's scales are of its rows
+            weight, _ = cut_site(self._part.shard.site_cut("lm_head"), weight, None, 0, embedding.shape[0])
+        if isinstance(weight, QuantizedWeight) or self._blueprint.head_quantize == "none":
             return self._backend.head(weight)
         return self._backend.head(quantize_weight(weight.to(self._backend.device), self._blueprint.head_quantize))
 
@@ -305,8 +321,8 @@ class _Loader:
                 self._name(layer, architecture.attention_norm), self._name(layer - 1, architecture.mlp_out_norm)
             ),
             qkv=self._linear(layer, "qkv"),
-            q_norm=self._head_norm(prefix + architecture.q_norm) if architecture.has_qk_norm else None,
-            k_norm=self._head_norm(prefix + architecture.k_norm) if architecture.has_qk_norm else None,
+            q_norm=self._head_norm(prefix + architecture.q_norm, is_query=True) if architecture.has_qk_norm else None,
+            k_norm=self._head_norm(prefix + architecture.k_norm, is_query=False) if architecture.has_qk_norm else None,
             o=self._linear(layer, "o"),
             mlp_norm=self._norm(
                 self._name(layer, architecture.mlp_norm), self._name(layer, architecture.attention_out_norm)
@@ -333,15 +349,16 @@ class _Loader:
             delta_scale=config.residual_scale,
         )
 
-    def _head_norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensors[name].to(self._backend.device), self._config.rms_norm_eps)
+    def _head_norm(self, name: str, *, is_query: bool) -> RMSNorm:
+        weight, eps = self._tensors[name].to(self._backend.device), self._config.rms_norm_eps
+        return RMSNorm(weight, eps) if self._part is None else self._part.head_norm(weight, eps, is_query=is_query)
 
     def _mlp(self, layer: int) -> Mlp:
         experts = self._config.experts
         if experts is None:
             return GatedMlp(self._linear(layer, "gate_up"), self._linear(layer, "down"), self._backend.gated)
         sites = self._experts[layer]
-        return MixtureOfExperts(
+        mixture = MixtureOfExperts(
             _finished(self._routers[layer]),
             [
                 Expert(_finished(gate_up), _finished(down))
@@ -351,9 +368,11 @@ class _Loader:
             is_normed=experts.is_normed,
             gated=self._backend.gated,
         )
+        return mixture if self._part is None else self._part.experts(mixture)
 
     def _linear(self, layer: int, site: str) -> LoraLinear:
-        return LoraLinear(_finished(self._sites[layer, site]), site, layer)
+        base = _finished(self._sites[layer, site])
+        return LoraLinear(base, site, layer) if self._part is None else self._part.linear(base, site, layer)
 
 
 def _log_choices() -> None:
@@ -378,8 +397,8 @@ def _joined(names: Iterable[str]) -> str:
     return "+".join(dict.fromkeys(names))
 
 
-def _put(put: Callable[..., None], *args: object) -> Callable[[str, Tensor], None]:
-    return lambda _, tensor: put(*args, tensor)
+def _unnamed(sink: Callable[[Tensor], None]) -> Callable[[str, Tensor], None]:
+    return lambda _, tensor: sink(tensor)
 
 
 def base_digest(identity: Mapping[str, object], tensors: list[tuple[str, str, tuple[int, ...], str]]) -> Digest:

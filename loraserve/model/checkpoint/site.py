@@ -6,19 +6,23 @@ They are gathered from a checkpoint while it's read, until they become one.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from loraserve.model.checkpoint.blueprint import SitePlan
 from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.layers.linears import JoinedLinear, Linear, quantize_weight
 from loraserve_kernels.common.quantized import QuantizedWeight, concatenate
 
 MakeLinear = Callable[[Tensor | QuantizedWeight, Tensor | None], Linear]
+Cut = Callable[[Tensor | QuantizedWeight, Tensor | None, int, int], tuple[Tensor | QuantizedWeight, Tensor | None]]
+"""Returns what is kept of a weight and a bias that are these rows of a site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Site:
         quantize: what they're rounded to then; ``none``: they aren't. Weights that are stored
             quantized stay what they are.
         device: where they're rounded.
+        cut: what is kept of the whole weight, once it is rounded; None: all of it.
     """
 
     def __init__(
@@ -56,7 +61,9 @@ class Site:
         dtype: torch.dtype,
         quantize: str,
         device: torch.device,
+        cut: Cut | None = None,
     ) -> None:
+        self._cut = cut
         self._modules, self._in_features = tuple(modules), in_features
         self._make, self._dtype, self._quantize, self._device = make, dtype, quantize, device
         self._first_rows = [sum(module.out_features for module in modules[:i]) for i in range(len(modules) + 1)]
@@ -107,7 +114,7 @@ class Site:
 
     def _finish(self) -> Linear:
         if self._fused is not None:
-            return self._make(self._rounded(self._fused), self._bias)
+            return self._made(self._rounded(self._fused), self._bias, 0, len(self._modules))
         linears: list[Linear] = []
         for _, group in groupby(range(len(self._modules)), key=self._kind):
             indices = list(group)
@@ -115,8 +122,14 @@ class Site:
             bias = self._bias
             if bias is not None:
                 bias = bias[self._first_rows[indices[0]] : self._first_rows[indices[-1] + 1]]
-            linears.append(self._make(self._joined(weights), bias))
+            linears.append(self._made(self._joined(weights), bias, indices[0], indices[-1] + 1))
         return linears[0] if len(linears) == 1 else JoinedLinear(linears)
+
+    def _made(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, first: int, last: int) -> Linear:
+        """Return the linear of these modules."""
+        if self._cut is not None:
+            weight, bias = self._cut(weight, bias, self._first_rows[first], self._first_rows[last])
+        return self._make(weight, bias)
 
     def _kind(self, index: int) -> tuple[str, int]:
         """Modules of one kind, side by side, become one weight."""
@@ -134,6 +147,42 @@ class Site:
 
     def _rounded(self, weight: Tensor) -> Tensor | QuantizedWeight:
         return weight if self._quantize == "none" else quantize_weight(weight.to(self._device), self._quantize)
+
+
+def make_site(
+    plan: SitePlan,
+    stored: Mapping[str, StoredWeight],
+    *,
+    make: MakeLinear,
+    dtype: torch.dtype,
+    device: torch.device,
+    cut: Cut | None = None,
+) -> tuple[Site, dict[str, Callable[[Tensor], None]]]:
+    """Return the site of a plan, and what takes each of its tensors, by name.
+
+    Args:
+        stored: linears that the checkpoint holds quantized, by path.
+    """
+    site = Site(
+        [SiteModule(module.out_features, module.has_bias, stored.get(module.path)) for module in plan.modules],
+        plan.in_features,
+        make=make,
+        dtype=dtype,
+        quantize=plan.quantize,
+        device=device,
+        cut=cut,
+    )
+    sinks: dict[str, Callable[[Tensor], None]] = {}
+    for index, module in enumerate(plan.modules):
+        weight = stored.get(module.path)
+        if weight is None:
+            sinks[f"{module.path}.weight"] = partial(site.put_weight, index)
+        else:
+            for suffix in weight.tensors:
+                sinks[f"{module.path}.{suffix}"] = partial(site.put_part, index, weight, suffix)
+        if module.has_bias:
+            sinks[f"{module.path}.bias"] = partial(site.put_bias, index)
+    return site, sinks
 
 
 def return_free_memory() -> None:

@@ -1,0 +1,156 @@
+"""Part of a packed adapter, for a base whose linears are cut into parts.
+
+Every change that an adapter makes to a linear is linear in its input, δ and replaced rows included:
+what the parts of a row-parallel one give may be summed. A part is cut from the packed adapter, so
+that its codes, scales and δ are the whole one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.cuts import Axis, ModuleCut
+from loraserve_kernels.common.modules import MODULES, LoraModule, ReplacedNorm
+from loraserve_kernels.common.packed import PackedAdapter, PackedRows
+from loraserve_kernels.common.sites import ModuleShapes
+from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, SHIFT, ModuleSize, PackedLayout, lay_out
+
+Allocate = Callable[[int, torch.dtype], Tensor]
+"""Returns so many zeros."""
+
+
+def lay_out_part(
+    modules: Sequence[LoraModule],
+    cuts: Mapping[str, ModuleCut],
+    *,
+    num_layers: int,
+    module_shapes: ModuleShapes,
+    dtype: torch.dtype,
+) -> PackedLayout:
+    """Return the layout that `cut_adapter` gives a part of these modules. Reads ids of rows alone.
+
+    Args:
+        module_shapes: of the part.
+    """
+    sizes = [
+        _size(
+            m.layer,
+            m.module,
+            cuts[m.module],
+            int(m.lora_a.shape[0]),
+            m.dora_delta is not None,
+            m.bias_delta is not None,
+            None if m.row_overrides is None else m.row_overrides.ids,
+        )
+        for m in modules
+    ]
+    return lay_out(sizes, num_layers=num_layers, module_shapes=module_shapes, dtype=dtype)
+
+
+def cut_adapter(
+    packed: PackedAdapter,
+    cuts: Mapping[str, ModuleCut],
+    *,
+    module_shapes: ModuleShapes,
+    allocate: Allocate,
+    keeps_head: bool,
+) -> PackedAdapter:
+    """Return a part of an adapter, copied.
+
+    Norms are whole in each part.
+
+    Args:
+        module_shapes: of the part.
+        allocate: the part's memory, in the order of data, floats, ids and norms.
+        keeps_head: whether the classification head goes along, which no kernel reads.
+    """
+    places = [(layer, module) for layer in range(packed.num_layers) for module in _modules_of(packed, layer)]
+    layout = lay_out(
+        [_size_of(packed, layer, module, cuts[module]) for layer, module in places],
+        num_layers=packed.num_layers,
+        module_shapes=module_shapes,
+        dtype=packed.data.dtype,
+    )
+    shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
+    part = PackedAdapter(
+        data=allocate(layout.num_elements, packed.data.dtype),
+        floats=allocate(layout.num_floats, torch.float32),
+        row_ids=allocate(layout.num_row_ids, torch.int32),
+        records=layout.records,
+        in_features=tuple(shape[1] for shape in shapes),
+        out_features=tuple(shape[0] for shape in shapes),
+        norms={place: allocate(weight.numel(), torch.float32).copy_(weight) for place, weight in packed.norms.items()},
+        head=packed.head if keeps_head else None,
+    )
+    for layer, module in places:
+        _fill(part, packed, layer, module, cuts[module])
+    return part
+
+
+def norms_bytes(norms: Sequence[ReplacedNorm]) -> int:
+    """Return the bytes of norms in a part."""
+    return 4 * sum(int(norm.weight.shape[0]) for norm in norms)
+
+
+def _modules_of(packed: PackedAdapter, layer: int) -> list[str]:
+    records = packed.records[layer]
+    has_any = (records[:, RANK] > 0) | (records[:, NUM_ROWS] > 0) | (records[:, DELTA] >= 0) | (records[:, SHIFT] >= 0)
+    return [module for module, has in zip(MODULES, has_any.tolist(), strict=True) if has]
+
+
+def _size_of(packed: PackedAdapter, layer: int, module: str, cut: ModuleCut) -> ModuleSize:
+    rows = packed.row_overrides(layer, module)
+    return _size(
+        layer,
+        module,
+        cut,
+        int(packed.scaling(layer, module).shape[0]),
+        packed.dora_delta(layer, module) is not None,
+        packed.bias_delta(layer, module) is not None,
+        None if rows is None else rows.ids,
+    )
+
+
+def _size(
+    layer: int, module: str, cut: ModuleCut, rank: int, has_delta: bool, has_shift: bool, ids: Tensor | None
+) -> ModuleSize:
+    num_rows = 0 if ids is None else int(ids[_chosen(ids, module, cut)].shape[0])
+    return ModuleSize(layer, module, rank, has_delta, has_shift and cut.has_bias, num_rows)
+
+
+def _chosen(ids: Tensor, module: str, cut: ModuleCut) -> slice:
+    """Return which replaced rows the part has: of a row-parallel linear, a piece of each."""
+    if cut.axis is Axis.IN and module != "embed_tokens":
+        return slice(0, int(ids.shape[0]))
+    first, last = torch.searchsorted(ids, torch.tensor([cut.start, cut.end], dtype=ids.dtype)).tolist()
+    return slice(first, last)
+
+
+def _fill(part: PackedAdapter, whole: PackedAdapter, layer: int, module: str, cut: ModuleCut) -> None:
+    count = cut.end - cut.start
+    part.scaling(layer, module).copy_(whole.scaling(layer, module))
+    is_out = cut.axis is Axis.OUT
+    a, b = whole.lora_a(layer, module), whole.lora_b(layer, module)
+    part.lora_a(layer, module)[:, : a.shape[1] if is_out else count] = a if is_out else a[:, cut.start : cut.end]
+    part.lora_b(layer, module)[:, : count if is_out else b.shape[1]] = b[:, cut.start : cut.end] if is_out else b
+    for row, values in (
+        (part.dora_delta(layer, module), whole.dora_delta(layer, module)),
+        (part.bias_delta(layer, module), whole.bias_delta(layer, module)),
+    ):
+        if row is not None and values is not None:
+            row[: count if is_out else None] = values[cut.start : cut.end] if is_out else values
+    target, rows = part.row_overrides(layer, module), whole.row_overrides(layer, module)
+    if target is not None and rows is not None:
+        _fill_rows(target, rows, module, cut)
+
+
+def _fill_rows(target: PackedRows, rows: PackedRows, module: str, cut: ModuleCut) -> None:
+    chosen = _chosen(rows.ids, module, cut)
+    is_split = cut.axis is Axis.IN and module != "embed_tokens"
+    target.ids.copy_(rows.ids[chosen] - (0 if is_split else cut.start))
+    target.weight.copy_(rows.weight[chosen, cut.start : cut.end] if is_split else rows.weight[chosen])
+    if target.scales is not None and rows.scales is not None:
+        target.scales.copy_(rows.scales[chosen])

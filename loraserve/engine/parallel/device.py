@@ -1,0 +1,148 @@
+"""A machine's memory as the device of adapters whose parts several ranks compute with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loraserve.engine.parallel.messages import DropAdapter, ToRank
+from loraserve.engine.parallel.part_memory import PartMemory, region_bytes
+from loraserve.errors import InvariantViolation
+from loraserve.memory.arena import ArenaClient
+from loraserve.memory.devices.base import AdapterHandle, Footprint, HostAdapter, PlacedAdapter
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.model.parallel.shard import Shard
+from loraserve.types import BaseSpec
+from loraserve_kernels.cpu.lora.cut import cut_adapter, lay_out_part
+from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterParts:
+    """An adapter in memory that all ranks can map, a part for each.
+
+    Attributes:
+        parts: by rank, as rank 0 sees them.
+    """
+
+    memory: PartMemory
+    parts: tuple[PackedAdapter, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts' pages, and of the classification head."""
+        return self.memory.num_bytes + (0 if self.head is None else self.head.nbytes)
+
+    @property
+    def head(self) -> Tensor | None:
+        return self.parts[0].head
+
+
+class GroupDevice(CpuDevice):
+    """Host memory of all ranks: parts are resident at once, and nothing is copied.
+
+    An adapter's handle is rank 0's part. Its footprint is that of all parts together, as the budget
+    is all ranks'. A part has A whole and some of B's rows of column-parallel linears, some of A's
+    columns and B whole of row-parallel ones.
+
+    Args:
+        shards: each rank's, in order.
+        send: sends a message to one rank.
+    """
+
+    def __init__(
+        self,
+        base: BaseSpec,
+        budget_bytes: int,
+        dtype: torch.dtype | None,
+        arena_client: ArenaClient,
+        shards: Sequence[Shard],
+        send: Callable[[int, ToRank], None],
+    ) -> None:
+        super().__init__(base, budget_bytes, dtype, arena_client)
+        self._shards, self._send = tuple(shards), send
+        self._numbers = itertools.count()
+        self._placed: dict[AdapterHandle, tuple[int, AdapterParts]] = {}
+
+    def number(self, handle: AdapterHandle) -> int:
+        """Return what ranks call an adapter that is placed.
+
+        Raises:
+            InvariantViolation: it isn't.
+        """
+        if handle not in self._placed:
+            raise InvariantViolation("an adapter of the step isn't placed on the ranks")
+        return self._placed[handle][0]
+
+    def footprint(
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
+    ) -> Footprint:
+        # refuses what doesn't fit the base
+        super().footprint(modules, stored, norms, head)
+        dtype = self.held_dtype(stored)
+        widths = [int(norm.weight.shape[0]) for norm in norms]
+        num_bytes = 0 if head is None else 4 * head.numel()
+        for shard in self._shards:
+            layout = lay_out_part(
+                modules, shard.cuts, num_layers=self._base.num_layers, module_shapes=shard.modules, dtype=dtype
+            )
+            num_bytes += region_bytes(layout, dtype, widths)
+        return self._whole_pages(num_bytes)
+
+    def pack(
+        self,
+        modules: Sequence[LoraModule],
+        stored: torch.dtype,
+        norms: Sequence[ReplacedNorm] = (),
+        head: Tensor | None = None,
+    ) -> HostAdapter:
+        packed = super().pack(modules, stored, norms, head)
+        widths = [weight.numel() for weight in packed.norms.values()]
+        layouts = [
+            lay_out_part(
+                modules,
+                shard.cuts,
+                num_layers=self._base.num_layers,
+                module_shapes=shard.modules,
+                dtype=packed.data.dtype,
+            )
+            for shard in self._shards
+        ]
+        memory = PartMemory([region_bytes(layout, packed.data.dtype, widths) for layout in layouts])
+        parts = tuple(
+            cut_adapter(
+                packed,
+                shard.cuts,
+                module_shapes=shard.modules,
+                allocate=memory.region(shard.rank).allocate,
+                keeps_head=shard.rank == 0,
+            )
+            for shard in self._shards
+        )
+        return AdapterParts(memory, parts)
+
+    def place(self, packed: HostAdapter) -> PlacedAdapter:
+        if not isinstance(packed, AdapterParts):
+            raise InvariantViolation("An adapter that was packed for another device can't be placed on these ranks.")
+        footprint = self.footprint_of(packed)
+        self.arena_client.allocate(footprint.num_bytes // self.arena_client.arena.page_num_bytes)
+        number = next(self._numbers)
+        for rank in range(1, len(self._shards)):
+            self._send(rank, packed.memory.hold_message(number, rank, packed.parts[rank]))
+        self._placed[packed.parts[0]] = number, packed
+        return PlacedAdapter(packed.parts[0], footprint)
+
+    def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
+        super().remove(placed)
+        number, packed = self._placed.pop(placed.handle)
+        for rank in range(1, len(self._shards)):
+            self._send(rank, DropAdapter(number=number))
+        return packed

@@ -1,0 +1,240 @@
+"""The processes that share a base with this one: started, told what to do, watched."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch.distributed import FileStore
+
+from loraserve.config import EngineConfig
+from loraserve.engine.parallel import messages as m
+from loraserve.engine.parallel.device import GroupDevice
+from loraserve.engine.parallel.kernel_choices import publish_choices
+from loraserve.engine.parallel.runner import GroupRunner
+from loraserve.errors import EngineError, LoraserveError, error_from_code
+from loraserve.memory.arena import ArenaClient
+from loraserve.model.decoder import Decoder
+from loraserve.model.inputs import KVTensors
+from loraserve.model.parallel.ranks import Ranks
+from loraserve.model.parallel.shard import Shard
+from loraserve.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", m.Joining, m.Loaded)
+
+_STORE_TIMEOUT = timedelta(hours=1)
+"""Longer than the load of any base: a rank that dies is noticed by its process."""
+_POLL_S = 0.1
+_END_PATIENCE_S = 2.0
+
+
+class Group:
+    """Ranks 1 and up, each a process that ends with this one.
+
+    Attributes:
+        ranks: this process's end of the collectives, as rank 0.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+        """Start the processes; each loads its part of the base while this one loads its own.
+
+        Raises:
+            LoraserveError: a rank could not join; the message says which, and why.
+        """
+        _raise_descriptor_limit()
+        size = config.tensor_parallel
+        self._progress = progress
+        self._dir = tempfile.mkdtemp(prefix="loraserve-ranks-")  # 0700
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_over = False
+        path = str(Path(self._dir) / "store")
+        try:
+            progress.begin(f"starting ranks 1 to {size - 1}")
+            for rank in range(1, size):
+                self._start(config, rank, path)
+            self._expect(m.Joining)
+            self._store = FileStore(path, size)
+            self._store.set_timeout(_STORE_TIMEOUT)
+            self.ranks = Ranks(0, size, self._store)
+        except BaseException:
+            self.close()
+            raise
+        publish_choices(self._store)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes, by rank from 1."""
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, this one among them."""
+        return len(self._processes) + 1
+
+    def serve(
+        self, decoder: Decoder, kv: KVTensors, adapter_bytes: int, held: torch.dtype | None, client: ArenaClient
+    ) -> tuple[GroupRunner, GroupDevice]:
+        """Return what computes steps and holds adapters on all ranks, once each has its part.
+
+        The ranks are watched from now on: one that ends ends this process.
+
+        Args:
+            kv: this rank's part of the cache; the others have one of the same shape.
+            adapter_bytes: what adapters may take at most, all parts together.
+            held: the dtype of adapters; None: each in its own.
+
+        Raises:
+            LoraserveError: a rank could not load its part; the message says which, and why.
+        """
+        self._progress.begin("waiting for the other ranks' parts of the base")
+        publish_choices(None)
+        self._expect(m.Loaded)
+        shutil.rmtree(self._dir, ignore_errors=True)
+        block_num_bytes = kv.k[0].stride(0) * kv.k[0].element_size()
+        self.send(m.OpenCache(num_blocks=kv.k[0].shape[0], block_num_bytes=block_num_bytes, block_size=kv.block_size))
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        shards = [Shard(rank, self.size, decoder.config) for rank in range(self.size)]
+        device = GroupDevice(decoder.spec, adapter_bytes, held, client, shards, self.send_to)
+        return GroupRunner(decoder, kv, device, self.send), device
+
+    def release(self, runs: list[tuple[int, int]]) -> None:
+        """Have the other ranks return the memory of KV blocks, in runs of (first, count)."""
+        self.send(m.ReleaseBlocks(runs=runs))
+
+    def send(self, message: m.ToRank) -> None:
+        """Send a message to every other rank, which acts on it after those before."""
+        data = m.encode(message)
+        for connection in self._connections:
+            connection.send_bytes(data)
+
+    def send_to(self, rank: int, message: m.ToRank) -> None:
+        """Send a message to one rank."""
+        self._connections[rank - 1].send_bytes(m.encode(message))
+
+    def close(self) -> None:
+        """End the processes. No step runs."""
+        self._is_over = True
+        with suppress(OSError):
+            self.send(m.Stop())
+        for process in self._processes:
+            try:
+                process.wait(_END_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _start(self, config: EngineConfig, rank: int, store: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "loraserve.engine.parallel.follower",
+                    str(theirs.fileno()),
+                    str(rank),
+                    store,
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+        self._processes.append(process)
+        self._connections.append(Connection(ours.detach()))
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(config))
+                process.stdin.close()
+
+    def _expect(self, kind: type[Answer]) -> None:
+        """Wait for a message of every rank."""
+        for rank, (process, connection) in enumerate(zip(self._processes, self._connections, strict=True), 1):
+            worked = ""
+            while not connection.poll(_POLL_S):
+                if process.poll() is not None and not connection.poll(0):
+                    raise EngineError(f"rank {rank} of {self.size} {_end(process.returncode)}.")
+                now = _work_of(process.pid)
+                if now != worked:
+                    # a rank that stands still is a load that does
+                    worked = now
+                    self._progress.tick()
+            try:
+                message = m.decode_from_rank(connection.recv_bytes())
+            except (EOFError, OSError):
+                code = process.wait()
+                raise EngineError(f"rank {rank} of {self.size} {_end(code)}.") from None
+            if isinstance(message, m.Failed):
+                raise _error(rank, message)
+            if not isinstance(message, kind):
+                raise EngineError(f"rank {rank} sent {type(message).__name__} in the place of {kind.__name__}.")
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """End this process when a rank ends: no step can be computed, and one may wait for it."""
+        code = process.wait()
+        if self._is_over:
+            return
+        logger.error(
+            "rank %d of %d (process %d) %s: this engine ends, and another takes its requests over",
+            rank,
+            self.size,
+            process.pid,
+            _end(code),
+        )
+        logging.shutdown()
+        os._exit(1)
+
+
+def _error(rank: int, message: m.Failed) -> LoraserveError:
+    error = error_from_code(message.code or EngineError.code, f"Rank {rank} could not be started: {message.message}")
+    error.hint = message.hint
+    return error
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _work_of(pid: int) -> str:
+    """Return the processor time of a process, as the system counts it; empty where it doesn't."""
+    try:
+        fields: Sequence[str] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return " ".join(fields[11:13])
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many open files as the system does: each adapter in memory has one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

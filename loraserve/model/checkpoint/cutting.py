@@ -1,0 +1,88 @@
+"""Parts of a base for the ranks of a tensor-parallel group: what each site gives, what can be cut.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from loraserve.errors import ConfigError
+from loraserve.limits import LIMITS
+from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan
+from loraserve.model.config.formats import group_size, kernels_group_size
+from loraserve.model.parallel.shard import Shard, SiteCut
+
+
+def cut_of(shard: Shard, plan: SitePlan) -> SiteCut:
+    """Return the part of a site's weight."""
+    if plan.kind is SiteKind.ROUTER:
+        return SiteCut(None, None)
+    if plan.kind is not SiteKind.EXPERT:
+        return shard.site_cut(plan.name)
+    is_down = _is_down(plan)
+    return shard.expert_cut(plan.in_features if is_down else plan.modules[0].out_features, is_down=is_down)
+
+
+def _is_down(plan: SitePlan) -> bool:
+    return plan.name == "down" or (plan.kind is SiteKind.EXPERT and len(plan.modules) == 1)
+
+
+def check_size(blueprint: Blueprint, size: int) -> None:
+    """Return if a base can be cut into so many parts.
+
+    Raises:
+        ConfigError: it can't; the message says what doesn't divide, and which numbers do.
+    """
+    problem = _problem(blueprint, size)
+    if problem is None:
+        return
+    working = [str(n) for n in range(1, LIMITS.max_ranks + 1) if _problem(blueprint, n) is None]
+    raise ConfigError(
+        f"--tensor-parallel {size}: {problem}.",
+        hint=f"This base can be served by {_listed(working)} {'rank' if working == ['1'] else 'ranks'}.",
+    )
+
+
+def _problem(blueprint: Blueprint, size: int) -> str | None:
+    """Return what can't be cut into so many parts; None: all can."""
+    config = blueprint.config
+    if size > LIMITS.max_ranks:
+        return f"at most {LIMITS.max_ranks} ranks are served"
+    if config.num_heads % size:
+        return f"{config.num_heads} attention heads (num_attention_heads) aren't a multiple of it"
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        return (
+            f"{config.num_kv_heads} KV heads (num_key_value_heads) are neither a multiple of it nor a divisor, "
+            "by which each rank would have one"
+        )
+    inner = config.intermediate_size if config.experts is None else config.experts.intermediate_size
+    if inner % size:
+        return f"{inner} inner features of an MLP (intermediate_size) aren't a multiple of it"
+    for plan in blueprint.sites:
+        if plan.name == "o" or _is_down(plan):
+            group = _group(blueprint, plan)
+            if plan.in_features // size % group:
+                return (
+                    f"a rank would have {plan.in_features // size} inputs of {plan.modules[0].path}, "
+                    f"whose scales are of groups of {group}"
+                )
+    return None
+
+
+def _group(blueprint: Blueprint, plan: SitePlan) -> int:
+    """Return how many inputs of a row-parallel linear must stay together: those with one scale."""
+    stored = blueprint.stored.get(plan.modules[0].path)
+    if stored is None:
+        format, group = plan.quantize, 1
+        if format in ("int4", "nf4"):
+            group = group_size(format, plan.in_features)
+        # one scale of an output channel is that of each part of it
+        return group
+    scheme = stored.scheme
+    if scheme.format == "nf4":
+        return group_size("nf4", plan.in_features)
+    is_by_group = scheme.format == "int4" or scheme.group_size is not None or not scheme.is_symmetric
+    return (kernels_group_size(scheme.group_size or plan.in_features) if is_by_group else None) or 1
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

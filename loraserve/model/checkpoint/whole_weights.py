@@ -1,0 +1,174 @@
+"""Weights of a whole base, read from its checkpoint when they're asked for.
+
+It's for what reads weights beside the steps (DoRA's lengths, copies that PEFT saves, the reference
+evaluation) where this process has a part of the base alone: no weight is exchanged, and none stays
+in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import InvariantViolation
+from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan, draw
+from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
+from loraserve.model.checkpoint.site import make_site
+from loraserve.model.config.model_config import ModelConfig, read_config
+from loraserve.model.decoder import Decoder
+from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.linears import Linear, float_rows, quantize_weight, row_blocks
+from loraserve_kernels.common.arithmetic import Arithmetic
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu.lora.layout import SITES
+
+
+class WholeWeights:
+    """A base's weights as a process that held all of it would compute with them.
+
+    Any thread may ask.
+
+    Attributes:
+        config: the base's.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, model_dir: Path, decoder: Decoder, dtype: torch.dtype, quantize: str) -> None:
+        """Read the headers.
+
+        Args:
+            decoder: of this process's part: it has what isn't cut.
+            dtype: what weights are kept in when they aren't quantized.
+            quantize: what a float checkpoint's linears are rounded to.
+        """
+        self.config: ModelConfig = read_config(model_dir)
+        self._checkpoint: Checkpoint = open_checkpoint(model_dir)
+        self._blueprint: Blueprint = draw(self.config, self._checkpoint.tensors, quantize)
+        self._decoder, self._dtype = decoder, dtype
+        self._gather_dtype = dtype if self._blueprint.quantize == "none" else torch.float32
+        self._sites = {(plan.layer, plan.name): plan for plan in self._blueprint.sites if plan.name}
+        self._routers = {plan.layer: plan for plan in self._blueprint.sites if plan.kind is SiteKind.ROUTER}
+        self._experts: dict[int, list[SitePlan]] = {}
+        for plan in self._blueprint.sites:
+            if plan.kind is SiteKind.EXPERT:
+                self._experts.setdefault(plan.layer, []).append(plan)
+
+    def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
+        """Yield modules' weights in float32, a block of rows at a time; see `Decoder.weight_rows`."""
+        if modules == ("embed_tokens",):
+            yield from float_rows(self._embedding(), 0, self.config.vocab_size)
+        elif modules == ("lm_head",):
+            yield from self._head().rows(0, self.config.vocab_size)
+        else:
+            yield from self._rows(layer, modules)
+
+    def bias(self, layer: int, module: str) -> Tensor | None:
+        """Return a linear's bias, [out_features] float32; None where it has none."""
+        plan, start = self._site_of(layer, module)
+        if not self.config.has_bias(module):
+            return None
+        bias = self.read(plan).bias
+        return None if bias is None else bias[start : start + self.config.module_shapes[module][0]].float()
+
+    def norm_weight(self, name: str) -> Tensor:
+        """Return what a norm multiplies with, by the name of its tensor in the checkpoint."""
+        return self._decoder.norm_weight(name)
+
+    def experts(self, layer: int) -> MixtureOfExperts | None:
+        """Return what stands in the place of a layer's MLP, its weights read as they're asked for."""
+        if self.config.experts is None:
+            return None
+        linears = [_StoredLinear(self, plan) for plan in self._experts[layer]]
+        return MixtureOfExperts(
+            _StoredLinear(self, self._routers[layer]),
+            [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)],
+            num_chosen=self.config.experts.num_chosen,
+            is_normed=self.config.experts.is_normed,
+            gated=self._decoder.backend.gated,
+        )
+
+    def _rows(self, layer: int, modules: Sequence[str]) -> Iterator[Tensor]:
+        plan, start = self._site_of(layer, modules[0])
+        count = sum(self.config.module_shapes[module][0] for module in modules)
+        names = SITES[plan.name]
+        if len(plan.modules) == len(names):
+            # of modules that the file has one by one, those that are asked for
+            first = names.index(modules[0])
+            plan, start = dataclasses.replace(plan, modules=plan.modules[first : first + len(modules)]), 0
+        yield from self.read(plan).rows(start, start + count)
+
+    def _site_of(self, layer: int, module: str) -> tuple[SitePlan, int]:
+        """Return the site that a module is a part of, and its first row."""
+        site, names = next((site, names) for site, names in SITES.items() if module in names)
+        if (layer, site) not in self._sites:
+            raise InvariantViolation(f"{module} of layer {layer} was asked for, which this base doesn't have.")
+        start = sum(self.config.module_shapes[name][0] for name in names[: names.index(module)])
+        return self._sites[layer, site], start
+
+    def _embedding(self) -> Tensor:
+        return self._checkpoint.rows(self.config.architecture.embedding, 0, self.config.vocab_size)
+
+    def _head(self) -> Linear:
+        plan = self._sites.get((0, "lm_head"))
+        if plan is not None:
+            return self.read(plan)
+        weight: Tensor | QuantizedWeight = self._embedding().to(self._gather_dtype)
+        if isinstance(weight, Tensor) and self._blueprint.head_quantize != "none":
+            weight = quantize_weight(weight, self._blueprint.head_quantize)
+        return HeldWeight(weight, None, self._dtype)
+
+    def read(self, plan: SitePlan) -> Linear:
+        """Return a site's weights, gathered and rounded as the loader does."""
+        dtype = torch.float32 if plan.kind is SiteKind.ROUTER else self._dtype
+        site, sinks = make_site(
+            plan,
+            self._blueprint.stored,
+            make=lambda weight, bias: HeldWeight(weight, bias, dtype),
+            dtype=self._gather_dtype,
+            device=self.device,
+        )
+        for stored, tensor, _ in self._checkpoint.read(frozenset(sinks)):
+            sinks[stored.name](tensor)
+        if site.linear is None:
+            raise InvariantViolation("a linear lacks some of its tensors")
+        return site.linear
+
+
+class HeldWeight:
+    """A linear that is read and multiplies nothing."""
+
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        if isinstance(weight, Tensor) and weight.dtype != dtype:
+            largest = torch.finfo(dtype).max
+            weight = weight.float().clamp(-largest, largest).to(dtype)
+        self._weight, self.bias = weight, bias
+        self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
+        self.out_features = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
+        self.arithmetics: tuple[Arithmetic, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise InvariantViolation("a weight that is only read was multiplied with")
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        if isinstance(self._weight, Tensor):
+            yield from float_rows(self._weight, start, end)
+            return
+        for first, last in row_blocks(start, end, self._weight.in_features):
+            yield self._weight.rows(first, last).dequantize(torch.float32)
+
+
+class _StoredLinear(HeldWeight):
+    """A linear whose weights are read from the checkpoint each time."""
+
+    def __init__(self, weights: WholeWeights, plan: SitePlan) -> None:
+        self._whole, self._plan = weights, plan
+        self.bias, self.num_bytes, self.arithmetics = None, 0, ()
+        self.out_features = sum(module.out_features for module in plan.modules)
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        yield from self._whole.read(self._plan).rows(start, end)
