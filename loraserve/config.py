@@ -79,7 +79,7 @@ class EngineConfig(Struct, frozen=True):
     num_threads: int = 0
     """Threads of each process that computes; 0: torch's own choice, shared out among them."""
     tensor_parallel: int = 1
-    """Processes that share the base, each with a part of every linear; 1: this one has all of it."""
+    """Processes that share the base, each with a part of every linear; 1: this one has all."""
     loader_threads: int = 2
     heartbeat_s: float = 0.5
     kernels: tuple[KernelChoice, ...] = ()

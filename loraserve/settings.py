@@ -343,7 +343,7 @@ class Settings(BaseSettings):
     num_threads: int = Field(default=0, ge=0, le=1024)
     """Threads of the forward pass; 0: torch's own choice, shared out among the ranks."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Processes that share the base and its KV cache, each with a part of every linear. CPUs only."""
+    """Processes that share the base and its KV cache, each with a part of both. CPUs only."""
     loader_threads: int = Field(default=2, ge=1, le=64)
     """Threads that load adapters."""
 

@@ -25,7 +25,7 @@ from loraserve.db import migrate
 from loraserve.db.models import Base
 from loraserve.types import BaseSpec, Certificate, Digest
 
-pytest_plugins = ["certificates", "failures", "garbage", "interpreted", "workers"]
+pytest_plugins = ["certificates", "failures", "garbage", "interpreted", "rank_pool", "workers"]
 
 POSTGRES_URL = os.environ.get("LORASERVE_TEST_POSTGRES_URL")
 BACKENDS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]

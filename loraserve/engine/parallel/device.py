@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ class AdapterParts:
         return self.parts[0].head
 
 
-class GroupDevice(CpuDevice):
+class GroupDevice:
     """Host memory of all ranks: parts are resident at once, and nothing is copied.
 
     An adapter's handle is rank 0's part. Its footprint is that of all parts together, as the budget
@@ -54,6 +54,8 @@ class GroupDevice(CpuDevice):
         send: sends a message to one rank.
     """
 
+    is_host_memory = True
+
     def __init__(
         self,
         base: BaseSpec,
@@ -63,7 +65,8 @@ class GroupDevice(CpuDevice):
         shards: Sequence[Shard],
         send: Callable[[int, ToRank], None],
     ) -> None:
-        super().__init__(base, budget_bytes, dtype, arena_client)
+        self._base, self._whole = base, CpuDevice(base, budget_bytes, dtype, arena_client)
+        self.arena_client, self.limits = arena_client, self._whole.limits
         self._shards, self._send = tuple(shards), send
         self._numbers = itertools.count()
         self._placed: dict[AdapterHandle, tuple[int, AdapterParts]] = {}
@@ -86,7 +89,7 @@ class GroupDevice(CpuDevice):
         head: Tensor | None = None,
     ) -> Footprint:
         # refuses what doesn't fit the base
-        super().footprint(modules, stored, norms, head)
+        self._whole.footprint(modules, stored, norms, head)
         dtype = self.held_dtype(stored)
         widths = [int(norm.weight.shape[0]) for norm in norms]
         num_bytes = 0 if head is None else 4 * head.numel()
@@ -95,7 +98,8 @@ class GroupDevice(CpuDevice):
                 modules, shard.cuts, num_layers=self._base.num_layers, module_shapes=shard.modules, dtype=dtype
             )
             num_bytes += region_bytes(layout, dtype, widths)
-        return self._whole_pages(num_bytes)
+        arena = self.arena_client.arena
+        return Footprint(arena.pages_of(num_bytes) * arena.page_num_bytes)
 
     def pack(
         self,
@@ -103,8 +107,8 @@ class GroupDevice(CpuDevice):
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
-    ) -> HostAdapter:
-        packed = super().pack(modules, stored, norms, head)
+    ) -> AdapterParts:
+        packed = self._whole.pack(modules, stored, norms, head)
         widths = [weight.numel() for weight in packed.norms.values()]
         layouts = [
             lay_out_part(
@@ -129,6 +133,24 @@ class GroupDevice(CpuDevice):
         )
         return AdapterParts(memory, parts)
 
+    def held_dtype(self, stored: torch.dtype) -> torch.dtype:
+        return self._whole.held_dtype(stored)
+
+    def footprint_of(self, packed: HostAdapter) -> Footprint:
+        return self._whole.footprint_of(packed)
+
+    def can_lay_out(self, footprint: Footprint, leaving: Iterable[PlacedAdapter] = ()) -> bool:
+        return True
+
+    def is_ready(self, placed: PlacedAdapter) -> bool:
+        return True
+
+    def step_launched(self) -> None:
+        pass
+
+    def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
+        return self._whole.check(placed)
+
     def place(self, packed: HostAdapter) -> PlacedAdapter:
         if not isinstance(packed, AdapterParts):
             raise InvariantViolation("An adapter that was packed for another device can't be placed on these ranks.")
@@ -141,7 +163,7 @@ class GroupDevice(CpuDevice):
         return PlacedAdapter(packed.parts[0], footprint)
 
     def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
-        super().remove(placed)
+        self._whole.remove(placed)
         number, packed = self._placed.pop(placed.handle)
         for rank in range(1, len(self._shards)):
             self._send(rank, DropAdapter(number=number))

@@ -97,7 +97,7 @@ class Follower:
             query_starts=message.query_starts,
             context_lens=message.context_lens,
             block_tables=numbers(message.block_tables, torch.int32).view(-1, message.max_blocks),
-            logits_rows=numbers(message.logits_rows),
+            logits_rows=None if message.logits_rows is None else numbers(message.logits_rows),
             lora=make_plan(segments, len(token_ids)),
             pooled=None if message.pooled is None else PooledRows(*map(numbers, message.pooled)),
         )
@@ -133,7 +133,7 @@ def main() -> int:
 def _load(connection: Connection, rank: int, store_path: str) -> Follower:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     import torch
-    from torch.distributed import FileStore
+    from torch._C._distributed_c10d import FileStore
 
     from loraserve.engine.parallel.kernel_choices import follow_choices
     from loraserve.memory.devices.cpu import cpu_adapter_dtype

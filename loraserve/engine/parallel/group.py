@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from loraserve.config import EngineConfig
 from loraserve.engine.parallel import messages as m
@@ -149,7 +149,7 @@ class Group:
     def _start(self, config: EngineConfig, rank: int, store: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603 (our own words)
                 [
                     sys.executable,
                     "-P",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.cpu.linear.chooser import chooser

@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the other ranks of a group, in the order in which they take effect."""
+"""Messages between rank 0 and the other ranks of a group, which take effect in their order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ComputeStep(Struct, frozen=True, tag="step"):
     """Compute a step's rows; every rank has the same.
 
     Attributes:
-        token_ids, positions, slots, logits_rows: int64, as bytes.
+        token_ids, positions, slots, logits_rows: int64, as bytes; no logits_rows: all.
         block_tables: int32, as bytes, `max_blocks` for each sequence.
         adapters: (number, row_start, row_end).
         pooled: kept rows, and the places of logits and of hidden states in them; None: nothing is
@@ -69,7 +69,7 @@ class ComputeStep(Struct, frozen=True, tag="step"):
     context_lens: list[int]
     block_tables: bytes
     max_blocks: int
-    logits_rows: bytes
+    logits_rows: bytes | None
     adapters: list[tuple[int, int, int]]
     pooled: tuple[bytes, bytes, bytes] | None = None
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from loraserve.engine.parallel.messages import HoldAdapter, Region
 from loraserve.errors import AdapterUnavailable
 from loraserve_kernels.common.packed import PackedAdapter
-from loraserve_kernels.common.sizes import RECORD_WORDS, ItemSized, PackedLayout
 from loraserve_kernels.common.sites import MODULES
+from loraserve_kernels.common.sizes import RECORD_WORDS, ItemSized, PackedLayout
 
 _ALIGNMENT = 64
 

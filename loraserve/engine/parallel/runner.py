@@ -47,7 +47,7 @@ class GroupRunner(CpuRunner):
                 the group is started anew.
         """
         inputs = self._inputs(batch, pooled)
-        message = self._message(batch, inputs)
+        message = step_message(inputs, self._adapters)
         try:
             self._send(message)
             return self._forward(inputs)
@@ -55,20 +55,25 @@ class GroupRunner(CpuRunner):
             logger.exception("a step of several ranks failed: this engine ends, and another takes its requests over")
             raise DeviceLost(f"a step of several ranks failed: {error}") from error
 
-    def _message(self, batch: Batch, inputs: ModelInputs) -> ComputeStep:
-        pooled = inputs.pooled
-        return ComputeStep(
-            token_ids=batch.token_ids.tobytes(),
-            positions=batch.positions.tobytes(),
-            slots=batch.slots.tobytes(),
-            query_starts=[int(start) for start in batch.query_starts],
-            context_lens=[int(length) for length in batch.context_lens],
-            block_tables=batch.block_tables.tobytes(),
-            max_blocks=batch.block_tables.shape[1],
-            logits_rows=batch.logits_rows.tobytes(),
-            adapters=[(self._adapters.number(adapter), int(start), int(end)) for adapter, start, end in batch.adapters],
-            pooled=None if pooled is None else tuple(_bytes(numbers) for numbers in pooled.tensors),
-        )
+
+def step_message(inputs: ModelInputs, adapters: Numbered) -> ComputeStep:
+    """Return what tells other ranks of a step."""
+    rows, pooled = inputs.logits_rows, inputs.pooled
+    segments = () if inputs.lora is None else inputs.lora.segments
+    return ComputeStep(
+        token_ids=_bytes(inputs.token_ids),
+        positions=_bytes(inputs.positions),
+        slots=_bytes(inputs.slot_mapping),
+        query_starts=[int(start) for start in inputs.query_starts],
+        context_lens=[int(length) for length in inputs.context_lens],
+        block_tables=inputs.block_tables.numpy().tobytes(),
+        max_blocks=inputs.block_tables.shape[1],
+        logits_rows=None if rows is None else _bytes(rows),
+        adapters=[(adapters.number(s.adapter), s.row_start, s.row_end) for s in segments],
+        pooled=None
+        if pooled is None
+        else (_bytes(pooled.kept), _bytes(pooled.logits_places), _bytes(pooled.hidden_places)),
+    )
 
 
 def _bytes(numbers: Tensor) -> bytes:

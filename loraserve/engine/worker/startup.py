@@ -271,7 +271,7 @@ def _on_cpu(
             group.release(freed)
 
     runner: CpuRunner
-    device: CpuDevice
+    device: AdapterDevice
     client = arena.client(Owner.ADAPTERS)
     if group is None:
         runner, device = CpuRunner(decoder, kv), CpuDevice(decoder.spec, plan.max_adapter_bytes, held, client)

@@ -85,9 +85,9 @@ def load_model(
             CPU; None: it holds all of it.
 
     Raises:
-        ConfigError: this machine can't do what is asked, the base can't be cut so, max_model_len is more than the model has,
-            the checkpoint is quantized to something else than `quantize`, or no linear can round
-            its activations to `activation_dtype`.
+        ConfigError: this machine can't do what is asked, the base can't be cut so, max_model_len is
+            more than the model has, the checkpoint is quantized to something else than `quantize`,
+            or no linear can round its activations to `activation_dtype`.
         UnknownArchitecture, MissingTensor, UnexpectedTensor, ShapeMismatch, ModelError: what is
             wrong with the directory, and where.
     """

@@ -59,7 +59,7 @@ class WholeWeights:
                 self._experts.setdefault(plan.layer, []).append(plan)
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
-        """Yield modules' weights in float32, a block of rows at a time; see `Decoder.weight_rows`."""
+        """Yield modules' weights in float32, by blocks of rows; see `Decoder.weight_rows`."""
         if modules == ("embed_tokens",):
             yield from float_rows(self._embedding(), 0, self.config.vocab_size)
         elif modules == ("lm_head",):
@@ -80,7 +80,7 @@ class WholeWeights:
         return self._decoder.norm_weight(name)
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
-        """Return what stands in the place of a layer's MLP, its weights read as they're asked for."""
+        """Return what stands in the place of a layer's MLP; its weights are read when asked for."""
         if self.config.experts is None:
             return None
         linears = [_StoredLinear(self, plan) for plan in self._experts[layer]]

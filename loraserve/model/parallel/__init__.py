@@ -1,1 +1,1 @@
-"""One base over several processes: which part of each weight a rank has, and what ranks exchange."""
+"""One base over several processes: each rank's part of it, and what ranks exchange."""

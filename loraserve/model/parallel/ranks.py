@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 _TIMEOUT = timedelta(minutes=10)
 """A rank that is that late has died, which its group's watch notices at once, or was stopped."""
@@ -46,10 +45,12 @@ class Ranks:
         # not every build of torch has it
         from torch.distributed import GatherOptions, ProcessGroupGloo
 
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        # as torch's stubs lack what its extension has
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
-        self._group = ProcessGroupGloo(store, rank, size, options)
+        self._group: Any = gloo(store, rank, size, options)
         self._to_first = GatherOptions()
         self._to_first.rootRank = 0
 

@@ -1,8 +1,8 @@
 """Part of a base that one rank of a tensor-parallel group holds. Imports no torch.
 
-Column-parallel linears (q, k, v, gate, up, the head) are cut by outputs, row-parallel ones (o, down)
-by inputs, KV heads with their queries, the vocabulary of embedding and head in equal ranges. What
-is smaller than that (norms, a router) every rank has whole.
+Column-parallel linears (q, k, v, gate, up, the head) are cut by outputs, row-parallel ones (o,
+down) by inputs, KV heads with their queries, the vocabulary of embedding and head in equal ranges.
+What is smaller than that (norms, a router) every rank has whole.
 
 All ranks' parts have one shape: the vocabulary's last range is filled up with rows that no one
 reads.

@@ -1,0 +1,133 @@
+"""Bases over several processes, as an engine of `--tensor-parallel` has them, without an engine.
+
+The processes import torch once and load one base after the other.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import FileStore
+
+from loraserve.engine.parallel import messages as m
+from loraserve.engine.parallel.device import AdapterParts, GroupDevice
+from loraserve.engine.parallel.runner import step_message
+from loraserve.memory.arena import Arena, Owner
+from loraserve.memory.devices.base import HostAdapter
+from loraserve.model.checkpoint.loader import load_model
+from loraserve.model.checkpoint.whole_weights import WholeWeights
+from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.parallel.ranks import Ranks
+from loraserve.model.parallel.shard import Shard
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
+
+
+class RankedBase:
+    """A base over all ranks; what `Decoder` has that tests use.
+
+    Attributes:
+        device: of adapters' parts.
+        weights: of the whole base.
+    """
+
+    def __init__(self, pool: RankPool, size: int, directory: Path, store: Path, options: dict[str, Any]) -> None:
+        self._connections = pool.connections[: size - 1]
+        for rank, connection in enumerate(self._connections, 1):
+            connection.send((rank, size, str(store), directory, options))
+        self.ranks = Ranks(0, size, FileStore(str(store), size))
+        self.decoder = load_model(directory, ranks=self.ranks, **options)
+        for connection in self._connections:
+            assert isinstance(m.decode_from_rank(connection.recv_bytes()), m.Loaded)
+        self.spec, self.config, self.backend = self.decoder.spec, self.decoder.config, self.decoder.backend
+        self.kv_shape, self.kv_dtype = self.decoder.kv_shape, self.decoder.kv_dtype
+        shards = [Shard(rank, size, self.config) for rank in range(size)]
+        client = Arena(1 << 16, 4096).client(Owner.ADAPTERS)
+        held = options.pop("held", None)
+        self.device = GroupDevice(self.spec, 1 << 28, held, client, shards, self.send_to)
+        self.weights = WholeWeights(directory, self.decoder, options["dtype"], options["quantize"])
+        self._kv: KVTensors | None = None
+
+    def place(self, packed: HostAdapter) -> PackedAdapter:
+        """Place an adapter on all ranks; what `PagedRun` takes of it."""
+        assert isinstance(packed, AdapterParts)
+        handle = self.device.place(packed).handle
+        assert isinstance(handle, PackedAdapter)
+        return handle
+
+    def send_to(self, rank: int, message: m.ToRank) -> None:
+        self._connections[rank - 1].send_bytes(m.encode(message))
+
+    def forward(self, inputs: ModelInputs, kv: KVTensors) -> Tensor:
+        return self.forward_pooled(inputs, kv)[0]
+
+    def forward_pooled(self, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
+        if kv is not self._kv:
+            self._kv = kv
+            num_bytes = 2 * len(kv.k) * kv.k[0][0].numel() * kv.k[0].element_size()
+            num_bytes = -(-num_bytes // 4096) * 4096
+            self._send(m.OpenCache(num_blocks=len(kv.k[0]), block_num_bytes=num_bytes, block_size=kv.block_size))
+        self._send(step_message(inputs, self.device))
+        return self.decoder.forward_pooled(inputs, kv)
+
+    def _send(self, message: m.ToRank) -> None:
+        for rank in range(1, len(self._connections) + 1):
+            self.send_to(rank, message)
+
+    def close(self) -> None:
+        self._send(m.Stop())
+
+
+class RankPool:
+    """Three processes, for groups of up to four."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._num_bases = root, 0
+        self.connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-P", str(Path(__file__).with_name("rank_worker.py")), str(theirs.fileno())]
+                self._processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+            self.connections.append(Connection(ours.detach()))
+
+    @contextmanager
+    def load(self, directory: Path, size: int, **options: Any) -> Iterator[RankedBase]:
+        """Load a base over so many ranks."""
+        settings = {
+            "model_id": "org/base",
+            "dtype": torch.float32,
+            "quantize": "none",
+            "device": "cpu",
+            "max_model_len": None,
+            **options,
+        }
+        self._num_bases += 1
+        base = RankedBase(self, size, directory, self._root / f"store-{self._num_bases}", settings)
+        try:
+            yield base
+        finally:
+            base.close()
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self._processes:
+            process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()

@@ -1,0 +1,55 @@
+"""Each architecture over two and four processes answers as in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+from ..conftest import CONFIGS, PagedRun, build_model, load, random_tokens, save_model
+
+# what four ranks can share
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "phi3": {"pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0, "bos_token_id": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    },
+    "qwen3": {"head_dim": 32},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7},
+    "gemma2": {"head_dim": 32},
+    "gemma3": {"head_dim": 32},
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(build_model(kind, **{**SIZES, **OPTIONS.get(kind, {})}), tmp_path)
+    tokens = [random_tokens(count, seed=count) for count in (20, 1, 37)]
+
+    def logits(decoder: Any) -> list[torch.Tensor]:
+        run = PagedRun(decoder)
+        sequences = [run.add(token_ids) for token_ids in tokens]
+        first = run.step([(s, max(1, len(s.token_ids) - 3)) for s in sequences])
+        later = [run.step([(s, 1) for s in sequences if s.num_computed < len(s.token_ids)]) for _ in range(3)]
+        return [*first, *(rows for step in later for rows in step)]
+
+    expected = logits(load(directory))
+    for size in (2, 4):
+        with rank_pool.load(directory, size) as base:
+            for got, wanted in zip(logits(base), expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+            # each rank has a part of the cache, and of what a step exchanges
+            assert base.kv_shape[1] == max(1, base.config.num_kv_heads // size)
+            assert base.ranks.num_calls > 0
