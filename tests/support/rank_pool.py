@@ -42,6 +42,7 @@ class RankedBase:
 
     def __init__(self, pool: RankPool, size: int, directory: Path, store: Path, options: dict[str, Any]) -> None:
         self._connections = pool.connections[: size - 1]
+        held = options.pop("held", None)
         for rank, connection in enumerate(self._connections, 1):
             connection.send((rank, size, str(store), directory, options))
         self.ranks = Ranks(0, size, FileStore(str(store), size))
@@ -52,7 +53,6 @@ class RankedBase:
         self.kv_shape, self.kv_dtype = self.decoder.kv_shape, self.decoder.kv_dtype
         shards = [Shard(rank, size, self.config) for rank in range(size)]
         client = Arena(1 << 16, 4096).client(Owner.ADAPTERS)
-        held = options.pop("held", None)
         self.device = GroupDevice(self.spec, 1 << 28, held, client, shards, self.send_to)
         self.weights = WholeWeights(directory, self.decoder, options["dtype"], options["quantize"])
         self._kv: KVTensors | None = None
