@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 
 from loraserve.cluster.replica import decode_base
 from loraserve.cluster.routing.members import Members
-from loraserve.cluster.routing.ranking import PlacementRequest
+from loraserve.cluster.routing.routed_request import RoutedRequest
 from loraserve.cluster.routing.router import PLACEMENT
 from loraserve.engine_client import messages as m
 from loraserve.errors import AdapterUnavailable, EngineUnavailable, LoraserveError, error_from_code
@@ -57,7 +57,7 @@ class ReplicaCalls:
         Raises:
             EngineUnavailable: the target is gone, or doesn't answer.
         """
-        placement = PlacementRequest(request_id=_call_id(), tenant=_SYSTEM, target=target)
+        placement = RoutedRequest(request_id=_call_id(), tenant=_SYSTEM, target=target)
         limit_s = None if target is None else _CALL_S
         return decode_base(await self._send(self._describes, b"", placement, limit_s))
 
@@ -80,7 +80,7 @@ class ReplicaCalls:
             EngineUnavailable: it is gone, or doesn't answer.
             LoraserveError: its answer is an error.
         """
-        placement = PlacementRequest(
+        placement = RoutedRequest(
             request_id=_call_id(),
             tenant=_SYSTEM if ref is None else ref.tenant,
             digest=None if ref is None else ref.digest,
@@ -119,7 +119,7 @@ class ReplicaCalls:
         except LoraserveError as error:
             logger.debug("%s wasn't told to a replica: %s", type(message).__name__, error)
 
-    def stream(self, add: m.AddRequest, placement: PlacementRequest) -> Any:
+    def stream(self, add: m.AddRequest, placement: RoutedRequest) -> Any:
         """Return Serve's response to a request, for `outputs`; it has a `cancel`."""
         return _remote(self._streams, m.encode_input(add), placement)
 
@@ -148,7 +148,7 @@ class ReplicaCalls:
         return self._node_id
 
     async def _send(
-        self, handle: DeploymentHandle[Any], message: bytes, placement: PlacementRequest, limit_s: float | None
+        self, handle: DeploymentHandle[Any], message: bytes, placement: RoutedRequest, limit_s: float | None
     ) -> Any:
         try:
             async with asyncio.timeout(limit_s):
@@ -170,7 +170,7 @@ class ReplicaCalls:
         return None
 
 
-def _remote(handle: DeploymentHandle[Any], message: bytes, placement: PlacementRequest) -> Any:
+def _remote(handle: DeploymentHandle[Any], message: bytes, placement: RoutedRequest) -> Any:
     """Return the response to a call of a replica.
 
     In a context of its own: Serve's router takes calls at the same time on behalf of one HTTP

@@ -30,8 +30,8 @@ CLUSTER: Table[ClusterEngine] = (
     gauge("loraserve_cluster_replicas", "Engine replicas by state.", lambda e: e.replica_states(), "state"),
     counter(
         "loraserve_cluster_routed",
-        "Requests sent to a replica, by reason: it had the adapter (resident), had computed the beginning"
-        " (prefix), was the adapter's first (hash), or had the most room (load).",
+        "Requests sent to a replica, by reason: it had the adapter (resident), is the home of the prompt's"
+        " beginning (prefix) or of the version (hash), or had more room than these (load).",
         lambda e: {reason: float(num) for reason, num in e.members.num_routed.items()},
         "reason",
     ),

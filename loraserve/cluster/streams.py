@@ -15,7 +15,7 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 
 from loraserve.cluster.calls import LOST, ReplicaCalls
 from loraserve.cluster.routing.members import Members
-from loraserve.cluster.routing.ranking import TOKENS_PER_PREFIX, PlacementRequest, prefix_hashes
+from loraserve.cluster.routing.routed_request import TOKENS_PER_PREFIX, RoutedRequest, prefix_hashes
 from loraserve.engine_client.live_request import LiveRequest
 from loraserve.errors import EngineError, EngineUnavailable, LoraserveError, Overloaded
 from loraserve.types import RequestId
@@ -126,10 +126,10 @@ class ReplicaStreams:
             if not live.is_finished:
                 response.cancel()
 
-    def _placement(self, live: LiveRequest, request_id: RequestId) -> PlacementRequest:
+    def _placement(self, live: LiveRequest, request_id: RequestId) -> RoutedRequest:
         request, ref = live.request, live.request.adapter
         digest = None if ref is None else ref.digest
-        return PlacementRequest(
+        return RoutedRequest(
             request_id=request_id,
             tenant=request.tenant,
             digest=digest,

@@ -2,9 +2,9 @@
 
 Written after the sources of llm-d's router (``llm-d/llm-d-inference-scheduler``, May 2026: the data
 source ``metrics-data-source``, ``core-metrics-extractor``, and the scorers of LoRA affinity, queue
-and KV cache), which ``kubernetes-sigs/gateway-api-inference-extension`` 1.5.0 has too, and of the
-latter's earlier releases (``pkg/epp/backend/metrics``). Both are Apache-2.0. No binary of them is in a
-package registry.
+and KV cache), which ``kubernetes-sigs/gateway-api-inference-extension`` 1.5.0 has too, and of that
+one's earlier releases (``pkg/epp/backend/metrics``). Both are Apache-2.0. No package registry has
+a binary of them.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ def read(families: dict[str, list[Metric]], known: Endpoint = Endpoint()) -> End
 
 
 def read_legacy(families: dict[str, list[Metric]], known: Endpoint = Endpoint()) -> Endpoint:
-    """The picker of the inference extension before 1.5: series without any adapter aren't looked at,
-    and names aren't trimmed.
+    """Read as the picker of the inference extension before 1.5 did.
+
+    Series without any adapter aren't looked at, and names aren't trimmed.
     """
     busy = [
         metric for metric in families.get(LORA, []) if any(value for name, value in metric.labels if name in _LISTS)

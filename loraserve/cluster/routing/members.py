@@ -9,20 +9,17 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import msgspec
-from cachetools import LRUCache
 
-from loraserve.cluster.routing.ranking import PlacementRequest, ReplicaView, rank
-from loraserve.types import Digest, EngineStats, RequestId, Struct, TenantId, Tier
+from loraserve.cluster.placement import Placement, ReplicaView
+from loraserve.cluster.routing.routed_request import RoutedRequest
+from loraserve.types import Digest, EngineStats, RequestId, Struct, Tier
 
 REPORT = "report"
 """Key of a replica's report in its routing statistics."""
 MAX_REPORTED_ADAPTERS = 8192
 """Most adapters that a report names, those used last first."""
-_MAX_PREFIXES = 65_536
-"""Most beginnings of prompts that are remembered, by the replica that computed each last."""
 _ASSUMED_S = 10.0
 """Seconds that an adapter is taken to be on its way to a replica to which its request was sent."""
-_LOAD_HALF_LIFE_S = 10.0
 
 
 class ReplicaReport(Struct, frozen=True):
@@ -69,8 +66,6 @@ class Member:
     sent: dict[Digest, float] = field(default_factory=dict)
     num_open: int = 0
     num_unreported: int = 0
-    load: float = 0.0
-    load_at_s: float = 0.0
     encoded: bytes = b""
 
     def take(self, encoded: bytes) -> None:
@@ -100,8 +95,6 @@ class Member:
 
     def note_sent(self, digest: Digest | None, now_s: float) -> None:
         """Note a request that was sent to it."""
-        self.load = self.load_per_s(now_s) + 1 / _LOAD_HALF_LIFE_S
-        self.load_at_s = now_s
         self.num_open += 1
         self.num_unreported += 1
         if digest is None:
@@ -110,10 +103,6 @@ class Member:
         self.sent[digest] = now_s
         while self.sent and now_s - next(iter(self.sent.values())) > _ASSUMED_S:
             del self.sent[next(iter(self.sent))]
-
-    def load_per_s(self, now_s: float) -> float:
-        """Return the requests per second sent to it, older ones counting less."""
-        return float(self.load * 0.5 ** ((now_s - self.load_at_s) / _LOAD_HALF_LIFE_S))
 
 
 class Members:
@@ -131,8 +120,8 @@ class Members:
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._excluded: set[str] = set()
-        self._prefixes: LRUCache[tuple[TenantId, int], str] = LRUCache(_MAX_PREFIXES)
         self._places: dict[RequestId, str] = {}
+        self._placement = Placement()
 
     @property
     def ids(self) -> frozenset[str]:
@@ -177,26 +166,27 @@ class Members:
         if self.on_change is not None and (came or left):
             self.on_change(came, left)
 
-    def order(self, request: PlacementRequest) -> list[str]:
+    def order(self, request: RoutedRequest) -> list[str]:
         """Return the ids of the replicas to try for a request, the best first."""
         if request.target is not None:
             return [request.target] if request.target in self._members else []
         now_s = self._clock()
         members = [one for one in self._members.values() if one.is_on(request.node_id)]
-        order = rank(request, [self._view(member, request, now_s) for member in members])
+        views = [self._view(member, request, now_s) for member in members]
+        order = self._placement.rank(request.placement, views, now_s)
         # stable: those whose engine is being replaced keep their order, behind the others
         return sorted(order, key=lambda one: self._members[one].is_away)
 
-    def note_routed(self, request: PlacementRequest, replica_id: str) -> None:
+    def note_routed(self, request: RoutedRequest, replica_id: str) -> None:
         """Note that a replica accepted a request."""
         member = self._members.get(replica_id)
         if member is None or request.target is not None:
             return
-        self.num_routed[self._reason(request, member)] += 1
-        member.note_sent(request.digest, self._clock())
+        now_s = self._clock()
+        self.num_routed[self._reason(request, member, now_s)] += 1
+        self._placement.record(request.placement, replica_id, self._idle_views(), now_s)
+        member.note_sent(request.digest, now_s)
         self._places[request.request_id] = replica_id
-        for prefix in request.prefixes:
-            self._prefixes[request.tenant, prefix] = replica_id
 
     def place(self, request_id: RequestId) -> str | None:
         """Return the replica that a request was sent to."""
@@ -208,33 +198,26 @@ class Members:
         if member is not None:
             member.num_open -= 1
 
-    def _view(self, member: Member, request: PlacementRequest, now_s: float) -> ReplicaView:
+    def _view(self, member: Member, request: RoutedRequest, now_s: float) -> ReplicaView:
         stats = EngineStats() if member.report is None else member.report.stats
+        tier = Tier.DISK if request.digest is None else member.tier(request.digest, now_s)
         return ReplicaView(
-            id=member.id,
-            residency={} if request.digest is None else {request.digest: member.tier(request.digest, now_s)},
-            num_running=max(stats.num_running, member.num_open - member.num_unreported),
-            num_waiting=stats.num_waiting + member.num_unreported,
-            num_slots=1 if member.report is None else member.report.num_slots,
-            num_cached_prefixes=self._num_cached(member, request),
-            recent_load=member.load_per_s(now_s),
+            member.id,
+            residency={} if request.digest is None or tier is Tier.DISK else {request.digest: tier},
+            running=max(stats.num_running, member.num_open - member.num_unreported),
+            waiting=stats.num_waiting + member.num_unreported,
         )
 
-    def _num_cached(self, member: Member, request: PlacementRequest) -> int:
-        num = 0
-        for prefix in request.prefixes:
-            if self._prefixes.get((request.tenant, prefix)) != member.id:
-                break
-            num += 1
-        return num
+    def _idle_views(self) -> list[ReplicaView]:
+        return [ReplicaView(one) for one in self._members]
 
-    def _reason(self, request: PlacementRequest, member: Member) -> str:
-        if request.digest is not None and member.tier(request.digest, self._clock()) is not Tier.DISK:
+    def _reason(self, request: RoutedRequest, member: Member, now_s: float) -> str:
+        if request.digest is not None and member.tier(request.digest, now_s) is not Tier.DISK:
             return "resident"
-        if self._num_cached(member, request):
-            return "prefix"
-        bare = rank(request, [ReplicaView(id=one) for one in self._members])
-        return "hash" if bare and bare[0] == member.id else "load"
+        home = self._placement.rank(request.placement, self._idle_views(), now_s)[:1]
+        if home != [member.id]:
+            return "load"
+        return "prefix" if request.digest is None and request.prefixes else "hash"
 
 
 @cache

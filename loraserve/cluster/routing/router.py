@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from loraserve.cluster.routing.members import members
-from loraserve.cluster.routing.ranking import PlacementRequest
+from loraserve.cluster.routing.routed_request import RoutedRequest
 
 PLACEMENT = "placement"
 """Keyword argument of a call that says what the router may know of it."""
@@ -47,6 +47,6 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         members().remove(replica_id.unique_id)
 
 
-def _placement(pending_request: PendingRequest | None) -> PlacementRequest | None:
+def _placement(pending_request: PendingRequest | None) -> RoutedRequest | None:
     found = None if pending_request is None else pending_request.kwargs.get(PLACEMENT)
-    return found if isinstance(found, PlacementRequest) else None
+    return found if isinstance(found, RoutedRequest) else None

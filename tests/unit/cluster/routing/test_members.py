@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from loraserve.cluster.routing.members import REPORT, Members, ReplicaReport, encode_report
-from loraserve.cluster.routing.ranking import PlacementRequest
+from loraserve.cluster.routing.routed_request import RoutedRequest
 from loraserve.types import Digest, EngineStats, RequestId, TenantId
 
 DIGEST = Digest("a" * 64)
@@ -44,9 +44,9 @@ def table(now_s: list[float]) -> Members:
 
 
 @pytest.fixture
-def make_request() -> Callable[..., PlacementRequest]:
-    def make(request_id: str = "r", digest: Digest | None = DIGEST, **fields: object) -> PlacementRequest:
-        return PlacementRequest(
+def make_request() -> Callable[..., RoutedRequest]:
+    def make(request_id: str = "r", digest: Digest | None = DIGEST, **fields: object) -> RoutedRequest:
+        return RoutedRequest(
             request_id=RequestId(request_id),
             tenant=TenantId("t"),
             digest=digest,
@@ -70,22 +70,23 @@ def test_a_dead_replica_stays_out_while_serve_still_lists_it(table: Members) -> 
     assert table.ids == {"two"}
 
 
-def test_a_request_follows_the_one_before_it_until_the_report_says_more(
-    table: Members, make_request: Callable[..., PlacementRequest], now_s: list[float]
+def test_requests_go_to_their_adapters_home_until_it_has_too_many(
+    table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
-    other = table.order(make_request())[1]
-    table.note_routed(make_request("first"), other)
-    assert table.order(make_request("second"))[0] == other
-    table.note_ended(RequestId("first"))
-    now_s[0] += 60
-    table.update([("one", stats(running=0)), ("two", stats(running=1))])
+    home, other = table.order(make_request())
+    for number in range(3):
+        assert table.order(make_request(str(number)))[0] == home
+        table.note_routed(make_request(str(number)), home)
+    assert (table.num_routed["hash"], table.num_routed["resident"]) == (1, 2)
+    busy = {home: stats(running=40), other: stats(running=0)}
+    table.update(busy.items())
+    asked = make_request("late")
+    assert table.order(asked)[0] == other
+    table.note_routed(asked, other)
     assert table.num_routed["load"] == 1
-    assert table.order(make_request("third"))[0] != other
 
 
-def test_open_requests_are_counted_until_they_end(
-    table: Members, make_request: Callable[..., PlacementRequest]
-) -> None:
+def test_open_requests_are_counted_until_they_end(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     table.note_routed(make_request("first"), "one")
     assert table.place(RequestId("first")) == "one"
     assert table.num_open("one") == 1
@@ -94,34 +95,33 @@ def test_open_requests_are_counted_until_they_end(
     assert table.num_open("one") == 0
 
 
-def test_a_replica_whose_engine_is_away_comes_last(
-    table: Members, make_request: Callable[..., PlacementRequest]
-) -> None:
+def test_a_replica_whose_engine_is_away_comes_last(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     first = table.order(make_request())[0]
     away = {one: stats(status="The engine is being started." if one == first else None) for one in table.ids}
     table.update(away.items())
     assert table.order(make_request())[-1] == first
 
 
-def test_a_target_is_the_only_choice(table: Members, make_request: Callable[..., PlacementRequest]) -> None:
+def test_a_target_is_the_only_choice(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     assert table.order(make_request(target="two")) == ["two"]
     assert table.order(make_request(target="gone")) == []
 
 
 def test_an_adapter_in_a_machines_memory_stays_on_it(
-    table: Members, make_request: Callable[..., PlacementRequest]
+    table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
     table.update([("one", stats(node="here")), ("two", stats(node="there"))])
     assert table.order(make_request(node_id="there")) == ["two"]
     assert table.order(make_request(node_id="nowhere")) == []
 
 
-def test_the_same_beginning_goes_where_it_was_computed(
-    table: Members, make_request: Callable[..., PlacementRequest]
+def test_the_same_beginning_goes_to_the_same_replica(
+    table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
+    homes = {table.order(make_request("r", None, prefixes=(number, 7)))[0] for number in range(20)}
+    assert homes == {"one", "two"}
     asked = make_request("first", None, prefixes=(1, 2, 3))
-    other = table.order(asked)[1]
-    table.note_routed(asked, other)
-    table.note_ended(RequestId("first"))
-    table.update([("one", stats(running=0)), ("two", stats(running=0))])
-    assert table.order(make_request("second", None, prefixes=(1, 2, 3, 4)))[0] == other
+    home = table.order(asked)[0]
+    table.note_routed(asked, home)
+    assert table.order(make_request("second", None, prefixes=(1, 5)))[0] == home
+    assert table.num_routed["prefix"] == 1

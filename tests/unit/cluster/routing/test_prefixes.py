@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraserve.cluster.routing.ranking import TOKENS_PER_PREFIX, prefix_hashes
+from loraserve.cluster.routing.routed_request import TOKENS_PER_PREFIX, prefix_hashes
 from loraserve.types import Digest, TenantId
 
 A, B = TenantId("a"), TenantId("b")
