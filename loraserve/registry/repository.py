@@ -347,7 +347,7 @@ class AdapterRepository:
             .scalar_subquery()
         )
         rows_of_newest = (await self._session.execute(select(Adapter.id, newest).where(Adapter.id.in_(ids)))).all()
-        latest: dict[str, int | None] = dict(rows_of_newest)  # type: ignore[arg-type]
+        latest: dict[str, int | None] = dict(rows_of_newest)
         return [
             AdapterRecord(
                 name=row.name,

@@ -60,6 +60,12 @@ class Placement:
             places = self._prefer_memory(request, places, replicas, bounds)
         return [replicas[place].replica_id for place in self._by_room(request, places, num_own, replicas, bounds)]
 
+    def home(self, request: PlacementRequest, replicas: Sequence[ReplicaView]) -> str | None:
+        """Return the id of the replica that hashing alone gives a request; None of none."""
+        if not replicas:
+            return None
+        return replicas[self._orders.order(_key(request), replicas)[0]].replica_id
+
     def record(self, request: PlacementRequest, replica_id: str, replicas: Sequence[ReplicaView], now_s: float) -> None:
         """Count the request for its version, and to the replica that took it."""
         self._given.add(replica_id, now_s)

@@ -214,8 +214,7 @@ class Members:
     def _reason(self, request: RoutedRequest, member: Member, now_s: float) -> str:
         if request.digest is not None and member.tier(request.digest, now_s) is not Tier.DISK:
             return "resident"
-        home = self._placement.rank(request.placement, self._idle_views(), now_s)[:1]
-        if home != [member.id]:
+        if self._placement.home(request.placement, self._idle_views()) != member.id:
             return "load"
         return "prefix" if request.digest is None and request.prefixes else "hash"
 

@@ -12,12 +12,12 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Row, Select, Text, cast, not_, or_, select
+from sqlalchemy import Select, Text, cast, not_, or_, select
 from ulid import ULID
 
 from loraserve.background import BackgroundTask, Backoff, RetrySchedule
@@ -211,7 +211,7 @@ class CertificateBackfill:
             rows = (await session.execute(query)).all()
         return self._found(rows, base)
 
-    def _found(self, rows: Sequence[Row[Any]], base: BaseSpec) -> list[_Due]:
+    def _found(self, rows: Iterable[Any], base: BaseSpec) -> list[_Due]:
         setup = setup_of(base)
         found = [
             _Due(ident, TenantId(tenant), name, number)
