@@ -1,4 +1,4 @@
-"""Where weights were a moment ago: the engine is asked once for all who look."""
+"""Snapshot of where weights were a moment ago: the engine is asked once for all who look."""
 
 from __future__ import annotations
 

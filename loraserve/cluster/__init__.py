@@ -1,1 +1,1 @@
-"""Several engines behind one HTTP application, on Ray Serve: routing, replay, scaling."""
+"""Cluster of engines behind one HTTP application, on Ray Serve: routing, replay, scaling."""

@@ -50,7 +50,7 @@ ENVIRONMENT = {
 
 
 class ClusterState(Struct, frozen=True):
-    """What other commands need to know of a running cluster."""
+    """State that other commands need to know of a running cluster."""
 
     pid: int
     url: str

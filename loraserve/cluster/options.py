@@ -10,7 +10,7 @@ from loraserve.errors import ConfigError
 
 
 class ClusterOptions(BaseModel):
-    """How many replicas there are, what each gets, and when there are more or fewer."""
+    """Number of replicas, resources of each, and when there are more or fewer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -19,7 +19,7 @@ class ClusterOptions(BaseModel):
     min_replicas: int | None = Field(default=None, ge=1, le=1024)
     """Fewest engine replicas later. Default: as many as at the start."""
     max_replicas: int | None = Field(default=None, ge=1, le=1024)
-    """Most engine replicas under load. Default: as many as at the start."""
+    """Cap on engine replicas under load. Default: as many as at the start."""
     target_requests: float | None = Field(default=None, gt=0, le=1e6)
     """Requests per replica to keep with more or fewer replicas.
 
@@ -28,15 +28,15 @@ class ClusterOptions(BaseModel):
     max_ttft: float = Field(default=2.0, gt=0, le=3600)
     """Mean seconds to the first token beyond which a replica is added."""
     scale_up_delay: float = Field(default=5.0, ge=0, le=86_400)
-    """How long more replicas must be needed until they are added."""
+    """Time for which more replicas must be needed until they are added."""
     scale_down_delay: float = Field(default=120.0, ge=0, le=86_400)
-    """How long fewer replicas must be enough until some are removed."""
+    """Time for which fewer replicas must be enough until some are removed."""
     cpus_per_replica: float = Field(default=1.0, ge=0, le=1024)
     """Processors that Ray reserves for a replica."""
     gpus_per_replica: float = Field(default=0.0, ge=0, le=64)
     """GPUs that Ray reserves for a replica."""
     drain_s: float = Field(default=10.0, ge=0, le=3600)
-    """How long streams may go on at a replica that leaves; then they move to another."""
+    """Time for which streams may go on at a replica that leaves; then they move to another."""
 
     @classmethod
     def load(cls, **options: object) -> ClusterOptions:
@@ -62,7 +62,7 @@ class ClusterOptions(BaseModel):
 
     @property
     def most(self) -> int:
-        """Most engine replicas."""
+        """Cap on engine replicas."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @model_validator(mode="after")

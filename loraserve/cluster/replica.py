@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _TTFT_WINDOW_S = 15.0
 """Seconds for which a time to the first token counts."""
 _KV_NAMESPACE = b"loraserve"
-"""Of the cluster's key-value store, which is empty again when the cluster is."""
+"""Key of the cluster's key-value store, which is empty again when the cluster is."""
 encode_base = msgspec.msgpack.Encoder().encode
 decode_base = msgspec.msgpack.Decoder(BaseSpec).decode
 _encode_config = msgspec.msgpack.Encoder().encode

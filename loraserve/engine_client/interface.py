@@ -1,4 +1,4 @@
-"""What the server asks of an engine, be it a process of its own or the replicas of a cluster."""
+"""Interface of an engine to the server, be it a process of its own or replicas of a cluster."""
 
 from __future__ import annotations
 

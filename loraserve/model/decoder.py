@@ -21,7 +21,7 @@ from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear, float_rows
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
-from loraserve.model.parallel.part import Part
+from loraserve.model.parallel.rank_part import RankPart
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.plan import LoraPlan
@@ -53,7 +53,7 @@ class Decoder:
         head: Linear,
         norm_weights: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
-        part: Part | None = None,
+        part: RankPart | None = None,
     ) -> None:
         """Make a decoder of these weights.
 

@@ -21,7 +21,7 @@ from torch.distributed import FileStore
 
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.device import AdapterParts, GroupDevice
-from loraserve.engine.parallel.runner import step_message
+from loraserve.engine.parallel.group_runner import step_message
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import HostAdapter
 from loraserve.model.checkpoint.loader import load_model

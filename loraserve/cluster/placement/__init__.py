@@ -1,4 +1,4 @@
-"""Which replica a request goes to: pure policy, without Ray, torch, clocks or input and output.
+"""Choice of the replica that a request goes to: pure policy, without Ray, torch, clocks or files.
 
 :class:`Placement` is the way in; docs/placement.md has the policy in plain words.
 """

@@ -1,4 +1,4 @@
-"""On how many replicas each version belongs: one, and more while it is hot, with hysteresis."""
+"""Number of replicas of each version: one, and more while it is hot, with hysteresis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every constant of a placement, with what it moves."""
+"""Constants of a placement, with what it moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a placement sees: a request, and what the router last heard of each replica."""
+"""Views that a placement sees: a request, and what the router last heard of each replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlacementRequest:
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What the router last heard of one replica; the router changes it in place."""
+    """State that the router last heard of one replica; the router changes it in place."""
 
     replica_id: str
     residency: Mapping[Digest, Tier] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""Where requests go: views of replicas, their ranking, and Serve's router."""
+"""Routes of requests: views of replicas, their ranking, and Serve's router."""

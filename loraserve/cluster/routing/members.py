@@ -17,7 +17,7 @@ from loraserve.types import Digest, EngineStats, RequestId, Struct, Tier
 REPORT = "report"
 """Key of a replica's report in its routing statistics."""
 MAX_REPORTED_ADAPTERS = 8192
-"""Most adapters that a report names, those used last first."""
+"""Cap on the adapters that a report names, those used last first."""
 _ASSUMED_S = 10.0
 """Seconds that an adapter is taken to be on its way to a replica to which its request was sent."""
 

@@ -38,7 +38,7 @@ class RoutedRequest(Struct, frozen=True):
 
     @property
     def placement(self) -> PlacementRequest:
-        """What its place depends on."""
+        """Fields that its place depends on."""
         prefix_key = str(self.prefixes[0]) if self.prefixes else None
         return PlacementRequest(self.tenant, self.digest, self.num_bytes, prefix_key)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from loraserve.engine.grammar.follower import Follower, MatcherFailed
+from loraserve.engine.grammar.cursor import GrammarCursor, MatcherFailed
 from loraserve.engine.grammar.matchers import CompiledGrammar, MatcherCache
 from loraserve.engine.grammar.threads import Lane, MaskThreads
 from loraserve.errors import EngineError, GrammarTooComplex, LoraserveError
@@ -72,9 +72,9 @@ class Constraint:
         "_buffer",
         "_cache",
         "_compiled",
+        "_cursor",
         "_depth",
         "_failed_at",
-        "_follower",
         "_grammar",
         "_is_late",
         "_is_lost",
@@ -126,7 +126,7 @@ class Constraint:
         self._token_ids = list(token_ids)
         self._tenant, self._wake = tenant, wake
         self._compiled: CompiledGrammar | None = None
-        self._follower: Follower | None = None
+        self._cursor: GrammarCursor | None = None
         self._buffer: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._words = self._buffer
         self.wanted: int | None = None
@@ -154,8 +154,8 @@ class Constraint:
     @property
     def permitted(self) -> int | None:
         """A token that is allowed next, for which no mask was computed; None: the mask tells."""
-        follower = self._follower
-        return follower.ahead[self._depth] if follower is not None and len(follower.ahead) > self._depth else None
+        cursor = self._cursor
+        return cursor.ahead[self._depth] if cursor is not None and len(cursor.ahead) > self._depth else None
 
     @property
     def may_look_ahead(self) -> bool:
@@ -174,9 +174,9 @@ class Constraint:
         self.is_ready = self._is_late = False
         self.wanted, self._depth, self._mask_depth = None, 0, -1
         self._token_ids += token_ids
-        if self._follower is not None:
+        if self._cursor is not None:
             try:
-                self._follower.settle(token_ids)
+                self._cursor.settle(token_ids)
             except MatcherFailed:
                 self._is_lost = True
         if self._is_lost:
@@ -199,29 +199,29 @@ class Constraint:
 
         Return whether that is known: not where it takes long, or the grammar is used elsewhere.
         """
-        compiled, follower = self._compiled, self._follower
-        if compiled is None or follower is None or not self.may_look_ahead:
+        compiled, cursor = self._compiled, self._cursor
+        if compiled is None or cursor is None or not self.may_look_ahead:
             return False
-        return self._at_once(compiled, lambda: self._move(follower, token_ids, wanted)) or False
+        return self._at_once(compiled, lambda: self._move(cursor, token_ids, wanted)) or False
 
-    def _move(self, follower: Follower, token_ids: Sequence[int], wanted: int | None) -> bool:
-        follower.go_to(token_ids)
+    def _move(self, cursor: GrammarCursor, token_ids: Sequence[int], wanted: int | None) -> bool:
+        cursor.go_to(token_ids)
         self._depth = len(token_ids)
-        if wanted is not None and follower.try_token(wanted):
+        if wanted is not None and cursor.try_token(wanted):
             return True
         self._compute_mask()
         return bool(self._words.any())
 
     def forced(self, count: int) -> tuple[int, ...]:
         """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most."""
-        compiled, follower = self._compiled, self._follower
-        if compiled is None or follower is None or not self.may_look_ahead:
+        compiled, cursor = self._compiled, self._cursor
+        if compiled is None or cursor is None or not self.may_look_ahead:
             return ()
 
         def find() -> tuple[int, ...]:
-            follower.go_to(())
-            follower.consume(self._token_ids[follower.num_said :])
-            return follower.forced(count)
+            cursor.go_to(())
+            cursor.consume(self._token_ids[cursor.num_said :])
+            return cursor.forced(count)
 
         return self._at_once(compiled, find) or ()
 
@@ -262,9 +262,9 @@ class Constraint:
 
         Bit ``i % 32`` of word ``i // 32`` is set where token i is allowed.
         """
-        if self._mask_depth != self._depth and self._follower is not None:
+        if self._mask_depth != self._depth and self._cursor is not None:
             # a step that wanted another token was dropped since
-            self._follower.go_to(self._follower.ahead[: self._depth])
+            self._cursor.go_to(self._cursor.ahead[: self._depth])
             self._compute_mask()
         return self._words
 
@@ -348,21 +348,21 @@ class Constraint:
             self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
             self._words = self._buffer[: -(-self._vocab_size // 32)]
         self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes)
-        self._follower, self._is_lost = Follower(self._compiled.new_matcher()), False
+        self._cursor, self._is_lost = GrammarCursor(self._compiled.new_matcher()), False
         self._follow()
 
     def _follow(self) -> None:
         """Consume the output that the matcher hasn't, and compute the mask after it."""
-        if self._compiled is None or self._follower is None:
+        if self._compiled is None or self._cursor is None:
             raise EngineError("The grammar's matcher isn't there.")
-        follower = self._follower
-        token_ids = self._token_ids[follower.num_said :]
+        cursor = self._cursor
+        token_ids = self._token_ids[cursor.num_said :]
         with self._compiled.lock:
-            follower.go_to(())
+            cursor.go_to(())
             for first in range(0, len(token_ids) - 1, _TOKENS_AT_ONCE):
-                follower.consume(token_ids[first : min(first + _TOKENS_AT_ONCE, len(token_ids) - 1)])
+                cursor.consume(token_ids[first : min(first + _TOKENS_AT_ONCE, len(token_ids) - 1)])
             started = time.thread_time()
-            follower.consume(token_ids[-1:])
+            cursor.consume(token_ids[-1:])
             self._compute_mask()
             self.mask_s = time.thread_time() - started
         self._check()
@@ -387,23 +387,23 @@ class Constraint:
             for compiled in grammars.values():
                 locks.enter_context(compiled.lock)
             started = time.perf_counter()
-            followed = [(mask, mask._follower) for mask in live if mask._follower is not None]
+            followed = [(mask, mask._cursor) for mask in live if mask._cursor is not None]
             behind = []
-            for mask, follower in followed:
-                token_ids = mask._token_ids[follower.num_said :]
+            for mask, cursor in followed:
+                token_ids = mask._token_ids[cursor.num_said :]
                 if len(token_ids) > 1:
-                    follower.matcher.consume_tokens(token_ids[:-1])
+                    cursor.matcher.consume_tokens(token_ids[:-1])
                 if token_ids:
-                    behind.append((follower.matcher, token_ids[-1]))
+                    behind.append((cursor.matcher, token_ids[-1]))
             if behind:
                 executor.consume_token_par(behind)
             rest = []
-            for mask, follower in followed:
-                follower.num_said = len(mask._token_ids)
-                if follower.ahead and follower.ahead[0] != mask.wanted:
-                    follower.go_to(())
-                if not follower.ahead and (mask.wanted is None or not follower.try_token(mask.wanted)):
-                    rest.append((mask, follower.matcher))
+            for mask, cursor in followed:
+                cursor.num_said = len(mask._token_ids)
+                if cursor.ahead and cursor.ahead[0] != mask.wanted:
+                    cursor.go_to(())
+                if not cursor.ahead and (mask.wanted is None or not cursor.try_token(mask.wanted)):
+                    rest.append((mask, cursor.matcher))
             if rest:
                 rows = np.zeros((len(rest), num_words), np.uint32)
                 numbered = [(matcher, number) for number, (_, matcher) in enumerate(rest)]
@@ -417,9 +417,9 @@ class Constraint:
             mask._run(mask._check, Lane.FAST)
 
     def _compute_mask(self) -> None:
-        if self._follower is None:
+        if self._cursor is None:
             raise EngineError("The grammar's matcher isn't there.")
-        self._follower.compute_mask(self._buffer)
+        self._cursor.compute_mask(self._buffer)
         self._words, self._mask_depth = self._buffer[: len(self._words)], self._depth
         self._cut()
 
@@ -430,8 +430,8 @@ class Constraint:
 
     def _check(self) -> None:
         """Check that some token is allowed."""
-        if self._follower is None or self._follower.matcher.is_error():
-            raise MatcherFailed("no matcher" if self._follower is None else self._follower.matcher.get_error())
+        if self._cursor is None or self._cursor.matcher.is_error():
+            raise MatcherFailed("no matcher" if self._cursor is None else self._cursor.matcher.get_error())
         if self.permitted is not None:
             return
         self._cut()

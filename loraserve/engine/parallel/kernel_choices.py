@@ -1,4 +1,4 @@
-"""One choice of kernels for all ranks, whose results are summed: rank 0's, by its clock."""
+"""Choice of kernels for all ranks, whose results are summed: rank 0's, by its clock."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.ops import warm_up
 
 if TYPE_CHECKING:
-    from loraserve.engine.parallel.group import Group
+    from loraserve.engine.parallel.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class EngineParts:
     engine: Engine
     verifier: Verifier
     ready: m.Ready
-    group: Group | None = None
+    group: RankGroup | None = None
 
     def close(self) -> None:
         """End verifications, grammars and loads, their threads, and other ranks' processes."""
@@ -117,19 +117,19 @@ def build_engine(
         raise
 
 
-def start_group(config: EngineConfig, progress: Progress) -> Group:
+def start_group(config: EngineConfig, progress: Progress) -> RankGroup:
     """Start the other ranks of a base that is cut.
 
     Raises:
         LoraserveError: a rank could not be started.
     """
     # not every build of torch has collectives
-    from loraserve.engine.parallel.group import Group
+    from loraserve.engine.parallel.rank_group import RankGroup
 
-    return Group(config, progress)
+    return RankGroup(config, progress)
 
 
-def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, group: Group | None) -> EngineParts:
+def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, group: RankGroup | None) -> EngineParts:
     decoder = load_model(
         Path(config.model_dir),
         model_id=config.model_id,
@@ -250,7 +250,7 @@ def _has_triton() -> bool:
 
 
 def _on_cpu(
-    decoder: Decoder, config: EngineConfig, progress: Progress, group: Group | None
+    decoder: Decoder, config: EngineConfig, progress: Progress, group: RankGroup | None
 ) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
     # each rank has its heads of every block, in whole pages; the budget is all ranks'
     part = -(-kv_block_bytes(decoder, config.block_size) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -42,10 +42,9 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
-from loraserve.model.parallel.part import Part
+from loraserve.model.parallel.rank_part import RankPart, cut_site
 from loraserve.model.parallel.ranks import Ranks
 from loraserve.model.parallel.shard import Shard
-from loraserve.model.parallel.weights import cut_site
 from loraserve.progress import Progress
 from loraserve.types import Digest
 from loraserve_kernels.common.quantized import QuantizedWeight
@@ -105,7 +104,7 @@ def load_model(
     part = None
     if ranks is not None:
         check_size(blueprint, ranks.size)
-        part = Part(Shard(ranks.rank, ranks.size, config), ranks)
+        part = RankPart(Shard(ranks.rank, ranks.size, config), ranks)
     for format in blueprint.stored_formats:
         # refuses what this device can't multiply
         make_backend(device, dtype, format)
@@ -154,7 +153,7 @@ class _Loader:
         dtype: torch.dtype,
         device: str,
         progress: Progress,
-        part: Part | None,
+        part: RankPart | None,
     ) -> None:
         self._part = part
         self._blueprint, self._checkpoint, self._dtype = blueprint, checkpoint, dtype

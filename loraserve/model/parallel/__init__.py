@@ -1,1 +1,1 @@
-"""One base over several processes: each rank's part of it, and what ranks exchange."""
+"""Base over several processes: each rank's part of it, and what ranks exchange."""

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other while a step is computed."""
+"""Messages that the ranks of a group send to each other while a step is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class Ranks:
-    """One rank's end of a group. One thread at a time calls it, in the order of all other ranks.
+    """End of one rank of a group. One thread at a time calls it, in the order of all other ranks.
 
     A sum adds the ranks' terms in their order, element by element: every rank has the same bits,
     and a row's don't depend on how many rows there are, as those of a ring's would. It moves

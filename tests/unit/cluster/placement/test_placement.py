@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraserve.cluster.placement import Placement, PlacementPolicy, PlacementRequest, ReplicaView
-from loraserve.cluster.placement.load_bounds import LoadBounds
+from loraserve.cluster.placement.placement import LoadBounds
 from loraserve.errors import InvariantViolation
 from loraserve.types import Digest, TenantId, Tier
 

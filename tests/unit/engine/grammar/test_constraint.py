@@ -208,7 +208,7 @@ def test_a_request_that_ended_leaves_no_matcher_behind(make_bench) -> None:
     bench.settle(constraint)
     constraint.advance([0])
     bench.settle(constraint)
-    matcher = weakref.ref(constraint._follower.matcher)
+    matcher = weakref.ref(constraint._cursor.matcher)
     bench.settle(bench.begin())
     del constraint
     gc.collect()

@@ -15,7 +15,7 @@ from loraserve.config import EngineConfig
 from loraserve.demo.pack import base_dir
 from loraserve.engine.engine import Engine
 from loraserve.engine.grammar.constraints import Constraints
-from loraserve.engine.grammar.follower import Follower, MatcherFailed
+from loraserve.engine.grammar.cursor import GrammarCursor, MatcherFailed
 from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.speculation.step_costs import StepCosts
 from loraserve.engine.worker.startup import build_engine
@@ -178,14 +178,14 @@ def test_a_matcher_that_fails_ahead_of_its_request_is_made_anew(
 ) -> None:
     work = [(GRAMMARS[0], list(tokenizer.encode("list the tickets")), {"max_tokens": 60, "temperature": 0.0})]
     expected = answer(make_engine(False), work)
-    go_to, calls = Follower.go_to, itertools.count()
+    go_to, calls = GrammarCursor.go_to, itertools.count()
 
-    def failing(self: Follower, ahead: Sequence[int]) -> None:
+    def failing(self: GrammarCursor, ahead: Sequence[int]) -> None:
         if ahead and next(calls) % 3 == 2:
             raise MatcherFailed("on purpose")
         go_to(self, ahead)
 
-    monkeypatch.setattr(Follower, "go_to", failing)
+    monkeypatch.setattr(GrammarCursor, "go_to", failing)
     engine = make_engine(True)
     assert answer(engine, work) == expected
     assert next(calls) > 3

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
-    """What knows adapters by the numbers that ranks have for them."""
+    """Register that knows adapters by the numbers that ranks have for them."""
 
     def number(self, handle: AdapterHandle) -> int: ...
 

@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import FileStore
 from loraserve.config import EngineConfig
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.device import GroupDevice
+from loraserve.engine.parallel.group_runner import GroupRunner
 from loraserve.engine.parallel.kernel_choices import publish_choices
-from loraserve.engine.parallel.runner import GroupRunner
 from loraserve.errors import EngineError, LoraserveError, error_from_code
 from loraserve.memory.arena import ArenaClient
 from loraserve.model.decoder import Decoder
@@ -46,7 +46,7 @@ _POLL_S = 0.1
 _END_PATIENCE_S = 2.0
 
 
-class Group:
+class RankGroup:
     """Ranks 1 and up, each a process that ends with this one.
 
     Attributes:

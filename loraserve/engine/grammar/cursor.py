@@ -16,7 +16,7 @@ class MatcherFailed(Exception):
     """Report that a matcher, or the lexer that it shares, can't go on."""
 
 
-class Follower:
+class GrammarCursor:
     """A matcher that may be ahead of what its request has said.
 
     Whoever calls it holds the lock of its grammar.
