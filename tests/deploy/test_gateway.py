@@ -12,6 +12,7 @@ from typing import Any
 
 import endpoint_picker
 import pytest
+from fastapi.routing import iter_route_contexts
 
 from loraserve.api import monitoring, openai
 from loraserve.api.monitoring import ROUTER_METRICS
@@ -142,7 +143,7 @@ def test_plugins_are_declared_and_affinity_weighs_most() -> None:
 
 
 def test_routes_are_the_servers_and_none_serves_metrics() -> None:
-    known = {route.path for route in openai.router.routes}
+    known = {context.path for context in iter_route_contexts(openai.router.routes)}
     gateway = MANIFESTS["Gateway/loraserve"]["metadata"]["name"]
     for name in ("loraserve-inference", "loraserve-management"):
         route = MANIFESTS[f"HTTPRoute/{name}"]["spec"]
