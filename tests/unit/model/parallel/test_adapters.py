@@ -26,7 +26,6 @@ PEFT_KINDS: dict[str, Any] = {
     "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "loha": peft.LoHaConfig(r=3, alpha=4, target_modules=["q_proj", "o_proj", "up_proj"]),
     "lokr": peft.LoKrConfig(r=3, alpha=4, target_modules=["v_proj", "o_proj", "down_proj"]),
-    "oft": peft.OFTConfig(oft_block_size=8, target_modules=["q_proj", "down_proj"]),
     "saved": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]),
     "tokens": peft.LoraConfig(r=2, target_modules=["o_proj"], trainable_token_indices=[3, 17, 40, 98]),
     "biases": peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], bias="lora_only"),
