@@ -23,8 +23,8 @@ def make_case(work: str = WORKS[0]) -> Case:
         work,
         1,
         {OFF: [10.0, 20.0, 10.0], AUTO: [30.0, 20.0, 20.0]},
-        {"request": 8.0, "history": 2.0, "draft": 0.0},
-        {"request": 4.0, "history": 1.0, "draft": 0.0},
+        {"request": 8.0, "history": 2.0, "draft": 0.0, "grammar": 0.0},
+        {"request": 4.0, "history": 1.0, "draft": 0.0, "grammar": 0.0},
         num_answers=6,
     )
 
@@ -37,8 +37,8 @@ def test_the_page_has_a_row_for_each_case() -> None:
     page = speculation.text(
         argparse.Namespace(size="S", quantize="int8", tokens=4, rounds=3), [make_case(), make_case(RANDOM)]
     )
-    assert page.count("| 2.00 | 1.5 | 10 | 0.50 | 4 + 1 + 0 | 0 |") == 1
-    assert page.count("| 2.00 | 0.98 | 10 | 0.50 | 4 + 1 + 0 | 0 |") == 1
+    assert page.count("| 2.00 | 1.5 | 10 | 0.50 |  | 4 + 1 + 0 + 0 | 0 |") == 1
+    assert page.count("| 2.00 | 0.98 | 10 | 0.50 |  | 4 + 1 + 0 + 0 | 0 |") == 1
     assert "12 answers were compared; 0 tokens differ" in page
 
 
