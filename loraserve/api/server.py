@@ -94,14 +94,14 @@ async def _serve(settings: Settings, read: Callable[[], Settings]) -> int:
     tls = None if settings.ssl_certfile is None else TlsFiles(settings.ssl_certfile, settings.ssl_keyfile)
     listener = open_listener(settings.host, settings.port)
     with listener:
-        async with open_services(settings) as services:
+        async with open_services(settings, EngineClient) as services:
             services.rooms.connections.capacity = raise_file_limit(services.limits)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, SettingsReload(services, read, tls).run)
             return await _Lifetime(services, listener, tls).run()
 
 
 @contextlib.asynccontextmanager
-async def open_services(settings: Settings, make_engine: EngineMaker = EngineClient) -> AsyncIterator[Services]:
+async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIterator[Services]:
     """Make a server's services and run what works beside its requests; end both with the block.
 
     Its engine is made and not started.

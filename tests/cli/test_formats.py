@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from loraserve.cli.main import app
 
-SERVERS = {"serve", "demo"}
+SERVERS = {"serve", "demo", "cluster up"}
 """They print a log, and a tour for people."""
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 

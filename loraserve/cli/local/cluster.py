@@ -131,12 +131,12 @@ def status(address: AddressOption = None, format: FormatOption = None, **setting
 
 @app.command(cls=SettingsCommand)
 @takes_settings(PLACE)
-def restart(**settings: str | bool | None) -> None:
+def restart(format: FormatOption = None, **settings: str | bool | None) -> None:
     """Replace the ingress and the replicas of this machine's cluster, one after the other.
 
     Streams go on. Settings are read again: the variables are those of the cluster's own process.
     """
-    with reporting(Format.HUMAN) as output:
+    with reporting(format) as output:
         from loraserve.cluster.local import read_state, tell_to_restart
 
         tell_to_restart(read_state(_place(settings).data_dir))
@@ -145,9 +145,9 @@ def restart(**settings: str | bool | None) -> None:
 
 @app.command(cls=SettingsCommand)
 @takes_settings(PLACE)
-def down(address: AddressOption = None, **settings: str | bool | None) -> None:
+def down(address: AddressOption = None, format: FormatOption = None, **settings: str | bool | None) -> None:
     """End a cluster: streams first, then the replicas."""
-    with reporting(Format.HUMAN) as output:
+    with reporting(format) as output:
         if address is not None:
             from loraserve.cluster.remote import joined, remove
 

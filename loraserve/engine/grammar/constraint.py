@@ -233,7 +233,7 @@ class Constraint:
         """
         if self._is_lost or not compiled.lock.acquire(blocking=False):
             return None
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             return work()
         except (KeyboardInterrupt, SystemExit):
@@ -245,7 +245,7 @@ class Constraint:
             return None
         finally:
             compiled.lock.release()
-            if time.perf_counter() - started > SLOW_MASK_S:
+            if time.thread_time() - started > SLOW_MASK_S:
                 compiled.is_slow = True
 
     def end(self) -> None:

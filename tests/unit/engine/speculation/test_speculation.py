@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,12 +149,12 @@ def test_another_tenants_texts_and_another_adapters_are_never_proposed():
     assert proposed == tuple(TEXT[10 : 10 + len(proposed)]) != ()
 
 
-def test_nothing_is_proposed_to_probes_to_prompts_and_to_answers_of_a_grammar():
+def test_nothing_is_proposed_to_probes_to_prompts_and_to_answers_of_a_slow_grammar():
     speculation = costing(Speculation(), *FLAT)
     tokens = [*TEXT, *TEXT[:10]]
     assert propose(speculation, decoding(tokens, num_prompt_tokens=len(tokens))) == [()]
     constrained = decoding(tokens)
-    constrained.constraint = object()  # type: ignore[assignment]
+    constrained.constraint = SimpleNamespace(may_look_ahead=False)  # type: ignore[assignment]
     assert propose(speculation, constrained) == [()]
     request = decoding(tokens)
     in_flight = ScheduledRequest(request, len(tokens), 1, is_sampled=True, is_scored=False, epoch=0)
