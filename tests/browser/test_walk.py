@@ -55,6 +55,8 @@ def find_the_cause(console: Console, key: str) -> None:
 def move_split_and_roll_back(console: Console, server: ServerProcess, key: str) -> None:
     page = console.page
     console.show("adapters/walked", "walked")
+    # the upload moved it, and the page shows that once it has asked again
+    page.get_by_text("version 2: 100 %").wait_for()
     page.get_by_role("button", name="Move or split live").click()
     dialog = console.dialog()
     dialog.get_by_role("button", name="Split with another version").click()
