@@ -69,6 +69,8 @@ class Tour:
     checks: list[TourCheck] = field(default_factory=list)
     bill: Bill = field(default_factory=Bill)
     key: str = ""
+    num_chunks: int = 0
+    """Chunks of streams that came so far."""
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -114,8 +116,11 @@ class Tour:
 
         async def with_kills() -> list[str]:
             streaming = asyncio.create_task(self.streams(asked))
-            for kind, what in ((REPLICA, "replica"), (ENGINE, "engine")):
-                await asyncio.sleep(1.5)
+            # in the middle of them, however fast they are
+            began = self.num_chunks
+            for kind, what, num_before in ((REPLICA, "replica", 100), (ENGINE, "engine", 300)):
+                while self.num_chunks < began + num_before:
+                    await asyncio.sleep(0.01)
                 pid = await asyncio.to_thread(self.cluster.kill, kind)
                 self.say(f"Killed the {what} with the process {pid}.")
             return await streaming
@@ -169,6 +174,7 @@ class Tour:
                 text = ""
                 async with stream:
                     async for chunk in stream:
+                        self.num_chunks += 1
                         text += "".join(choice.text for choice in chunk.choices)
                         if chunk.usage is not None:
                             self.bill.num_requests += 1
