@@ -106,6 +106,20 @@ def test_answers_are_the_same_to_the_last_bit(world, make_engine, draft_dirs, dr
     assert not engine._speculation._drafting._is_broken
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(50))
+def test_no_token_differs_in_ten_thousand_requests(world, make_engine, draft_dirs, seed):
+    # each work has 200, before a draft base that is always, mostly or seldom right
+    work, quantize = random_work(seed, 200, NAMES), ("none", "int8")[seed % 2]
+    draft = draft_dirs[list(DRAFTS)[seed % len(DRAFTS)]]
+    options = {"quantize": quantize, "max_num_seqs": (1, 3, 8)[seed // 6 % 3]}
+    expected = answer(make_engine(**options), world, work)
+    engine = make_engine(draft, **options)
+    assert [facts(outputs) for outputs in answer(engine, world, work)] == [facts(outputs) for outputs in expected]
+    assert engine.stats().accepted_draft_tokens > 0
+    assert not engine._speculation._drafting._is_broken
+
+
 def test_answers_are_the_same_where_requests_are_preempted(world, make_engine, draft_dirs):
     # as in test_speculation_on_cpu: 13 blocks for 8 requests of up to 6
     work = random_work(1, 20, [None, "r1"])
