@@ -76,6 +76,7 @@ class Constraint:
         "_depth",
         "_failed_at",
         "_grammar",
+        "_has_followed",
         "_is_late",
         "_is_lost",
         "_is_over",
@@ -133,7 +134,7 @@ class Constraint:
         # tokens behind the output after which the next one is looked at, and those after which the
         # mask in `_words` is; -1: there is none
         self._depth, self._mask_depth = 0, -1
-        self._is_late = self._is_over = self._is_lost = False
+        self._is_late = self._is_over = self._is_lost = self._has_followed = False
         self._num_slow = self._num_alone = self._num_restarts = 0
         self._failed_at: int | None = None
         self._submit(self._begin, Lane.COMPILE)
@@ -211,6 +212,37 @@ class Constraint:
             return True
         self._compute_mask()
         return bool(self._words.any())
+
+    def follow_at_once(self) -> bool:
+        """Follow the last token and the wanted one behind it on the steps' thread, while gathered.
+
+        That is for answers whose last wanted token was allowed, as those of a base that follows its
+        grammar mostly are: for such a one the way to a thread and back takes longer.
+
+        Return whether the wanted token is allowed, and no mask needed; else it stays gathered.
+        """
+        compiled, cursor, wanted = self._compiled, self._cursor, self.wanted
+        if not self._has_followed or compiled is None or cursor is None or wanted is None or not self.may_look_ahead:
+            return False
+
+        def follow() -> bool:
+            if cursor.num_said < len(self._token_ids):
+                cursor.consume(self._token_ids[cursor.num_said :])
+            return self._is_ahead(cursor, wanted)
+
+        started = time.perf_counter()
+        self._has_followed = self._at_once(compiled, follow) or False
+        if self._has_followed:
+            self.mask_s = time.perf_counter() - started
+            self.is_ready, self.is_gathered = True, False
+        return self._has_followed
+
+    @staticmethod
+    def _is_ahead(cursor: GrammarCursor, wanted: int) -> bool:
+        """Be ahead by the wanted token, if the grammar allows it; return whether it does."""
+        if cursor.ahead and cursor.ahead[0] != wanted:
+            cursor.go_to(())
+        return bool(cursor.ahead) or cursor.try_token(wanted)
 
     def forced(self, count: int) -> tuple[int, ...]:
         """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most."""
@@ -400,9 +432,10 @@ class Constraint:
             rest = []
             for mask, cursor in followed:
                 cursor.num_said = len(mask._token_ids)
-                if cursor.ahead and cursor.ahead[0] != mask.wanted:
+                if mask.wanted is None:
                     cursor.go_to(())
-                if not cursor.ahead and (mask.wanted is None or not cursor.try_token(mask.wanted)):
+                mask._has_followed = mask.wanted is not None and mask._is_ahead(cursor, mask.wanted)
+                if not mask._has_followed:
                     rest.append((mask, cursor.matcher))
             if rest:
                 rows = np.zeros((len(rest), num_words), np.uint32)

@@ -24,6 +24,8 @@ MASK_PATIENCE_S = 0.01
 Bounds what grammars add to the time between other requests' tokens. A row without a mask is
 computed again.
 """
+MAX_AT_ONCE = 64
+"""Answers of a step that its own thread follows: of more, threads follow several at a time."""
 _ALONE_S = 0.001
 """Seconds of a step's wait that one thread has for all of its masks, before others help it."""
 
@@ -106,6 +108,10 @@ class Gathered(Protocol):
 
     is_gathered: bool
 
+    def follow_at_once(self) -> bool:
+        """Do without the mask on the steps' thread, if that takes microseconds; return whether."""
+        ...
+
     def follow_together(self, masks: list[Any]) -> None:
         """Compute it and others of the same class and tenant."""
 
@@ -183,6 +189,7 @@ class MaskThreads:
     def wait(self, masks: Sequence[Mask], patience_s: float = MASK_PATIENCE_S) -> None:
         """Return once every mask is there, or after `patience_s`; note those that are late."""
         started_s = time.monotonic()
+        self._follow_at_once()
         self.release()
         if not _are_ready(masks) and not self._wait(masks, started_s + min(_ALONE_S, patience_s)):
             # one tenant's take long: the others' need not
@@ -196,6 +203,16 @@ class MaskThreads:
             else:
                 self.num_late += 1
                 mask.note_late()
+
+    def _follow_at_once(self) -> None:
+        """Leave the masks gathered that are needed."""
+        num_left = MAX_AT_ONCE
+        for tenant, masks in list(self._gathered.items()):
+            some, others = masks[:num_left], masks[num_left:]
+            num_left -= len(some)
+            self._gathered[tenant] = [mask for mask in some if not mask.follow_at_once()] + others
+            if not self._gathered[tenant]:
+                del self._gathered[tenant]
 
     def close(self) -> None:
         """End the threads once all jobs are done."""

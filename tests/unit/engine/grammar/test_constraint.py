@@ -382,6 +382,48 @@ def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_step
     assert bad.error is not None
 
 
+def test_an_answer_that_its_base_says_as_its_grammar_does_needs_no_thread(
+    begin, threads, between_steps, monkeypatch
+) -> None:
+    (twin,) = begin(threads, 1)
+    one, other = begin(between_steps, 2)
+    together = []
+    follow_together = Constraint.follow_together
+
+    def note(first: Constraint, masks: list[Constraint]) -> None:
+        together.append(len(masks))
+        follow_together(first, masks)
+
+    monkeypatch.setattr(Constraint, "follow_together", note)
+    for number in range(8):
+        token = min(allowed(twin))
+        for mask in (twin, one, other):
+            mask.advance([token])
+        threads.wait([twin], 10)
+        # of the other nothing is wanted
+        wrong = next(token for token in range(one._vocab_size) if token not in allowed(twin))
+        one.wanted = wrong if number == 4 else min(allowed(twin))
+        between_steps.wait([one, other], 10)
+        assert (one.permitted is not None) is (number != 4)
+        assert one.allows(min(allowed(twin)))
+    # what is wanted first, and after a wrong one, isn't known to be allowed
+    assert together == [2, 1, 1, 1, 2, 2, 1, 1]
+
+
+def test_a_token_against_the_grammar_fails_its_request_on_the_steps_thread_too(begin, between_steps) -> None:
+    (bad,) = begin(between_steps, 1)
+    right = min(allowed(bad))
+    wrong = next(token for token in range(300, bad._vocab_size) if token not in allowed(bad))
+    bad.advance([right])
+    bad._has_followed, bad.wanted = True, right
+    bad.advance([wrong])
+    bad.wanted = right
+    between_steps.wait([bad], 10)
+    while bad.error is None:
+        between_steps.wait([bad], 10)
+    assert "grammar" in str(bad.error).lower()
+
+
 def test_masks_that_take_long_together_are_computed_alone_next(begin, between_steps, monkeypatch) -> None:
     monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", 0.0)
     monkeypatch.setattr("loraserve.engine.grammar.constraint.TOGETHER_S", 0.0)

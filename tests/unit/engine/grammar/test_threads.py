@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from loraserve.engine.grammar import threads as threads_module
 from loraserve.engine.grammar.threads import Lane, MaskThreads
 
 from .conftest import Gate
@@ -113,6 +114,12 @@ def test_closing_waits_for_the_jobs() -> None:
 class FakeGathered(FakeMask):
     gate: Gate | None = None
     together: int = 0
+    is_easy: bool = False
+    is_gathered: bool = False
+
+    def follow_at_once(self) -> bool:
+        self.is_ready |= self.is_easy
+        return self.is_easy
 
     def follow_together(self, masks: list[FakeGathered]) -> None:
         if self.gate is not None:
@@ -147,6 +154,17 @@ def test_a_tenants_gathered_masks_delay_no_others(between_steps: MaskThreads) ->
     assert fast.is_ready
     assert not fast.is_late
     slow.gate.open()
+
+
+def test_masks_that_arent_needed_are_left_out(between_steps: MaskThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "MAX_AT_ONCE", 4)
+    masks = [FakeGathered(is_easy=number % 2 == 0) for number in range(8)]
+    for mask in masks:
+        between_steps.gather(mask, "a")
+    between_steps.wait(masks, 10)
+    # the first four are asked
+    assert [mask.together for mask in masks] == [0, 6, 0, 6, 6, 6, 6, 6]
+    assert all(mask.is_ready for mask in masks)
 
 
 def test_nothing_is_gathered_beside_steps(threads: MaskThreads) -> None:
