@@ -79,7 +79,9 @@ class EngineConfig(Struct, frozen=True):
     num_threads: int = 0
     """Threads of each process that computes; 0: torch's own choice, shared out among them."""
     tensor_parallel: int = 1
-    """Processes that share the base, each with a part of every linear; 1: this one has all."""
+    """Processes that share each layer, each with a part of its linears; 1: one has all."""
+    pipeline_parallel: int = 1
+    """Stages that the layers are split into, each with processes of its own; 1: there is one."""
     loader_threads: int = 2
     heartbeat_s: float = 0.5
     kernels: tuple[KernelChoice, ...] = ()

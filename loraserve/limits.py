@@ -82,7 +82,7 @@ class Limits:
     max_draft_tokens: int = 4096
     """Tokens of a request up to which a draft base proposes its next ones."""
     max_ranks: int = 16
-    """Processes that share a base (--tensor-parallel)."""
+    """Processes that share a base (--tensor-parallel times --pipeline-parallel)."""
     max_queued_requests: int = 1024
     max_queue_wait_s: float = 600.0
     max_request_timeout_s: float = 3600.0

@@ -343,7 +343,11 @@ class Settings(BaseSettings):
     num_threads: int = Field(default=0, ge=0, le=1024)
     """Threads of the forward pass; 0: torch's own choice, shared out among the ranks."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Processes that share the base and its KV cache, each with a part of both. CPUs only."""
+    """Processes that share each layer and its KV cache, each with a part of both. CPUs only."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages that share the base and its KV cache, each with some of the layers and as many
+    processes as --tensor-parallel says. CPUs only.
+    """
     loader_threads: int = Field(default=2, ge=1, le=64)
     """Threads that load adapters."""
 
@@ -440,6 +444,7 @@ class Settings(BaseSettings):
             draft_quantize=self.quantize if self.draft_quantize == "auto" else self.draft_quantize,
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
             loader_threads=self.loader_threads,
         )
 

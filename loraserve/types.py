@@ -426,6 +426,20 @@ class AdapterResidency(Struct, frozen=True):
     """
 
 
+class RankTraffic(Struct, frozen=True):
+    """What a rank has received of others within steps: seconds, waiting included, and bytes.
+
+    Attributes:
+        sum_s, sum_bytes: of sums and gathers among ranks that share layers.
+        transfer_s, transfer_bytes: of hidden states from the stage before.
+    """
+
+    sum_s: float = 0.0
+    sum_bytes: int = 0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+
+
 class EngineStats(Struct, frozen=True):
     """Counters and gauges of the engine process, sent with every heartbeat."""
 
@@ -510,6 +524,10 @@ class EngineStats(Struct, frozen=True):
     """Part of `device_bytes` that nothing holds."""
     step_s: float = 0.0
     """Seconds spent in steps since the start."""
+    num_micro_batches: int = 0
+    """Parts of steps that several ranks computed; 0: one process has the base."""
+    ranks: tuple[RankTraffic, ...] = (RankTraffic(),)
+    """By rank; of one process nothing is counted."""
     num_constrained: int = 0
     """Live requests with a grammar."""
     num_grammars: int = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
-from loraserve.types import AdapterResidency, Digest, EngineStats, Histogram, Tier
+from loraserve.types import AdapterResidency, Digest, EngineStats, Histogram, RankTraffic, Tier
 
 _LARGEST = frozenset({"kv_block_size", "num_tenants"})
 """Gauges of which the largest stands for all: replicas have the same block size, and tenants."""
@@ -81,6 +82,14 @@ def _sum(stats: Sequence[EngineStats]) -> EngineStats:
                 counts=tuple(map(sum, zip(*(one.counts for one in found), strict=True))),
                 sum_s=sum(one.sum_s for one in found),
             )
+        elif name == "ranks":
+            values[name] = tuple(map(_sum_traffic, zip_longest(*found, fillvalue=RankTraffic())))
         else:
             values[name] = max(found) if name in _LARGEST else sum(found)
     return EngineStats(**values)
+
+
+def _sum_traffic(ranks: Sequence[RankTraffic]) -> RankTraffic:
+    """Return what ranks of one number received in all engines."""
+    fields = RankTraffic.__struct_fields__
+    return RankTraffic(**{name: sum(getattr(rank, name) for rank in ranks) for name in fields})

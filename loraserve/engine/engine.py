@@ -71,6 +71,7 @@ class Engine:
         constraints: Constraints | None = None,
         speculation: Speculation | None = None,
         progress: Progress | None = None,
+        more_stats: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an engine that has no requests yet.
@@ -81,8 +82,9 @@ class Engine:
                 of which are its own.
             speculation: proposes tokens for steps to verify; None: none are proposed.
             progress: told of each step; None: nothing reads it.
+            more_stats: returns fields of EngineStats that the runner's processes count.
         """
-        self.base = base
+        self.base, self._more_stats = base, more_stats
         self.pager = pager
         self.listener = StepListener()
         self._progress = progress or Progress()
@@ -345,6 +347,7 @@ class Engine:
             step_adapter_s=self._timer.adapter_s,
             step_s=self._timer.total_s,
             invariant_violations=self._invariant_violations + self.pager.num_violations,
+            **self._more_stats(),
             **({} if self._constraints is None else self._constraints.stats()),
             **({} if self._speculation is None else self._speculation.stats()),
             **cast("dict[str, Any]", self.pager.stats()),

@@ -1,6 +1,7 @@
 """The one decoder of every architecture: token ids in, logits out.
 
-Keys and values are written to the paged cache on the way.
+Keys and values are written to the paged cache on the way. A stage of a pipeline has some of the
+layers: hidden states come in, or go out.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer, LayersProgram, Norm
 from loraserve.model.config.model_config import ModelConfig
-from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs
+from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs, PooledRows
 from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear, float_rows
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
 from loraserve.model.parallel.rank_part import RankPart
+from loraserve.model.parallel.stage import Stage
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.plan import LoraPlan
@@ -38,6 +40,7 @@ class Decoder:
         backend: the device that it is on, and how that computes.
         config: its shapes.
         kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes.
+        stage: which layers it has.
         kv_dtype: of that cache.
     """
 
@@ -47,35 +50,43 @@ class Decoder:
         spec: BaseSpec,
         backend: Backend,
         *,
-        embedding: Tensor,
+        embedding: Tensor | None,
         layers: tuple[DecoderLayer, ...],
         norm: Norm,
-        head: Linear,
+        head: Linear | None,
         norm_weights: Mapping[str, Tensor] | None = None,
         progress: Progress | None = None,
         part: RankPart | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """Make a decoder of these weights.
 
         Args:
+            embedding: None: the stage isn't the first.
+            norm: the last one; of a stage before the last what adds the last delta.
+            head: None: the stage isn't the last.
             progress: told of each part of a layer that `forward` has computed; None: nothing reads
                 it.
-            part: the rank's part of the base that these weights are; None: all of it.
+            part: the rank's part of each linear that these weights are; None: all of it.
+            stage: the pipeline's stage whose layers these are; None: all layers are.
         """
         self._progress = progress or Progress()
         # what the layers have: heads and inner features
         local = config if part is None else part.shard.config
-        self._vocab = None if part is None else part.embedding
+        self._vocab = None if part is None or embedding is None else part.embedding
         self.config = config
         self.spec = spec
         self.backend = backend
-        self.kv_shape = (config.num_layers, local.num_kv_heads, config.head_dim)
+        self.stage = stage or Stage(0, 1, config)
+        self.kv_shape = (len(layers), local.num_kv_heads, config.head_dim)
         self.kv_dtype = backend.kv_dtype
         self._embedding = embedding
         self._layers = layers
         self._norm = norm
         self._norm_weights = norm_weights or {}
-        self._head = LoraLinear(head, "lm_head", 0) if part is None else part.head(head)
+        self._head: LoraLinear | None = None
+        if head is not None:
+            self._head = LoraLinear(head, "lm_head", 0) if part is None else part.head(head)
         # a program has no end between two layers, where ranks exchange what they have
         self._program = backend.program(layers, norm, self._head, self._progress) if part is None else None
 
@@ -95,10 +106,11 @@ class Decoder:
                 ``embed_tokens``, whose are [n, hidden_size], a row for each token.
         """
         if modules == ("embed_tokens",):
-            yield from float_rows(self._embedding, 0, self._embedding.shape[0])
+            embedding = self._embedding_of()
+            yield from float_rows(embedding, 0, embedding.shape[0])
             return
         if modules == ("lm_head",):
-            yield from self._head.base.rows(0, self.spec.vocab_size)
+            yield from self._head_of().base.rows(0, self.spec.vocab_size)
             return
         linear, start = self._linear(layer, modules[0])
         end = start
@@ -138,6 +150,16 @@ class Decoder:
             raise InvariantViolation(f"{module} of layer {layer} was asked for, which this base doesn't have.")
         return linear.base, start
 
+    def _embedding_of(self) -> Tensor:
+        if self._embedding is None:
+            raise InvariantViolation("the embedding was asked for, which only the first stage has")
+        return self._embedding
+
+    def _head_of(self) -> LoraLinear:
+        if self._head is None:
+            raise InvariantViolation("the head was asked for, which only the last stage has")
+        return self._head
+
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:
         """Return the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32.
@@ -152,18 +174,26 @@ class Decoder:
         return self.forward_pooled(inputs, kv)[0]
 
     @torch.inference_mode()
-    def forward_pooled(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
+    def forward_pooled(
+        self, inputs: ModelInputs | GpuInputs, kv: KVTensors, received: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the logits, as `forward` does, and the hidden states of the pooled rows.
 
         These have passed the last norm, with adapters' own weights of it: [num_pooled, hidden_size]
         in the dtype of the activations; None where nothing is pooled.
+
+        Args:
+            received: the rows' residual stream from the stage before, which is spent; None: this is
+                the first.
         """
         if self._program is not None and isinstance(inputs, ModelInputs) and self._program.takes(kv):
-            return self._run(self._program, inputs, kv)
+            return self._run(self._program, inputs, kv, received)
         if self._vocab is not None:
             inputs = replace(inputs, token_ids=self._vocab.local(inputs.token_ids))
         step = self.backend.begin(inputs, kv)
-        hidden = self._adapted_embedding(step.embed(self._embedding), inputs)
+        hidden = received
+        if hidden is None:
+            hidden = self._adapted_embedding(step.embed(self._embedding_of()), inputs)
         last = len(self._layers) - 1
         x = self._layers[0].attention_norm(hidden)
         for i in range(last):
@@ -176,11 +206,32 @@ class Decoder:
             x = self._add(self._layers[i + 1].attention_norm, hidden, delta, inputs.lora, i, "mlp_out_norm")
         return self._last_layer(step, hidden, x, inputs, kv)
 
-    def _run(self, program: LayersProgram, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
+    @torch.inference_mode()
+    def pass_on(self, inputs: ModelInputs, kv: KVTensors, received: Tensor | None) -> Tensor:
+        """Return the residual stream for the next stage, [num_tokens, hidden_size] float32.
+
+        It is in memory of its own.
+
+        Args:
+            received: as `forward_pooled`'s.
+        """
+        rows = torch.arange(inputs.token_ids.shape[0])
+        inputs = replace(inputs, logits_rows=rows[:0], pooled=PooledRows(rows, rows[:0], rows))
+        hidden = self.forward_pooled(inputs, kv, received)[1]
+        if hidden is None:
+            raise InvariantViolation("a stage gave no hidden states")
+        return hidden
+
+    def _run(
+        self, program: LayersProgram, inputs: ModelInputs, kv: KVTensors, received: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute a step as one program."""
         hidden = program.hidden(inputs.token_ids.shape[0])
-        hidden.copy_(F.embedding(inputs.token_ids, self._embedding))
-        self._adapted_embedding(hidden, inputs)
+        if received is None:
+            hidden.copy_(F.embedding(inputs.token_ids, self._embedding_of()))
+            self._adapted_embedding(hidden, inputs)
+        else:
+            hidden.copy_(received)
         logits, x = program.run(inputs, kv)
         if logits is not None:
             return self._finish_logits(logits), None
@@ -214,7 +265,7 @@ class Decoder:
         x = self._add(self._norm, hidden, delta, lora, last, "mlp_out_norm")
         x = self._with_own_norms(x, hidden, lora, 0, "norm")
         if inputs.pooled is None:
-            return self._finish_logits(self._head(x, lora)), None
+            return self._finish_logits(self._head_of()(x, lora)), None
         return self._pooled(x, inputs)
 
     def _pooled(self, x: Tensor, inputs: ModelInputs | GpuInputs) -> tuple[Tensor, Tensor | None]:
@@ -223,7 +274,7 @@ class Decoder:
         states = None if pooled is None else x[pooled.hidden_places]
         if pooled is None or pooled.logits_places.shape[0] == 0:
             return x.new_empty(0, self.spec.vocab_size, dtype=torch.float32), states
-        return self._finish_logits(self._head(x[pooled.logits_places], inputs.logits_lora)), states
+        return self._finish_logits(self._head_of()(x[pooled.logits_places], inputs.logits_lora)), states
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         if self.config.logits_scale != 1.0:

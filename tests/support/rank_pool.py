@@ -1,10 +1,12 @@
-"""Bases over several processes, as an engine of `--tensor-parallel` has them, without an engine.
+"""Bases over several processes, as an engine of `--tensor-parallel` and `--pipeline-parallel` has
+them, without an engine.
 
 The processes import torch once and load one base after the other.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -21,14 +23,18 @@ from torch.distributed import FileStore
 
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.device import AdapterParts, GroupDevice
-from loraserve.engine.parallel.group_runner import step_message
+from loraserve.engine.parallel.group_runner import GroupForward
+from loraserve.engine.parallel.rank_counts import RankCounts
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import HostAdapter
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.checkpoint.whole_weights import WholeWeights
 from loraserve.model.inputs import KVTensors, ModelInputs
-from loraserve.model.parallel.ranks import Ranks
-from loraserve.model.parallel.shard import Shard
+from loraserve.model.parallel.grid import Grid
+from loraserve.model.parallel.member import join
+from loraserve.model.parallel.part_facts import PartFacts
+from loraserve.model.parallel.traffic import Traffic
+from loraserve.types import RankTraffic
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 
@@ -40,22 +46,38 @@ class RankedBase:
         weights: of the whole base.
     """
 
-    def __init__(self, pool: RankPool, size: int, directory: Path, store: Path, options: dict[str, Any]) -> None:
-        self._connections = pool.connections[: size - 1]
+    def __init__(self, pool: RankPool, grid: Grid, directory: Path, store: Path, options: dict[str, Any]) -> None:
+        self._connections = pool.connections[: grid.size - 1]
         held = options.pop("held", None)
+        self.grid, self._counts = grid, RankCounts()
         for rank, connection in enumerate(self._connections, 1):
-            connection.send((rank, size, str(store), directory, options))
-        self.ranks = Ranks(0, size, FileStore(str(store), size))
-        self.decoder = load_model(directory, ranks=self.ranks, **options)
+            counts = f"/proc/{os.getpid()}/fd/{self._counts.descriptor}"
+            connection.send((rank, grid, str(store), directory, counts, options))
+        self.member = join(grid, 0, FileStore(str(store), grid.size), self._share, Traffic(self._counts.row(0)))
+        self.decoder = load_model(directory, member=self.member, **options)
         for connection in self._connections:
             assert isinstance(m.decode_from_rank(connection.recv_bytes()), m.Loaded)
         self.spec, self.config, self.backend = self.decoder.spec, self.decoder.config, self.decoder.backend
         self.kv_shape, self.kv_dtype = self.decoder.kv_shape, self.decoder.kv_dtype
-        shards = [Shard(rank, size, self.config) for rank in range(size)]
         client = Arena(1 << 16, 4096).client(Owner.ADAPTERS)
-        self.device = GroupDevice(self.spec, 1 << 28, held, client, shards, self.send_to)
+        places = list(grid.places(self.config))
+        self.device = GroupDevice(self.spec, 1 << 28, held, client, places, self.send_to)
         self.weights = WholeWeights(directory, self.decoder, options["dtype"], options["quantize"])
+        self.group_forward = GroupForward(self.decoder, self.member.pipe, self.device, self._send)
         self._kv: KVTensors | None = None
+
+    @property
+    def traffic(self) -> tuple[RankTraffic, ...]:
+        """What each rank has received so far."""
+        return self._counts.read(self.grid.size)
+
+    def _share(self, facts: PartFacts) -> list[PartFacts]:
+        parts = [facts]
+        for connection in self._connections:
+            message = m.decode_from_rank(connection.recv_bytes())
+            assert isinstance(message, m.PartLoaded)
+            parts.append(message.facts)
+        return [*parts[self.grid.tensor :], *parts[: self.grid.tensor]]
 
     def place(self, packed: HostAdapter) -> PackedAdapter:
         """Place an adapter on all ranks; what `PagedRun` takes of it."""
@@ -71,13 +93,20 @@ class RankedBase:
         return self.forward_pooled(inputs, kv)[0]
 
     def forward_pooled(self, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
-        if kv is not self._kv:
-            self._kv = kv
-            num_bytes = 2 * len(kv.k) * kv.k[0][0].numel() * kv.k[0].element_size()
-            num_bytes = -(-num_bytes // 4096) * 4096
-            self._send(m.OpenCache(num_blocks=len(kv.k[0]), block_num_bytes=num_bytes, block_size=kv.block_size))
-        self._send(step_message(inputs, self.device))
-        return self.decoder.forward_pooled(inputs, kv)
+        self.open_cache(kv)
+        with torch.inference_mode():
+            return self.group_forward(inputs, kv)
+
+    def open_cache(self, kv: KVTensors) -> None:
+        """Have the other ranks reserve their parts of a cache of as many blocks."""
+        if kv is self._kv:
+            return
+        self._kv = kv
+        for place in self.grid.places(self.config):
+            if place.rank:
+                num_bytes = -(-place.kv_block_bytes(kv.block_size, 4) // 4096) * 4096
+                cache = m.OpenCache(num_blocks=len(kv.k[0]), block_num_bytes=num_bytes, block_size=kv.block_size)
+                self.send_to(place.rank, cache)
 
     def _send(self, message: m.ToRank) -> None:
         for rank in range(1, len(self._connections) + 1):
@@ -85,6 +114,7 @@ class RankedBase:
 
     def close(self) -> None:
         self._send(m.Stop())
+        self._counts.close()
 
 
 class RankPool:
@@ -102,8 +132,8 @@ class RankPool:
             self.connections.append(Connection(ours.detach()))
 
     @contextmanager
-    def load(self, directory: Path, size: int, **options: Any) -> Iterator[RankedBase]:
-        """Load a base over so many ranks."""
+    def load(self, directory: Path, size: int, pipeline: int = 1, **options: Any) -> Iterator[RankedBase]:
+        """Load a base over so many ranks of so many stages."""
         settings = {
             "model_id": "org/base",
             "dtype": torch.float32,
@@ -113,7 +143,7 @@ class RankPool:
             **options,
         }
         self._num_bases += 1
-        base = RankedBase(self, size, directory, self._root / f"store-{self._num_bases}", settings)
+        base = RankedBase(self, Grid(size, pipeline), directory, self._root / f"store-{self._num_bases}", settings)
         try:
             yield base
         finally:

@@ -5,6 +5,7 @@ As a program: ``python rank_worker.py DESCRIPTOR``.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -14,24 +15,33 @@ from torch.distributed import FileStore
 
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.follower import Follower
+from loraserve.engine.parallel.rank_counts import RankCounts
 from loraserve.model.checkpoint.loader import load_model
-from loraserve.model.parallel.ranks import Ranks
-from loraserve.model.parallel.shard import Shard
+from loraserve.model.parallel.member import join
+from loraserve.model.parallel.part_facts import PartFacts
+from loraserve.model.parallel.traffic import Traffic
 
 
 def main() -> None:
     torch.set_num_threads(1)
     connection = Connection(int(sys.argv[1]))
+
+    def share(facts: PartFacts) -> list[PartFacts]:
+        connection.send_bytes(m.encode(m.PartLoaded(facts, [])))
+        return [facts]
+
     while True:
         try:
-            rank, size, store, directory, options = connection.recv()
+            rank, grid, store, directory, counts_path, options = connection.recv()
         except EOFError:
             return
         try:
-            ranks = Ranks(rank, size, FileStore(store, size))
-            decoder = load_model(directory, ranks=ranks, **options)
+            counts = RankCounts(os.open(counts_path, os.O_RDWR | os.O_CLOEXEC))
+            member = join(grid, rank, FileStore(store, grid.size), share, Traffic(counts.row(rank)))
+            decoder = load_model(directory, member=member, **options)
             connection.send_bytes(m.encode(m.Loaded()))
-            Follower(decoder, Shard(rank, size, decoder.config).modules, connection).run()
+            Follower(decoder, member, connection).run()
+            counts.close()
         except Exception:
             traceback.print_exc()
             return

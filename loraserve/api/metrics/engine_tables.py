@@ -30,6 +30,33 @@ STEPS: Table[EngineStats] = (
     ),
     counter("loraserve_engine_steps", "Forward passes.", lambda s: s.num_steps),
     counter("loraserve_engine_step_seconds", "Seconds spent in forward passes.", lambda s: s.step_s),
+    counter(
+        "loraserve_parallel_micro_batches",
+        "Parts of steps that several ranks computed.",
+        lambda s: s.num_micro_batches,
+    ),
+    counter(
+        "loraserve_parallel_seconds",
+        "Seconds in which a rank waited for other ranks' parts of steps and received them.",
+        lambda s: {
+            (str(rank), kind): seconds
+            for rank, one in enumerate(s.ranks)
+            for kind, seconds in (("collective", one.sum_s), ("transfer", one.transfer_s))
+        },
+        "rank",
+        "kind",
+    ),
+    counter(
+        "loraserve_parallel_bytes",
+        "Bytes that a rank received of other ranks within steps.",
+        lambda s: {
+            (str(rank), kind): count
+            for rank, one in enumerate(s.ranks)
+            for kind, count in (("collective", one.sum_bytes), ("transfer", one.transfer_bytes))
+        },
+        "rank",
+        "kind",
+    ),
     counter("loraserve_preemptions", "Sequences that were preempted and start over.", lambda s: s.num_preemptions),
     counter(
         "loraserve_fair_preemptions",

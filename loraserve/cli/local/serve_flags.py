@@ -23,7 +23,7 @@ SECTIONS = {
     "tool_call_parser reasoning_parser",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
     "max_num_seqs max_num_batched_tokens enable_prefix_cache speculation draft_model draft_quantize cuda_graphs "
-    "num_threads tensor_parallel loader_threads",
+    "num_threads tensor_parallel pipeline_parallel loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
     "Server": "host port ssl_certfile ssl_keyfile console router_metrics cors_allow_origins grace_s "
@@ -53,7 +53,7 @@ VALUES = {
     "URL": "database_url store_url trace_endpoint",
     "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",
     "TOKENS": "max_model_len max_num_batched_tokens",
-    "N": "max_num_seqs num_threads tensor_parallel loader_threads port",
+    "N": "max_num_seqs num_threads tensor_parallel pipeline_parallel loader_threads port",
     "DIR|ID": "model",
     "NAME": "model_id",
     "NAME,…": "base_names",

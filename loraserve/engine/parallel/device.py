@@ -15,9 +15,9 @@ from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import ArenaClient
 from loraserve.memory.devices.base import AdapterHandle, Footprint, HostAdapter, PlacedAdapter
 from loraserve.memory.devices.cpu import CpuDevice
-from loraserve.model.parallel.shard import Shard
+from loraserve.model.parallel.grid import Place
 from loraserve.types import BaseSpec
-from loraserve_kernels.cpu.lora.cut import cut_adapter, lay_out_part
+from loraserve_kernels.cpu.lora.cut import cut_adapter, lay_out_part, norm_widths
 from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm
 
 
@@ -50,7 +50,7 @@ class GroupDevice:
     columns and B whole of row-parallel ones.
 
     Args:
-        shards: each rank's, in order.
+        places: each rank's, in order.
         send: sends a message to one rank.
     """
 
@@ -62,12 +62,13 @@ class GroupDevice:
         budget_bytes: int,
         dtype: torch.dtype | None,
         arena_client: ArenaClient,
-        shards: Sequence[Shard],
+        places: Sequence[Place],
         send: Callable[[int, ToRank], None],
     ) -> None:
-        self._base, self._whole = base, CpuDevice(base, budget_bytes, dtype, arena_client)
+        self._whole = CpuDevice(base, budget_bytes, dtype, arena_client)
         self.arena_client, self.limits = arena_client, self._whole.limits
-        self._shards, self._send = tuple(shards), send
+        self._parts = [(place.rank, place.cut, place.modules) for place in places]
+        self._send = send
         self._numbers = itertools.count()
         self._placed: dict[AdapterHandle, tuple[int, AdapterParts]] = {}
 
@@ -91,13 +92,11 @@ class GroupDevice:
         # refuses what doesn't fit the base
         self._whole.footprint(modules, stored, norms, head)
         dtype = self.held_dtype(stored)
-        widths = [int(norm.weight.shape[0]) for norm in norms]
+        widths = [(norm.layer, norm.norm, int(norm.weight.shape[0])) for norm in norms]
         num_bytes = 0 if head is None else 4 * head.numel()
-        for shard in self._shards:
-            layout = lay_out_part(
-                modules, shard.cuts, num_layers=self._base.num_layers, module_shapes=shard.modules, dtype=dtype
-            )
-            num_bytes += region_bytes(layout, dtype, widths)
+        for _, cut, shapes in self._parts:
+            layout = lay_out_part(modules, cut, module_shapes=shapes, dtype=dtype)
+            num_bytes += region_bytes(layout, dtype, norm_widths(widths, cut))
         arena = self.arena_client.arena
         return Footprint(arena.pages_of(num_bytes) * arena.page_num_bytes)
 
@@ -109,27 +108,25 @@ class GroupDevice:
         head: Tensor | None = None,
     ) -> AdapterParts:
         packed = self._whole.pack(modules, stored, norms, head)
-        widths = [weight.numel() for weight in packed.norms.values()]
-        layouts = [
-            lay_out_part(
-                modules,
-                shard.cuts,
-                num_layers=self._base.num_layers,
-                module_shapes=shard.modules,
-                dtype=packed.data.dtype,
-            )
-            for shard in self._shards
-        ]
-        memory = PartMemory([region_bytes(layout, packed.data.dtype, widths) for layout in layouts])
+        widths = [(layer, norm, weight.numel()) for (layer, norm), weight in packed.norms.items()]
+        dtype = packed.data.dtype
+        memory = PartMemory(
+            [
+                region_bytes(
+                    lay_out_part(modules, cut, module_shapes=shapes, dtype=dtype), dtype, norm_widths(widths, cut)
+                )
+                for _, cut, shapes in self._parts
+            ]
+        )
         parts = tuple(
             cut_adapter(
                 packed,
-                shard.cuts,
-                module_shapes=shard.modules,
-                allocate=memory.region(shard.rank).allocate,
-                keeps_head=shard.rank == 0,
+                cut,
+                module_shapes=shapes,
+                allocate=memory.region(rank).allocate,
+                keeps_head=rank == 0,
             )
-            for shard in self._shards
+            for rank, cut, shapes in self._parts
         )
         return AdapterParts(memory, parts)
 
@@ -157,7 +154,7 @@ class GroupDevice:
         footprint = self.footprint_of(packed)
         self.arena_client.allocate(footprint.num_bytes // self.arena_client.arena.page_num_bytes)
         number = next(self._numbers)
-        for rank in range(1, len(self._shards)):
+        for rank in range(1, len(self._parts)):
             self._send(rank, packed.memory.hold_message(number, rank, packed.parts[rank]))
         self._placed[packed.parts[0]] = number, packed
         return PlacedAdapter(packed.parts[0], footprint)
@@ -165,6 +162,6 @@ class GroupDevice:
     def remove(self, placed: PlacedAdapter) -> HostAdapter | None:
         self._whole.remove(placed)
         number, packed = self._placed.pop(placed.handle)
-        for rank in range(1, len(self._shards)):
+        for rank in range(1, len(self._parts)):
             self._send(rank, DropAdapter(number=number))
         return packed

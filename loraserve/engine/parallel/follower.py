@@ -1,6 +1,6 @@
 """A rank above 0: load a part of the base, then do in order what rank 0 says, until it ends.
 
-    python -m loraserve.engine.parallel.follower DESCRIPTOR RANK STORE ENGINE_PID < config.json
+    python -m loraserve.engine.parallel.follower DESCRIPTOR COUNTS RANK STORE ENGINE_PID < CONFIG
 
 It has no scheduler, no store and no socket of the server's: rank 0 is the engine.
 """
@@ -28,6 +28,8 @@ from loraserve.errors import LoraserveError
 if TYPE_CHECKING:
     from loraserve.model.decoder import Decoder
     from loraserve.model.inputs import KVTensors, ModelInputs
+    from loraserve.model.parallel.member import Member
+    from loraserve.model.parallel.part_facts import PartFacts
     from loraserve_kernels.common.packed import PackedAdapter
 
 logger = logging.getLogger("loraserve.engine.rank")
@@ -39,8 +41,9 @@ _STORE_TIMEOUT = timedelta(hours=1)
 class Follower:
     """Do what rank 0 says, in order, on one thread."""
 
-    def __init__(self, decoder: Decoder, module_shapes: dict[str, tuple[int, int]], connection: Connection) -> None:
-        self._decoder, self._module_shapes, self._connection = decoder, module_shapes, connection
+    def __init__(self, decoder: Decoder, member: Member, connection: Connection) -> None:
+        self._decoder, self._pipe, self._connection = decoder, member.pipe, connection
+        self._module_shapes = member.place(decoder.config).modules
         self._adapters: dict[int, PackedAdapter] = {}
 
     def run(self) -> None:
@@ -69,7 +72,18 @@ class Follower:
                 for first, count in runs:
                     self._memory.release(first * self._block_num_bytes, count * self._block_num_bytes)
             case m.ComputeStep():
-                self._decoder.forward_pooled(self._inputs(message), self._kv)
+                self._compute(self._inputs(message))
+
+    def _compute(self, inputs: ModelInputs) -> None:
+        """Compute a micro-batch as far as this part of the base goes."""
+        pipe, received = self._pipe, None
+        if pipe is not None and not pipe.is_first:
+            received = pipe.expect(inputs.token_ids.shape[0], self._decoder.config.hidden_size).wait()
+        if pipe is None or pipe.is_last:
+            # rank 0 has the logits
+            self._decoder.forward_pooled(inputs, self._kv, received)
+        else:
+            pipe.send(self._decoder.pass_on(inputs, self._kv, received))
 
     def _open_cache(self, message: m.OpenCache) -> None:
         from loraserve.engine.execution.runner import view_kv
@@ -105,7 +119,8 @@ class Follower:
 
 def main() -> int:
     """Run the process; return its exit code."""
-    descriptor, rank, store_path, engine_pid = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    descriptor, counts, rank, engine_pid = (int(sys.argv[i]) for i in (1, 2, 3, 5))
+    store_path = sys.argv[4]
     logging.basicConfig(
         stream=sys.stderr,
         level=os.environ.get("LORASERVE_LOG_LEVEL", "INFO").upper(),
@@ -118,7 +133,7 @@ def main() -> int:
     _end_with_the_engine(engine_pid)
     connection = Connection(descriptor)
     try:
-        follower = _load(connection, rank, store_path)
+        follower = _load(connection, counts, rank, store_path)
         follower.run()
     except LoraserveError as error:
         _report(connection, m.Failed(code=error.code, message=error.message, hint=error.hint))
@@ -130,30 +145,33 @@ def main() -> int:
     return 0
 
 
-def _load(connection: Connection, rank: int, store_path: str) -> Follower:
+def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Follower:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     import torch
     from torch._C._distributed_c10d import FileStore
 
-    from loraserve.engine.parallel.kernel_choices import follow_choices
+    from loraserve.engine.parallel.kernel_choices import adopt_kernels, chosen_kernels, share_choices
+    from loraserve.engine.parallel.rank_counts import RankCounts
     from loraserve.memory.devices.cpu import cpu_adapter_dtype
     from loraserve.memory.loading.lowering import FILE_DTYPES
     from loraserve.model.checkpoint.loader import load_model
-    from loraserve.model.parallel.ranks import Ranks
-    from loraserve.model.parallel.shard import Shard
-    from loraserve_kernels.common.arithmetic import Arithmetic
-    from loraserve_kernels.cpu.linear.chooser import chooser
+    from loraserve.model.parallel.grid import Grid
+    from loraserve.model.parallel.member import join
+    from loraserve.model.parallel.traffic import Traffic
     from loraserve_kernels.ops import warm_up
 
+    def share(facts: PartFacts) -> list[PartFacts]:
+        connection.send_bytes(m.encode(m.PartLoaded(facts, chosen_kernels())))
+        return [facts]
+
     torch.set_num_threads(config.num_threads)
-    for one in config.kernels:
-        arithmetic = Arithmetic(one.arithmetic, one.kernel, one.instructions)
-        chooser().adopt(one.format, one.out_features, one.in_features, arithmetic)
+    adopt_kernels(config.kernels)
     connection.send_bytes(m.encode(m.Joining()))
-    store = FileStore(store_path, config.tensor_parallel)
+    grid = Grid.of(config)
+    store = FileStore(store_path, grid.size)
     store.set_timeout(_STORE_TIMEOUT)
-    ranks = Ranks(rank, config.tensor_parallel, store)
-    follow_choices(store)
+    member = join(grid, rank, store, share, Traffic(RankCounts(counts).row(rank)))
+    share_choices(store)
     decoder = load_model(
         Path(config.model_dir),
         model_id=config.model_id,
@@ -162,13 +180,13 @@ def _load(connection: Connection, rank: int, store_path: str) -> Follower:
         activation_dtype=config.activation_dtype,
         device=config.device,
         max_model_len=config.max_model_len,
-        ranks=ranks,
+        member=member,
     )
     held = cpu_adapter_dtype(config.adapter_dtype)
     for dtype in tuple(FILE_DTYPES.values()) if held is None else (held,):
         warm_up(dtype)
     connection.send_bytes(m.encode(m.Loaded()))
-    return Follower(decoder, Shard(rank, config.tensor_parallel, decoder.config).modules, connection)
+    return Follower(decoder, member, connection)
 
 
 def _report(connection: Connection, message: m.Failed) -> None:

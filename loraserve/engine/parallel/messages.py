@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from loraserve.types import Struct
+from loraserve.model.parallel.part_facts import PartFacts
+from loraserve.types import KernelChoice, Struct
 
 
 class Region(Struct, frozen=True):
@@ -52,7 +53,7 @@ class DropAdapter(Struct, frozen=True, tag="drop"):
 
 
 class ComputeStep(Struct, frozen=True, tag="step"):
-    """Compute a step's rows; every rank has the same.
+    """Compute a step's rows, or a micro-batch of it; every rank has the same.
 
     Attributes:
         token_ids, positions, slots, logits_rows: int64, as bytes; no logits_rows: all.
@@ -103,6 +104,17 @@ class Joining(Struct, frozen=True, tag="joining"):
     """The rank has imported what it needs, and joins the group once all have."""
 
 
+class PartLoaded(Struct, frozen=True, tag="part"):
+    """The rank of a pipeline has read its part of the base.
+
+    Attributes:
+        kernels: that are chosen so far, for the engine after this one.
+    """
+
+    facts: PartFacts
+    kernels: list[KernelChoice]
+
+
 class Loaded(Struct, frozen=True, tag="loaded"):
     """The rank has its part of the base, and waits for steps."""
 
@@ -119,7 +131,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     hint: str | None = None
 
 
-FromRank: TypeAlias = Joining | Loaded | Failed
+FromRank: TypeAlias = Joining | PartLoaded | Loaded | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

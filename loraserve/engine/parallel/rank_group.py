@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -26,19 +26,22 @@ from torch._C._distributed_c10d import FileStore
 from loraserve.config import EngineConfig
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.device import GroupDevice
-from loraserve.engine.parallel.group_runner import GroupRunner
-from loraserve.engine.parallel.kernel_choices import publish_choices
+from loraserve.engine.parallel.group_runner import GroupForward, GroupRunner
+from loraserve.engine.parallel.kernel_choices import adopt_kernels, choose_alone, share_choices
+from loraserve.engine.parallel.rank_counts import RankCounts
 from loraserve.errors import EngineError, LoraserveError, error_from_code
 from loraserve.memory.arena import ArenaClient
 from loraserve.model.decoder import Decoder
 from loraserve.model.inputs import KVTensors
-from loraserve.model.parallel.ranks import Ranks
-from loraserve.model.parallel.shard import Shard
+from loraserve.model.parallel.grid import Grid
+from loraserve.model.parallel.member import join
+from loraserve.model.parallel.part_facts import PartFacts
+from loraserve.model.parallel.traffic import Traffic
 from loraserve.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", m.Joining, m.Loaded)
+Answer = TypeVar("Answer", m.Joining, m.PartLoaded, m.Loaded)
 
 _STORE_TIMEOUT = timedelta(hours=1)
 """Longer than the load of any base: a rank that dies is noticed by its process."""
@@ -50,7 +53,8 @@ class RankGroup:
     """Ranks 1 and up, each a process that ends with this one.
 
     Attributes:
-        ranks: this process's end of the collectives, as rank 0.
+        grid: which stages there are, and how many ranks of each.
+        member: this process as rank 0.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
@@ -60,12 +64,15 @@ class RankGroup:
             LoraserveError: a rank could not join; the message says which, and why.
         """
         _raise_descriptor_limit()
-        size = config.tensor_parallel
+        self.grid = Grid.of(config)
+        size = self.grid.size
         self._progress = progress
         self._dir = tempfile.mkdtemp(prefix="loraserve-ranks-")  # 0700
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_over = False
+        self._forward: GroupForward | None = None
+        self._counts = RankCounts()
         path = str(Path(self._dir) / "store")
         try:
             progress.begin(f"starting ranks 1 to {size - 1}")
@@ -74,11 +81,11 @@ class RankGroup:
             self._expect(m.Joining)
             self._store = FileStore(path, size)
             self._store.set_timeout(_STORE_TIMEOUT)
-            self.ranks = Ranks(0, size, self._store)
+            self.member = join(self.grid, 0, self._store, self._share, Traffic(self._counts.row(0)))
         except BaseException:
             self.close()
             raise
-        publish_choices(self._store)
+        share_choices(self._store, self._check_alive)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -91,14 +98,21 @@ class RankGroup:
         return len(self._processes) + 1
 
     def serve(
-        self, decoder: Decoder, kv: KVTensors, adapter_bytes: int, held: torch.dtype | None, client: ArenaClient
+        self,
+        decoder: Decoder,
+        kv: KVTensors,
+        block_bytes: Sequence[int],
+        adapter_bytes: int,
+        held: torch.dtype | None,
+        client: ArenaClient,
     ) -> tuple[GroupRunner, GroupDevice]:
         """Return what computes steps and holds adapters on all ranks, once each has its part.
 
         The ranks are watched from now on: one that ends ends this process.
 
         Args:
-            kv: this rank's part of the cache; the others have one of the same shape.
+            kv: this rank's part of the cache; the others have one of as many blocks.
+            block_bytes: from one block to the next, of each rank's part.
             adapter_bytes: what adapters may take at most, all parts together.
             held: the dtype of adapters; None: each in its own.
 
@@ -106,16 +120,25 @@ class RankGroup:
             LoraserveError: a rank could not load its part; the message says which, and why.
         """
         self._progress.begin("waiting for the other ranks' parts of the base")
-        publish_choices(None)
+        choose_alone()
         self._expect(m.Loaded)
         shutil.rmtree(self._dir, ignore_errors=True)
-        block_num_bytes = kv.k[0].stride(0) * kv.k[0].element_size()
-        self.send(m.OpenCache(num_blocks=kv.k[0].shape[0], block_num_bytes=block_num_bytes, block_size=kv.block_size))
+        for rank in range(1, self.size):
+            cache = m.OpenCache(
+                num_blocks=kv.k[0].shape[0], block_num_bytes=block_bytes[rank], block_size=kv.block_size
+            )
+            self.send_to(rank, cache)
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
-        shards = [Shard(rank, self.size, decoder.config) for rank in range(self.size)]
-        device = GroupDevice(decoder.spec, adapter_bytes, held, client, shards, self.send_to)
-        return GroupRunner(decoder, kv, device, self.send), device
+        places = list(self.grid.places(decoder.config))
+        device = GroupDevice(decoder.spec, adapter_bytes, held, client, places, self.send_to)
+        self._forward = GroupForward(decoder, self.member.pipe, device, self.send)
+        return GroupRunner(decoder, kv, self._forward), device
+
+    def stats(self) -> dict[str, Any]:
+        """Return the ranks' fields of EngineStats."""
+        count = 0 if self._forward is None else self._forward.num_micro_batches
+        return {"ranks": self._counts.read(self.size), "num_micro_batches": count}
 
     def release(self, runs: list[tuple[int, int]]) -> None:
         """Have the other ranks return the memory of KV blocks, in runs of (first, count)."""
@@ -144,6 +167,7 @@ class RankGroup:
                 process.wait()
         for connection in self._connections:
             connection.close()
+        self._counts.close()
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def _start(self, config: EngineConfig, rank: int, store: str) -> None:
@@ -156,12 +180,13 @@ class RankGroup:
                     "-m",
                     "loraserve.engine.parallel.follower",
                     str(theirs.fileno()),
+                    str(self._counts.descriptor),
                     str(rank),
                     store,
                     str(os.getpid()),
                 ],
                 stdin=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self._counts.descriptor],
             )
         self._processes.append(process)
         self._connections.append(Connection(ours.detach()))
@@ -170,8 +195,39 @@ class RankGroup:
                 process.stdin.write(msgspec.json.encode(config))
                 process.stdin.close()
 
-    def _expect(self, kind: type[Answer]) -> None:
-        """Wait for a message of every rank."""
+    def _share(self, facts: PartFacts) -> list[PartFacts]:
+        """Return what each rank has read of the base, in the order of their stages."""
+        self._progress.begin("waiting for the other ranks' parts of the base")
+        loaded = self._expect(m.PartLoaded)
+        adopt_kernels(kernel for part in loaded for kernel in part.kernels)
+        # the first ranks are the last stage's
+        parts = [facts, *(part.facts for part in loaded)]
+        return [*parts[self.grid.tensor :], *parts[: self.grid.tensor]]
+
+    def _check_alive(self) -> None:
+        """Return if no rank has ended.
+
+        Raises:
+            LoraserveError: one has; the message says which.
+        """
+        self._progress.tick()
+        for rank, (process, connection) in enumerate(zip(self._processes, self._connections, strict=True), 1):
+            if process.poll() is not None:
+                self._raise_ended(rank, process, connection)
+
+    def _raise_ended(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> NoReturn:
+        """Raise what a rank said at its end, or that it ended."""
+        message: m.FromRank | None = None
+        with suppress(EOFError, OSError):
+            while not isinstance(message, m.Failed) and connection.poll(0):
+                message = m.decode_from_rank(connection.recv_bytes())
+        if isinstance(message, m.Failed):
+            raise _error(rank, message)
+        raise EngineError(f"rank {rank} of {self.size} {_end(process.wait())}.")
+
+    def _expect(self, kind: type[Answer]) -> list[Answer]:
+        """Wait for a message of every rank; return them in the ranks' order."""
+        answers = list[Answer]()
         for rank, (process, connection) in enumerate(zip(self._processes, self._connections, strict=True), 1):
             worked = ""
             while not connection.poll(_POLL_S):
@@ -191,6 +247,8 @@ class RankGroup:
                 raise _error(rank, message)
             if not isinstance(message, kind):
                 raise EngineError(f"rank {rank} sent {type(message).__name__} in the place of {kind.__name__}.")
+            answers.append(message)
+        return answers
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """End this process when a rank ends: no step can be computed, and one may wait for it."""

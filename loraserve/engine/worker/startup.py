@@ -22,6 +22,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.execution.cpu_runner import CpuRunner
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
 from loraserve.engine.grammar.constraints import Constraints
+from loraserve.engine.parallel.kernel_choices import adopt_kernels, chosen_kernels
 from loraserve.engine.speculation.draft_base import DraftBase
 from loraserve.engine.speculation.drafting import MAX_DRAFT_REQUESTS, Drafting
 from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
@@ -51,12 +52,11 @@ from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.checkpoint.whole_weights import WholeWeights
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
+from loraserve.model.parallel.grid import Grid
 from loraserve.progress import Progress
 from loraserve.text.grammar import GrammarCompiler
 from loraserve.text.same_tokenizer import check_same_tokenizer
-from loraserve.types import KernelChoice
-from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
-from loraserve_kernels.cpu.linear.chooser import chooser
+from loraserve_kernels.common.arithmetic import FLOATS
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 from loraserve_kernels.ops import warm_up
 
@@ -105,10 +105,8 @@ def build_engine(
     if config.draft_model_dir is not None:
         # before the base is loaded, which may take minutes
         check_same_tokenizer(Path(config.model_dir), Path(config.draft_model_dir))
-    for one in config.kernels:
-        arithmetic = Arithmetic(one.arithmetic, one.kernel, one.instructions)
-        chooser().adopt(one.format, one.out_features, one.in_features, arithmetic)
-    group = start_group(config, progress) if config.tensor_parallel > 1 else None
+    adopt_kernels(config.kernels)
+    group = start_group(config, progress) if Grid.of(config).size > 1 else None
     try:
         return _build(config, wake, progress, group)
     except BaseException:
@@ -139,7 +137,7 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         device=config.device,
         max_model_len=config.max_model_len,
         progress=progress,
-        ranks=None if group is None else group.ranks,
+        member=None if group is None else group.member,
     )
     draft = _draft_base(config, decoder, progress)
     if draft is not None:
@@ -179,6 +177,7 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         constraints=Constraints(compiler, wake=wake, are_beside_steps=not is_on_cpu),
         speculation=_speculation(config, decoder, draft),
         progress=progress,
+        more_stats=dict if group is None else group.stats,
     )
     engine.listener = verifier = Verifier(engine, weights, store, throttle=throttle, wake=wake)
     ready = m.Ready(
@@ -187,10 +186,7 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         block_size=config.block_size,
         adapter_budget_bytes=device.limits.num_bytes,
         device=config.device,
-        kernels=tuple(
-            KernelChoice(format, out_features, in_features, one.name, one.kernel, one.instructions)
-            for format, out_features, in_features, one in chooser().taken()
-        ),
+        kernels=tuple(chosen_kernels()),
     )
     return EngineParts(engine, verifier, ready, group)
 
@@ -220,14 +216,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
             hint="Leave --draft-model out, or use --device cpu.",
         )
     num_threads = config.num_threads
-    if config.tensor_parallel > 1:
+    size = Grid.of(config).size
+    if size > 1:
         if device != "cpu":
+            flag = "--tensor-parallel" if config.tensor_parallel > 1 else "--pipeline-parallel"
             raise ConfigError(
-                "--tensor-parallel is for CPUs, and this engine would run on a GPU.",
-                hint="Leave --tensor-parallel out, or use --device cpu.",
+                f"{flag} is for CPUs, and this engine would run on a GPU.",
+                hint=f"Leave {flag} out, or use --device cpu.",
             )
         # of processes that wait for each other, more threads than cores make each step late
-        num_threads = num_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
+        num_threads = num_threads or max(1, torch.get_num_threads() // size)
     budget = config.memory_budget_bytes
     if budget == 0 and (device == "cpu" or not has_gpu):
         budget = CPU_BUDGET_BYTES
@@ -252,11 +250,13 @@ def _has_triton() -> bool:
 def _on_cpu(
     decoder: Decoder, config: EngineConfig, progress: Progress, group: RankGroup | None
 ) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
-    # each rank has its heads of every block, in whole pages; the budget is all ranks'
-    part = -(-kv_block_bytes(decoder, config.block_size) // mmap.PAGESIZE) * mmap.PAGESIZE
-    plan = plan_cpu_memory(
-        config.memory_budget_bytes, config.tensor_parallel * part, num_needed_blocks(decoder, config), mmap.PAGESIZE
-    )
+    # each rank has its layers and heads of every block, in whole pages; the budget is all ranks'
+    parts = [
+        -(-place.kv_block_bytes(config.block_size, decoder.kv_dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        for place in Grid.of(config).places(decoder.config)
+    ]
+    part = parts[0]
+    plan = plan_cpu_memory(config.memory_budget_bytes, sum(parts), num_needed_blocks(decoder, config), mmap.PAGESIZE)
     memory = HostMemory(plan.num_blocks * part)
     kv = view_kv(decoder, memory.data, part, config.block_size)
     arena = Arena(plan.num_pages, plan.page_num_bytes)
@@ -276,7 +276,7 @@ def _on_cpu(
     if group is None:
         runner, device = CpuRunner(decoder, kv), CpuDevice(decoder.spec, plan.max_adapter_bytes, held, client)
     else:
-        runner, device = group.serve(decoder, kv, plan.max_adapter_bytes, held, client)
+        runner, device = group.serve(decoder, kv, parts, plan.max_adapter_bytes, held, client)
     return runner, device, _kv_cache(config, plan, arena, release)
 
 

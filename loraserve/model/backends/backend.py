@@ -166,7 +166,7 @@ class Backend(Protocol):
         ...
 
     def program(
-        self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress
+        self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear | None, progress: Progress
     ) -> LayersProgram | None:
         """Return all layers of a step as one program; None: they're computed one by one.
 

@@ -69,7 +69,7 @@ class CpuBackend:
         self._gate = swiglu if config.activation is ActivationFunction.SILU else geglu
 
     def program(
-        self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress
+        self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear | None, progress: Progress
     ) -> StepProgram | None:
         if not can_run(self._config):
             return None

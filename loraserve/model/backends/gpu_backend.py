@@ -74,7 +74,7 @@ class GpuBackend:
         self._config = config
         self._tables = [rotary.table().to(self.device) for rotary in rotaries]
 
-    def program(self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear, progress: Progress) -> None:
+    def program(self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear | None, progress: Progress) -> None:
         """Return None: a step is a CUDA graph."""
 
     def begin(self, inputs: GpuInputs, kv: KVTensors) -> GpuStep:

@@ -127,7 +127,7 @@ class StepKernels:
         config: ModelConfig,
         layers: Sequence[DecoderLayer],
         norm: Norm,
-        head: LoraLinear,
+        head: LoraLinear | None,
         rotaries: Sequence[RotaryEmbedding],
         capacity: int,
     ) -> None:
@@ -202,10 +202,13 @@ class StepKernels:
             self._add_mlp(layer, index == last)
             if index < last:
                 self._schedule.cut()
-        self._add_norm(self._norm, hidden, (0, "norm"), (last, "mlp_out_norm"), rounding_of(self._head_linear.base))
+        head = None if self._head_linear is None else self._head_linear.base
+        rounding = None if head is None else rounding_of(head)
+        self._add_norm(self._norm, hidden, (0, "norm"), (last, "mlp_out_norm"), rounding)
         self._schedule.end("normed")
-        self._add_head()
-        self._schedule.end("head")
+        if head is not None:
+            self._add_head(head)
+            self._schedule.end("head")
 
     def _add(self, name: str, rows_word: int, words: dict[int, int]) -> int:
         """Append a kernel that works on the rows that are counted here."""
@@ -442,12 +445,11 @@ class StepKernels:
         self._add("gate", k.NUM_ROWS, words)
         self._add_site(mlp.down, gated, self._delta)
 
-    def _add_head(self) -> None:
+    def _add_head(self, base: Linear) -> None:
         """Append the head's products, where all of them are ours."""
         from loraserve_kernels.cpu.linear.tiles import tile as k
         from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
-        base = self._head_linear.base
         parts = base.parts if isinstance(base, JoinedLinear) else (base,)
         weights = [own_weight(part) for part in parts]
         # parts fill up their own channels, the last beyond the width

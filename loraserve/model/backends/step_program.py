@@ -64,7 +64,7 @@ class StepProgram:
         config: ModelConfig,
         layers: Sequence[DecoderLayer],
         norm: Norm,
-        head: LoraLinear,
+        head: LoraLinear | None,
         rotaries: Sequence[RotaryEmbedding],
         progress: Progress,
     ) -> None:
@@ -150,12 +150,15 @@ class StepProgram:
         x = kernels.x.values[:num_kept]
         if inputs.pooled is not None or not num_kept:
             return None, x
+        head = self._head
+        if head is None:
+            raise InvariantViolation("logits were asked for of a stage that has no head")
         if logits is None:
-            logits = self._head.base(x)
-        elif logits.shape[1] != self._head.base.out_features:
-            logits = logits[:, : self._head.base.out_features].contiguous()
+            logits = head.base(x)
+        elif logits.shape[1] != head.base.out_features:
+            logits = logits[:, : head.base.out_features].contiguous()
         if kept_lora is not None:
-            apply_lora(x, logits, kept_lora, self._head.site, 0, self._head.base.bias)
+            apply_lora(x, logits, kept_lora, head.site, 0, head.base.bias)
         return logits, x
 
     def _run_items(self, kernels: StepKernels, end: str, num_rows: int, num_kept: int, num_threads: int) -> None:

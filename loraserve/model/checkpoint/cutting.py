@@ -1,4 +1,4 @@
-"""Parts of a base for the ranks of a tensor-parallel group: what each site gives, what can be cut.
+"""Parts of a base for the processes that share it: what each site gives, what can be cut.
 
 Imports no torch.
 """
@@ -9,6 +9,7 @@ from loraserve.errors import ConfigError
 from loraserve.limits import LIMITS
 from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan
 from loraserve.model.config.formats import group_size, kernels_group_size
+from loraserve.model.parallel.grid import Grid
 from loraserve.model.parallel.shard import Shard, SiteCut
 
 
@@ -26,20 +27,31 @@ def _is_down(plan: SitePlan) -> bool:
     return plan.name == "down" or (plan.kind is SiteKind.EXPERT and len(plan.modules) == 1)
 
 
-def check_size(blueprint: Blueprint, size: int) -> None:
-    """Return if a base can be cut into so many parts.
+def check_grid(blueprint: Blueprint, grid: Grid) -> None:
+    """Return if a base can be shared by so many processes.
 
     Raises:
         ConfigError: it can't; the message says what doesn't divide, and which numbers do.
     """
-    problem = _problem(blueprint, size)
-    if problem is None:
-        return
-    working = [str(n) for n in range(1, LIMITS.max_ranks + 1) if _problem(blueprint, n) is None]
-    raise ConfigError(
-        f"--tensor-parallel {size}: {problem}.",
-        hint=f"This base can be served by {_listed(working)} {'rank' if working == ['1'] else 'ranks'}.",
-    )
+    num_layers, problem = blueprint.config.num_layers, _problem(blueprint, grid.tensor)
+    if grid.pipeline > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel {grid.pipeline}: this base has {num_layers} layers (num_hidden_layers), "
+            "and each stage needs one.",
+            hint=f"This base can be served by at most {num_layers} stages.",
+        )
+    if problem is not None:
+        working = [str(n) for n in range(1, LIMITS.max_ranks + 1) if _problem(blueprint, n) is None]
+        raise ConfigError(
+            f"--tensor-parallel {grid.tensor}: {problem}.",
+            hint=f"This base can be served by {_listed(working)} {'rank' if working == ['1'] else 'ranks'}.",
+        )
+    if grid.size > LIMITS.max_ranks:
+        raise ConfigError(
+            f"--tensor-parallel {grid.tensor} and --pipeline-parallel {grid.pipeline} make {grid.size} processes; "
+            f"at most {LIMITS.max_ranks} are served.",
+            hint="Lower one of them.",
+        )
 
 
 def _problem(blueprint: Blueprint, size: int) -> str | None:

@@ -31,7 +31,7 @@ from loraserve.model.checkpoint.blueprint import (
     draw,
     rounded_formats,
 )
-from loraserve.model.checkpoint.cutting import check_size, cut_of
+from loraserve.model.checkpoint.cutting import check_grid, cut_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.site import MakeLinear, Site, make_site, return_free_memory
 from loraserve.model.config.model_config import read_config
@@ -42,9 +42,10 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
+from loraserve.model.parallel.grid import Grid
+from loraserve.model.parallel.member import Member
+from loraserve.model.parallel.part_facts import Multiplied, PartFacts, Tensors, join_facts
 from loraserve.model.parallel.rank_part import RankPart, cut_site
-from loraserve.model.parallel.ranks import Ranks
-from loraserve.model.parallel.shard import Shard
 from loraserve.progress import Progress
 from loraserve.types import Digest
 from loraserve_kernels.common.quantized import QuantizedWeight
@@ -64,7 +65,7 @@ def load_model(
     max_model_len: int | None,
     activation_dtype: str = "auto",
     progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    member: Member | None = None,
 ) -> Decoder:
     """Return the base model of `model_dir`, ready to run.
 
@@ -80,8 +81,8 @@ def load_model(
         activation_dtype: as for `blueprint.rounded_formats`.
         progress: told how far the load is, and by the decoder of each part of a forward pass; None:
             nothing reads it.
-        ranks: the group that shares the base, of which this process holds its rank's part, on a
-            CPU; None: it holds all of it.
+        member: of the group that shares the base, of which this process holds its part, on a CPU;
+            None: it holds all of it.
 
     Raises:
         ConfigError: this machine can't do what is asked, the base can't be cut so, max_model_len is
@@ -101,10 +102,8 @@ def load_model(
     context = context_len(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
     blueprint = draw(config, checkpoint.tensors, quantize)
-    part = None
-    if ranks is not None:
-        check_size(blueprint, ranks.size)
-        part = RankPart(Shard(ranks.rank, ranks.size, config), ranks)
+    if member is not None:
+        check_grid(blueprint, member.grid)
     for format in blueprint.stored_formats:
         # refuses what this device can't multiply
         make_backend(device, dtype, format)
@@ -114,7 +113,7 @@ def load_model(
         "none" if blueprint.stored else quantize,
         rounded=rounded_formats(blueprint, activation_dtype, device),
     )
-    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress, part)
+    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress, member)
     before = chooser().around
     chooser().around = lambda format: progress.aside(f"probing kernels for {format}")
     try:
@@ -153,12 +152,16 @@ class _Loader:
         dtype: torch.dtype,
         device: str,
         progress: Progress,
-        part: RankPart | None,
+        member: Member | None,
     ) -> None:
-        self._part = part
         self._blueprint, self._checkpoint, self._dtype = blueprint, checkpoint, dtype
-        self._progress = progress
+        self._progress, self._member = progress, member
         self._config, self._backend, self._device = blueprint.config, backend, device
+        place = Grid().place(0, self._config) if member is None else member.place(self._config)
+        self._stage = stage = place.stage
+        self._part = None
+        if member is not None and member.ranks is not None:
+            self._part = RankPart(place.shard, member.ranks)
         # codes are made from float32, whatever the checkpoint has
         self._gather_dtype = dtype if blueprint.quantize == "none" else torch.float32
         self._sinks: dict[str, Callable[[str, Tensor], None]] = {}
@@ -168,42 +171,43 @@ class _Loader:
         # by layer, in the experts' order: gate and up, down
         self._experts: dict[int, list[Site]] = {}
         self._head: Site | None = None
-        self._sinks[self._config.architecture.embedding] = self._keep_as_is
+        if stage.is_first or (stage.is_last and blueprint.is_head_tied):
+            self._sinks[self._config.architecture.embedding] = self._keep_as_is
         for name in blueprint.norms:
-            self._sinks[name] = self._keep_norm
+            if stage.has_tensor(name):
+                self._sinks[name] = self._keep_norm
         for plan in blueprint.sites:
-            self._add(plan)
+            if stage.is_last if plan.kind is SiteKind.HEAD else plan.layer in stage.layers:
+                self._add(plan)
 
     def load(self, model_id: str, max_model_len: int) -> Decoder:
-        config, architecture = self._config, self._config.architecture
-        digest = self._stream()
+        config, architecture, stage, part = self._config, self._config.architecture, self._stage, self._part
+        tensors = self._stream()
         self._progress.begin("packing the embedding and the head")
         rotaries = [RotaryEmbedding(rope, config.head_dim, max_model_len) for rope in config.ropes]
-        part = self._part
         self._backend.bind(config if part is None else part.shard.config, *rotaries)
-        embedding = self._tensors[architecture.embedding]
-        head = self._make_head(embedding)
-        if part is not None:
-            embedding = self._tensors[architecture.embedding] = part.embedding.table(embedding)
-        embedding = embedding.to(self._backend.device)
-        layers = tuple(self._layer(layer) for layer in range(config.num_layers))
-        norm = self._norm(architecture.norm, self._name(config.num_layers - 1, architecture.mlp_out_norm))
-        sites = [site.linear.num_bytes for site in self._all_sites() if site.linear is not None]
-        size_bytes = sum(sites) + sum(t.nbytes for t in self._tensors.values()) + head.num_bytes
-        size_bytes += sum(r.num_bytes for r in rotaries)
-        if part is not None:
-            # all parts are of one shape
-            size_bytes *= part.shard.size
+        embedding = self._tensors.pop(architecture.embedding, None)
+        head = self._make_head(embedding) if stage.is_last else None
+        embedding = self._make_table(embedding) if stage.is_first else None
+        layers = tuple(self._layer(layer) for layer in stage.layers)
+        delta_name = self._name(stage.layers[-1], architecture.mlp_out_norm)
+        # the stages before the last end with the sum
+        norm = self._norm(architecture.norm if stage.is_last else None, delta_name)
+        size_bytes = sum(site.linear.num_bytes for site in self._all_sites() if site.linear is not None)
+        size_bytes += sum(t.nbytes for t in self._tensors.values()) + sum(r.num_bytes for r in rotaries)
+        size_bytes += 0 if head is None else head.num_bytes
+        size_bytes += 0 if embedding is None else embedding.nbytes
+        facts = self._shared(self._facts(tensors, size_bytes, head))
         spec = self._blueprint.spec(
             id=model_id,
-            digest=digest,
+            digest=base_digest(config.identity(), facts.tensors),
             dtype=str(self._dtype).removeprefix("torch."),
             max_model_len=max_model_len,
-            size_bytes=size_bytes,
+            size_bytes=facts.num_bytes,
         )
         if self._device == "cpu":
             _log_choices()
-        spec = msgspec.structs.replace(spec, device=self._device, **self._arithmetic(head))
+        spec = msgspec.structs.replace(spec, device=self._device, **_arithmetic(facts))
         return_free_memory()
         return Decoder(
             config,
@@ -213,10 +217,35 @@ class _Loader:
             layers=layers,
             norm=norm,
             head=head,
-            norm_weights={name: tensor for name, tensor in self._tensors.items() if name != architecture.embedding},
+            norm_weights=self._tensors,
             progress=self._progress,
             part=part,
+            stage=stage,
         )
+
+    def _facts(self, tensors: Tensors, size_bytes: int, head: Linear | None) -> PartFacts:
+        """Return what is to be known of this part.
+
+        How a router multiplies, in float32 always, isn't counted.
+        """
+        experts = [site for experts in self._experts.values() for site in experts]
+        return PartFacts(
+            tensors,
+            size_bytes,
+            layers=_multiplied(_finished(site) for site in self._sites.values()),
+            experts=_multiplied(_finished(site) for site in experts),
+            head=_multiplied(() if head is None else (head,)),
+        )
+
+    def _shared(self, facts: PartFacts) -> PartFacts:
+        """Return the facts of the whole base on rank 0; of this part on the others."""
+        member = self._member
+        if member is None:
+            return facts
+        if member.grid.pipeline == 1:
+            # each rank has read all tensors, and all parts are of one shape
+            return msgspec.structs.replace(facts, num_bytes=facts.num_bytes * member.grid.size)
+        return join_facts(member.share(facts))
 
     def _add(self, plan: SitePlan) -> None:
         """Make the site that the plan's tensors will go to."""
@@ -244,19 +273,6 @@ class _Loader:
     def _make_router(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Linear:
         return make_linear(weight, bias, quantize="none", dtype=torch.float32)
 
-    def _arithmetic(self, head: Linear) -> dict[str, str]:
-        """Return what the spec says of how linears multiply.
-
-        A router, which is float32 always, isn't counted.
-        """
-        sites = [*self._sites.values(), *(site for experts in self._experts.values() for site in experts)]
-        every = [*(value for site in sites for value in _finished(site).arithmetics), *head.arithmetics]
-        return {
-            "arithmetic": _joined(value.name for value in every),
-            "kernels": _joined(value.kernel for value in every),
-            "instructions": _joined(value.instructions for value in every),
-        }
-
     def _all_sites(self) -> Iterator[Site]:
         yield from self._sites.values()
         yield from self._routers.values()
@@ -270,10 +286,19 @@ class _Loader:
     def _keep_as_is(self, name: str, tensor: Tensor) -> None:
         self._tensors[name] = tensor
 
-    def _make_head(self, embedding: Tensor) -> Linear:
+    def _make_table(self, embedding: Tensor | None) -> Tensor:
+        """Return the embedding, or this rank's part of it."""
+        if embedding is None:
+            raise InvariantViolation("a base has no embedding")
+        table = embedding if self._part is None else self._part.embedding.table(embedding)
+        return table.to(self._backend.device)
+
+    def _make_head(self, embedding: Tensor | None) -> Linear:
         """Return the checkpoint's head, or the embedding as the head."""
         if self._head is not None:
             return _finished(self._head)
+        if embedding is None:
+            raise InvariantViolation("a base has neither a head nor an embedding to take for it")
         weight: Tensor | QuantizedWeight = embedding.to(self._gather_dtype)
         if self._part is not None:
             # the head's scales are of its rows
@@ -285,12 +310,9 @@ class _Loader:
     def _make_head_linear(self, weight: Tensor | QuantizedWeight, _: Tensor | None) -> Linear:
         return self._backend.head(weight)
 
-    def _stream(self) -> Digest:
-        """Put every tensor in its place, and return the digest of the base.
-
-        It is a digest of the function, not of how its files are cut.
-        """
-        tensors: list[tuple[str, str, tuple[int, ...], str]] = []
+    def _stream(self) -> Tensors:
+        """Put every tensor in its place, and return what the digest of the base is made of."""
+        tensors: Tensors = []
         wanted = [stored for stored in self._checkpoint.tensors.values() if stored.name in self._sinks]
         in_file = Counter(stored.file for stored in wanted)
         shards, shard = list(in_file), 0
@@ -310,14 +332,16 @@ class _Loader:
                 num_placed += 1
                 self._progress.advance(num_placed)
                 del tensor, raw, hashed
-        return base_digest(self._config.identity(), tensors)
+        return tensors
 
     def _layer(self, layer: int) -> DecoderLayer:
         config, architecture = self._config, self._config.architecture
         prefix = f"{architecture.layers}.{layer}."
         return DecoderLayer(
             attention_norm=self._norm(
-                self._name(layer, architecture.attention_norm), self._name(layer - 1, architecture.mlp_out_norm)
+                self._name(layer, architecture.attention_norm),
+                # the stage before has added its last delta
+                None if layer == self._stage.layers[0] else self._name(layer - 1, architecture.mlp_out_norm),
             ),
             qkv=self._linear(layer, "qkv"),
             q_norm=self._head_norm(prefix + architecture.q_norm, is_query=True) if architecture.has_qk_norm else None,
@@ -332,8 +356,8 @@ class _Loader:
         )
 
     def _name(self, layer: int, name: str | None) -> str | None:
-        """Return the whole name of a layer's tensor, if there are both."""
-        return None if name is None or layer < 0 else f"{self._config.architecture.layers}.{layer}.{name}"
+        """Return the whole name of a layer's tensor, if it has such a one."""
+        return None if name is None else f"{self._config.architecture.layers}.{layer}.{name}"
 
     def _norm(self, name: str | None, delta_name: str | None) -> Norm:
         """Return the norm of the sum that a delta was added to.
@@ -370,8 +394,8 @@ class _Loader:
         return mixture if self._part is None else self._part.experts(mixture)
 
     def _linear(self, layer: int, site: str) -> LoraLinear:
-        base = _finished(self._sites[layer, site])
-        return LoraLinear(base, site, layer) if self._part is None else self._part.linear(base, site, layer)
+        base, own = _finished(self._sites[layer, site]), layer - self._stage.layers[0]
+        return LoraLinear(base, site, own) if self._part is None else self._part.linear(base, site, own)
 
 
 def _log_choices() -> None:
@@ -391,16 +415,23 @@ def _finished(site: Site) -> Linear:
     return site.linear
 
 
-def _joined(names: Iterable[str]) -> str:
-    """Return each name once, in the order in which they come."""
-    return "+".join(dict.fromkeys(names))
+def _multiplied(linears: Iterable[Linear]) -> list[Multiplied]:
+    return [(one.name, one.kernel, one.instructions) for linear in linears for one in linear.arithmetics]
+
+
+def _arithmetic(facts: PartFacts) -> dict[str, str]:
+    """Return what the spec says of how linears multiply."""
+    every = [*facts.layers, *facts.experts, *facts.head]
+    names = ("arithmetic", "kernels", "instructions")
+    # each once, in the order in which they come
+    return {name: "+".join(dict.fromkeys(one[i] for one in every)) for i, name in enumerate(names)}
 
 
 def _unnamed(sink: Callable[[Tensor], None]) -> Callable[[str, Tensor], None]:
     return lambda _, tensor: sink(tensor)
 
 
-def base_digest(identity: Mapping[str, object], tensors: list[tuple[str, str, tuple[int, ...], str]]) -> Digest:
+def base_digest(identity: Mapping[str, object], tensors: Tensors) -> Digest:
     """Return the SHA-256 of what a base computes.
 
     That is its config's identity and its tensors' names, dtypes, shapes and content. The same

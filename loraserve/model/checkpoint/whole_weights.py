@@ -42,14 +42,14 @@ class WholeWeights:
         """Read the headers.
 
         Args:
-            decoder: of this process's part: it has what isn't cut.
+            decoder: of this process's part.
             dtype: what weights are kept in when they aren't quantized.
             quantize: what a float checkpoint's linears are rounded to.
         """
         self.config: ModelConfig = read_config(model_dir)
         self._checkpoint: Checkpoint = open_checkpoint(model_dir)
         self._blueprint: Blueprint = draw(self.config, self._checkpoint.tensors, quantize)
-        self._decoder, self._dtype = decoder, dtype
+        self._gated, self._dtype = decoder.backend.gated, dtype
         self._gather_dtype = dtype if self._blueprint.quantize == "none" else torch.float32
         self._sites = {(plan.layer, plan.name): plan for plan in self._blueprint.sites if plan.name}
         self._routers = {plan.layer: plan for plan in self._blueprint.sites if plan.kind is SiteKind.ROUTER}
@@ -77,7 +77,9 @@ class WholeWeights:
 
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, by the name of its tensor in the checkpoint."""
-        return self._decoder.norm_weight(name)
+        weight = self._checkpoint.rows(name, 0, self._blueprint.tensors[name].shape[0]).float()
+        offset = self.config.architecture.norm_offset
+        return weight + offset if offset else weight
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
         """Return what stands in the place of a layer's MLP; its weights are read when asked for."""
@@ -89,7 +91,7 @@ class WholeWeights:
             [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)],
             num_chosen=self.config.experts.num_chosen,
             is_normed=self.config.experts.is_normed,
-            gated=self._decoder.backend.gated,
+            gated=self._gated,
         )
 
     def _rows(self, layer: int, modules: Sequence[str]) -> Iterator[Tensor]:

@@ -87,10 +87,10 @@ class Shard:
     def modules(self) -> dict[str, tuple[int, int]]:
         """Module → (out_features, in_features) of this rank's part.
 
-        The embedding has one more column, of zeros, for the tokens that others have.
+        Where others have tokens, the embedding has one more column, of zeros, for those.
         """
         hidden, width = self.whole.hidden_size, self.vocab_width
-        return {**self.config.module_shapes, "lm_head": (width, hidden), "embed_tokens": (hidden, width + 1)}
+        return {**self.config.module_shapes, "lm_head": (width, hidden), "embed_tokens": (hidden, self._table_width)}
 
     @property
     def cuts(self) -> dict[str, ModuleCut]:
@@ -98,7 +98,7 @@ class Shard:
         width, (first, last) = self.vocab_width, self.vocab
         cuts = {
             "lm_head": ModuleCut(Axis.OUT, first, last, width),
-            "embed_tokens": ModuleCut(Axis.IN, first, last, width + 1),
+            "embed_tokens": ModuleCut(Axis.IN, first, last, self._table_width),
         }
         for module in self.whole.module_shapes:
             axis = Axis.IN if module in ("o_proj", "down_proj") else Axis.OUT
@@ -143,6 +143,11 @@ class Shard:
         """Rows of the head, filled up with its first one."""
         first, last = self.vocab
         return ((first, last), *[(0, 1)] * (self.vocab_width - (last - first)))
+
+    @property
+    def _table_width(self) -> int:
+        """Rows of the embedding's part."""
+        return self.vocab_width + (self.size > 1)
 
     def _range(self, module: str) -> Range:
         """Return the outputs of a column-parallel linear, or the inputs of a row-parallel one."""

@@ -142,7 +142,8 @@ class Chooser:
         cut_s: seconds of all threads that a cut of the step takes, by their number.
         around: entered around each probe, with the format's name: for a load that tells what it is
             at.
-        ask: asked for a choice that another process of a group makes; None: this one makes it.
+        ask: asked for a choice that another process of a group makes; None, or where it returns
+            None: this one makes it.
         on_choice: told of each choice that is made here; None: nothing is.
     """
 
@@ -151,7 +152,7 @@ class Chooser:
     spent_s: float = 0.0
     around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
     cut_s: Callable[[int], float] = cuts.cut_s
-    ask: Callable[[tuple[str, int, int]], Arithmetic] | None = None
+    ask: Callable[[tuple[str, int, int]], Arithmetic | None] | None = None
     on_choice: Callable[[tuple[str, int, int], Arithmetic], None] | None = None
     _choices: dict[tuple[str, int, int], Choice] = field(default_factory=dict)
     _hopeless: set[tuple[str, str]] = field(default_factory=set)
@@ -163,12 +164,14 @@ class Chooser:
             format: one of `FORMATS`.
         """
         key = format, min(_power(out_features), _MAX_CHANNELS), min(_power(in_features), _MAX_INPUTS)
-        if key not in self._choices and self.ask is not None:
-            self.adopt(*key, self.ask(key))
-        elif key not in self._choices:
-            choice = self._choices[key] = self._nearest(key) or self._probed(key)
-            if self.on_choice is not None:
-                self.on_choice(key, choice.arithmetic)
+        if key not in self._choices:
+            asked = None if self.ask is None else self.ask(key)
+            if asked is not None:
+                self.adopt(*key, asked)
+            else:
+                choice = self._choices[key] = self._nearest(key) or self._probed(key)
+                if self.on_choice is not None:
+                    self.on_choice(key, choice.arithmetic)
         return self._choices[key]
 
     def adopt(self, format: str, out_features: int, in_features: int, arithmetic: Arithmetic) -> None:

@@ -1,4 +1,4 @@
-"""Part of a packed adapter, for a base whose linears are cut into parts.
+"""Part of a packed adapter, for a base of which several processes have a part each.
 
 Every change that an adapter makes to a linear is linear in its input, δ and replaced rows included:
 what the parts of a row-parallel one give may be summed. A part is cut from the packed adapter, so
@@ -7,13 +7,13 @@ that its codes, scales and δ are the whole one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.cuts import Axis, ModuleCut
-from loraserve_kernels.common.modules import MODULES, LoraModule, ReplacedNorm
+from loraserve_kernels.common.cuts import Axis, ModuleCut, PartCut
+from loraserve_kernels.common.modules import MODULES, LoraModule
 from loraserve_kernels.common.packed import PackedAdapter, PackedRows
 from loraserve_kernels.common.sites import ModuleShapes
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, SHIFT, ModuleSize, PackedLayout, lay_out
@@ -23,12 +23,7 @@ Allocate = Callable[[int, torch.dtype], Tensor]
 
 
 def lay_out_part(
-    modules: Sequence[LoraModule],
-    cuts: Mapping[str, ModuleCut],
-    *,
-    num_layers: int,
-    module_shapes: ModuleShapes,
-    dtype: torch.dtype,
+    modules: Sequence[LoraModule], cut: PartCut, *, module_shapes: ModuleShapes, dtype: torch.dtype
 ) -> PackedLayout:
     """Return the layout that `cut_adapter` gives a part of these modules. Reads ids of rows alone.
 
@@ -37,22 +32,23 @@ def lay_out_part(
     """
     sizes = [
         _size(
-            m.layer,
+            layer,
             m.module,
-            cuts[m.module],
+            cut.modules[m.module],
             int(m.lora_a.shape[0]),
             m.dora_delta is not None,
             m.bias_delta is not None,
             None if m.row_overrides is None else m.row_overrides.ids,
         )
         for m in modules
+        if (layer := cut.module_layer(m.layer, m.module)) is not None
     ]
-    return lay_out(sizes, num_layers=num_layers, module_shapes=module_shapes, dtype=dtype)
+    return lay_out(sizes, num_layers=cut.num_layers, module_shapes=module_shapes, dtype=dtype)
 
 
 def cut_adapter(
     packed: PackedAdapter,
-    cuts: Mapping[str, ModuleCut],
+    cut: PartCut,
     *,
     module_shapes: ModuleShapes,
     allocate: Allocate,
@@ -60,17 +56,22 @@ def cut_adapter(
 ) -> PackedAdapter:
     """Return a part of an adapter, copied.
 
-    Norms are whole in each part.
+    Norms of the part's layers are whole in it.
 
     Args:
         module_shapes: of the part.
         allocate: the part's memory, in the order of data, floats, ids and norms.
         keeps_head: whether the classification head goes along, which no kernel reads.
     """
-    places = [(layer, module) for layer in range(packed.num_layers) for module in _modules_of(packed, layer)]
+    places = [
+        (local, layer, module)
+        for layer in range(packed.num_layers)
+        for module in _modules_of(packed, layer)
+        if (local := cut.module_layer(layer, module)) is not None
+    ]
     layout = lay_out(
-        [_size_of(packed, layer, module, cuts[module]) for layer, module in places],
-        num_layers=packed.num_layers,
+        [_size_of(packed, local, layer, module, cut.modules[module]) for local, layer, module in places],
+        num_layers=cut.num_layers,
         module_shapes=module_shapes,
         dtype=packed.data.dtype,
     )
@@ -82,17 +83,25 @@ def cut_adapter(
         records=layout.records,
         in_features=tuple(shape[1] for shape in shapes),
         out_features=tuple(shape[0] for shape in shapes),
-        norms={place: allocate(weight.numel(), torch.float32).copy_(weight) for place, weight in packed.norms.items()},
+        norms={
+            (local, norm): allocate(weight.numel(), torch.float32).copy_(weight)
+            for (layer, norm), weight in packed.norms.items()
+            if (local := cut.norm_layer(layer, norm)) is not None
+        },
         head=packed.head if keeps_head else None,
     )
-    for layer, module in places:
-        _fill(part, packed, layer, module, cuts[module])
+    for local, layer, module in places:
+        _fill(part, local, packed, layer, module, cut.modules[module])
     return part
 
 
-def norms_bytes(norms: Sequence[ReplacedNorm]) -> int:
-    """Return the bytes of norms in a part."""
-    return 4 * sum(int(norm.weight.shape[0]) for norm in norms)
+def norm_widths(norms: Iterable[tuple[int, str, int]], cut: PartCut) -> list[int]:
+    """Return the numbers of weights of the norms that a part has.
+
+    Args:
+        norms: (layer, norm, number of weights).
+    """
+    return [width for layer, norm, width in norms if cut.norm_layer(layer, norm) is not None]
 
 
 def _modules_of(packed: PackedAdapter, layer: int) -> list[str]:
@@ -101,10 +110,10 @@ def _modules_of(packed: PackedAdapter, layer: int) -> list[str]:
     return [module for module, has in zip(MODULES, has_any.tolist(), strict=True) if has]
 
 
-def _size_of(packed: PackedAdapter, layer: int, module: str, cut: ModuleCut) -> ModuleSize:
+def _size_of(packed: PackedAdapter, local: int, layer: int, module: str, cut: ModuleCut) -> ModuleSize:
     rows = packed.row_overrides(layer, module)
     return _size(
-        layer,
+        local,
         module,
         cut,
         int(packed.scaling(layer, module).shape[0]),
@@ -129,20 +138,20 @@ def _chosen(ids: Tensor, module: str, cut: ModuleCut) -> slice:
     return slice(first, last)
 
 
-def _fill(part: PackedAdapter, whole: PackedAdapter, layer: int, module: str, cut: ModuleCut) -> None:
+def _fill(part: PackedAdapter, local: int, whole: PackedAdapter, layer: int, module: str, cut: ModuleCut) -> None:
     count = cut.end - cut.start
-    part.scaling(layer, module).copy_(whole.scaling(layer, module))
+    part.scaling(local, module).copy_(whole.scaling(layer, module))
     is_out = cut.axis is Axis.OUT
     a, b = whole.lora_a(layer, module), whole.lora_b(layer, module)
-    part.lora_a(layer, module)[:, : a.shape[1] if is_out else count] = a if is_out else a[:, cut.start : cut.end]
-    part.lora_b(layer, module)[:, : count if is_out else b.shape[1]] = b[:, cut.start : cut.end] if is_out else b
+    part.lora_a(local, module)[:, : a.shape[1] if is_out else count] = a if is_out else a[:, cut.start : cut.end]
+    part.lora_b(local, module)[:, : count if is_out else b.shape[1]] = b[:, cut.start : cut.end] if is_out else b
     for row, values in (
-        (part.dora_delta(layer, module), whole.dora_delta(layer, module)),
-        (part.bias_delta(layer, module), whole.bias_delta(layer, module)),
+        (part.dora_delta(local, module), whole.dora_delta(layer, module)),
+        (part.bias_delta(local, module), whole.bias_delta(layer, module)),
     ):
         if row is not None and values is not None:
             row[: count if is_out else None] = values[cut.start : cut.end] if is_out else values
-    target, rows = part.row_overrides(layer, module), whole.row_overrides(layer, module)
+    target, rows = part.row_overrides(local, module), whole.row_overrides(layer, module)
     if target is not None and rows is not None:
         _fill_rows(target, rows, module, cut)
 

@@ -1,4 +1,6 @@
-"""Each architecture over two and four processes answers as in one."""
+"""Each architecture over two and four processes answers as in one: its linears cut, its layers
+shared out, or both.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+NUM_LAYERS = 5
+"""So that stages have different numbers of them."""
+
+
+def logits(decoder: Any) -> list[torch.Tensor]:
+    """The logits of a few steps of several sequences, some of them in micro-batches."""
+    tokens = [random_tokens(count, seed=count) for count in (20, 1, 37, 11, 12, 13, 14, 15)]
+    run = PagedRun(decoder)
+    sequences = [run.add(token_ids) for token_ids in tokens]
+    first = run.step([(s, max(1, len(s.token_ids) - 3)) for s in sequences])
+    later = [run.step([(s, 1) for s in sequences if s.num_computed < len(s.token_ids)]) for _ in range(3)]
+    return [*first, *(rows for step in later for rows in step)]
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model(kind, **{**SIZES, **OPTIONS.get(kind, {})}), tmp_path)
-    tokens = [random_tokens(count, seed=count) for count in (20, 1, 37)]
-
-    def logits(decoder: Any) -> list[torch.Tensor]:
-        run = PagedRun(decoder)
-        sequences = [run.add(token_ids) for token_ids in tokens]
-        first = run.step([(s, max(1, len(s.token_ids) - 3)) for s in sequences])
-        later = [run.step([(s, 1) for s in sequences if s.num_computed < len(s.token_ids)]) for _ in range(3)]
-        return [*first, *(rows for step in later for rows in step)]
-
     expected = logits(load(directory))
     for size in (2, 4):
         with rank_pool.load(directory, size) as base:
@@ -52,4 +59,23 @@ def test_logits_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_pat
                 torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
             # each rank has a part of the cache, and of what a step exchanges
             assert base.kv_shape[1] == max(1, base.config.num_kv_heads // size)
-            assert base.ranks.num_calls > 0
+            assert all(rank.sum_bytes > 0 and rank.sum_s > 0 for rank in base.traffic)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_of_stages_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    options = {**SIZES, **OPTIONS.get(kind, {}), "num_hidden_layers": NUM_LAYERS}
+    directory = save_model(build_model(kind, **options), tmp_path)
+    whole = load(directory)
+    expected = logits(whole)
+    for tensor, pipeline in ((1, 2), (1, 4), (2, 2)):
+        with rank_pool.load(directory, tensor, pipeline) as base:
+            for got, wanted in zip(logits(base), expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+            # the last stage's layers alone, and nothing is lost of what the base is
+            assert base.kv_shape[0] == NUM_LAYERS // pipeline
+            assert (base.spec.digest, base.spec.arithmetic) == (whole.spec.digest, whole.spec.arithmetic)
+            assert [rank.transfer_bytes > 0 for rank in base.traffic] == [
+                base.grid.stage_index(rank) > 0 for rank in range(base.grid.size)
+            ]
+            assert base.group_forward.num_micro_batches > 4

@@ -1,0 +1,60 @@
+"""Counts of all ranks, in memory that they share: each writes its own row, rank 0 reads all."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from loraserve.limits import LIMITS
+from loraserve.model.parallel.traffic import NUM_COUNTS, SUM_BYTES, SUM_S, TRANSFER_BYTES, TRANSFER_S
+from loraserve.types import RankTraffic
+
+_NUM_BYTES = LIMITS.max_ranks * NUM_COUNTS * 8
+
+
+class RankCounts:
+    """Memory of the counts.
+
+    Attributes:
+        descriptor: of the memory, for another process to inherit.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """Map the memory.
+
+        Args:
+            descriptor: of memory that another process made; None: it is made, of zeros.
+
+        Raises:
+            OSError: the system has no more.
+        """
+        if descriptor is None:
+            descriptor = os.memfd_create("loraserve-ranks", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, _NUM_BYTES)
+        self.descriptor = descriptor
+        self._rows = np.frombuffer(mmap.mmap(descriptor, _NUM_BYTES), np.float64).reshape(-1, NUM_COUNTS)
+
+    def row(self, rank: int) -> npt.NDArray[np.float64]:
+        """Return where a rank counts."""
+        return self._rows[rank]
+
+    def read(self, num_ranks: int) -> tuple[RankTraffic, ...]:
+        """Return the counts of the first ranks."""
+        return tuple(
+            RankTraffic(
+                sum_s=float(row[SUM_S]),
+                sum_bytes=int(row[SUM_BYTES]),
+                transfer_s=float(row[TRANSFER_S]),
+                transfer_bytes=int(row[TRANSFER_BYTES]),
+            )
+            for row in self._rows[:num_ranks]
+        )
+
+    def close(self) -> None:
+        """Let go of the descriptor; the memory stays as long as this object."""
+        with suppress(OSError):
+            os.close(self.descriptor)
