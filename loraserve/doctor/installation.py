@@ -19,7 +19,9 @@ PROBE_TIMEOUT_S = 120.0
 
 _PROBE = """
 import json, torch
+gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "threads": torch.get_num_threads()}
+found["gloo"] = gloo
 found["engines"] = list(torch.backends.quantized.supported_engines)
 if torch.cuda.is_available():
     for index in range(torch.cuda.device_count()):
@@ -45,6 +47,7 @@ class TorchFacts:
     Attributes:
         gpu_bytes: the first GPU's memory; None without one.
         engines: of torch's quantized operators.
+        gloo: whether several processes on CPUs can share a base.
     """
 
     torch: str
@@ -56,6 +59,7 @@ class TorchFacts:
     triton_error: str
     threads: int
     engines: tuple[str, ...]
+    gloo: bool = True
 
 
 def check_python() -> Iterator[Check]:
@@ -130,6 +134,7 @@ def probe() -> TorchFacts:
         triton_error=found.get("triton_error", ""),
         threads=int(found["threads"]),
         engines=tuple(found["engines"]),
+        gloo=bool(found["gloo"]),
     )
 
 

@@ -14,6 +14,8 @@ from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.config import EngineConfig
 from loraserve.errors import AdapterRejected, ConfigError
+from loraserve.model.parallel.grid import Grid, Place
+from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import ArenaPlan
 from loraserve.types import BaseSpec
@@ -47,6 +49,7 @@ class AdapterPlan:
         is_upper_bound: it holds whole weights, of which only the rows are kept that aren't the
             base's: which, only their numbers tell.
         refusal: why it can't be served; None: nothing is known against it.
+        rank_bytes: of each rank's part, where several processes share the base.
     """
 
     name: str
@@ -58,6 +61,7 @@ class AdapterPlan:
     num_tiles: int
     is_upper_bound: bool = False
     refusal: str | None = None
+    rank_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +162,13 @@ def plan_shape(
     """Plan an adapter by its shape."""
     held = held_dtype(config.adapter_dtype, base, shape.stored)
     where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": _ITEMS[held]}
+    rank_bytes: tuple[int, ...] = ()
     try:
-        if base.device == "cpu":
+        if base.grid.size > 1:
+            rank_bytes = tuple(_rank_bytes(shape, place, base.grid, _ITEMS[held]) for place in base.places)
+            packed = sum(rank_bytes)
+            num_pages, num_tiles = packed // arena.page_bytes, 0
+        elif base.device == "cpu":
             packed = lay_out(shape.sizes, **where).num_bytes(_ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
             num_pages, num_tiles = -(-packed // arena.page_bytes), 0
         else:
@@ -179,7 +188,25 @@ def plan_shape(
         )
     elif num_tiles > arena.max_tiles:
         refusal = f"It takes {num_tiles:,} rank tiles; the tables for adapters have {arena.max_tiles:,}."
-    return AdapterPlan(name, count, file_bytes, held, packed, num_pages, num_tiles, shape.is_upper_bound, refusal)
+    return AdapterPlan(
+        name, count, file_bytes, held, packed, num_pages, num_tiles, shape.is_upper_bound, refusal, rank_bytes
+    )
+
+
+def _rank_bytes(shape: Shape, place: Place, grid: Grid, dtype: ItemSized) -> int:
+    """Return the bytes of a rank's part, at most: which of replaced rows it has, ids alone tell."""
+    cut, shapes = place.cut, place.modules
+    sizes = [
+        size._replace(
+            layer=layer,
+            has_shift=size.has_shift and cut.modules[size.module].has_bias,
+            num_rows=min(size.num_rows, shapes[size.module][size.module == "embed_tokens"]),
+        )
+        for size in shape.sizes
+        if (layer := cut.module_layer(size.layer, size.module)) is not None
+    ]
+    layout = lay_out(sizes, num_layers=cut.num_layers, module_shapes=shapes, dtype=dtype)
+    return region_bytes(layout, dtype, [-(-shape.num_norm_weights // grid.pipeline)])
 
 
 def held_dtype(name: str, base: BasePlan, stored: str) -> str:

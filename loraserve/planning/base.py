@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -20,10 +20,12 @@ from loraserve.model.checkpoint.blueprint import (
     draw,
     rounded_formats,
 )
+from loraserve.model.checkpoint.cutting import check_grid, cut_of
 from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
+from loraserve.model.parallel.grid import Grid, Place
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE
 
@@ -55,7 +57,9 @@ class BasePlan:
         device: cpu or cuda.
         dtype: of what isn't quantized.
         max_model_len: the longest context that is served.
-        parts: largest first.
+        parts: of all processes, largest first.
+        grid: the processes that share it.
+        rank_bytes: of each process's part.
         spec: as the server will have it, but for the digest, which only reading the weights tells:
             it is empty.
     """
@@ -66,19 +70,29 @@ class BasePlan:
     max_model_len: int
     parts: tuple[Part, ...]
     spec: BaseSpec
+    grid: Grid = field(default_factory=Grid)
+    rank_bytes: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return self.spec.size_bytes
+
+    @property
+    def places(self) -> list[Place]:
+        """What each rank holds."""
+        return list(self.grid.places(self.config))
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block, keys and values of all layers.
 
         They are float32 on a CPU, of the activations' dtype on a GPU.
         """
-        config = self.config
+        return sum(self.kv_rank_bytes(block_size))
+
+    def kv_rank_bytes(self, block_size: int) -> list[int]:
+        """Bytes of each rank's part of one KV block."""
         item = 4 if self.device == "cpu" else DTYPE_BYTES[self.dtype]
-        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * item
+        return [place.kv_block_bytes(block_size, item) for place in self.places]
 
 
 def plan_base(config: EngineConfig, device: str) -> BasePlan:
@@ -111,9 +125,19 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     max_model_len = context_len(model, config.max_model_len)
     blueprint = draw(model, read_headers(model_dir), config.quantize)
     rounded_formats(blueprint, config.activation_dtype, device)
-    parts = Counter[tuple[str, str]]()
-    for name, format, num_bytes in _parts(blueprint, device, dtype, max_model_len):
-        parts[name, format] += num_bytes
+    grid = Grid.of(config)
+    if grid.size > 1 and device != "cpu":
+        raise ConfigError(
+            "--tensor-parallel and --pipeline-parallel are for CPUs, and this plan is for a GPU.",
+            hint="Leave them out, or use --device cpu.",
+        )
+    check_grid(blueprint, grid)
+    parts, rank_bytes = Counter[tuple[str, str]](), list[int]()
+    for place in grid.places(model):
+        of_rank = list(_parts(blueprint, device, dtype, max_model_len, place))
+        rank_bytes.append(sum(num_bytes for *_, num_bytes in of_rank))
+        for name, format, num_bytes in of_rank:
+            parts[name, format] += num_bytes
     listed = tuple(Part(*key, num_bytes) for key, num_bytes in parts.most_common())
     spec = blueprint.spec(
         id=config.model_id,
@@ -122,15 +146,22 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         max_model_len=max_model_len,
         size_bytes=sum(part.num_bytes for part in listed),
     )
-    return BasePlan(model, device, dtype, max_model_len, listed, spec)
+    return BasePlan(model, device, dtype, max_model_len, listed, spec, grid, tuple(rank_bytes))
 
 
-def _parts(blueprint: Blueprint, device: str, dtype: str, max_model_len: int) -> Iterator[tuple[str, str, int]]:
-    config, tensors = blueprint.config, blueprint.tensors
-    embedding = tensors[config.architecture.embedding]
-    yield "embedding", _STORED_NAMES[embedding.dtype], prod(embedding.shape) * ITEM_SIZES[embedding.dtype]
+def _parts(
+    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: Place
+) -> Iterator[tuple[str, str, int]]:
+    """Yield what a rank holds: a part's name, its format, and bytes."""
+    config, tensors, stage = blueprint.config, blueprint.tensors, place.stage
+    if stage.is_first:
+        embedding = tensors[config.architecture.embedding]
+        num_rows = place.modules["embed_tokens"][1]
+        num_bytes = num_rows * config.hidden_size * ITEM_SIZES[embedding.dtype]
+        yield "embedding", _STORED_NAMES[embedding.dtype], num_bytes
     for name in blueprint.norms:
-        yield "norms", "float32", 4 * prod(tensors[name].shape)
+        if stage.has_tensor(name):
+            yield "norms", "float32", 4 * prod(tensors[name].shape)
     for rope in config.ropes:
         yield "rotary", "float32", 4 * max_model_len * rope.rotated_dim(config.head_dim)
     names = {
@@ -140,38 +171,54 @@ def _parts(blueprint: Blueprint, device: str, dtype: str, max_model_len: int) ->
         SiteKind.HEAD: "head",
     }
     for site in blueprint.sites:
+        if not (stage.is_last if site.kind is SiteKind.HEAD else site.layer in stage.layers):
+            continue
+        cut, first = cut_of(place.shard, site), 0
+        in_features = site.in_features if cut.columns is None else cut.columns[1] - cut.columns[0]
         kept = "float32" if site.kind is SiteKind.ROUTER else dtype
         bias_bytes = 4 if device == "cpu" else 2
+        num_biases = 0
         for module in site.modules:
-            yield names[site.kind], *_weight(blueprint, site, module, kept)
+            rows = cut.rows_in(first, first + module.out_features)
+            first += module.out_features
+            out_features = module.out_features if rows is None else sum(end - start for start, end in rows)
+            num_biases += out_features
+            yield names[site.kind], *_weight(blueprint, site, module, kept, out_features, in_features)
         # a site has a bias for all of its linears, or none
-        if any(module.has_bias for module in site.modules):
-            num_biases = sum(module.out_features for module in site.modules)
+        if cut.has_bias and any(module.has_bias for module in site.modules):
             yield names[site.kind], kept, bias_bytes * num_biases
-    if blueprint.is_head_tied:
+    if blueprint.is_head_tied and stage.is_last:
         # kept beside the embedding, in the order that products read
-        rows = config.vocab_size, config.hidden_size
-        yield "head", *_float_weight(*rows, blueprint.head_quantize, dtype)
+        yield "head", *_float_weight(*place.modules["lm_head"], blueprint.head_quantize, dtype, config.hidden_size)
 
 
-def _weight(blueprint: Blueprint, site: SitePlan, module: ModulePlan, dtype: str) -> tuple[str, int]:
-    """Return the format of a linear's weight, and its bytes."""
-    stored, in_features = blueprint.stored.get(module.path), site.in_features
+def _weight(
+    blueprint: Blueprint, site: SitePlan, module: ModulePlan, dtype: str, out_features: int, in_features: int
+) -> tuple[str, int]:
+    """Return the format of a linear's weight, and the bytes of so much of it."""
+    stored = blueprint.stored.get(module.path)
     if stored is None:
-        return _float_weight(module.out_features, in_features, site.quantize, dtype)
+        return _float_weight(out_features, in_features, site.quantize, dtype, site.in_features)
     if stored.scheme.layout is Layout.BITSANDBYTES:
-        return "nf4", _quantized_bytes("nf4", module.out_features, in_features, NF4_GROUP_SIZE)
+        return "nf4", _quantized_bytes("nf4", out_features, in_features, NF4_GROUP_SIZE)
     shape = blueprint.tensors[f"{module.path}.weight_scale"].shape
-    group = stored.group_size(shape[-1] if len(shape) == 2 else 1)
+    group = min(in_features, stored.group_size(shape[-1] if len(shape) == 2 else 1))
     format, num_zeros = stored.scheme.format, 0 if stored.scheme.is_symmetric else in_features // group
-    num_bytes = _quantized_bytes(format, module.out_features, in_features, group)
-    return format, num_bytes + module.out_features * num_zeros
+    num_bytes = _quantized_bytes(format, out_features, in_features, group)
+    return format, num_bytes + out_features * num_zeros
 
 
-def _float_weight(out_features: int, in_features: int, quantize: str, dtype: str) -> tuple[str, int]:
+def _float_weight(
+    out_features: int, in_features: int, quantize: str, dtype: str, whole_in_features: int
+) -> tuple[str, int]:
+    """Return the format of a float weight once it is rounded, and the bytes of so much of it.
+
+    Args:
+        whole_in_features: of the weight before it is cut, by which its groups are.
+    """
     if quantize == "none":
         return dtype, out_features * in_features * DTYPE_BYTES[dtype]
-    group = group_size(quantize, in_features)
+    group = min(in_features, group_size(quantize, whole_in_features))
     return quantize, _quantized_bytes(quantize, out_features, in_features, group)
 
 

@@ -78,10 +78,29 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Memory of one of the processes that share a base.
+
+    Attributes:
+        layers: range of the base's that it has.
+        weights_bytes: of its part of the base.
+        kv_bytes_per_sequence: of its part of the KV of one sequence of full length.
+        adapter_bytes: of its parts of all planned adapters.
+    """
+
+    rank: int
+    layers: tuple[int, int]
+    weights_bytes: int
+    kv_bytes_per_sequence: int
+    adapter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CapacityPlan:
     """The whole plan.
 
-    `fits` is in the order of sequences; `loads` is None without adapters or a rate.
+    `fits` is in the order of sequences; `loads` is None without adapters or a rate; `ranks` is
+    empty where one process has the base.
     """
 
     base: BasePlan
@@ -94,6 +113,7 @@ class CapacityPlan:
     host_cache_bytes: int
     num_in_host_cache: int
     draft: DraftPlan | None = None
+    ranks: tuple[RankPlan, ...] = ()
 
     @property
     def served(self) -> list[AdapterPlan]:
@@ -120,6 +140,7 @@ class CapacityPlan:
                 "parts": [asdict(part) for part in base.parts],
                 "max_model_len": base.max_model_len,
             },
+            "ranks": [asdict(rank) for rank in self.ranks],
             "draft": None if self.draft is None else self.draft.as_dict(),
             "step": {
                 "activations_bytes": self.step.activations_bytes,
@@ -192,9 +213,32 @@ def make_plan(
         loads = _loads(base, arena, config, served, disk_bytes_per_s)
     num_in_host = _count_in(config.host_cache_bytes, _mean([(a.packed_bytes, a.count) for a in served]), served)
     plan = CapacityPlan(
-        base, step, arena, tuple(adapters), fits, loads, (), config.host_cache_bytes, num_in_host, draft
+        base,
+        step,
+        arena,
+        tuple(adapters),
+        fits,
+        loads,
+        (),
+        config.host_cache_bytes,
+        num_in_host,
+        draft,
+        tuple(_ranks(base, arena, served)) if base.grid.size > 1 else (),
     )
     return replace(plan, notices=tuple(_notices(plan, config, available_bytes)))
+
+
+def _ranks(base: BasePlan, arena: ArenaPlan, served: Sequence[AdapterPlan]) -> Iterator[RankPlan]:
+    parts = base.kv_rank_bytes(arena.block_size)
+    for place in base.places:
+        layers, page = place.stage.layers, arena.page_bytes
+        yield RankPlan(
+            place.rank,
+            (layers.start, layers.stop),
+            base.rank_bytes[place.rank],
+            arena.sequence_blocks * -(-parts[place.rank] // page) * page,
+            sum(adapter.rank_bytes[place.rank] * adapter.count for adapter in served),
+        )
 
 
 def total_pages(adapters: Sequence[AdapterPlan]) -> int:

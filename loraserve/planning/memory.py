@@ -117,20 +117,25 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
 
     That is what is alive at its widest place, and the logits of the sequences.
     """
-    model, on_gpu = base.config, base.device == "cuda"
+    on_gpu = base.device == "cuda"
     num_rows = max(config.max_num_batched_tokens, config.max_num_seqs)
-    inner = model.intermediate_size if model.experts is None else model.experts.intermediate_size
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    widest = max(heads, 3 * inner)
-    # the stream is float32 on both; what passes between linears is as wide as the activations'
-    # dtype
-    per_row = 4 * 2 * model.hidden_size + (2 if on_gpu else 4) * (2 * model.hidden_size + widest)
-    logits = 4 * min(num_rows, config.max_num_seqs) * model.vocab_size
-    activations = num_rows * per_row + 2 * logits
+    # of each process; rank 0 has the logits
+    logits = 4 * min(num_rows, config.max_num_seqs) * base.config.vocab_size
+    activations, buffers = 2 * logits, 0
+    for place in base.places:
+        model = place.shard.config
+        inner = model.intermediate_size if model.experts is None else model.experts.intermediate_size
+        heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        widest = max(heads, 3 * inner)
+        # the stream is float32 on both; what passes between linears is as wide as the activations'
+        # dtype
+        per_row = 4 * 2 * model.hidden_size + (2 if on_gpu else 4) * (2 * model.hidden_size + widest)
+        activations += num_rows * per_row
+        # also counted for heads that a processor's vectors don't divide, whose steps keep nothing;
+        # steps of linears that are cut keep none
+        buffers += buffer_bytes(model, num_rows) if base.grid.tensor == 1 else 0
     if on_gpu:
         return StepPlan(activations, 0, 2 * activations + GPU_PLANS_BYTES + GPU_CONTEXT_BYTES)
-    # also counted for heads that a processor's vectors don't divide, whose steps keep nothing
-    buffers = buffer_bytes(model, num_rows)
     return StepPlan(activations, buffers, activations + buffers)
 
 
@@ -152,7 +157,9 @@ def plan_arena(
     block, sequence_blocks = base.kv_block_bytes(config.block_size), -(-base.max_model_len // config.block_size)
     max_tiles = 0
     if base.device == "cpu":
-        division = plan_cpu_memory(budget, block, sequence_blocks, mmap.PAGESIZE)
+        # each rank has its part in whole pages
+        parts = [-(-part // mmap.PAGESIZE) * mmap.PAGESIZE for part in base.kv_rank_bytes(config.block_size)]
+        division = plan_cpu_memory(budget, sum(parts), sequence_blocks, mmap.PAGESIZE)
     else:
         max_tiles = max_adapter_tiles(base.spec, budget)
         division = plan_gpu_arena(base.spec, budget, block, sequence_blocks)

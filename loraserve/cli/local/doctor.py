@@ -35,6 +35,9 @@ SETTINGS = (
     "memory_budget",
     "adapter_dtype",
     "max_model_len",
+    "num_threads",
+    "tensor_parallel",
+    "pipeline_parallel",
     "data_dir",
     "database_url",
     "config",
@@ -186,8 +189,11 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     """
     from pathlib import Path
 
+    import msgspec
+
     from loraserve.cli.output import size
-    from loraserve.doctor.checks import fail, ok, warn
+    from loraserve.doctor.checks import Status, fail, ok, run, warn
+    from loraserve.doctor.parallel import check_parallel
     from loraserve.doctor.server import Expected
     from loraserve.planning.base import plan_base
     from loraserve.planning.draft import plan_draft
@@ -205,6 +211,11 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     config = settings.engine_config(settings.model)
     gpu_bytes = probed.gpu_bytes if probed is not None else gpu_memory()
     device = config.device if config.device != "auto" else "cuda" if gpu_bytes and probed and probed.triton else "cpu"
+    parallel = run("parallel", lambda: check_parallel(config, device, probed is None or probed.gloo))
+    yield from parallel
+    if any(check.status is Status.FAIL for check in parallel):
+        # the rest is looked at as for one process
+        config = msgspec.structs.replace(config, tensor_parallel=1, pipeline_parallel=1)
     base = plan_base(config, device)
     yield ok(
         "model", f"{base.spec.architecture}, {base.spec.quantization} on {device}: {size(base.num_bytes)} resident"

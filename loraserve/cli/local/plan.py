@@ -31,6 +31,8 @@ SETTINGS = (
     "speculation",
     "draft_model",
     "draft_quantize",
+    "tensor_parallel",
+    "pipeline_parallel",
     "loader_threads",
     "data_dir",
     "config",
@@ -207,6 +209,9 @@ def _show(output: Output, made: CapacityPlan) -> None:
                 output.line(notice.code)
         return
     output.pairs(_in_words(made, facts))
+    if made.ranks:
+        output.line("")
+        output.records(_of_ranks(made), name="rank")
     if made.adapters:
         output.line("")
         output.records(_fits(made), name="running")
@@ -254,6 +259,19 @@ def _in_words(made: CapacityPlan, facts: dict[str, Any]) -> dict[str, str]:
             f"{loads.host_s * 1e3:.1f} ms from host memory; up to {loads.max_loads_per_s:,.0f} a second"
         )
     return words
+
+
+def _of_ranks(made: CapacityPlan) -> list[dict[str, object]]:
+    return [
+        {
+            "rank": rank.rank,
+            "layers": f"{rank.layers[0]} to {rank.layers[1] - 1}",
+            "weights": size(rank.weights_bytes),
+            "kv a sequence": size(rank.kv_bytes_per_sequence),
+            "adapters": size(rank.adapter_bytes),
+        }
+        for rank in made.ranks
+    ]
 
 
 def _fits(made: CapacityPlan) -> list[dict[str, object]]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from loraserve.engine.parallel.messages import DropAdapter, ToRank
-from loraserve.engine.parallel.part_memory import PartMemory, region_bytes
+from loraserve.engine.parallel.part_memory import PartMemory
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import ArenaClient
 from loraserve.memory.devices.base import AdapterHandle, Footprint, HostAdapter, PlacedAdapter
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.model.parallel.grid import Place
+from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.types import BaseSpec
 from loraserve_kernels.cpu.lora.cut import cut_adapter, lay_out_part, norm_widths
 from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm

@@ -13,23 +13,10 @@ from torch import Tensor
 
 from loraserve.engine.parallel.messages import HoldAdapter, Region
 from loraserve.errors import AdapterUnavailable
+from loraserve.model.parallel.part_bytes import aligned
 from loraserve_kernels.common.packed import PackedAdapter
 from loraserve_kernels.common.sites import MODULES
-from loraserve_kernels.common.sizes import RECORD_WORDS, ItemSized, PackedLayout
-
-_ALIGNMENT = 64
-
-
-def region_bytes(layout: PackedLayout, dtype: ItemSized, norms: Sequence[int]) -> int:
-    """Return the bytes of a part's pages.
-
-    Args:
-        norms: numbers of each norm's weights.
-    """
-    arrays = [layout.num_elements * dtype.itemsize, 4 * layout.num_floats, 4 * layout.num_row_ids]
-    used = sum(_aligned(num_bytes) for num_bytes in [*arrays, *(4 * count for count in norms)])
-    # memory of no byte can't be mapped
-    return max(1, -(-used // mmap.PAGESIZE)) * mmap.PAGESIZE
+from loraserve_kernels.common.sizes import RECORD_WORDS
 
 
 class PartMemory:
@@ -104,7 +91,7 @@ class RegionWriter:
         if not count:
             return torch.empty(0, dtype=dtype)
         tensor = torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._next)
-        self._next += _aligned(tensor.nbytes)
+        self._next += aligned(tensor.nbytes)
         return tensor
 
 
@@ -137,10 +124,6 @@ def map_part(message: HoldAdapter, module_shapes: dict[str, tuple[int, int]]) ->
         out_features=tuple(shape[0] for shape in shapes),
         norms={(layer, norm): view(region) for layer, norm, region in message.norms},
     )
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _address(pages: mmap.mmap) -> int:

@@ -47,7 +47,9 @@ from loraserve.memory.memory_plan import (
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.pager import Pager
-from loraserve.model.checkpoint.blueprint import context_len
+from loraserve.model.checkpoint.blueprint import context_len, draw
+from loraserve.model.checkpoint.cutting import check_grid
+from loraserve.model.checkpoint.headers import read_headers
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.checkpoint.whole_weights import WholeWeights
 from loraserve.model.config.model_config import read_config
@@ -119,8 +121,10 @@ def start_group(config: EngineConfig, progress: Progress) -> RankGroup:
     """Start the other ranks of a base that is cut.
 
     Raises:
-        LoraserveError: a rank could not be started.
+        LoraserveError: the base can't be cut so, or a rank could not be started.
     """
+    model_dir = Path(config.model_dir)
+    check_grid(draw(read_config(model_dir), read_headers(model_dir), config.quantize), Grid.of(config))
     # not every build of torch has collectives
     from loraserve.engine.parallel.rank_group import RankGroup
 
