@@ -1,4 +1,6 @@
-"""Adapters of every kind over two and four processes answer as in one."""
+"""Adapters of every kind over several processes answer as in one: of linears that are cut, of layers
+that are shared out, or both.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ from ..test_adapter_kinds import KINDS, LINEARS, Serving, open_model, publish, r
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+GRIDS = ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2))
+"""Ranks of a stage, and stages."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 PEFT_KINDS: dict[str, Any] = {
     "ia3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -66,8 +70,9 @@ def changes(decoder: Decoder, seed: int) -> tuple[list[LoraModule], list[Replace
     ]
     if seed % 4:
         modules += [module(decoder, 0, name, 3, generator, plain=plain) for name in ("lm_head", "embed_tokens")]
-    norms = [] if plain else [ReplacedNorm(1, "mlp_norm", 1 + 0.2 * torch.randn(64, generator=generator))]
-    return modules, norms
+    places = [(1, "mlp_norm"), (0, "norm"), (2, "attention_norm")]
+    norms = [ReplacedNorm(*place, 1 + 0.2 * torch.randn(64, generator=generator)) for place in places]
+    return modules, [] if plain else norms
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,8 +89,8 @@ def test_a_mixed_batch_of_all_that_adapters_change_is_that_of_one_process(
     packed: list[PackedAdapter | None] = [device.pack(m, torch.float32, norms) for m, norms in work]
     expected = run_together(whole, prompts, [*packed, None])
     plain = run_together(whole, prompts, [None] * 6)
-    for size in (2, 4):
-        with rank_pool.load(directory, size, held=dtype) as base:
+    for grid in GRIDS:
+        with rank_pool.load(directory, *grid, held=dtype) as base:
             hosts = [base.device.pack(m, torch.float32, norms) for m, norms in work]
             for host, (modules, norms) in zip(hosts, work, strict=True):
                 assert base.device.footprint_of(host) == base.device.footprint(modules, torch.float32, norms)
@@ -105,19 +110,20 @@ def test_each_kind_as_peft_saves_it_is_that_of_one_process(rank_pool: RankPool, 
         directories.append(save_peft(serving.base_dir, config, tmp_path / name))
     prompts = [random_tokens(9, seed=i) for i in range(len(directories))]
     expected = run_together(serving.decoder, prompts, [serving.load(directory) for directory in directories])
-    for size in (2, 4):
-        with rank_pool.load(serving.base_dir, size) as base:
+    for grid in GRIDS:
+        with rank_pool.load(serving.base_dir, *grid) as base:
             placed = [place(serving, directory, base) for directory in directories]
             for got, wanted in zip(run_together(base, prompts, placed), expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
 
 
-def test_ranks_load_and_drop_adapters_in_step(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
+def test_ranks_load_and_drop_adapters_in_step(grid: tuple[int, int], rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model("llama", **SIZES), tmp_path)
     whole = load(directory)
     device = CpuDevice(whole.spec, 1 << 28)
     prompt = random_tokens(9)
-    with rank_pool.load(directory, 2) as base:
+    with rank_pool.load(directory, *grid) as base:
         hosts = [base.device.pack(*_split(changes(whole, seed))) for seed in range(3)]
         for _ in range(3):
             for seed, host in enumerate(hosts):

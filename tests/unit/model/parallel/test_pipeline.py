@@ -1,0 +1,136 @@
+"""Stages of a pipeline: what each holds, and that they compute at the same time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+from loraserve.engine.parallel.micro_batches import MIN_ROWS
+from loraserve.errors import ConfigError
+from loraserve.limits import LIMITS
+from loraserve.model.checkpoint.blueprint import draw
+from loraserve.model.checkpoint.cutting import check_grid
+from loraserve.model.checkpoint.headers import read_headers
+from loraserve.model.config.model_config import read_config
+from loraserve.model.inputs import ModelInputs
+from loraserve.model.parallel.grid import Grid
+
+from ..conftest import PagedRun, build_model, load, random_tokens, save_model
+from .test_architectures import SIZES, logits
+
+DEADLINE_S = 30.0
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
+def test_quantized_bases_of_stages_answer_as_one_process(
+    kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"intermediate_size": 128, "tie_word_embeddings": kind == "qwen2"}
+    directory = save_model(build_model(kind, **{**SIZES, **options}), tmp_path)
+    expected = logits(load(directory, quantize=quantize))
+    for tensor, pipeline in ((1, 2), (1, 3), (2, 2)):
+        with rank_pool.load(directory, tensor, pipeline, quantize=quantize) as base:
+            for got, wanted in zip(logits(base), expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
+
+
+def test_a_stage_reads_its_own_tensors_alone(rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(build_model("llama", **SIZES), tmp_path)
+    whole = load(directory)
+    with rank_pool.load(directory, 1, 3) as base:
+        last = base.decoder
+        assert (last.stage.layers, base.kv_shape[0]) == (range(2, 3), 1)
+        with pytest.raises(Exception, match="only the first stage has"):
+            list(last.weight_rows(0, "embed_tokens"))
+        own = {name for name in last._norm_weights}
+        assert own == {
+            "model.norm.weight",
+            "model.layers.2.input_layernorm.weight",
+            "model.layers.2.post_attention_layernorm.weight",
+        }
+        # no part counts what another has, and the whole base is known by its digest
+        rotary = whole._rotary_bytes if hasattr(whole, "_rotary_bytes") else 0
+        assert base.spec.size_bytes - whole.spec.size_bytes >= rotary
+        assert base.spec.size_bytes < 1.1 * whole.spec.size_bytes
+        assert base.spec.digest == whole.spec.digest
+
+
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_the_first_stage_has_sent_all_micro_batches_before_the_last_computes_one(
+    pipeline: int, rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage, held back before its first micro-batch, sees the others' sent."""
+    directory = save_model(build_model("llama", **SIZES, num_hidden_layers=4), tmp_path)
+    prompts = [random_tokens(MIN_ROWS, seed=seed) for seed in range(pipeline)]
+
+    def together(decoder: Any) -> list[torch.Tensor]:
+        run = PagedRun(decoder)
+        return run.step([(run.add(prompt), len(prompt)) for prompt in prompts])
+
+    expected = together(load(directory))
+    with rank_pool.load(directory, 1, pipeline) as base:
+        num_bytes = sum(map(len, prompts)) * base.config.hidden_size * 4
+        forward, seen = base.decoder.forward_pooled, []
+
+        def held_back(inputs: ModelInputs, *rest: Any) -> Any:
+            if not seen and pipeline > 2:
+                # rank 2 is the second stage: all of the step is there
+                deadline = time.monotonic() + DEADLINE_S
+                while base.traffic[2].transfer_bytes < num_bytes and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                seen.append(base.traffic[2].transfer_bytes)
+            elif not seen:
+                seen.append(arrivals[-1].wait().nbytes * len(prompts))
+            return forward(inputs, *rest)
+
+        arrivals: list[Any] = []
+        pipe = base.member.pipe
+        assert pipe is not None
+        expect = pipe.expect
+
+        def noted(*arguments: int) -> Any:
+            arrivals.append(expect(*arguments))
+            return arrivals[-1]
+
+        monkeypatch.setattr(pipe, "expect", noted)
+        monkeypatch.setattr(base.decoder, "forward_pooled", held_back)
+        got = together(base)
+        assert seen == [num_bytes]
+        assert base.group_forward.num_micro_batches == pipeline
+        for one, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, wanted, atol=1e-4, rtol=0)
+
+
+def test_a_grid_that_a_base_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+    directory = save_model(build_model("llama", **SIZES), tmp_path)
+    blueprint = draw(read_config(directory), read_headers(directory), "none")
+    check_grid(blueprint, Grid(4, 3))
+    with pytest.raises(ConfigError, match="--pipeline-parallel 4: this base has 3 layers") as refused:
+        check_grid(blueprint, Grid(1, 4))
+    assert "at most 3 stages" in str(refused.value.hint)
+    with pytest.raises(ConfigError, match="--tensor-parallel 3: 4 attention heads"):
+        check_grid(blueprint, Grid(3, 2))
+    tall = save_model(build_model("llama", **SIZES, num_hidden_layers=LIMITS.max_ranks), tmp_path / "tall")
+    blueprint = draw(read_config(tall), read_headers(tall), "none")
+    with pytest.raises(ConfigError, match="make 32 processes; at most 16"):
+        check_grid(blueprint, Grid(2, LIMITS.max_ranks))
+
+
+def test_layers_and_ranks_of_a_grid_are_each_held_once(tmp_path: Path) -> None:
+    config = read_config(save_model(build_model("llama", **SIZES, num_hidden_layers=7), tmp_path))
+    for grid in (Grid(1, 3), Grid(2, 3), Grid(1, 7), Grid(4, 1)):
+        places = list(grid.places(config))
+        by_stage = sorted(places, key=lambda place: (place.shard.rank, place.stage.index))
+        layers = [layer for place in by_stage if place.shard.rank == 0 for layer in place.stage.layers]
+        assert layers == list(range(7))
+        assert len({(place.shard.rank, place.stage.index) for place in places}) == grid.size
+        assert places[0].stage.is_last and places[0].shard.rank == 0  # noqa: PT018
+        assert len(places[0].stage.layers) == min(len(place.stage.layers) for place in places)
+        whole = Grid().place(0, config).kv_block_bytes(16, 4)
+        assert sum(place.kv_block_bytes(16, 4) for place in places) == whole * (2 if grid.tensor == 4 else 1)
