@@ -68,6 +68,36 @@ def test_doctor_without_a_server_checks_the_installation(examine: Callable[..., 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_checks_the_processes_that_share_a_base(
+    examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*flags: str) -> dict[str, str]:
+        done = examine("--model", base_dir(), "--url", "http://127.0.0.1:9", "--format", "json", *flags)
+        return next((c for c in json.loads(done.output)["checks"] if c["name"] == "parallel"), {})
+
+    assert check() == {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert check("--pipeline-parallel", "2", "--tensor-parallel", "2")["status"] == "ok"
+    few = check("--pipeline-parallel", "2", "--num-threads", "3")
+    assert few["status"] == "warn"
+    assert few["found"] == "2 processes of 3 threads on 4 cores"
+    heads = check("--tensor-parallel", "3")
+    assert heads["status"] == "fail"
+    assert "4 attention heads" in heads["found"]
+    layers = check("--pipeline-parallel", "5")
+    assert layers["status"] == "fail"
+    assert "has 4 layers" in layers["found"]
+    assert check("--pipeline-parallel", "2", "--device", "cuda")["status"] == "fail"
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr("loraserve.doctor.parallel.socket.create_server", refused)
+    loopback = check("--pipeline-parallel", "2")
+    assert loopback["status"] == "fail"
+    assert "127.0.0.1 can't be connected to: Network is unreachable" in loopback["found"]
+
+
 def test_doctor_agrees_with_a_server_of_the_same_settings_and_tells_of_others(
     loraserve: Run, examine: Callable[..., Done], real_server: ServerProcess, client: Client, sql_dir: Path
 ) -> None:

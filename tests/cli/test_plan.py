@@ -81,6 +81,48 @@ def test_a_draft_base_of_another_tokenizer_is_refused_by_what_differs(run_here: 
     assert run_here("plan", "--model", base_dir(), "--draft-model", tmp_path / "absent").code == 2
 
 
+def test_processes_that_share_a_base_are_planned_one_by_one(run_here: Run) -> None:
+    arguments = (
+        "--model",
+        base_dir(),
+        "--memory-budget",
+        "64MiB",
+        "--ranks",
+        "8",
+        "--count",
+        "3",
+        "--disk-rate",
+        "1GB",
+    )
+    alone = run_here("plan", *arguments, "--format", "json").json
+    assert alone["ranks"] == []
+    for flag in ("--tensor-parallel", "--pipeline-parallel"):
+        facts = run_here("plan", *arguments, flag, "2", "--format", "json").json
+        ranks = facts["ranks"]
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert sum(rank["weights_bytes"] for rank in ranks) == facts["base"]["size_bytes"]
+        assert sum(rank["kv_bytes_per_sequence"] for rank in ranks) == facts["kv"]["bytes_per_sequence"]
+        assert sum(rank["adapter_bytes"] for rank in ranks) == facts["adapters"]["total_bytes"]
+        assert facts["kv"]["bytes_per_token"] == alone["kv"]["bytes_per_token"]
+        assert all(0 < rank["weights_bytes"] < alone["base"]["size_bytes"] for rank in ranks)
+    # rank 0 is the last stage
+    assert [rank["layers"] for rank in ranks] == [[2, 4], [0, 2]]
+    assert "2 to 3" in run_here("plan", *arguments, "--pipeline-parallel", "2").stdout
+
+
+def test_processes_that_a_base_cannot_be_shared_by_are_refused(run_here: Run) -> None:
+    done = run_here("plan", "--model", base_dir(), "--pipeline-parallel", "5")
+    assert done.code == 2
+    assert "--pipeline-parallel 5: this base has 4 layers" in done.stderr
+    assert (
+        "--tensor-parallel 3: 4 attention heads"
+        in run_here("plan", "--model", base_dir(), "--tensor-parallel", "3").stderr
+    )
+    on_gpu = run_here("plan", "--model", base_dir(), "--pipeline-parallel", "2", "--device", "cuda")
+    assert on_gpu.code == 2
+    assert "for CPUs" in on_gpu.stderr
+
+
 def test_a_plan_for_a_gpu_needs_none(run_here: Run) -> None:
     arguments = ("--device", "cuda", "--device-memory", "24GiB", "--ranks", "16", "--disk-rate", "1GB")
     done = run_here("plan", "--model", base_dir(), *arguments, "--format", "json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraserve.cluster.summary import StatsSum, merge_residency
-from loraserve.types import AdapterResidency, Digest, EngineStats, Histogram, Tier
+from loraserve.types import AdapterResidency, Digest, EngineStats, Histogram, RankTraffic, Tier
 
 
 def test_sums_add_counters_gauges_and_histograms() -> None:
@@ -12,6 +12,15 @@ def test_sums_add_counters_gauges_and_histograms() -> None:
     found = StatsSum().of({"a": one, "b": one})
     assert (found.num_steps, found.num_running, found.kv_block_size) == (10, 4, 16)
     assert (found.host_load_s.num, found.host_load_s.sum_s) == (2, 1.0)
+
+
+def test_what_ranks_receive_is_summed_by_rank() -> None:
+    total = StatsSum()
+    two = EngineStats(num_steps=1, ranks=(RankTraffic(sum_bytes=3), RankTraffic(transfer_s=0.5, transfer_bytes=4)))
+    found = total.of({"a": two, "b": EngineStats(num_steps=2, ranks=(RankTraffic(sum_bytes=1),))})
+    assert found.ranks == (RankTraffic(sum_bytes=4), RankTraffic(transfer_s=0.5, transfer_bytes=4))
+    # what a replica counted that left stays
+    assert total.of({}).ranks == found.ranks
 
 
 def test_what_a_lost_replica_counted_stays_and_what_it_held_goes() -> None:

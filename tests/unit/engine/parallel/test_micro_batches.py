@@ -18,7 +18,7 @@ def adapter() -> PackedAdapter:
 
 
 def step(counts: list[int], *, pooled: PooledRows | None = None) -> ModelInputs:
-    """Sequences of so many rows; an adapter on the middle third of the rows, another on the last."""
+    """Sequences of so many rows; an adapter on the middle third of them, another on the last."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)

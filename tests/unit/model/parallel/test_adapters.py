@@ -1,5 +1,5 @@
-"""Adapters of every kind over several processes answer as in one: of linears that are cut, of layers
-that are shared out, or both.
+"""Adapters of every kind over several processes answer as in one: of linears that are cut, of
+layers that are shared out, or both.
 """
 
 from __future__ import annotations
