@@ -14,7 +14,7 @@ from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.config import EngineConfig
 from loraserve.errors import AdapterRejected, ConfigError
-from loraserve.model.parallel.grid import Grid, Place
+from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import ArenaPlan
@@ -193,7 +193,7 @@ def plan_shape(
     )
 
 
-def _rank_bytes(shape: Shape, place: Place, grid: Grid, dtype: ItemSized) -> int:
+def _rank_bytes(shape: Shape, place: RankPlace, grid: Grid, dtype: ItemSized) -> int:
     """Return the bytes of a rank's part, at most: which of replaced rows it has, ids alone tell."""
     cut, shapes = place.cut, place.modules
     sizes = [

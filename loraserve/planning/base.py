@@ -25,7 +25,7 @@ from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
-from loraserve.model.parallel.grid import Grid, Place
+from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE
 
@@ -78,7 +78,7 @@ class BasePlan:
         return self.spec.size_bytes
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankPlace]:
         """What each rank holds."""
         return list(self.grid.places(self.config))
 
@@ -150,7 +150,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
 
 
 def _parts(
-    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: Place
+    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: RankPlace
 ) -> Iterator[tuple[str, str, int]]:
     """Yield what a rank holds: a part's name, its format, and bytes."""
     config, tensors, stage = blueprint.config, blueprint.tensors, place.stage

@@ -80,7 +80,7 @@ class RankedBase:
         return [*parts[self.grid.tensor :], *parts[: self.grid.tensor]]
 
     def place(self, packed: HostAdapter) -> PackedAdapter:
-        """Place an adapter on all ranks; what `PagedRun` takes of it."""
+        """RankPlace an adapter on all ranks; what `PagedRun` takes of it."""
         assert isinstance(packed, AdapterParts)
         handle = self.device.place(packed).handle
         assert isinstance(handle, PackedAdapter)

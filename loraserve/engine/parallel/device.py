@@ -15,7 +15,7 @@ from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import ArenaClient
 from loraserve.memory.devices.base import AdapterHandle, Footprint, HostAdapter, PlacedAdapter
 from loraserve.memory.devices.cpu import CpuDevice
-from loraserve.model.parallel.grid import Place
+from loraserve.model.parallel.grid import RankPlace
 from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.types import BaseSpec
 from loraserve_kernels.cpu.lora.cut import cut_adapter, lay_out_part, norm_widths
@@ -63,7 +63,7 @@ class GroupDevice:
         budget_bytes: int,
         dtype: torch.dtype | None,
         arena_client: ArenaClient,
-        places: Sequence[Place],
+        places: Sequence[RankPlace],
         send: Callable[[int, ToRank], None],
     ) -> None:
         self._whole = CpuDevice(base, budget_bytes, dtype, arena_client)

@@ -28,7 +28,7 @@ from loraserve.errors import LoraserveError
 if TYPE_CHECKING:
     from loraserve.model.decoder import Decoder
     from loraserve.model.inputs import KVTensors, ModelInputs
-    from loraserve.model.parallel.member import Member
+    from loraserve.model.parallel.member import GroupMember
     from loraserve.model.parallel.part_facts import PartFacts
     from loraserve_kernels.common.packed import PackedAdapter
 
@@ -41,7 +41,7 @@ _STORE_TIMEOUT = timedelta(hours=1)
 class Follower:
     """Do what rank 0 says, in order, on one thread."""
 
-    def __init__(self, decoder: Decoder, member: Member, connection: Connection) -> None:
+    def __init__(self, decoder: Decoder, member: GroupMember, connection: Connection) -> None:
         self._decoder, self._pipe, self._connection = decoder, member.pipe, connection
         self._module_shapes = member.place(decoder.config).modules
         self._adapters: dict[int, PackedAdapter] = {}

@@ -54,7 +54,7 @@ class GroupForward:
             return self._decoder.forward_pooled(inputs, kv)
         parts = cut_step(inputs, pipe.size)
         width = self._decoder.config.hidden_size
-        # before a rank is told of them, which waits for no one then
+        # before other ranks are told of them: what they send is received while this one sends
         arrivals = [pipe.expect(part.token_ids.shape[0], width) for part in parts]
         for part in parts:
             self._send(step_message(part, self._adapters))

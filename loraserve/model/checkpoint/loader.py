@@ -43,7 +43,7 @@ from loraserve.model.layers.mlp import GatedMlp, Mlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.model.parallel.grid import Grid
-from loraserve.model.parallel.member import Member
+from loraserve.model.parallel.member import GroupMember
 from loraserve.model.parallel.part_facts import Multiplied, PartFacts, Tensors, join_facts
 from loraserve.model.parallel.rank_part import RankPart, cut_site
 from loraserve.progress import Progress
@@ -65,7 +65,7 @@ def load_model(
     max_model_len: int | None,
     activation_dtype: str = "auto",
     progress: Progress | None = None,
-    member: Member | None = None,
+    member: GroupMember | None = None,
 ) -> Decoder:
     """Return the base model of `model_dir`, ready to run.
 
@@ -152,7 +152,7 @@ class _Loader:
         dtype: torch.dtype,
         device: str,
         progress: Progress,
-        member: Member | None,
+        member: GroupMember | None,
     ) -> None:
         self._blueprint, self._checkpoint, self._dtype = blueprint, checkpoint, dtype
         self._progress, self._member = progress, member

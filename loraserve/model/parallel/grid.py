@@ -13,7 +13,7 @@ from loraserve_kernels.common.cuts import PartCut
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Rank of a process, and its part of a base: of some layers a part of each linear."""
 
     rank: int
@@ -75,14 +75,14 @@ class Grid:
         """Return which stage a rank is of."""
         return (rank // self.tensor - 1) % self.pipeline
 
-    def place(self, rank: int, whole: ModelConfig) -> Place:
+    def place(self, rank: int, whole: ModelConfig) -> RankPlace:
         """Return what a rank holds of a base."""
-        return Place(
+        return RankPlace(
             rank,
             Shard(self.shard_index(rank), self.tensor, whole),
             Stage(self.stage_index(rank), self.pipeline, whole),
         )
 
-    def places(self, whole: ModelConfig) -> Iterator[Place]:
+    def places(self, whole: ModelConfig) -> Iterator[RankPlace]:
         """Yield what each rank holds of a base, in the ranks' order."""
         return (self.place(rank, whole) for rank in range(self.size))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loraserve.model.config.model_config import ModelConfig
-from loraserve.model.parallel.grid import Grid, Place
+from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.model.parallel.part_facts import PartFacts
 from loraserve.model.parallel.pipe import Pipe
 from loraserve.model.parallel.ranks import Ranks
@@ -23,7 +23,7 @@ and this one's alone on other ranks.
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """A process of a group.
 
     Attributes:
@@ -38,12 +38,12 @@ class Member:
     pipe: Pipe | None
     share: Share
 
-    def place(self, whole: ModelConfig) -> Place:
+    def place(self, whole: ModelConfig) -> RankPlace:
         """Return what this process holds of a base."""
         return self.grid.place(self.rank, whole)
 
 
-def join(grid: Grid, rank: int, store: Store, share: Share, traffic: Traffic | None = None) -> Member:
+def join(grid: Grid, rank: int, store: Store, share: Share, traffic: Traffic | None = None) -> GroupMember:
     """Join the group of a base; returns once all processes have.
 
     Args:
@@ -62,4 +62,4 @@ def join(grid: Grid, rank: int, store: Store, share: Share, traffic: Traffic | N
         ranks = Ranks(shard, grid.tensor, PrefixStore(f"stage-{stage}", store), traffic)
     if grid.pipeline > 1:
         pipe = Pipe(stage, grid.pipeline, PrefixStore(f"pipe-{shard}", store), traffic)
-    return Member(rank, grid, ranks, pipe, share)
+    return GroupMember(rank, grid, ranks, pipe, share)
