@@ -27,7 +27,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine.parallel import messages as m
 from loraserve.engine.parallel.device import GroupDevice
 from loraserve.engine.parallel.group_runner import GroupForward, GroupRunner
-from loraserve.engine.parallel.kernel_choices import adopt_kernels, choose_alone, share_choices
+from loraserve.engine.parallel.kernel_choices import adopt_kernels, choose_alone, chosen_kernels, share_choices
 from loraserve.engine.parallel.rank_counts import RankCounts
 from loraserve.errors import EngineError, LoraserveError, error_from_code
 from loraserve.memory.arena import ArenaClient
@@ -199,7 +199,14 @@ class RankGroup:
         """Return what each rank has read of the base, in the order of their stages."""
         self._progress.begin("waiting for the other ranks' parts of the base")
         loaded = self._expect(m.PartLoaded)
-        adopt_kernels(kernel for part in loaded for kernel in part.kernels)
+        # for the engine after this one, whose stages may need them first
+        known = {(one.format, one.out_features, one.in_features) for one in chosen_kernels()}
+        adopt_kernels(
+            one
+            for part in loaded
+            for one in part.kernels
+            if (one.format, one.out_features, one.in_features) not in known
+        )
         # the first ranks are the last stage's
         parts = [facts, *(part.facts for part in loaded)]
         return [*parts[self.grid.tensor :], *parts[: self.grid.tensor]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from loraserve.model.checkpoint.blueprint import draw
 from loraserve.model.checkpoint.cutting import check_grid
 from loraserve.model.checkpoint.headers import read_headers
 from loraserve.model.config.model_config import read_config
-from loraserve.model.inputs import ModelInputs
+from loraserve.model.inputs import KVTensors, ModelInputs, PooledRows
 from loraserve.model.parallel.grid import Grid
 from loraserve.planning.adapters import Shape, plan_shape
 from loraserve.planning.base import plan_base
@@ -45,6 +46,51 @@ def test_quantized_bases_of_stages_answer_as_one_process(
         with rank_pool.load(directory, tensor, pipeline, quantize=quantize) as base:
             for got, wanted in zip(logits(base), expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
+
+
+def test_rows_of_stages_have_the_bits_of_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(build_model("gemma2", **SIZES, head_dim=32, num_hidden_layers=4), tmp_path)
+    expected = logits(load(directory))
+    for pipeline in (2, 4):
+        with rank_pool.load(directory, 1, pipeline) as base:
+            assert all(torch.equal(*pair) for pair in zip(logits(base), expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma3"])
+def test_heads_that_no_kernel_takes_are_computed_layer_by_layer(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(build_model(kind, hidden_size=48, head_dim=12), tmp_path)
+    expected = logits(load(directory))
+    with rank_pool.load(directory, 1, 3) as base:
+        for got, wanted in zip(logits(base), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_pooled_rows_of_stages_are_those_of_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
+    directory = save_model(build_model("llama", **SIZES), tmp_path)
+
+    class Pooling:
+        """Pools every second row, and returns the others' logits."""
+
+        def __init__(self, decoder: Any) -> None:
+            self._decoder, self.results = decoder, list[torch.Tensor]()
+            self.kv_shape, self.kv_dtype = decoder.kv_shape, decoder.kv_dtype
+
+        def forward(self, inputs: ModelInputs, kv: KVTensors) -> torch.Tensor:
+            rows = torch.arange(len(inputs.token_ids))
+            inputs = replace(inputs, logits_rows=rows[::2], pooled=PooledRows(rows, rows[::2], rows[1::2]))
+            self.results += self._decoder.forward_pooled(inputs, kv)
+            return torch.zeros(len(rows), 1)
+
+    def results(decoder: Any) -> list[torch.Tensor]:
+        pooling = Pooling(decoder)
+        logits(pooling)
+        return pooling.results
+
+    expected = results(load(directory))
+    for grid in ((1, 2), (2, 2)):
+        with rank_pool.load(directory, *grid) as base:
+            for got, wanted in zip(results(base), expected, strict=True):
+                torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
 def test_a_stage_reads_its_own_tensors_alone(rank_pool: RankPool, tmp_path: Path) -> None:
