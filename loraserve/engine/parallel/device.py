@@ -47,8 +47,8 @@ class GroupDevice:
     """Host memory of all ranks: parts are resident at once, and nothing is copied.
 
     An adapter's handle is rank 0's part. Its footprint is that of all parts together, as the budget
-    is all ranks'. A part has A whole and some of B's rows of column-parallel linears, some of A's
-    columns and B whole of row-parallel ones.
+    is all ranks'. A part has the layers of its stage alone, and of these A whole and some of B's
+    rows of column-parallel linears, some of A's columns and B whole of row-parallel ones.
 
     Args:
         places: each rank's, in order.
