@@ -151,7 +151,7 @@ def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Fo
     from torch._C._distributed_c10d import FileStore
 
     from loraserve.engine.parallel.kernel_choices import adopt_kernels, chosen_kernels, share_choices
-    from loraserve.engine.parallel.rank_counts import RankCounts
+    from loraserve.engine.parallel.rank_counts import RankCounts, RankProgress
     from loraserve.memory.devices.cpu import cpu_adapter_dtype
     from loraserve.memory.loading.lowering import FILE_DTYPES
     from loraserve.model.checkpoint.loader import load_model
@@ -170,7 +170,8 @@ def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Fo
     grid = Grid.of(config)
     store = FileStore(store_path, grid.size)
     store.set_timeout(_STORE_TIMEOUT)
-    member = join(grid, rank, store, share, Traffic(RankCounts(counts).row(rank)))
+    row = RankCounts(counts).row(rank)
+    member = join(grid, rank, store, share, Traffic(row))
     share_choices(store)
     decoder = load_model(
         Path(config.model_dir),
@@ -180,6 +181,7 @@ def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Fo
         activation_dtype=config.activation_dtype,
         device=config.device,
         max_model_len=config.max_model_len,
+        progress=RankProgress(row),
         member=member,
     )
     held = cpu_adapter_dtype(config.adapter_dtype)

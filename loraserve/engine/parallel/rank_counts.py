@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loraserve.limits import LIMITS
-from loraserve.model.parallel.traffic import NUM_COUNTS, SUM_BYTES, SUM_S, TRANSFER_BYTES, TRANSFER_S
+from loraserve.model.parallel.traffic import MOVES, NUM_COUNTS, SUM_BYTES, SUM_S, TRANSFER_BYTES, TRANSFER_S
+from loraserve.progress import Progress
 from loraserve.types import RankTraffic
 
 _NUM_BYTES = LIMITS.max_ranks * NUM_COUNTS * 8
@@ -54,7 +55,29 @@ class RankCounts:
             for row in self._rows[:num_ranks]
         )
 
+    def num_moves(self) -> int:
+        """Return the marks of progress that all ranks but this one have reached; it only grows."""
+        return int(self._rows[1:, MOVES].sum())
+
     def close(self) -> None:
         """Let go of the descriptor; the memory stays as long as this object."""
         with suppress(OSError):
             os.close(self.descriptor)
+
+
+class RankProgress(Progress):
+    """Progress of a rank above 0, of which rank 0 reads that there is some.
+
+    Args:
+        counts: the rank's row.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, counts: npt.NDArray[np.float64]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def tick(self) -> None:
+        super().tick()
+        self._counts[MOVES] = self.num_moves

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -130,6 +131,7 @@ class RankGroup:
             self.send_to(rank, cache)
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        threading.Thread(target=self._follow_progress, name="rank-progress", daemon=True).start()
         places = list(self.grid.places(decoder.config))
         device = GroupDevice(decoder.spec, adapter_bytes, held, client, places, self.send_to)
         self._forward = GroupForward(decoder, self.member.pipe, device, self.send)
@@ -256,6 +258,16 @@ class RankGroup:
                 raise EngineError(f"rank {rank} sent {type(message).__name__} in the place of {kind.__name__}.")
             answers.append(message)
         return answers
+
+    def _follow_progress(self) -> None:
+        """Note other ranks' progress as this process's own, which waits for them meanwhile."""
+        num_moves = 0
+        while not self._is_over:
+            time.sleep(_POLL_S)
+            now = self._counts.num_moves()
+            if now != num_moves:
+                num_moves = now
+                self._progress.tick()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """End this process when a rank ends: no step can be computed, and one may wait for it."""

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-NUM_COUNTS = 4
-SUM_S, SUM_BYTES, TRANSFER_S, TRANSFER_BYTES = range(NUM_COUNTS)
-"""Places in a rank's row: of sums and gathers within a stage, and of transfers between stages."""
+NUM_COUNTS = 5
+SUM_S, SUM_BYTES, TRANSFER_S, TRANSFER_BYTES, MOVES = range(NUM_COUNTS)
+"""Places in a rank's row: of sums and gathers within a stage, of transfers between stages, and of
+marks of progress.
+"""
 
 
 class Traffic:

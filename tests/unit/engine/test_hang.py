@@ -33,11 +33,14 @@ HANG_S, LOAD_S = 1.5, 60.0
 
 @asynccontextmanager
 async def running(
-    world: World, *, faults: str = "", load_s: float = LOAD_S, hang_s: float = HANG_S
+    world: World, *, faults: str = "", load_s: float = LOAD_S, hang_s: float = HANG_S, **changes: object
 ) -> AsyncIterator[EngineClient]:
     """A client whose first engine has these faults, and the following ones none."""
     client = EngineClient(
-        world.config(heartbeat_s=0.1), Tokenizer(world.model_dir), hang_timeout_s=hang_s, load_timeout_s=load_s
+        world.config(heartbeat_s=0.1, **changes),
+        Tokenizer(world.model_dir),
+        hang_timeout_s=hang_s,
+        load_timeout_s=load_s,
     )
     before = dict(os.environ)
     os.environ.update({"OMP_NUM_THREADS": "1", VARIABLE: faults})
@@ -192,6 +195,18 @@ async def test_closing_does_not_wait_for_a_process_that_cannot_be_killed(
     async with asyncio.timeout(5):
         await process.close(grace_s=0.1)
     assert "process 4000000 was killed and hasn't ended" in caplog.text
+
+
+async def test_a_stage_that_is_slow_and_moves_is_no_hang(world: World) -> None:
+    """Rank 0 waits longer for it than an engine may stand still."""
+    request = test_client.make(world, test_client.prompt(1), max_tokens=1, ignore_eos=True)
+    async with running(world, faults="model.layer=delay:1", pipeline_parallel=2) as client:
+        pid, begun_s = client.pid, time.monotonic()
+        _, tokens, _ = await test_client.collect(client, request)
+        # two of three layers are the first stage's
+        assert time.monotonic() - begun_s > 2 * HANG_S
+        assert tokens == world.expected(None, test_client.prompt(1), 1)
+        assert client.pid == pid
 
 
 async def test_a_load_that_hangs_is_reported_with_its_stack(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from loraserve.engine.parallel.rank_counts import RankCounts
+from loraserve.engine.parallel.rank_counts import RankCounts, RankProgress
 from loraserve.model.parallel.traffic import Traffic
 from loraserve.types import RankTraffic
 
@@ -26,3 +26,14 @@ def test_what_a_rank_counts_others_read() -> None:
         counts.close()
     # what was mapped stays
     assert ours.read(2)[1] == second
+
+
+def test_rank_0_sees_that_others_move() -> None:
+    counts = RankCounts()
+    progress = [RankProgress(counts.row(rank)) for rank in (1, 2)]
+    seen = [counts.num_moves()]
+    for one in (*progress, progress[0]):
+        one.tick()
+        seen.append(counts.num_moves())
+    assert seen == [0, 1, 2, 3]
+    counts.close()
