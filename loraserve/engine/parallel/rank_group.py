@@ -71,7 +71,7 @@ class RankGroup:
         self._dir = tempfile.mkdtemp(prefix="loraserve-ranks-")  # 0700
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_over = False
+        self._is_over, self._worked = False, list[str]()
         self._forward: GroupForward | None = None
         self._counts = RankCounts()
         path = str(Path(self._dir) / "store")
@@ -219,10 +219,14 @@ class RankGroup:
         Raises:
             LoraserveError: one has; the message says which.
         """
-        self._progress.tick()
         for rank, (process, connection) in enumerate(zip(self._processes, self._connections, strict=True), 1):
             if process.poll() is not None:
                 self._raise_ended(rank, process, connection)
+        worked = [_work_of(process.pid) for process in self._processes]
+        if worked != self._worked:
+            # ranks that stand still are a load that does
+            self._worked = worked
+            self._progress.tick()
 
     def _raise_ended(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> NoReturn:
         """Raise what a rank said at its end, or that it ended."""
