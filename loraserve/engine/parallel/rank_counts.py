@@ -37,11 +37,14 @@ class RankCounts:
             descriptor = os.memfd_create("loraserve-ranks", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, _NUM_BYTES)
         self.descriptor = descriptor
-        self._rows = np.frombuffer(mmap.mmap(descriptor, _NUM_BYTES), np.float64).reshape(-1, NUM_COUNTS)
+        self._rows: npt.NDArray[np.float64] = np.frombuffer(mmap.mmap(descriptor, _NUM_BYTES), np.float64).reshape(
+            -1, NUM_COUNTS
+        )
 
     def row(self, rank: int) -> npt.NDArray[np.float64]:
         """Return where a rank counts."""
-        return self._rows[rank]
+        row: npt.NDArray[np.float64] = self._rows[rank]
+        return row
 
     def read(self, num_ranks: int) -> tuple[RankTraffic, ...]:
         """Return the counts of the first ranks."""
