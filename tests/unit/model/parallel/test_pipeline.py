@@ -43,8 +43,8 @@ def test_quantized_bases_of_stages_answer_as_one_process(
 ) -> None:
     directory = save_model(build_model(kind, **GROUPED, tie_word_embeddings=kind == "qwen2"), tmp_path)
     expected = logits(load(directory, quantize=quantize))
-    # a rank rounds its own part of a row to int8
-    for tensor, pipeline in ((1, 2), (1, 3), *([] if quantize == "int8" else [(2, 2)])):
+    # sums over ranks, of another order, may be rounded to another int8: the head's inputs are
+    for tensor, pipeline in ((1, 2), (1, 3), *([(2, 2)] if quantize == "fp8" else [])):
         with rank_pool.load(directory, tensor, pipeline, quantize=quantize) as base:
             for got, wanted in zip(logits(base), expected, strict=True):
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
@@ -79,7 +79,8 @@ def test_pooled_rows_of_stages_are_those_of_one_process(rank_pool: RankPool, tmp
 
         def forward(self, inputs: ModelInputs, kv: KVTensors) -> torch.Tensor:
             rows = torch.arange(len(inputs.token_ids))
-            inputs = replace(inputs, logits_rows=rows[::2], pooled=PooledRows(rows, rows[::2], rows[1::2]))
+            scored, pooled = (torch.arange(start, len(rows), 2) for start in (0, 1))
+            inputs = replace(inputs, logits_rows=scored, pooled=PooledRows(rows, scored, pooled))
             self.results += self._decoder.forward_pooled(inputs, kv)
             return torch.zeros(len(rows), 1)
 
