@@ -23,7 +23,8 @@ class Arrival:
     """Hidden states that the stage before sends. They arrive while other things are done."""
 
     def __init__(self, rows: Tensor, work: Any, traffic: Traffic) -> None:
-        self._rows, self._work, self._traffic = rows, work, traffic
+        self._rows, self._traffic = rows, traffic
+        self._work: Any | None = work
 
     def wait(self) -> Tensor:
         """Return the rows, [num_rows, hidden_size] float32, once they are here.
@@ -31,8 +32,11 @@ class Arrival:
         Raises:
             RuntimeError: the stage before has ended.
         """
-        with self._traffic.transferring(self._rows.nbytes):
-            self._work.wait()
+        if self._work is not None:
+            with self._traffic.transferring(self._rows.nbytes):
+                self._work.wait()
+            # a second wait for the same rows would have no end
+            self._work = None
         return self._rows
 
 

@@ -137,7 +137,7 @@ def test_a_plan_counts_what_each_rank_holds(
             for layer in range(3 if name != "lm_head" else 1)
         ]
         sizes = tuple(ModuleSize(one.layer, one.module, 4) for one in modules)
-        planned = plan_shape("one", 1, 0, Shape(sizes, "fp32"), plan, config, arena)
+        planned = plan_shape("one", 1, 0, Shape(sizes, "F32"), plan, config, arena)
         assert base.device.footprint(modules, torch.float32).num_bytes == planned.num_pages * arena.page_bytes
         assert len(planned.rank_bytes) == base.grid.size
 
