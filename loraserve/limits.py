@@ -197,6 +197,14 @@ class Limits:
     """Slowest requests of each tenant and minute that are kept."""
     max_slow_request_minutes: int = 2048
     """Minutes of all tenants that have such; the oldest go first."""
+    traffic_s: float = 3600.0
+    """Seconds for which requests are summed by the version that answered."""
+    traffic_slot_s: float = 300.0
+    """Seconds of one such sum: a comparison of versions begins at one of these instants."""
+    max_traffic_versions: int = 1024
+    """Versions of all tenants that have such sums, at most some 20 kB each; the tenant that has the most
+    loses the one that it used longest ago.
+    """
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000
     max_admin_keys: int = 100

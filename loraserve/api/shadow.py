@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from loraserve.api.metrics.version_traffic import EndedRequest, Role
 from loraserve.errors import AdapterNumerics, EngineUnavailable, LoraserveError, Overloaded
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.binding import Shadow
@@ -58,6 +59,9 @@ class ShadowCopy:
         self.token_ids: list[int] = []
         self.seconds: float | None = None
         """Seconds from the copy's start to its last token."""
+        self.first_s: float | None = None
+        """Seconds from the copy's start to its first token."""
+        self.num_cached_tokens = 0
         self.task: asyncio.Task[None] | None = None
         self.is_running = True
         """Whether it still takes resources of the engine; afterwards it may wait for the other
@@ -199,6 +203,7 @@ class ShadowRunner:
             self._metrics.shadow_tokens.inc(tally.num_tokens)
             self._metrics.shadow_agreed_tokens.inc(tally.num_agreed_tokens)
         copy.outcome = outcome
+        self._count(copy, is_failure=outcome == FAILED)
         self._registry.shadow_hours.record(copy.shadow, copy.version, tally)
 
     async def _generate(self, copy: ShadowCopy) -> None:
@@ -213,6 +218,7 @@ class ShadowRunner:
                     if is_waiting:
                         is_waiting = False
                         use.answer()
+                        copy.first_s, copy.num_cached_tokens = time.monotonic() - started, chunk.num_cached_tokens
                         # until the engine has said anew how many wait
                         asyncio.get_running_loop().call_later(2 * _LOOK_S, self._is_under_way)
                     if chunk.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
@@ -226,6 +232,21 @@ class ShadowRunner:
             if is_waiting:
                 self._is_under_way()
         copy.seconds = time.monotonic() - started
+
+    def _count(self, copy: ShadowCopy, *, is_failure: bool) -> None:
+        """Add the copy to the sums of the shadow's version."""
+        request, num_tokens, per_token_s = copy.request, len(copy.token_ids), None
+        if copy.first_s is not None and copy.seconds is not None and num_tokens > 1:
+            per_token_s = (copy.seconds - copy.first_s) / (num_tokens - 1)
+        ended = EndedRequest(
+            is_failure=is_failure,
+            prompt_tokens=0 if copy.first_s is None else len(request.prompt_token_ids),
+            cached_tokens=copy.num_cached_tokens,
+            completion_tokens=num_tokens,
+            first_token_s=copy.first_s,
+            per_token_s=per_token_s,
+        )
+        self._metrics.activity.traffic.add(request.tenant, request.adapter, Role.SHADOW, ended)
 
     def _is_under_way(self) -> None:
         self._num_waiting -= 1

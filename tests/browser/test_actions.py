@@ -134,6 +134,71 @@ def test_an_alias_that_moved_meanwhile_is_not_overwritten(open_console: Open, se
     console.faults.clear()
 
 
+def test_a_canary_and_a_shadow_are_compared_side_by_side(
+    open_console: Open, server: ServerProcess, acme: str, tmp_path: Path
+) -> None:
+    with Client(server.url, api_key=acme) as client:
+        for folder in (adapter_dirs()["sql"], adapter_dirs()["french"], changed_adapter(tmp_path)):
+            client.adapters.push(str(folder), name="compared", promote=False)
+        client.adapters.set_alias("compared", "live", 1)
+        client.adapters.set_alias("compared", "live", split={1: 3, 2: 1}, shadow=(3, 1.0))
+        for user in map(str, range(24)):
+            client.completions.create(model="compared", prompt="list the tickets", max_tokens=6, user=user)
+        wanted = {row.version: row for row in client.adapters.traffic("compared").data if row.role == "answer"}
+    assert sum(row.num_requests for row in wanted.values()) == 24
+    console = open_console(acme)
+    page = console.page
+    console.show("adapters/compared", "compared")
+    table = page.get_by_role("region", name="Versions of live side by side")
+    heads = [" ".join(text.split()) for text in table.locator("thead th").all_inner_texts()[1:]]
+    assert [head.lower() for head in heads] == ["version 1 main", "version 2 canary", "version 3 shadow"]
+
+    def row(name: str) -> list[str]:
+        cells = table.get_by_role("row", name=name).first.locator("td").all_inner_texts()
+        return [cell.partition("\n")[0].removesuffix(" worse") for cell in cells]
+
+    assert row("Share") == ["75 %", "25 %", "100 %"]
+    # the copies end after the answers, and the table is asked for anew
+    page.wait_for_function(
+        "() => !['0', '–'].includes(document.querySelector('.compare tbody tr:nth-child(2) td:last-child').textContent)"
+    )
+    assert row("Requests")[:2] == [str(wanted[1].num_requests), str(wanted[2].num_requests)]
+    assert row("Failed")[:2] == ["0 (0.0 %)"] * 2
+    assert all(text.endswith("s") for text in row("First token, p50") + row("Per token, p95"))
+    assert all(text.startswith("passed") for text in row("Certificate"))
+    page.wait_for_function(
+        "() => document.querySelector('.compare tbody tr:last-child td:last-child').textContent.endsWith('%')"
+    )
+    assert (row("Equal answers")[:2], row("Equal answers")[2][-1]) == (["", ""], "%")
+    assert console.violations() == []
+    page.get_by_role("button", name="Roll back live").click()
+    console.dialog().get_by_role("button", name="Roll back").click()
+    page.get_by_text("version 1: 100 %").wait_for()
+    with Client(server.url, api_key=acme) as client:
+        assert client.adapters.alias("compared", "live").split is None
+
+
+def test_a_shadow_is_set_and_ended_by_the_dialog(open_console: Open, server: ServerProcess, acme: str) -> None:
+    console = open_console(acme)
+    page = console.page
+    with Client(server.url, api_key=acme) as client:
+        client.adapters.set_alias("sql", "shadowed", 1)
+        console.show("adapters/sql")
+        page.get_by_role("button", name="Move or split shadowed").click()
+        console.dialog().get_by_role("combobox", name="Shadow").select_option("shadow: version 2")
+        console.dialog().get_by_role("slider", name="Share of requests that the shadow copies").fill("30")
+        console.dialog().get_by_role("button", name="Save").click()
+        page.get_by_text("shadow: version 2, 30 % of requests").wait_for()
+        shadow = client.adapters.alias("sql", "shadowed").shadow
+        assert shadow is not None
+        assert (shadow.version, shadow.share) == (2, 0.3)
+        page.get_by_role("button", name="Move or split shadowed").click()
+        console.dialog().get_by_role("combobox", name="Shadow").select_option("no shadow")
+        console.dialog().get_by_role("button", name="Save").click()
+        page.get_by_text("shadow: version 2, 30 % of requests").wait_for(state="detached")
+        assert client.adapters.alias("sql", "shadowed").shadow is None
+
+
 def test_a_version_is_pinned_from_the_map(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(ADMIN_KEY)
     page = console.page

@@ -89,6 +89,25 @@ def test_shadow_is_set_and_ended_where_the_alias_stands(
     assert (ended["shadow"], len(ended["split"])) == (None, 2)
 
 
+def test_traffic_compares_the_versions_that_answered(
+    here: Run, client: Client, sql_dir: Path, pirate_dir: Path
+) -> None:
+    push_two(client, "busy", sql_dir, pirate_dir)
+    idle = here("adapter", "traffic", "busy")
+    assert (idle.code, idle.stdout, idle.stderr) == (0, "", "No version of busy answered a request.\n")
+    for model in ("busy@1", "busy@2", "busy@2"):
+        client.completions.create(model=model, prompt="list", max_tokens=3)
+    assert [
+        (row["version"], row["num_requests"]) for row in here("adapter", "traffic", "busy", "--format", "json").json
+    ] == [
+        (1, 1),
+        (2, 2),
+    ]
+    shown = here("adapter", "traffic", "busy", "--minutes", "10")
+    assert "TTFT P50" in shown.stdout
+    assert "Requests since" in shown.stderr
+
+
 def test_rollback_of_an_alias_that_never_moved_says_so(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="unmoved")
     done = here("adapter", "rollback", "unmoved")

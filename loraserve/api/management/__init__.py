@@ -17,6 +17,7 @@ from loraserve.api.management import (
     server,
     shadows,
     tenants,
+    traffic,
     uploads,
     usage,
 )
@@ -28,6 +29,7 @@ for part in (
     files,
     aliases,
     shadows,
+    traffic,
     uploads,
     operations,
     residency,

@@ -19,7 +19,7 @@ from loraserve.api.management.adapters import check_query
 from loraserve.api.management.payloads.resources import Resource
 from loraserve.api.management.payloads.responses import answer, header_list
 from loraserve.api.management.residency import MemoryResource
-from loraserve.api.metrics.activity import DURATION_BOUNDS_S
+from loraserve.api.metrics.durations import DURATION_BOUNDS_S
 from loraserve.api.metrics.slow_requests import DURATION, ORDERS
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, LoraserveError

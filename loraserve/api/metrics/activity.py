@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from loraserve.api.metrics.durations import bucket, empty_counts
 from loraserve.api.metrics.slow_requests import SlowRequest, SlowRequests
+from loraserve.api.metrics.version_traffic import EndedRequest, Role, VersionTraffic
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import TenantId
-
-DURATION_BOUNDS_S = tuple(round(0.001 * 1.25**step, 6) for step in range(56))
-"""Upper bounds of the buckets of durations: a percentile read from them is at most 25 % too long.
-
-One more bucket has what is longer than the last.
-"""
 
 
 @dataclass(slots=True)
@@ -36,8 +31,8 @@ class RequestTally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    first_token_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
-    per_token_counts: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))
+    first_token_counts: list[int] = field(default_factory=empty_counts)
+    per_token_counts: list[int] = field(default_factory=empty_counts)
 
 
 class Activity:
@@ -58,6 +53,7 @@ class Activity:
         self._clock = clock
         self.total = RequestTally()
         self.slow = SlowRequests(limits=limits, clock=monotonic)
+        self.traffic = VersionTraffic(limits=limits, clock=clock)
         # the last active last; a request holds its own, so that one that is dropped meanwhile is
         # counted to its end
         self._tallies: OrderedDict[TenantId, RequestTally] = OrderedDict()
@@ -74,7 +70,7 @@ class Activity:
             self._tallies.popitem(last=False)
         slow = None if request.is_background else self.slow
         now = datetime.fromtimestamp(self._clock(), UTC)
-        return RequestTimer((tally, self.total), request, tenant_name, asked, now, self._monotonic, slow)
+        return RequestTimer((tally, self.total), request, tenant_name, asked, now, self._monotonic, slow, self.traffic)
 
 
 class RequestTimer:
@@ -89,6 +85,7 @@ class RequestTimer:
         started_at: datetime,
         clock: Callable[[], float],
         slow: SlowRequests | None,
+        traffic: VersionTraffic,
     ) -> None:
         self._tallies = tallies
         self._request = request
@@ -97,6 +94,7 @@ class RequestTimer:
         self._started_at = started_at
         self._clock = clock
         self._slow = slow
+        self._traffic = traffic
         self._started_s = clock()
         self._first: Chunk | None = None
         self._first_s: float | None = None
@@ -122,7 +120,7 @@ class RequestTimer:
             tally.prompt_tokens += len(self._request.prompt_token_ids)
             tally.cached_tokens += chunk.num_cached_tokens
             if self._slow is not None:
-                tally.first_token_counts[_bucket(self._first_s)] += 1
+                tally.first_token_counts[bucket(self._first_s)] += 1
 
     def end(self, outcome: str, *, answered_by: str, is_failure: bool) -> None:
         """Count the request no more; no-op when called again."""
@@ -141,7 +139,21 @@ class RequestTimer:
             tally.num_ended += 1
             tally.num_failed += is_failure
             if self._slow is not None and per_token_s is not None:
-                tally.per_token_counts[_bucket(per_token_s)] += 1
+                tally.per_token_counts[bucket(per_token_s)] += 1
+        is_timed = self._slow is not None
+        self._traffic.add(
+            self._request.tenant,
+            self._request.adapter,
+            Role.ANSWER,
+            EndedRequest(
+                is_failure=is_failure,
+                prompt_tokens=0 if first is None else len(self._request.prompt_token_ids),
+                cached_tokens=0 if first is None else first.num_cached_tokens,
+                completion_tokens=self._num_tokens,
+                first_token_s=self._first_s if is_timed else None,
+                per_token_s=per_token_s if is_timed else None,
+            ),
+        )
         if self._slow is None:
             return
         self._slow.add(
@@ -165,10 +177,6 @@ class RequestTimer:
                 adapter_read_s=0.0 if first is None else first.adapter_read_s,
             )
         )
-
-
-def _bucket(seconds: float) -> int:
-    return bisect.bisect_left(DURATION_BOUNDS_S, seconds)
 
 
 def _answer_id(request_id: str) -> str:

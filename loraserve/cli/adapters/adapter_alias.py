@@ -1,8 +1,11 @@
-"""``loraserve adapter alias, aliases, unalias, rollback, shadow``: which version a name means."""
+"""``loraserve adapter alias, aliases, unalias, rollback, shadow, traffic``.
+
+They say which version a name means, and how versions compare.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +15,9 @@ from loraserve.cli.arguments import version_numbers
 from loraserve.cli.options import ActForOption, FormatOption, UrlOption, connected
 from loraserve.cli.output import Column
 from loraserve.errors import AliasNotFound
+
+if TYPE_CHECKING:
+    from loraserve.sdk.types.management import Durations
 
 LIVE, NONE = "live", "none"
 AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="Alias; `live` is what NAME alone means.")]
@@ -29,11 +35,23 @@ SHADOW_COLUMNS = (
     Column("TOOK", lambda row: _ms(row.live_ms, row.num_compared)),
     Column("SHADOW TOOK", lambda row: _ms(row.shadow_ms, row.num_compared)),
 )
+TRAFFIC_COLUMNS = (
+    Column("VERSION", "version"),
+    Column("ROLE", "role"),
+    Column("REQUESTS", "num_requests"),
+    Column("FAILED", "num_failed"),
+    Column("TTFT P50", lambda row: _duration(row.first_token_s, "p50")),
+    Column("P95", lambda row: _duration(row.first_token_s, "p95")),
+    Column("PER TOKEN P50", lambda row: _duration(row.per_token_s, "p50")),
+    Column("P95", lambda row: _duration(row.per_token_s, "p95")),
+    Column("PROMPT TOKENS", "prompt_tokens"),
+    Column("TOKENS", "completion_tokens"),
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this file to `app`."""
-    for command in (alias, aliases, unalias, rollback, shadow):
+    for command in (alias, aliases, unalias, rollback, shadow, traffic):
         app.command()(command)
 
 
@@ -43,6 +61,10 @@ def _part(count: int, total: int) -> str | None:
 
 def _ms(total_ms: int, count: int) -> str | None:
     return f"{total_ms / count:.0f} ms" if count else None
+
+
+def _duration(durations: Durations | None, percentile: str) -> str | None:
+    return None if durations is None else f"{1000 * getattr(durations, percentile):.3g} ms"
 
 
 def alias(
@@ -159,3 +181,18 @@ def shadow(
             "--shadow VERSION=0.1"
         )
         output.rows(client.adapters.shadow(name, alias), SHADOW_COLUMNS, name="hour", empty=empty)
+
+
+def traffic(
+    name: NameArgument,
+    minutes: Annotated[int, typer.Option(min=10, max=60, help="Count the requests of the last minutes.")] = 60,
+    url: UrlOption = None,
+    tenant: ActForOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Compare the versions of an adapter by the requests that each answered."""
+    with connected(format, url, tenant, {"NAME": name}) as (output, client):
+        found = client.adapters.traffic(name, minutes=minutes)
+        output.rows(found.data, TRAFFIC_COLUMNS, name="version", empty=f"No version of {name} answered a request.")
+        if found.data:
+            output.note(f"Requests since {found.since:%H:%M} UTC, on this server; percentiles are up to 25 % too long.")

@@ -17,7 +17,7 @@ from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files.mlflow_source import AdapterSource
 from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
-from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Version
+from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
 from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/adapters"
@@ -320,6 +320,14 @@ class AsyncAdapters:
         Pages are requested as they're needed.
         """
         return all_rows(self._transport, f"{_alias_path(name, alias)}/shadow", ShadowHour)
+
+    async def traffic(self, name: str, *, minutes: int = 60) -> Traffic:
+        """Return the requests of the last minutes (10 to 60) by the version that answered them.
+
+        They are the tenant's own, on the server that answers, since it started.
+        """
+        params = {"minutes": str(minutes)}
+        return await self._transport.send(Call("GET", f"{_path(name)}/traffic", read_into(Traffic), params=params))
 
     async def verify(self, name: str, version: int, *, rebase: bool = False) -> Version:
         """Compare the version's answers with the reference's again.

@@ -212,6 +212,45 @@ class ShadowHour(Result):
         return self.num_requests - self.num_failed
 
 
+class Durations(Result):
+    """Percentiles of durations in seconds, each at most 25 % too long."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class VersionTraffic(Result):
+    """Requests that a version answered, or as a shadow ran copies of."""
+
+    version: int
+    digest: str
+    """Identity of the version: a deleted adapter's name and numbers may be used again."""
+    role: str
+    """answer, or shadow."""
+    num_requests: int
+    """Choices that ended; for a shadow, copies that were compared or failed."""
+    num_failed: int
+    """Number of them that ended by an error."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first_token_s: Durations | None
+    """Time to the first token; a shadow's from the start of its copy. None: none was measured."""
+    per_token_s: Durations | None
+    """Mean time between tokens, after the first."""
+
+
+class Traffic(Result):
+    """An adapter's requests by the version that answered, of the tenant's own and one server."""
+
+    since: datetime
+    """Instant from which requests are counted."""
+    at: datetime
+    data: list[VersionTraffic]
+    """Versions with requests, by number."""
+
+
 class Adapter(Result):
     name: str
     aliases: dict[str, int]

@@ -141,6 +141,11 @@ async def test_a_copy_runs_on_the_shadow_version_and_its_answer_is_dropped(
     assert (copy.prompt_token_ids, copy.params.seed) == (live.prompt_token_ids, live.params.seed)
     assert copy.params.logprobs is None, "nobody looks at them"
     assert (live.is_background, copy.is_background) == (False, True)
+    traffic = services.metrics.activity.traffic.of(acme.caller.tenant, "sql", 3600)
+    assert [(key.version, key.role) for key in traffic] == [(1, "answer"), (2, "shadow")]
+    for tally in traffic.values():
+        assert (tally.num_requests, tally.num_failed, tally.completion_tokens) == (1, 0, 18)
+        assert (sum(tally.first_token_counts), sum(tally.per_token_counts)) == (1, 1)
 
 
 async def test_equal_answers_are_counted_as_equal(
@@ -196,6 +201,8 @@ async def test_a_shadow_that_fails_fails_nobody(
     (row,) = await compared(services, acme)
     assert (row.tally.num_requests, row.tally.num_failed, row.tally.num_tokens) == (1, 1, 0)
     assert outcomes(services) == {"failed": 1}
+    traffic = services.metrics.activity.traffic.of(acme.caller.tenant, "sql", 3600)
+    assert [(tally.num_requests, tally.num_failed) for tally in traffic.values()] == [(1, 0), (1, 1)]
 
 
 async def test_a_shadows_answer_that_is_not_finite_is_a_strike_against_it(

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from loraserve.api.metrics.activity import DURATION_BOUNDS_S, Activity
+from loraserve.api.metrics.activity import Activity
+from loraserve.api.metrics.durations import DURATION_BOUNDS_S
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
 from loraserve.limits import LIMITS

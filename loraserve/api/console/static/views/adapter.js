@@ -1,6 +1,7 @@
 // One adapter: its versions with their certificates, and its aliases with their splits and shadows.
 import { all, api, path } from "../lib/api.js";
 import { Certificate } from "../lib/certificate.js";
+import { Compare } from "../lib/compare.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
@@ -44,7 +45,7 @@ export function Adapter({ rest }) {
         <button type="button" class="small" onClick=${() => setDialog({ kind: "alias", alias: null })}>New alias</button>
       </div>
       ${aliases.length === 0 && html`<p class="muted">No alias names a version: requests have to say which one they mean.</p>`}
-      ${aliases.map((alias) => html`<${Alias} key=${alias.name} alias=${alias} root=${root} setDialog=${setDialog} />`)}
+      ${aliases.map((alias) => html`<${Alias} key=${alias.name} alias=${alias} versions=${versions} root=${root} setDialog=${setDialog} />`)}
     </section>
     <section class="card" aria-labelledby="versions-title">
       <h2 id="versions-title">Versions</h2>
@@ -99,19 +100,20 @@ function partsOf(alias) {
   }));
 }
 
-function Alias({ alias, setDialog }) {
+function Alias({ alias, versions, root, setDialog }) {
   const parts = partsOf(alias);
   return html`<div class="stack">
     <div class="spread">
       <h3>${alias.name}</h3>
       <div class="actions">
-        ${alias.shadow && html`<button type="button" class="small" onClick=${() => setDialog({ kind: "shadow", alias })}>Compare the shadow</button>`}
+        ${alias.shadow && html`<button type="button" class="small" onClick=${() => setDialog({ kind: "shadow", alias })}>Shadow, hour by hour</button>`}
         <button type="button" class="small" onClick=${() => setDialog({ kind: "alias", alias })}>Move or split<span class="hidden"> ${alias.name}</span></button>
         <button type="button" class="small" onClick=${() => setDialog({ kind: "rollback", alias })}>Roll back<span class="hidden"> ${alias.name}</span></button>
       </div>
     </div>
     <${Bar} isThin label=${`Traffic of ${alias.name}`} parts=${parts} total=${1} />
     <p class="small num">${parts.map((part) => `${part.name}: ${part.text}`).join(" · ")}${alias.shadow ? ` · shadow: version ${alias.shadow.version}, ${percent(alias.shadow.share)} of requests` : ""}</p>
+    ${(alias.split || alias.shadow) && html`<${Compare} alias=${alias} versions=${versions} root=${root} />`}
   </div>`;
 }
 
@@ -122,6 +124,7 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
   const [parts, setParts] = useState(
     (alias?.split ?? [{ version: alias?.version ?? newest, weight: 1 }]).map((part) => ({ version: part.version, percent: Math.round(part.weight * 100) })),
   );
+  const [shadow, setShadow] = useState({ version: alias?.shadow?.version ?? null, percent: Math.round((alias?.shadow?.share ?? 0.1) * 100) });
   const total = parts.reduce((sum, part) => sum + part.percent, 0);
   const change = (index, value) => setParts(parts.map((part, at) => (at === index ? { ...part, ...value } : part)));
   const unused = choices.find((version) => !parts.some((part) => part.version === version));
@@ -130,7 +133,10 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
     const body = given.length === 1
       ? { version: given[0].version }
       : { split: given.map((part) => ({ version: part.version, weight: part.percent / total })) };
-    if (alias?.shadow) body.shadow = alias.shadow;
+    if (shadow.version !== null) {
+      const isKept = alias?.shadow && Math.round(alias.shadow.share * 100) === shadow.percent;
+      body.shadow = { version: shadow.version, share: isKept ? alias.shadow.share : shadow.percent / 100 };
+    }
     const headers = alias ? { "If-Match": `"r${alias.revision}"` } : { "If-None-Match": "*" };
     await api.put(`${root}/aliases/${path(name)}`, body, { headers });
     onChanged();
@@ -158,6 +164,17 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
       </div>`)}
       <div><button type="button" class="small" disabled=${unused === undefined || parts.length >= 8}
         onClick=${() => setParts([...parts, { version: unused, percent: 10 }])}>Split with another version</button></div>
+      <div class="split">
+        <select aria-label="Shadow" value=${shadow.version ?? ""} onChange=${(event) => setShadow({ ...shadow, version: Number(event.currentTarget.value) || null })}>
+          <option value="" selected=${shadow.version === null}>no shadow</option>
+          ${choices.map((version) => html`<option value=${version} selected=${version === shadow.version}>shadow: version ${version}</option>`)}
+        </select>
+        <input type="range" min="1" max="100" value=${shadow.percent} aria-label="Share of requests that the shadow copies"
+          aria-valuetext=${percent(shadow.percent / 100)} disabled=${shadow.version === null}
+          onInput=${(event) => setShadow({ ...shadow, percent: Number(event.currentTarget.value) })} />
+        <span class="num">${shadow.version === null ? "" : percent(shadow.percent / 100)}</span>
+        <span></span>
+      </div>
       ${total === 0 && html`<${Note} kind="warn">At least one version needs a share.<//>`}
       ${error && html`<${Failure} error=${error.status === 412 ? new Error("Somebody moved this alias meanwhile. Close this, and look at it again.") : error} />`}
       <div class="actions end">
