@@ -202,8 +202,8 @@ class Limits:
     traffic_slot_s: float = 300.0
     """Seconds of one such sum: a comparison of versions begins at one of these instants."""
     max_traffic_versions: int = 1024
-    """Versions of all tenants that have such sums, at most some 20 kB each; the tenant that has the most
-    loses the one that it used longest ago.
+    """Versions of all tenants that have such sums, at most some 20 kB each; the tenant that has the
+    most loses the one that it used longest ago.
     """
     max_adapters_per_tenant: int = 100_000
     max_keys_per_tenant: int = 1000

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import iter_route_contexts
 from prometheus_client.registry import Collector
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from loraserve import __version__
@@ -25,21 +24,12 @@ from loraserve.api import (
     openapi,
     scopes,
 )
+from loraserve.api.http.cross_origin import CrossOrigin
 from loraserve.api.http.guard import Guard
 from loraserve.api.metrics import engine_tables, server_tables
 from loraserve.api.metrics.table import TableCollector
 from loraserve.api.services import Services
 from loraserve.tenancy.limits.shares import Shares
-
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-_EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
-    *("x-loraserve-did-you-mean", "x-loraserve-cache"),
-    *("retry-after", "retry-after-ms", "x-should-retry", "etag", "idempotent-replayed", "content-disposition"),
-    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
-    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
-)
-"""Headers of answers that a web page may read, beside those that browsers always show."""
 
 
 def create_app(services: Services) -> FastAPI:
@@ -74,20 +64,10 @@ def create_app(services: Services) -> FastAPI:
         limits=services.limits,
         rooms=services.rooms,
         route_names=_route_names(app),
-        has_access_log=services.settings.access_log,
-        tracer=services.tracer,
+        has_access_log=lambda: services.settings.access_log,
+        tracer=lambda: services.tracer,
     )
-    if services.settings.cors_allow_origins:
-        # Around the guard, whose refusals need these headers too; a preflight has no key.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=services.settings.cors_allow_origins,
-            allow_methods=_METHODS,
-            allow_headers=("*",),
-            expose_headers=_EXPOSED_HEADERS,
-            # A key is sent as a header by the page itself; no cookie ever is one.
-            allow_credentials=False,
-        )
+    app.add_middleware(CrossOrigin, origins=lambda: services.settings.cors_allow_origins)
     return app
 
 

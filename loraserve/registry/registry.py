@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import TypeVar
 
 from adapters_store.base import BlobStore
@@ -123,7 +124,7 @@ class Registry:
             silence_s=database.silence_s,
             is_cancellable=database.is_cancellable,
         )
-        names = base_names or BaseNames()
+        self.base_names = names = base_names or BaseNames()
         self.certificates = Certificates(
             database,
             certify,
@@ -328,6 +329,11 @@ class Registry:
         if route is None:
             raise model_not_found(model)
         return route
+
+    def retain_deleted(self, seconds: float) -> None:
+        """Retain the bytes of deleted versions for so long from now on."""
+        for part in (self.collector, self.publisher, self.restorer):
+            part.retention = timedelta(seconds=seconds)
 
     def forget(self, tenant: TenantId, name: str) -> None:
         """Invalidate the cached routes of this adapter of `tenant`, for all tenants."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 from whole_app import ADMIN_KEY, model_dir, services  # noqa: F401
 
+from loraserve.api import reload
 from loraserve.api.reload import LIVE_SETTINGS, SettingsReload
 from loraserve.api.services import Services
-from loraserve.errors import AuthenticationError, ConfigError
+from loraserve.errors import AdapterBaseMismatch, AuthenticationError, ConfigError
 from loraserve.settings import Settings
 
 
@@ -40,18 +45,32 @@ async def test_what_can_change_does_and_the_rest_is_named(
             "ephemeral_ttl_s": 61.0,
             "ephemeral_memory": 1 << 21,
             "max_num_seqs": 3,
-            "retention_s": 1.0,
+            "port": 1,
+            "retention_s": 61.0,
+            "base_names": ("acme/base",),
+            "strict_base": True,
+            "certify": "on-request",
+            "lora_dir": "/srv/adapters",
+            "access_log": False,
         }
     )
-    reload = SettingsReload(services, lambda: new, None)
     counted = services.metrics.settings_reloads
     with caplog.at_level(logging.INFO, "loraserve.server"):
-        reload.run()
+        SettingsReload(services, lambda: new, None).run()
     assert (counted.labels("done")._value.get(), counted.labels("failed")._value.get()) == (1, 0)
-    assert "need a restart: max_num_seqs, retention_s" in caplog.text
+    assert "need a restart: max_num_seqs, port\n" in caplog.text
+    assert "grace_s (30.0 -> 3.0)" in caplog.text
+    assert "pull_allow (none -> hf://acme/*)" in caplog.text
+    assert "changed: access_log (True -> False), admin_key, base_names" in caplog.text
     assert logging.getLogger().level == logging.DEBUG
     assert (services.settings.grace_s, services.settings.ephemeral_loads) == (3.0, True)
     assert services.settings.max_num_seqs == old.max_num_seqs
+    registry = services.registry
+    for part in (registry.collector, registry.publisher, registry.restorer):
+        assert part.retention == timedelta(seconds=61)
+    with pytest.raises(AdapterBaseMismatch, match=r"serves .*acme/base"):
+        registry.base_names.inspect({"base_model_name_or_path": "another"}, services.engine.base)
+    assert (registry.certificates._is_at_upload, registry.local_folders.root) == (False, "/srv/adapters")
     assert services.registry.pulls.allowed == ("hf://acme/*",)
     assert services.registry.ephemeral.ttl_s == 61.0
     assert services.registry.ephemeral.bytes.capacity == 1 << 21
@@ -89,5 +108,37 @@ def test_a_wrong_file_changes_nothing_and_is_logged(
             assert "the settings stay as they are" in caplog.text
 
 
-def test_every_live_setting_exists() -> None:
+class Tracer:
+    """Tracer that only says whether it was closed."""
+
+    is_closed = False
+
+    def trace(self, record: Any, headers: Any) -> str:
+        return ""
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_tracer_is_replaced_and_the_one_before_sends_what_it_has(
+    services: Services,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = Tracer(), Tracer()
+    services.tracer = first
+    monkeypatch.setattr(reload, "open_tracer", lambda settings, metrics: second)
+    settings = services.settings
+    for sample, tracer in ((None, first), (0.5, second), (0.5, second)):
+        settings = settings.model_copy(update={"trace_sample": sample})
+        SettingsReload(services, lambda new=settings: new, None).run()  # type: ignore[misc]
+        assert services.tracer is tracer
+    await asyncio.sleep(0)
+    assert (first.is_closed, second.is_closed) == (True, False)
+
+
+def test_live_settings_exist_and_are_those_of_the_page() -> None:
     assert set(Settings.model_fields) >= LIVE_SETTINGS
+    page = (Path(__file__).resolve().parents[2] / "docs/deployment.md").read_text()
+    (section,) = re.findall(r"## Settings that change while the server runs\n(.*?)\n## ", page, re.DOTALL)
+    told = {name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert told == LIVE_SETTINGS

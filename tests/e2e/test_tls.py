@@ -62,10 +62,16 @@ def test_certificates_and_settings_change_under_a_stream_and_wrong_ones_do_not(
             lines = stream.iter_lines()
             got = [next(lines)]
             second = write_certificate(tmp_path / "tls.pem", tmp_path / "tls.key")
-            (tmp_path / "loraserve.toml").write_text('log_level = "info"\nmax_num_seqs = 7\n')
+            (tmp_path / "loraserve.toml").write_text(
+                'log_level = "info"\nmax_num_seqs = 7\naccess_log = false\nretention_s = 3600\n'
+                'cors_allow_origins = ["https://app.example.org"]\n'
+            )
             hang_up(server)
             wait_for(server, "changed settings that need a restart: max_num_seqs")
             assert served_serial(server.port) == second != first
+            page = {**HEADERS, "Origin": "https://app.example.org"}
+            allowed = client.get(f"{server.url}/v1/models", headers=page).headers["access-control-allow-origin"]
+            assert allowed == page["Origin"]
             # half a file, as a renewal that isn't done yet, and a broken one of settings
             certificate = (tmp_path / "tls.pem").read_bytes()
             (tmp_path / "tls.pem").write_bytes(certificate[:100])
@@ -80,7 +86,16 @@ def test_certificates_and_settings_change_under_a_stream_and_wrong_ones_do_not(
         assert stream.status_code == 200
         assert sum(len(event["choices"]) for event in events(got)) > 0
         assert got[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in got
-    assert "changed: log_level" in server.log.read_text()
+    log = server.log.read_text()
+    for change in (
+        "access_log (True -> False)",
+        "cors_allow_origins (none -> https://app.example.org)",
+        "log_level (warning -> info)",
+        "retention_s (604800.0 -> 3600.0)",
+    ):
+        assert change in log, change
+    # the line of the request for models would be in the access log
+    assert '"path": "/v1/models"' not in log.partition("the settings were read again")[2]
     assert server.stop() == 0
 
 

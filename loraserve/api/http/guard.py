@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -95,8 +95,9 @@ class Guard:
     ``x-request-id``, and never lets an exception pass.
 
     Args:
-        has_access_log: whether each request is a line in the log.
-        tracer: gets each request but probes and scrapes, once it has ended; None: nothing does.
+        has_access_log: returns whether each request is a line in the log now.
+        tracer: returns what gets each request but probes and scrapes, once it has ended; None:
+            nothing does.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class Guard:
         limits: Limits = LIMITS,
         rooms: Rooms | None = None,
         *,
-        has_access_log: bool = True,
-        tracer: RequestTracer | None = None,
+        has_access_log: Callable[[], bool] = lambda: True,
+        tracer: Callable[[], RequestTracer | None] = lambda: None,
     ) -> None:
         self._app = app
         self._route_names = route_names
@@ -157,9 +158,10 @@ class Guard:
         caller = scope.get("state", {}).get("caller")
         record.key_id, record.tenant = getattr(caller, "key_id", None), getattr(caller, "tenant_name", None)
         trace_id = ""
-        if self._tracer is not None and scope["path"] not in _UNTRACED:
-            trace_id = self._tracer.trace(record, scope["headers"])
-        if not self._has_access_log:
+        tracer = self._tracer()
+        if tracer is not None and scope["path"] not in _UNTRACED:
+            trace_id = tracer.trace(record, scope["headers"])
+        if not self._has_access_log():
             return
         # Probes ask every second or so.
         log = access_log.debug if scope["path"] in _PROBES else access_log.info

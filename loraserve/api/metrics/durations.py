@@ -29,8 +29,8 @@ def quantile(counts: list[int], part: float) -> float | None:
     wanted = part * sum(counts)
     if not wanted:
         return None
-    for index, count in enumerate(counts):
+    for bound, count in zip(DURATION_BOUNDS_S, counts, strict=False):
         wanted -= count
         if wanted <= 0:
-            break
-    return DURATION_BOUNDS_S[min(index, len(DURATION_BOUNDS_S) - 1)]
+            return bound
+    return DURATION_BOUNDS_S[-1]

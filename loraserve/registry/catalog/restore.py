@@ -42,7 +42,8 @@ class Restorer:
         self._database = database
         self._store = store
         self._on_change = on_change
-        self._retention = timedelta(seconds=retention_s)
+        self.retention = timedelta(seconds=retention_s)
+        """Time for which the bytes of deleted versions are retained, from the next use on."""
         self._clock = clock
 
     async def restore(
@@ -65,7 +66,7 @@ class Restorer:
             if once is not None:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
-            adapter = await repository.deleted_adapter(name, since=now - self._retention)
+            adapter = await repository.deleted_adapter(name, since=now - self.retention)
             blobs = _blobs(await repository.versions_deleted_at(adapter, _instant(adapter)))
         await self._retain(name, blobs)
         async with self._database.write() as session:
@@ -73,7 +74,7 @@ class Restorer:
                 await once.begin(session)
             repository = AdapterRepository(session, tenant)
             limits = (await repository.lock_tenant()).limits
-            adapter = await repository.deleted_adapter(name, since=now - self._retention, is_locking=True)
+            adapter = await repository.deleted_adapter(name, since=now - self.retention, is_locking=True)
             self._check_free(tenant, name)
             rows = await repository.versions_deleted_at(adapter, _instant(adapter))
             size_bytes = sum(row.size_bytes for row in rows)
@@ -110,7 +111,7 @@ class Restorer:
             if once is not None:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
-            row = await repository.deleted_version(await repository.adapter(name), number, since=now - self._retention)
+            row = await repository.deleted_version(await repository.adapter(name), number, since=now - self.retention)
             blobs = _blobs([row])
         await self._retain(f"{name}@{number}", blobs)
         async with self._database.write() as session:
@@ -119,7 +120,7 @@ class Restorer:
             repository = AdapterRepository(session, tenant)
             limits = (await repository.lock_tenant()).limits
             adapter = await repository.adapter(name, is_locking=True)
-            row = await repository.deleted_version(adapter, number, since=now - self._retention)
+            row = await repository.deleted_version(adapter, number, since=now - self.retention)
             same = await repository.version_of_digest(name, Digest(row.digest))
             if same is not None:
                 raise AlreadyExists(

@@ -44,6 +44,10 @@ class BaseNames:
         self._source = source
         self._is_strict = is_strict
 
+    def change(self, names: Sequence[str], *, is_strict: bool) -> None:
+        """Compare with other names from now on, strictly or not."""
+        self._names, self._is_strict = tuple(names), is_strict
+
     def inspect(self, config: Mapping[str, Any], base: BaseSpec) -> tuple[Mapping[str, Any], ...]:
         """Return the check of the base that the config names; none where it names none.
 

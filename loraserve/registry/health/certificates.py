@@ -100,6 +100,10 @@ class Certificates:
         """Whether uploads are verified."""
         return self._certify is not None and self._is_at_upload
 
+    @is_at_upload.setter
+    def is_at_upload(self, value: bool) -> None:
+        self._is_at_upload = value
+
     def check_dry_run(self) -> CertificateOutcome | None:
         """Return the outcome for a dry run; None if nothing is verified."""
         return (

@@ -33,7 +33,8 @@ class LocalFolders:
     """
 
     def __init__(self, root: str | None) -> None:
-        self._root = root
+        self.root = root
+        """The folder, from the next read on."""
 
     def read(self, path: str, tenant_name: str, write: Callable[[bytes], object]) -> tuple[bytes, ExtraFiles]:
         """Give the weights below `path` to `write`, piece by piece; return the other files.
@@ -75,7 +76,7 @@ class LocalFolders:
         return bytes(config), ExtraFiles.read(extras)
 
     def _open(self, path: str, tenant_name: str) -> int:
-        if self._root is None:
+        if self.root is None:
             raise PermissionDenied(
                 "This server reads no adapters from its own folders.",
                 hint="The server's operator allows a folder with: --lora-dir DIR. Or upload the adapter: "
@@ -83,7 +84,7 @@ class LocalFolders:
             )
         if "\0" in path or not path or len(os.fsencode(path)) > LIMITS.max_lora_path_bytes:
             raise InvalidRequest("lora_path isn't a path.", param="lora_path")
-        root = os.path.abspath(self._root.replace(TENANT, tenant_name))
+        root = os.path.abspath(self.root.replace(TENANT, tenant_name))
         parts = _below(PurePosixPath(path), root)
         try:
             folder = os.open(root, _FOLDER_FLAGS)

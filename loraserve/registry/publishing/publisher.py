@@ -73,7 +73,8 @@ class Publisher:
         self._store = store
         self._base = base
         self._on_change = on_change
-        self._retention = timedelta(seconds=retention_s)
+        self.retention = timedelta(seconds=retention_s)
+        """Time for which the bytes of deleted versions are retained, from the next use on."""
         self._clock = clock
         self._throttle = throttle
         self._names = names
@@ -238,7 +239,7 @@ class Publisher:
                     size_bytes=push.size_bytes,
                     is_counted=False,
                     blob=push.weights.digest,
-                    restorable_since=now - self._retention,
+                    restorable_since=now - self.retention,
                 )
         return _Known(None if found is None else found[1], next_number)
 
@@ -328,7 +329,7 @@ class Publisher:
                     is_new_adapter=is_new_adapter,
                     size_bytes=push.size_bytes,
                     blob=stored.weights_blob,
-                    restorable_since=now - self._retention,
+                    restorable_since=now - self.retention,
                 )
                 version = add_version(session, repository, adapter, push, stored, outcome, now)
             else:

@@ -80,7 +80,8 @@ class Collector:
         self._database = database
         self._store = store
         self._claim = claim
-        self._retention = timedelta(seconds=retention_s)
+        self.retention = timedelta(seconds=retention_s)
+        """Time for which the bytes of deleted versions are retained, from the next use on."""
         self._grace_s = grace_s
         self._clock = clock
         self._monotonic = monotonic
@@ -156,7 +157,7 @@ class Collector:
         while batch := await asyncio.to_thread(_take, digests, _LISTED_AT_ONCE):
             now = self._clock()
             async with self._database.read() as session:
-                needless = set(batch) - await referenced(session, batch, now, self._retention)
+                needless = set(batch) - await referenced(session, batch, now, self.retention)
             if needless:
                 async with self._database.write() as session:
                     await add_gc_candidates(session, needless, now)
@@ -193,7 +194,7 @@ class Collector:
     async def _delete(self, batch: Sequence[Digest]) -> _Deleted:
         """Delete the unreferenced blobs of `batch`."""
         grace = timedelta(seconds=self._grace_s)
-        async with self.locks.hold(batch, self._clock(), grace=grace, retention=self._retention) as lock:
+        async with self.locks.hold(batch, self._clock(), grace=grace, retention=self.retention) as lock:
             deleted = await asyncio.to_thread(self._delete_blobs, lock)
             faults.hit("gc.after_delete")
         return deleted

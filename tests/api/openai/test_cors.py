@@ -51,6 +51,18 @@ async def test_a_preflight_of_a_named_origin_needs_no_key(url: str) -> None:
         assert "access-control-allow-origin" not in cors(refused)
 
 
+async def test_other_origins_hold_from_the_next_request_on(client: httpx2.AsyncClient, services: Services) -> None:
+    async def allowed(origin: str) -> str | None:
+        answer = await client.get("/v1/models", headers={"origin": origin})
+        return cors(answer).get("access-control-allow-origin")
+
+    assert (await allowed(APP), await allowed(OTHER)) == (APP, None)
+    services.settings = services.settings.model_copy(update={"cors_allow_origins": (OTHER,)})
+    assert (await allowed(APP), await allowed(OTHER)) == (None, OTHER)
+    services.settings = services.settings.model_copy(update={"cors_allow_origins": ()})
+    assert (await allowed(APP), await allowed(OTHER)) == (None, None)
+
+
 async def test_answers_streams_and_errors_of_every_kind_carry_the_headers(
     url: str, client: httpx2.AsyncClient, engine: Any
 ) -> None:
