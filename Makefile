@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo cluster formats test clients browser screenshots check bench gpu docs format sdk clean
+.PHONY: demo cluster formats test clients browser screenshots terminal check bench gpu docs format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
@@ -20,6 +20,7 @@ help:
 	@echo "make clients          other projects' clients against the server, each in an environment of its own (ARGS='-k node' to choose)"
 	@echo "make browser          the web console in Debian's Chromium (ARGS='-k playground' to choose)"
 	@echo "make screenshots      the console's pictures in docs/images, from a server of its own"
+	@echo "make terminal         the command line's pictures in docs/images, from real sessions with a server of its own"
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
@@ -110,6 +111,9 @@ browser: $(VENV)/.installed-browser .browser/.installed chromium
 	$(BIN)/python -P -m pytest -m browser tests/browser $(ARGS)
 screenshots: $(VENV)/.installed-browser .browser/.installed chromium
 	$(BIN)/python -P tools/console_screenshots.py
+
+terminal: $(VENV)/.installed
+	$(BIN)/python -P tools/terminal_screenshots.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

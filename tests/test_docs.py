@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,33 @@ def test_charts_are_those_of_the_newest_results(tools: None) -> None:
     for name, text in charts.charts().items():
         assert (DOCS / "charts" / name).read_text() == text, "draw them again: python tools/charts.py"
         assert len(text) < 10_000
+
+
+def test_pictures_of_the_terminal_are_of_commands_that_exist(tools: None, subtests: Any) -> None:
+    import click
+    import typer.main
+
+    from loraserve.cli.main import app
+
+    shown = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    for picture in __import__("terminal_screenshots").PICTURES:
+        for line in picture.commands:
+            with subtests.test(line):
+                command: click.Command = typer.main.get_command(app)
+                _, *words = shlex.split(line)
+                context = click.Context(command)
+                while isinstance(command, click.Group):
+                    name, found, words = command.resolve_command(context, words)
+                    assert name is not None and found is not None
+                    command, context = found, click.Context(found, context)
+                # a flag that is gone, or one that is missing, is refused here
+                command.make_context("it", words, parent=context)
+        with subtests.test(picture.name):
+            text = (DOCS / "images" / f"terminal-{picture.name}.svg").read_text()
+            assert "://" not in re.sub(
+                r"http://(www\.w3\.org/2000/svg|127\.0\.0\.1:\d+)|https://www\.textualize\.io", "", text
+            )
+            assert f"images/terminal-{picture.name}.svg" in shown
 
 
 def test_checker_finds_what_is_wrong(check_site: ModuleType, tmp_path: Path) -> None:
