@@ -97,7 +97,8 @@ def test_pictures_of_the_terminal_are_of_commands_that_exist(tools: None, subtes
                 context = click.Context(command)
                 while isinstance(command, click.Group):
                     name, found, words = command.resolve_command(context, words)
-                    assert name is not None and found is not None
+                    assert name is not None
+                    assert found is not None
                     command, context = found, click.Context(found, context)
                 # a flag that is gone, or one that is missing, is refused here
                 command.make_context("it", words, parent=context)

@@ -43,7 +43,10 @@ def set_up(server: DemoServer) -> dict[str, str]:
     with Client(server.url, api_key=keys["acme"]) as client:
         client.adapters.push(adapter_dirs()["french"], name="sql")
         client.adapters.update("sql", notes="Queries for the support desk.", tags={"team": "desk"})
-        client.adapters.set_alias("sql", "live", split={1: 0.9, 2: 0.1})
+        client.adapters.push(adapter_dirs()["pirate"], name="sql", promote=False)
+        client.adapters.set_alias("sql", "live", split={1: 0.8, 2: 0.2}, shadow=(3, 0.5))
+        client.adapters.push(adapter_dirs()["haiku"], name="haiku", notes="The one with another rank.")
+        client.adapters.push(adapter_dirs()["french"], name="haiku", promote=False)
     return keys
 
 
@@ -93,7 +96,7 @@ def pictures(browser: Any, server: DemoServer, keys: dict[str, str]) -> None:
     acme.get_by_role("button", name="Ask").click()
     acme.wait_for_timeout(3000)
     save(acme, "playground")
-    take(acme, server.url, "adapters/sql", "adapter")
+    take(acme, server.url, "adapters/haiku", "adapter")
     take(admin, server.url, "residency", "residency", wait_s=4)
     take(admin, server.url, "tenants", "tenants")
     take(admin, server.url, "slow", "slow")
@@ -103,6 +106,10 @@ def pictures(browser: Any, server: DemoServer, keys: dict[str, str]) -> None:
     admin.wait_for_timeout(1000 * LOAD_S)
     save(admin, "overview")
     save(dark, "overview-dark")
+    acme.goto(f"{server.url}/console/#/adapters/sql")
+    acme.locator(".compare tbody").wait_for()
+    acme.wait_for_timeout(2000)
+    save(acme, "compare")
 
 
 def main() -> int:

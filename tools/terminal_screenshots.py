@@ -1,4 +1,4 @@
-"""Draw real sessions of the command line for docs/images: run on a terminal against the demo's base.
+"""Draw sessions of the command line for docs/images: real ones, against the demo's base.
 
 make terminal
 """
@@ -85,16 +85,14 @@ PICTURES = (
     Picture(
         "plan",
         "what fits",
-        (
-            "loraserve plan --model ./base --quantize int8 --memory-budget 8GiB --ranks 16 --count 1000 --disk-rate 500MB",
-        ),
+        ("loraserve plan --model ./base --quantize int8 --memory-budget 8GiB --ranks 16 --count 1000",),
     ),
     Picture("doctor", "is all well?", ("loraserve doctor --model ./base",), num_columns=120),
 )
 
 
 def on_terminal(words: list[str], picture: Picture, variables: Mapping[str, str], folder: Path) -> str:
-    """Run a command on a terminal of its own, type the picture's lines, and return what it shows."""
+    """Return what a command shows on a terminal of its own, where the picture's lines are typed."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (ROWS, picture.num_columns))
     process = subprocess.Popen(

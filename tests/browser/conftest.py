@@ -73,6 +73,7 @@ def acme(server: ServerProcess) -> str:
         for name, path in adapter_dirs().items():
             client.adapters.push(str(path), name=name)
         client.adapters.push(str(adapter_dirs()["french"]), name="sql")
+        client.adapters.set_alias("sql", "tried", 1, shadow=(2, 0.5))
         client.adapters.update("sql", notes=HOSTILE, tags={"owner": HOSTILE[:60]})
         client.adapters.update_version("sql", 2, notes=HOSTILE, tags={"owner": HOSTILE[:60]})
         for model in ("sql", "french"):
