@@ -83,7 +83,6 @@ def test_charts_are_those_of_the_newest_results(tools: None) -> None:
 
 
 def test_pictures_of_the_terminal_are_of_commands_that_exist(tools: None, subtests: Any) -> None:
-    import click
     import typer.main
 
     from loraserve.cli.main import app
@@ -92,14 +91,12 @@ def test_pictures_of_the_terminal_are_of_commands_that_exist(tools: None, subtes
     for picture in __import__("terminal_screenshots").PICTURES:
         for line in picture.commands:
             with subtests.test(line):
-                command: click.Command = typer.main.get_command(app)
+                command: Any = typer.main.get_command(app)
                 _, *words = shlex.split(line)
-                context = click.Context(command)
-                while isinstance(command, click.Group):
-                    name, found, words = command.resolve_command(context, words)
-                    assert name is not None
-                    assert found is not None
-                    command, context = found, click.Context(found, context)
+                context = command.context_class(command)
+                while hasattr(command, "resolve_command"):
+                    _, command, words = command.resolve_command(context, words)
+                    context = command.context_class(command, context)
                 # a flag that is gone, or one that is missing, is refused here
                 command.make_context("it", words, parent=context)
         with subtests.test(picture.name):

@@ -35,6 +35,8 @@ ANSWER_S = 120
 PROMPT = "$ "
 # A page must load nothing from another host: the reader's own font has to do.
 TEMPLATE = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+# what a bar that is gone at the end leaves: its last line, which is then erased
+_ERASED_LINE = re.compile(r"[^\n]*\n(?:\x1b\[\?25h)?\r\x1b\[1A\x1b\[2K")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _OTHER_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-ln-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[=>])")
 
@@ -141,7 +143,7 @@ def plain(shown: str, names: Mapping[str, str]) -> str:
     Args:
         names: text of this machine, and what stands for it in the picture.
     """
-    text = _OTHER_ESCAPES.sub("", shown.replace("\r\n", "\n"))
+    text = _OTHER_ESCAPES.sub("", _ERASED_LINE.sub("", shown.replace("\r\n", "\n")))
     # a line that was written again, such as a progress bar's, is its last state
     text = "\n".join(line.rsplit("\r", 1)[-1] for line in text.split("\n"))
     text = "\n".join(line for line in text.split("\n") if not line or _COLORS.sub("", line).strip())
