@@ -59,6 +59,9 @@ class SettingsReload:
         self._read = read
         self._tls = tls
         self._count = services.metrics.settings_reloads
+        for outcome in ("done", "failed"):
+            # shown as 0 before the first: an alert sees the first rise too
+            self._count.labels(outcome)
         self._closing: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
