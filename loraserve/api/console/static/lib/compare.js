@@ -4,7 +4,8 @@ import { number, percent, seconds } from "./format.js";
 import { html } from "./html.js";
 import { Chip, Failure, Loading, useLoaded } from "./ui.js";
 
-const EVERY_MS = 5000;
+const TRAFFIC_EVERY_MS = 5000;
+const HOURS_EVERY_MS = 15_000;
 const MINUTES = 60;
 // A difference below these isn't marked: a percentile is up to 25 % too long, and few requests say little.
 const WORSE_BY = 1.3;
@@ -59,18 +60,22 @@ function certificateOf(version) {
   return difference === undefined || difference === null ? check.status : `${check.status}, off by ${difference.toPrecision(2)}`;
 }
 
-export function Compare({ alias, versions, root }) {
+// One adapter's traffic for all of its aliases.
+export function useTraffic(root) {
+  return useLoaded(() => api.get(`${root}/traffic?minutes=${MINUTES}`), [root], TRAFFIC_EVERY_MS);
+}
+
+export function Compare({ alias, versions, root, loaded }) {
   const columns = columnsOf(alias, versions);
-  const key = columns.map((column) => `${column.role}${column.version}`).join();
-  const loaded = useLoaded(async () => {
-    const [traffic, hours] = await Promise.all([
-      api.get(`${root}/traffic?minutes=${MINUTES}`),
-      alias.shadow ? all(`${root}/aliases/${path(alias.name)}/shadow`, { most: 50 }) : { items: [] },
-    ]);
-    return { traffic, hours: hours.items };
-  }, [root, alias.name, key], EVERY_MS);
-  if (!loaded.value) return loaded.error ? html`<${Failure} error=${loaded.error} />` : html`<${Loading} what="the comparison" />`;
-  const { traffic, hours } = loaded.value;
+  const loadedHours = useLoaded(
+    async () => (alias.shadow ? (await all(`${root}/aliases/${path(alias.name)}/shadow`, { most: 50 })).items : []),
+    [root, alias.name, alias.shadow?.version],
+    alias.shadow ? HOURS_EVERY_MS : 0,
+  );
+  const error = loaded.error ?? loadedHours.error;
+  if (!loaded.value) return error ? html`<${Failure} error=${error} />` : html`<${Loading} what="the comparison" />`;
+  const traffic = loaded.value;
+  const hours = loadedHours.value ?? [];
   const rows = columns.map((column) =>
     traffic.data.find((one) => one.version === column.version && one.role === column.role && one.digest === column.of?.digest));
   // a shadow's copies wait at the lowest priority: their times are no judgement of the version
@@ -78,7 +83,7 @@ export function Compare({ alias, versions, root }) {
   const agreements = columns.map((column) => (column.role === "shadow" ? agreement(hours, column, Date.parse(traffic.since)) : null));
   const count = (field) => rows.map((row) => html`<${Value} text=${number(row?.[field] ?? 0)} />`);
   return html`<div class="stack compare">
-    ${loaded.error && html`<${Failure} error=${loaded.error} />`}
+    ${error && html`<${Failure} error=${error} />`}
     <div class="scroll" tabindex="0" role="region" aria-label=${`Versions of ${alias.name} side by side`}>
       <table>
         <thead><tr>

@@ -1,7 +1,7 @@
 // One adapter: its versions with their certificates, and its aliases with their splits and shadows.
 import { all, api, path } from "../lib/api.js";
 import { Certificate } from "../lib/certificate.js";
-import { Compare } from "../lib/compare.js";
+import { Compare, useTraffic } from "../lib/compare.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
@@ -20,6 +20,7 @@ export function Adapter({ rest }) {
     ]);
     return { adapter, versions: versions.items, aliases: aliases.items };
   }, [name]);
+  const traffic = useTraffic(root);
   const [dialog, setDialog] = useState(null);
   const back = html`<a class="button" href="#/adapters">All adapters</a>`;
   if (loaded.error && !loaded.value) {
@@ -45,7 +46,7 @@ export function Adapter({ rest }) {
         <button type="button" class="small" onClick=${() => setDialog({ kind: "alias", alias: null })}>New alias</button>
       </div>
       ${aliases.length === 0 && html`<p class="muted">No alias names a version: requests have to say which one they mean.</p>`}
-      ${aliases.map((alias) => html`<${Alias} key=${alias.name} alias=${alias} versions=${versions} root=${root} setDialog=${setDialog} />`)}
+      ${aliases.map((alias) => html`<${Alias} key=${alias.name} alias=${alias} versions=${versions} root=${root} traffic=${traffic} setDialog=${setDialog} />`)}
     </section>
     <section class="card" aria-labelledby="versions-title">
       <h2 id="versions-title">Versions</h2>
@@ -100,7 +101,7 @@ function partsOf(alias) {
   }));
 }
 
-function Alias({ alias, versions, root, setDialog }) {
+function Alias({ alias, versions, root, traffic, setDialog }) {
   const parts = partsOf(alias);
   return html`<div class="stack">
     <div class="spread">
@@ -113,7 +114,7 @@ function Alias({ alias, versions, root, setDialog }) {
     </div>
     <${Bar} isThin label=${`Traffic of ${alias.name}`} parts=${parts} total=${1} />
     <p class="small num">${parts.map((part) => `${part.name}: ${part.text}`).join(" · ")}${alias.shadow ? ` · shadow: version ${alias.shadow.version}, ${percent(alias.shadow.share)} of requests` : ""}</p>
-    ${(alias.split || alias.shadow) && html`<${Compare} alias=${alias} versions=${versions} root=${root} />`}
+    ${(alias.split || alias.shadow) && html`<${Compare} alias=${alias} versions=${versions} root=${root} loaded=${traffic} />`}
   </div>`;
 }
 
