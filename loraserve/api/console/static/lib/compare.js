@@ -60,9 +60,18 @@ function certificateOf(version) {
   return difference === undefined || difference === null ? check.status : `${check.status}, off by ${difference.toPrecision(2)}`;
 }
 
-// One adapter's traffic for all of its aliases.
-export function useTraffic(root) {
-  return useLoaded(() => api.get(`${root}/traffic?minutes=${MINUTES}`), [root], TRAFFIC_EVERY_MS);
+export function isCompared(alias) {
+  return Boolean(alias.split || alias.shadow);
+}
+
+// One adapter's traffic for all of its aliases, if any of them has versions to compare.
+export function useTraffic(root, aliases) {
+  const isWanted = aliases.some(isCompared);
+  return useLoaded(
+    async () => (isWanted ? api.get(`${root}/traffic?minutes=${MINUTES}`) : null),
+    [root, isWanted],
+    isWanted ? TRAFFIC_EVERY_MS : 0,
+  );
 }
 
 export function Compare({ alias, versions, root, loaded }) {

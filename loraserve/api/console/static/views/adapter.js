@@ -1,7 +1,7 @@
 // One adapter: its versions with their certificates, and its aliases with their splits and shadows.
 import { all, api, path } from "../lib/api.js";
 import { Certificate } from "../lib/certificate.js";
-import { Compare, useTraffic } from "../lib/compare.js";
+import { Compare, isCompared, useTraffic } from "../lib/compare.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
 import { Bar, Chip, Confirm, Dialog, Empty, Failure, Heading, Loading, Note, useAction, useLoaded } from "../lib/ui.js";
@@ -20,7 +20,7 @@ export function Adapter({ rest }) {
     ]);
     return { adapter, versions: versions.items, aliases: aliases.items };
   }, [name]);
-  const traffic = useTraffic(root);
+  const traffic = useTraffic(root, loaded.value?.aliases ?? []);
   const [dialog, setDialog] = useState(null);
   const back = html`<a class="button" href="#/adapters">All adapters</a>`;
   if (loaded.error && !loaded.value) {
@@ -114,7 +114,7 @@ function Alias({ alias, versions, root, traffic, setDialog }) {
     </div>
     <${Bar} isThin label=${`Traffic of ${alias.name}`} parts=${parts} total=${1} />
     <p class="small num">${parts.map((part) => `${part.name}: ${part.text}`).join(" · ")}${alias.shadow ? ` · shadow: version ${alias.shadow.version}, ${percent(alias.shadow.share)} of requests` : ""}</p>
-    ${(alias.split || alias.shadow) && html`<${Compare} alias=${alias} versions=${versions} root=${root} loaded=${traffic} />`}
+    ${isCompared(alias) && html`<${Compare} alias=${alias} versions=${versions} root=${root} loaded=${traffic} />`}
   </div>`;
 }
 
