@@ -87,7 +87,11 @@ class SettingsReload:
         if changed & {"trace_endpoint", "trace_sample"}:
             tracer = open_tracer(new, self._services.metrics)
         if self._tls is not None and new.ssl_certfile is not None:
-            self._tls.reload(new.ssl_certfile, new.ssl_keyfile)
+            try:
+                self._tls.reload(new.ssl_certfile, new.ssl_keyfile)
+            except BaseException:
+                self._close(tracer, unless=self._services.tracer)
+                raise
         if "admin_key" in changed:
             key = new.admin_key.get_secret_value() if new.admin_key else None
             self._services.authenticator.set_admin_key(key)
@@ -118,10 +122,15 @@ class SettingsReload:
     def _replace_tracer(self, tracer: RequestTracer | None) -> None:
         """Trace by `tracer` from now on; what the one before has queued is still sent."""
         before, self._services.tracer = self._services.tracer, tracer
-        if before is not None and before is not tracer:
-            closing = asyncio.get_running_loop().create_task(before.close(), name="close-tracer")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        self._close(before, unless=tracer)
+
+    def _close(self, tracer: RequestTracer | None, *, unless: RequestTracer | None) -> None:
+        """Close a tracer beside requests, if it isn't the other one."""
+        if tracer is None or tracer is unless:
+            return
+        closing = asyncio.get_running_loop().create_task(tracer.close(), name="close-tracer")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
 
 def _change(name: str, old: Settings, new: Settings) -> str:
