@@ -95,8 +95,8 @@ class SettingsReload:
         if "admin_key" in changed:
             key = new.admin_key.get_secret_value() if new.admin_key else None
             self._services.authenticator.set_admin_key(key)
-        if "log_level" in changed:
-            set_log_level(new.log_level)
+        # a level that hides the lines below holds after them
+        set_log_level(min(old.log_level, new.log_level, key=_level))
         self._take_over_registry(new)
         self._replace_tracer(tracer)
         services = self._services
@@ -108,6 +108,7 @@ class SettingsReload:
         logger.info("the settings were read again; changed: %s", told or "none")
         if waiting := sorted(changed - LIVE_SETTINGS):
             logger.warning("changed settings that need a restart: %s", ", ".join(waiting))
+        set_log_level(new.log_level)
 
     def _take_over_registry(self, new: Settings) -> None:
         registry = self._services.registry
@@ -131,6 +132,10 @@ class SettingsReload:
         closing = asyncio.get_running_loop().create_task(tracer.close(), name="close-tracer")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _level(name: str) -> int:
+    return logging.getLevelNamesMapping()[name.upper()]
 
 
 def _change(name: str, old: Settings, new: Settings) -> str:

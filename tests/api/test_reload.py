@@ -108,6 +108,18 @@ def test_a_wrong_file_changes_nothing_and_is_logged(
             assert "the settings stay as they are" in caplog.text
 
 
+async def test_a_level_that_hides_the_line_about_it_holds_after_it(
+    services: Services,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    new = services.settings.model_copy(update={"log_level": "error", "port": 1})
+    with caplog.at_level(logging.INFO):
+        SettingsReload(services, lambda: new, None).run()
+    assert "changed: log_level (info -> error)" in caplog.text
+    assert "need a restart: port" in caplog.text
+    assert logging.getLogger().level == logging.ERROR
+
+
 class Tracer:
     """Tracer that only says whether it was closed."""
 
