@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 import structlog
 import uvicorn
@@ -131,7 +130,7 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
             services.files.close,
             services.grammars.close,
             services.templates.close,
-            partial(_close_tracer, services),
+            services.close_tracer,
             services.engine.stop,
             registry.pins.close,
             registry.certificate_backfill.close,
@@ -150,12 +149,6 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
         if responses is not None:
             responses.start()
         yield services
-
-
-async def _close_tracer(services: Services) -> None:
-    """Close the tracer of the settings that hold by then."""
-    if services.tracer is not None:
-        await services.tracer.close()
 
 
 def _ignore_hangup() -> None:

@@ -132,6 +132,11 @@ class Services:
         base = self.engine.base
         return Setup(str(self.tokenizer.model_dir), base.vocab_size, tuple(base.eos_token_ids))
 
+    async def close_tracer(self) -> None:
+        """Send the spans that aren't sent yet; a reload may have made this tracer."""
+        if self.tracer is not None:
+            await self.tracer.close()
+
     def check_open(self) -> None:
         """Check that the server takes new work.
 
