@@ -115,9 +115,9 @@ async def test_a_level_that_hides_the_line_about_it_holds_after_it(
     new = services.settings.model_copy(update={"log_level": "error", "port": 1})
     with caplog.at_level(logging.INFO):
         SettingsReload(services, lambda: new, None).run()
+        assert logging.getLogger().level == logging.ERROR
     assert "changed: log_level (info -> error)" in caplog.text
     assert "need a restart: port" in caplog.text
-    assert logging.getLogger().level == logging.ERROR
 
 
 class Tracer:
