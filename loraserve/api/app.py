@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import iter_route_contexts
 from prometheus_client.registry import Collector
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraserve import __version__
 from loraserve.api import (
@@ -24,12 +27,21 @@ from loraserve.api import (
     openapi,
     scopes,
 )
-from loraserve.api.http.cross_origin import CrossOrigin
 from loraserve.api.http.guard import Guard
 from loraserve.api.metrics import engine_tables, server_tables
 from loraserve.api.metrics.table import TableCollector
 from loraserve.api.services import Services
 from loraserve.tenancy.limits.shares import Shares
+
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "x-loraserve-adapter", "x-loraserve-ignored", "server-timing"),
+    *("x-loraserve-did-you-mean", "x-loraserve-cache"),
+    *("retry-after", "retry-after-ms", "x-should-retry", "etag", "idempotent-replayed", "content-disposition"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+)
+"""Headers of answers that a web page may read, beside those that browsers always show."""
 
 
 def create_app(services: Services) -> FastAPI:
@@ -67,7 +79,7 @@ def create_app(services: Services) -> FastAPI:
         has_access_log=lambda: services.settings.access_log,
         tracer=lambda: services.tracer,
     )
-    app.add_middleware(CrossOrigin, origins=lambda: services.settings.cors_allow_origins)
+    app.add_middleware(_CrossOrigin, origins=lambda: services.settings.cors_allow_origins)
     return app
 
 
@@ -139,3 +151,38 @@ def _route_names(app: FastAPI) -> dict[Any, str]:
         # what is there under /t/{tenant} too counts as the same
         names.setdefault(context.endpoint, context.path or "?")
     return names
+
+
+class _CrossOrigin:
+    """Adds the headers of CORS for the allowed origins; passes everything on where there are none.
+
+    It is around the guard, whose refusals need these headers too; a preflight has no key.
+
+    Args:
+        origins: returns the origins that are allowed now.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Callable[[], tuple[str, ...]]) -> None:
+        self._app = app
+        self._origins = origins
+        self._known: tuple[str, ...] = ()
+        self._allowing: ASGIApp = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origins = self._origins()
+        if origins != self._known:
+            self._known, self._allowing = origins, self._allow(origins)
+        await self._allowing(scope, receive, send)
+
+    def _allow(self, origins: tuple[str, ...]) -> ASGIApp:
+        if not origins:
+            return self._app
+        return CORSMiddleware(
+            self._app,
+            allow_origins=origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            expose_headers=_EXPOSED_HEADERS,
+            # A key is sent as a header by the page itself; no cookie ever is one.
+            allow_credentials=False,
+        )

@@ -173,7 +173,7 @@ function AliasDialog({ alias, versions, root, onClose, onChanged }) {
         <input type="range" min="1" max="100" value=${shadow.percent} aria-label="Share of requests that the shadow copies"
           aria-valuetext=${percent(shadow.percent / 100)} disabled=${shadow.version === null}
           onInput=${(event) => setShadow({ ...shadow, percent: Number(event.currentTarget.value) })} />
-        <span class="num">${shadow.version === null ? "" : percent(shadow.percent / 100)}</span>
+        ${shadow.version === null ? html`<span></span>` : html`<span class="num">${percent(shadow.percent / 100)}</span>`}
         <span></span>
       </div>
       ${total === 0 && html`<${Note} kind="warn">At least one version needs a share.<//>`}
