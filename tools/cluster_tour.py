@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,14 +117,16 @@ class Tour:
         alone = [text for pair in asked for text in asyncio.run(self.streams([pair]))]
 
         async def with_kills() -> list[str]:
+            # found before: a replica may compute all of its streams while processes are listed
+            replica = self.cluster.pids(REPLICA)[0]
             streaming = asyncio.create_task(self.streams(asked))
-            # in the middle of them, however fast they are
             began = self.num_chunks
-            for kind, what, num_before in ((REPLICA, "replica", 100), (ENGINE, "engine", 300)):
-                while self.num_chunks < began + num_before:
-                    await asyncio.sleep(0.01)
-                pid = await asyncio.to_thread(self.cluster.kill, kind)
-                self.say(f"Killed the {what} with the process {pid}.")
+            await self.until_chunks(began + 1, streaming)
+            os.kill(replica, signal.SIGKILL)
+            self.say(f"Killed the replica with the process {replica}.")
+            await self.until_chunks(began + 300, streaming)
+            engine = await asyncio.to_thread(self.cluster.kill, ENGINE)
+            self.say(f"Killed the engine with the process {engine}.")
             return await streaming
 
         together = asyncio.run(with_kills())
@@ -133,6 +137,11 @@ class Tour:
         lost = self.cluster.metrics().get('loraserve_cluster_replays_total{cause="lost"}', 0.0)
         self.say(f"{lost:.0f} streams went on at another replica.")
         self.checks.append(TourCheck("streams moved from the killed one", int(lost > 0), 1, "none was"))
+
+    async def until_chunks(self, num: int, streaming: asyncio.Task[list[str]]) -> None:
+        """Return once so many chunks came, or all streams ended."""
+        while self.num_chunks < num and not streaming.done():
+            await asyncio.sleep(0.01)
 
     def scale(self) -> None:
         many = [(style, frame) for frame in self.frames() for style in STYLES]

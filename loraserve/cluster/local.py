@@ -14,10 +14,10 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import httpx2
 import msgspec
@@ -27,6 +27,11 @@ from loraserve.cluster.options import ClusterOptions
 from loraserve.errors import ConfigError, EngineUnavailable
 from loraserve.settings import Settings
 from loraserve.types import Struct
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+    from loraserve.cluster.ray import ClusterParts
 
 STATE_FILE = "cluster.json"
 _OBJECT_STORE_BYTES = 100 << 20
@@ -118,8 +123,13 @@ def check_installed() -> None:
 class LocalCluster:
     """Ray, Serve and the application, for one block."""
 
-    def __init__(self, settings: Settings, options: ClusterOptions) -> None:
+    def __init__(
+        self, settings: Settings, options: ClusterOptions, make_parts: Callable[[], ClusterParts] | None = None
+    ) -> None:
         """Check what can be checked without Ray.
+
+        Args:
+            make_parts: called once Ray can be imported; None: ours.
 
         Raises:
             ConfigError: the settings don't fit a cluster.
@@ -129,7 +139,7 @@ class LocalCluster:
                 "--ssl-certfile is for one server: Serve's proxy answers clients here.",
                 hint="End TLS in a proxy before the cluster, or give Serve's own options in its config file.",
             )
-        self._settings, self._options = settings, options
+        self._settings, self._options, self._make_parts = settings, options, make_parts
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ClusterState]:
@@ -166,22 +176,27 @@ class LocalCluster:
         """
         from ray import serve
 
-        from loraserve.cluster.ray import APP_NAME, QUIET, build
+        from loraserve.cluster.ray import APP_NAME, QUIET
 
-        application = build(settings, options)
+        application = self._build(settings, options)
         try:
             serve.run(application, name=APP_NAME, route_prefix="/", logging_config=QUIET)
         except RuntimeError as error:
             raise EngineUnavailable(f"Serve couldn't replace the application: {error}") from error
 
+    def _build(self, settings: Settings, options: ClusterOptions) -> Application:
+        from loraserve.cluster.ray import OURS, build
+
+        return build(settings, options, OURS if self._make_parts is None else self._make_parts())
+
     def _start(self, temp_dir: str, ending: contextlib.ExitStack) -> ClusterState:
         import ray
         from ray import serve
 
-        from loraserve.cluster.ray import APP_NAME, QUIET, build
+        from loraserve.cluster.ray import APP_NAME, QUIET
 
         settings, options = self._settings, self._options
-        application = build(settings, options)
+        application = self._build(settings, options)
         port = settings.port or _free_port()
         context: Any = ray.init(
             address="local",

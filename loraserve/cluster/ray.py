@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.request_router import RequestRouter
 from ray.serve.schema import LoggingConfig
 
 from loraserve.cluster.autoscaling import QueueAndTtftPolicy
@@ -40,6 +42,18 @@ _ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True)
+class ClusterParts:
+    """Classes that a cluster is made of; a comparison puts others in their place."""
+
+    ingress: type[Ingress] = Ingress
+    replica: type[EngineReplica] = EngineReplica
+    router: type[RequestRouter] = AffinityRouter
+
+
+OURS = ClusterParts()
+
+
 def app(args: dict[str, str]) -> Application:
     """Build what ``serve run`` deploys; its arguments are settings and options of a cluster.
 
@@ -51,7 +65,7 @@ def app(args: dict[str, str]) -> Application:
     return build(Settings.load(**settings), ClusterOptions.load(**options))
 
 
-def build(settings: Settings, options: ClusterOptions) -> Application:
+def build(settings: Settings, options: ClusterOptions, parts: ClusterParts = OURS) -> Application:
     """Return the ingress over the engine replicas, as Serve deploys it.
 
     Raises:
@@ -60,7 +74,7 @@ def build(settings: Settings, options: ClusterOptions) -> Application:
     """
     config = settings.engine_config(resolve_model_dir(settings.model))
     replica: Any = serve.deployment(
-        EngineReplica,
+        parts.replica,
         name=ENGINE,
         **_scaling(options, config),
         max_ongoing_requests=_MAX_ONGOING,
@@ -70,7 +84,7 @@ def build(settings: Settings, options: ClusterOptions) -> Application:
             "runtime_env": {"env_vars": _ENVIRONMENT},
         },
         request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter, request_routing_stats_period_s=_REPORT_PERIOD_S
+            request_router_class=parts.router, request_routing_stats_period_s=_REPORT_PERIOD_S
         ),
         health_check_period_s=2.0,
         health_check_timeout_s=15.0,
@@ -80,7 +94,7 @@ def build(settings: Settings, options: ClusterOptions) -> Application:
         logging_config=QUIET,
     )
     ingress: Any = serve.deployment(
-        serve.ingress()(Ingress),
+        serve.ingress()(parts.ingress),
         name=INGRESS,
         max_ongoing_requests=_MAX_ONGOING,
         # a restart's new ingress takes requests before the old one goes
