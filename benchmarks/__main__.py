@@ -17,6 +17,7 @@ PARTS = (
     "speculation",
     "token_costs",
     "placement",
+    "cluster",
     "console",
     "million",
     "peers",

@@ -42,12 +42,12 @@ def base_spec(model: Path, quantize: str) -> BaseSpec:
     return decoder.spec
 
 
-async def register(data: Path, base: BaseSpec, adapters: Adapters, numbers: range) -> None:
+async def register(data: Path, base: BaseSpec, adapters: Adapters, numbers: range, tenant_name: str = TENANT) -> None:
     """Each adapter has a version that a server of this data directory serves; durable."""
     database, store = Database(f"sqlite:///{data / 'registry.db'}"), LocalStore(data / "blobs")
     registry = Registry(database, store, lambda: base)
     async with database.read() as session:
-        tenant = (await find_tenant(session, TENANT)).id
+        tenant = (await find_tenant(session, tenant_name)).id
     turns = progress(numbers)
 
     async def work() -> None:
