@@ -26,6 +26,7 @@ help:
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, structured, swaps, speculation or token_costs (ARGS='registered --quick')"
 	@echo "make bench ARGS=placement  replicas simulated: where requests go, beside other policies (ARGS='placement --quick')"
+	@echo "make bench ARGS=cluster    two replicas on Ray Serve: our routing beside one replica, serve.multiplexed and chance (ARGS='cluster --quick')"
 	@echo "make bench ARGS=peers beside llama.cpp, vLLM and PEFT, each in an environment or build of its own below .peers (ARGS='peers --size M --peers llama.cpp')"
 	@echo "make docs             the documentation as a site in site/, every link and anchor checked"
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
@@ -131,7 +132,7 @@ format: $(VENV)/.installed-dev
 sdk: $(VENV)/.installed-dev
 	$(BIN)/python -P tools/generate_sync_sdk.py
 
-bench: $(VENV)/.installed-bench
+bench: $(VENV)/.installed-bench $(if $(filter cluster,$(firstword $(ARGS))),$(VENV)/.installed-ray)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # The site from docs/ and mkdocs.yml; once its builder is installed, without a network.

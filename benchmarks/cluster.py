@@ -16,6 +16,7 @@ given as ratios alone.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import statistics
@@ -145,6 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="turns of each (default: 3)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
+    if importlib.util.find_spec("ray") is None:
+        raise SystemExit('This needs Ray Serve, which isn\'t installed: pip install "loraserve[ray]"')
     options.size = SIZE
     options.requests = options.requests or (300 if options.quick else 600)
     options.rounds = options.rounds or (1 if options.quick else 3)

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 NUM_STREAMS = 64
+KILLED = (REPLICA, ENGINE, REPLICA, ENGINE)
 FLAGS = (
     *("--memory-budget", "64MiB", "--host-cache", "64MiB", "--max-num-seqs", "32", "--cpus-per-replica", "0.5"),
     *("--replicas", "2", "--min-replicas", "1", "--max-replicas", "3", "--target-requests", "20"),
@@ -52,6 +53,7 @@ class Question:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,
         }
 
 
@@ -60,6 +62,14 @@ class StreamedAnswer:
     text: str
     prompt_tokens: int
     completion_tokens: int
+
+
+@dataclass
+class Progress:
+    """What came of streams so far."""
+
+    num_tokens: int = 0
+    num_ended: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +92,16 @@ def questions(num: int, *, max_tokens: int, first: int = 0) -> list[Question]:
     ]
 
 
-async def stream(client: httpx2.AsyncClient, question: Question) -> StreamedAnswer:
+async def stream(client: httpx2.AsyncClient, question: Question, progress: Progress) -> StreamedAnswer:
     lines = []
     async with client.stream("POST", "/v1/completions", json=question.body) as response:
         assert response.status_code == 200, (await response.aread()).decode()
         async for line in response.aiter_lines():
             lines.append(line)
+            progress.num_tokens += sum(
+                len(choice["token_ids"]) for event in events([line]) for choice in event.get("choices", ())
+            )
+    progress.num_ended += 1
     assert lines[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in lines[-3:], lines[-4:]
     found = events(lines)
     errors = [event["error"] for event in found if "error" in event]
@@ -98,15 +112,17 @@ async def stream(client: httpx2.AsyncClient, question: Question) -> StreamedAnsw
     return StreamedAnswer(text, usage["prompt_tokens"], usage["completion_tokens"])
 
 
-async def ask_all(url: str, key: str, asked: list[Question], *, at_once: int = NUM_STREAMS) -> list[StreamedAnswer]:
-    room = asyncio.Semaphore(at_once)
+async def ask_all(
+    url: str, key: str, asked: list[Question], *, at_once: int = NUM_STREAMS, progress: Progress | None = None
+) -> list[StreamedAnswer]:
+    room, progress = asyncio.Semaphore(at_once), progress or Progress()
     limits = httpx2.Limits(max_connections=at_once)
     headers = {"authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=240, limits=limits) as client:
 
         async def one(question: Question) -> StreamedAnswer:
             async with room:
-                return await stream(client, question)
+                return await stream(client, question, progress)
 
         return await asyncio.gather(*map(one, asked))
 
@@ -180,19 +196,22 @@ def test_streams_outlive_killed_replicas_and_engines(cluster: RayCluster, solo: 
     """
     billed = make_owner(cluster, "killed")
     rng = random.Random(7)
-
-    async def kill(num: int) -> None:
-        for i in range(num):
-            await asyncio.sleep(rng.uniform(0.8, 2.0))
-            await asyncio.to_thread(cluster.kill, (REPLICA, ENGINE)[i % 2], which=rng.randrange(4))
+    num_tokens = sum(answer.completion_tokens for answer in solo.answers)
+    num_live = []
 
     async def run() -> list[StreamedAnswer]:
-        killing = asyncio.create_task(kill(4))
-        answers = await ask_all(cluster.url, billed, solo.asked)
-        await killing
-        return answers
+        progress = Progress()
+        asking = asyncio.create_task(ask_all(cluster.url, billed, solo.asked, progress=progress))
+        # at random places of the streams, however fast they are
+        for kind, part in zip(KILLED, sorted(rng.uniform(0.0, 0.5) for _ in KILLED), strict=True):
+            while progress.num_tokens < part * num_tokens and not asking.done():
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(cluster.kill, kind, which=rng.randrange(4))
+            num_live.append(len(solo.asked) - progress.num_ended)
+        return await asking
 
     answers = asyncio.run(run())
+    assert all(num_live), f"streams that ran at each kill: {num_live}"
     check_same(solo.asked, answers, solo.answers)
     assert cluster.metrics()['loraserve_cluster_replays_total{cause="lost"}'] > 0
     check_billed_once(cluster, billed, answers)
