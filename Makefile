@@ -9,7 +9,7 @@ WORKERS ?= 4
 # Waiting OpenMP threads that spin take the cores that others need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo cluster formats test clients browser screenshots terminal check bench gpu docs format sdk clean
+.PHONY: demo cluster formats test clients ray browser screenshots terminal check bench gpu docs format sdk clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo             start the bundled model and adapters, and show them (ARGS=--once: a checked tour, then exit)"
@@ -18,6 +18,7 @@ help:
 	@echo "make formats          the checked tour in every format: fails where one can't be served on this machine"
 	@echo "make test             run the tests, four at once (ARGS='-k scheduler' to choose, ARGS=--all for the long campaigns too)"
 	@echo "make clients          other projects' clients against the server, each in an environment of its own (ARGS='-k node' to choose)"
+	@echo "make ray              streams on a cluster of Ray Serve, through kills, restarts and scaling (ARGS='-k killed' to choose)"
 	@echo "make browser          the web console in Debian's Chromium (ARGS='-k playground' to choose)"
 	@echo "make screenshots      the console's pictures in docs/images, from a server of its own"
 	@echo "make terminal         the command line's pictures in docs/images, from real sessions with a server of its own"
@@ -89,6 +90,11 @@ clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	@touch $@
+
+# A cluster on Ray Serve, which `make test` skips where the extra isn't installed.
+ray: export OMP_NUM_THREADS = 1
+ray: $(VENV)/.installed-ray
+	$(BIN)/python -P -m pytest -m ray tests/e2e/test_cluster.py $(ARGS)
 
 # The console in a real browser: Debian's Chromium, Playwright, and axe in a folder of its own.
 $(VENV)/.installed-browser: $(VENV)/.installed-dev
