@@ -5,8 +5,8 @@
 
 Each turn is a cluster of its own on Ray Serve (`benchmarks.cluster_turn`): several tenants, more
 adapters than one replica's memory holds, drawn by Zipf's law, prompts whose beginnings others of
-their adapter share. The turns alternate and each has the same requests in a round; the first half
-of them warms it up, and the second half is measured.
+their adapter share. The turns alternate and each has the same requests in a round: one for each
+adapter and some by Zipf's law to warm up, and then those that are measured.
 
 Everything runs on one machine, so that two replicas have no more processors than one: throughput
 isn't compared. Loads and prefix hits don't depend on that; times to the first token do, and are
@@ -21,6 +21,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import figures, reporting
@@ -58,10 +59,8 @@ def run(options: argparse.Namespace) -> dict[str, list[Turn]]:
         order = list(ARMS.items())[:: 1 if number % 2 == 0 else -1]
         for name, (routing, num_replicas) in order:
             common: tuple[str | int, ...] = ("--adapters", options.adapters, "--seed", options.seed + number)
-            common += ("--warming", options.requests, "--requests", options.requests)
-            turn: Turn = last_line(
-                module("cluster_turn", "--model", model, "--routing", routing, "--replicas", num_replicas, *common)
-            )
+            common += ("--warming", options.requests // 2, "--requests", options.requests)
+            turn = _turn("--model", model, "--routing", routing, "--replicas", num_replicas, *common)
             turns[name].append(turn)
             say(
                 f"round {number + 1}, {name}: {turn['disk_loads']:.0f} loads from the disk, {turn['device_loads']:.0f}"
@@ -69,6 +68,17 @@ def run(options: argparse.Namespace) -> dict[str, list[Turn]]:
                 f" {figures.percent(hit_share(turn))}, TTFT p50 {figures.ms(turn['summary']['ttft_p50_s'])} ms"
             )
     return turns
+
+
+def _turn(*arguments: str | int | Path) -> Turn:
+    """Return what a turn in a process of its own found; it ends with this one."""
+    process = module("cluster_turn", *arguments)
+    try:
+        turn: Turn = last_line(process)
+    finally:
+        process.terminate()
+        process.wait()
+    return turn
 
 
 def hit_share(turn: Turn) -> float:
@@ -121,7 +131,8 @@ def text(options: argparse.Namespace, turns: dict[str, list[Turn]]) -> str:
     ]
     return f"""Size {SIZE}, {options.adapters} adapters of rank {RANK} on all seven linears, {NUM_TENANTS} tenants, \
 Zipf {EXPONENT:g}; {PREFIXES_PER_ADAPTER} beginnings of {PREFIX_TOKENS} tokens an adapter; per replica {MEMORY_BUDGET} \
-for KV and adapters and {HOST_CACHE} in the host. {options.requests} requests after as many for warming up, \
+for KV and adapters and {HOST_CACHE} in the host. {options.requests} requests after one for each adapter \
+and {options.requests // 2} of the same kind, \
 {CONCURRENCY} at a time, {options.rounds} rounds, each turn a fresh cluster on Ray Serve.
 
 {figures.table(header, counted)}
@@ -142,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of fewer requests")
     parser.add_argument("--adapters", type=int, default=NUM_ADAPTERS)
-    parser.add_argument("--requests", type=int, help="measured, and as many before (default: 600)")
+    parser.add_argument("--requests", type=int, help="measured (default: 600)")
     parser.add_argument("--rounds", type=int, help="turns of each (default: 3)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

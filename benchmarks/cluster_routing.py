@@ -25,7 +25,7 @@ from loraserve.settings import Settings
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-NUM_MULTIPLEXED = 32
+NUM_MULTIPLEXED = 104
 """Models that Serve takes a replica to hold: as many adapters as were seen in one's memory."""
 
 

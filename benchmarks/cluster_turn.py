@@ -14,6 +14,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -40,7 +41,7 @@ from loraserve.settings import Settings
 
 SIZE = "tiny"
 RANK = 32
-MEMORY_BUDGET, HOST_CACHE = "8MiB", "2MiB"
+MEMORY_BUDGET, HOST_CACHE = "8MiB", "12MiB"
 NUM_TENANTS = 4
 EXPONENT = 0.9
 PREFIXES_PER_ADAPTER = 2
@@ -75,6 +76,16 @@ def asks(num_requests: int, num_adapters: int, seed: int) -> list[SharedAsk]:
         prefix = PREFIXES_PER_ADAPTER * adapter + rng.randrange(PREFIXES_PER_ADAPTER)
         found.append(SharedAsk(0.0, adapter, *lengths, rng.getrandbits(48), prefix))
     return found
+
+
+def once_each(num_adapters: int, seed: int) -> list[SharedAsk]:
+    """A request for each adapter, of one token, in a random order."""
+    rng = random.Random(seed)
+    numbers = rng.sample(range(num_adapters), num_adapters)
+    return [
+        SharedAsk(0.0, number, PREFIX_TOKENS + 1, 1, rng.getrandbits(48), PREFIXES_PER_ADAPTER * number)
+        for number in numbers
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +159,7 @@ class Tenants:
 
 async def measure(options: argparse.Namespace, url: str, admin_key: str, ready_s: float) -> Turn:
     async with Tenants(url, admin_key, SIZES[SIZE].vocab) as tenants:
+        await tenants.closed_loop(once_each(options.adapters, options.seed))
         await tenants.closed_loop(asks(options.warming, options.adapters, 2 * options.seed))
         before = await tenants.scrape()
         answers = await tenants.closed_loop(asks(options.requests, options.adapters, 2 * options.seed + 1))
@@ -223,10 +235,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--adapters", type=int, default=192)
-    parser.add_argument("--warming", type=int, default=400, help="requests before those that are measured")
+    parser.add_argument("--warming", type=int, default=400, help="requests before, after one for each adapter")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
+    # a turn that is told to end still ends its cluster
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     turn = run(options)
     if turn.summary.num_complete < turn.summary.num_sent:
         say(f"{turn.summary.num_sent - turn.summary.num_complete} weren't answered: {turn.summary.errors}")
