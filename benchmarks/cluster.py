@@ -19,6 +19,7 @@ import argparse
 import importlib.util
 import math
 import os
+import signal
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,8 @@ def _turn(*arguments: str | int | Path) -> Turn:
     try:
         turn: Turn = last_line(process)
     finally:
-        process.terminate()
+        # Ray's driver aborts at a SIGTERM, and leaves its cluster
+        process.send_signal(signal.SIGINT)
         process.wait()
     return turn
 
