@@ -130,6 +130,8 @@ def text(options: argparse.Namespace, turns: dict[str, list[Turn]]) -> str:
         "loads disk → host a request",
         "loads → device a request",
         "adapter found on device / in host / on disk",
+        "prompt tokens found in a prefix cache",
+        "adapters held on device + in host, all replicas",
     ]
     return f"""Size {SIZE}, {options.adapters} adapters of rank {RANK} on all seven linears, {NUM_TENANTS} tenants, \
 Zipf {EXPONENT:g}; {PREFIXES_PER_ADAPTER} beginnings of {PREFIX_TOKENS} tokens an adapter; per replica {MEMORY_BUDGET} \
