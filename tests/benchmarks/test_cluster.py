@@ -63,6 +63,8 @@ def test_page_has_a_row_for_each_arm_and_no_throughput() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray isn't installed (the extra ray)")
+# Ray's own use of pydantic
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_calls_of_a_certain_replica_go_there_in_each_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import cluster_routing
     from loraserve.cluster.ray import OURS
