@@ -263,7 +263,10 @@ def main(arguments: list[str] | None = None) -> None:
             measure(servers, case, kinds[case.work], options)
     numbers = {"cases": cases, "ratios": {f"{case.work}, {case.num_streams}": case.ratio for case in cases}}
     title = "Speculation, on and off"
-    reporting.finish("speculation", title, text(options, cases), machine, options, arguments, **numbers)
+    variant = "drafts" if options.only_drafts else ""
+    reporting.finish(
+        "speculation", title, text(options, cases), machine, options, arguments, variant=variant, **numbers
+    )
     if any(case.num_different for case in cases):
         sys.exit("speculation changed an answer")
 
