@@ -15,6 +15,8 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 from benchmarks.asking import Summary
+from benchmarks.figures import percentile
+from benchmarks.registry_sites import Site
 from benchmarks.watching import TIERS
 
 # No date and no random names: the same points give the same file.
@@ -71,6 +73,24 @@ def plot_trace(points: Sequence[TracePoint], out: Path) -> None:
     for axis in axes:
         axis.set_xticks(list(ticks), [f"{alpha:g}" for alpha in alphas])
         axis.set_xlabel("alpha (1: uniform popularity)")
+        axis.legend(fontsize="small")
+    figure.savefig(out, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def plot_registry(sites: Sequence[Site], calls: Sequence[str], passes: Sequence[str], out: Path) -> None:
+    """`out` is an SVG: p99 of calls, and seconds of passes, by the number of versions."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    sizes = [site.num_versions for site in sites]
+    for name in calls:
+        times = [1e3 * percentile({**site.binds, **site.calls}[name].times_s, 99) for site in sites]
+        left.plot(sizes, times, marker="o", label=name)
+    for name in passes:
+        right.plot(sizes, [site.passes[name].times_s[0] for site in sites], marker="o", label=name)
+    left.set(ylabel="ms", title="p99 of a call")
+    right.set(ylabel="seconds", title="a pass over everything")
+    for axis in (left, right):
+        axis.set(xscale="log", yscale="log", xlabel="versions")
         axis.legend(fontsize="small")
     figure.savefig(out, metadata={"Date": None})
     pyplot.close(figure)

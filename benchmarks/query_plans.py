@@ -77,6 +77,15 @@ class Plan:
     """Big tables that are read from one end to the other."""
     tree: Any
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the statement, and its plan as one line for each node."""
+        return {
+            "statement": " ".join(self.statement.split()),
+            "rows_read": self.rows_read,
+            "blocks": self.blocks,
+            "nodes": list(_lines(self.tree)),
+        }
+
 
 async def explain(connection: asyncpg.Connection, one: Statement, *, is_small: bool) -> Plan:
     """Explain a statement, and run it again if it only reads.
@@ -116,6 +125,14 @@ def _nodes(node: dict[str, Any], *, is_limited: bool = False) -> Iterator[dict[s
     # a limit right above a scan ends it
     for child in node.get("Plans", ()):
         yield from _nodes(child, is_limited=node["Node Type"] == "Limit")
+
+
+def _lines(node: dict[str, Any], depth: int = 0) -> Iterator[str]:
+    place = " ".join(node[key] for key in ("Index Name", "Relation Name", "CTE Name") if key in node)
+    rows = f"{node['Actual Rows']} rows × {node['Actual Loops']}" if "Actual Rows" in node else "not run"
+    yield f"{'  ' * depth}{node['Node Type']}{' ' if place else ''}{place}: {rows}"
+    for child in node.get("Plans", ()):
+        yield from _lines(child, depth + 1)
 
 
 def _rows(node: dict[str, Any]) -> float:

@@ -1,4 +1,7 @@
-"""Calls of the registry's classes that `benchmarks.million` times, and its passes."""
+"""Calls of the registry's classes that `benchmarks.million` times, and its passes.
+
+Two tenants call: the largest, and a small one (of 2,000 the 250th by size).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy import func, select
 
 from benchmarks.registry_rows import (
     ACTOR,
     BASE,
     NUM_GARBAGE,
+    NUM_SERVERS,
     Filled,
     ListedStore,
     OneAdapter,
@@ -24,16 +30,19 @@ from benchmarks.registry_rows import (
 from loraserve.backups.folder import BackupFolder
 from loraserve.backups.table_rows import write_tables
 from loraserve.db import migrate
+from loraserve.db.models import AdapterVersion
 from loraserve.db.paging import Page, encode_cursor
 from loraserve.db.session import Database, utc_now
 from loraserve.doctor.storage import check_bases
 from loraserve.registry.blob_references import all_referenced
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import AliasTarget
+from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import StoreClaim
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports
+from loraserve.tenancy.limits.servers import Servers
 from loraserve.types import TenantId
 
 Action = Callable[[], Awaitable[Any]]
@@ -41,21 +50,27 @@ PAGE = 50
 QUOTA_ROWS = 10**9
 PAGES = 4 * (PAGE + 1)
 """Rows that a page may read: of each item the adapter, some versions and aliases."""
+OF_A_TENANT = 12_000
+"""Rows that a page of versions by id may read for one tenant: its own if it has few, all tenants'
+up to the page's end if it has many. Of a million that is sqrt(50 · 1,000,000) at worst.
+"""
 
 
 @dataclass(slots=True)
 class Call:
     name: str
-    make: Callable[[int], Action]
-    """Makes the call by its number."""
+    make: Callable[[], Action]
+    """Makes the next call."""
     max_rows: int
     times: int = 40
+    """Calls of all rounds together."""
 
 
 @dataclass(slots=True)
 class Pass:
     name: str
-    run: Action
+    run: Callable[[], Awaitable[int]]
+    """Returns what it was about: the number of blobs, versions or rows."""
     max_rows: int | None = None
     """Rows that one statement of each kind may read; None: all there are."""
 
@@ -66,15 +81,26 @@ class Calls:
     def __init__(self, url: str, database: Database, store: ListedStore, filled: Filled, folder: Path) -> None:
         self._url, self._database, self._store, self._filled, self._folder = url, database, store, filled, folder
         self._registry = make_registry(database, store)
+        self._binding = self._registry
         self._rng = random.Random(2)
         self._large = filled.tenants[0][0]
-        self._median = filled.tenants[len(filled.tenants) // 8][0]
+        self._small = filled.tenants[len(filled.tenants) // 8][0]
+        self._usage = UsageReports(UsageMeter(database, folder / "usage"))
+        self._servers = Servers(database)
         self._seed = 1
+        self._deleted: list[OneAdapter] = []
 
     async def open(self) -> None:
+        # adopting looks at every blob that is listed, which is a pass of its own
+        num_versions, self._store.num_versions = self._store.num_versions, 0
         await self._registry.claim.adopt(actor=ACTOR)
+        self._store.num_versions = num_versions
 
     # --- binding ---
+
+    def forget_routes(self) -> None:
+        """Bind from now on by a registry that has looked no name up yet."""
+        self._binding = make_registry(self._database, self._store)
 
     def draw_binds(self, count: int) -> list[tuple[TenantId, str]]:
         """So many different names, of tenants by their sizes."""
@@ -91,7 +117,7 @@ class Calls:
     async def bind(self, asked: tuple[TenantId, str]) -> None:
         tenant, name = asked
         model = parse_model(name, BASE.id)
-        await self._registry.resolve(tenant, model, sticky=None)
+        await self._binding.resolve(tenant, model, sticky=None)
 
     # --- calls ---
 
@@ -108,83 +134,86 @@ class Calls:
         return [*self._reading(), *self._changing()]
 
     def _reading(self) -> list[Call]:
-        registry, large, median = self._registry, self._large, self._median
+        large, small = self._large, self._small
         first = self._filled.adapters_of[large][0]
         middle = self._filled.live(large)[len(self._filled.live(large)) // 2]
-        deep = {"limit": PAGE, "cursor": encode_cursor(middle.name)}
-        deep_number = {"limit": PAGE, "cursor": encode_cursor(str(first.num_versions // 2))}
+        name, number = encode_cursor(middle.name), encode_cursor(str(first.num_versions // 2))
         owner = self._filled.tenants[0][1]
         granted_to = self._filled.tenants[1][0]
-        meter = UsageMeter(self._database, self._folder / "usage")
-        usage = UsageReports(meter)
-        month = utc_now() - timedelta(days=30)
+        usage, month = self._usage, utc_now() - timedelta(days=30)
 
-        def of(action: Callable[[], Awaitable[Any]]) -> Callable[[int], Action]:
-            return lambda _: action
+        def of(action: Callable[[Registry], Awaitable[Any]]) -> Callable[[], Action]:
+            return lambda: lambda: action(self._registry)
 
-        def has(name: str, tenant: TenantId) -> Action:
-            return lambda: registry.check_model(tenant, parse_model(name, BASE.id))
+        def versions(registry: Registry, cursor: str | None) -> Awaitable[Any]:
+            return registry.list_versions(large, first.name, limit=PAGE, cursor=cursor)
 
-        return [
-            Call("bind a canary with a split", lambda _: has(f"{self._pick(large).name}@1", large), 16),
-            Call("bind a granted adapter", lambda _: has(f"{owner}/{first.name}@1", granted_to), 16, times=1),
-            Call("get an adapter", lambda _: _get(registry, large, self._pick(large)), 64),
-            Call("get the trainer's adapter", of(lambda: registry.get(large, first.name)), PAGES),
-            Call("get a version", of(lambda: registry.get_version(large, first.name, 2)), 64),
-            Call("list adapters, first page", of(lambda: registry.list(large, limit=PAGE)), PAGES * 4),
-            Call("list adapters, in the middle", of(lambda: registry.list(large, **deep)), PAGES * 4),
-            Call("list versions, first page", of(lambda: registry.list_versions(large, first.name, limit=PAGE)), PAGES),
-            Call(
-                "list versions, in the middle",
-                of(lambda: registry.list_versions(large, first.name, **deep_number)),
-                PAGES,
-            ),
-            Call("models of a median tenant", of(lambda: registry.list_servable(median)), 4000),
-            Call("models of the largest tenant", of(lambda: registry.list_servable(large)), 50_000, times=5),
-            Call("residency page, all tenants", of(lambda: self._owned(None, None)), PAGES * 2),
-            Call("residency page, all, in the middle", of(lambda: self._owned(None, self._middle_id())), PAGES * 2),
-            Call("residency page, largest tenant", of(lambda: self._owned(large, None)), PAGES * 2),
-            Call("residency page, median tenant", of(lambda: self._owned(median, None)), PAGES * 2),
-            Call("residency of 200 digests", of(self._owned_digests), 2000),
-            Call("audit page, largest tenant", of(lambda: registry.list_audit(large, limit=PAGE)), PAGES),
-            Call("audit page, all tenants", of(lambda: registry.list_audit(None, limit=PAGE)), PAGES),
-            Call("usage by day, median tenant", of(_usage(usage, median, month, "day")), 4000),
-            Call("usage by adapter, largest tenant", of(_usage(usage, large, month, "adapter")), 10**9, times=5),
+        def look_up(name: str, tenant: TenantId) -> Action:
+            self.forget_routes()
+            return lambda: self._binding.check_model(tenant, parse_model(name, BASE.id))
+
+        def canary() -> Action:
+            return look_up(f"{self._rng.choice([one for one in live if one.has_canary] or live).name}@canary", large)
+
+        live = self._filled.live(large)
+        calls = [
+            Call("bind a granted adapter", lambda: look_up(f"{owner}/{first.name}@1", granted_to), 16),
+            Call("get an adapter", lambda: _get(self._registry, large, self._pick(large)), 64),
+            Call("get the trainer's adapter", of(lambda r: r.get(large, first.name)), PAGES),
+            Call("get a version", of(lambda r: r.get_version(large, first.name, 2)), 64),
+            Call("list adapters, first page", of(lambda r: r.list(large, limit=PAGE)), PAGES * 4),
+            Call("list adapters, in the middle", of(lambda r: r.list(large, limit=PAGE, cursor=name)), PAGES * 4),
+            Call("list versions, first page", of(lambda r: versions(r, None)), PAGES),
+            Call("list versions, in the middle", of(lambda r: versions(r, number)), PAGES),
+            Call("models of a small tenant", of(lambda r: r.list_servable(small)), 4000),
+            Call("models of the largest tenant", of(lambda r: r.list_servable(large)), 50_000, times=5),
+            Call("residency page, all tenants", of(lambda _: self._owned(None, None)), PAGES * 2),
+            Call("residency page, all, in the middle", of(lambda _: self._owned(None, self._middle_id())), PAGES * 2),
+            Call("residency page, largest tenant", of(lambda _: self._owned(large, None)), OF_A_TENANT),
+            Call("residency page, small tenant", of(lambda _: self._owned(small, None)), OF_A_TENANT),
+            Call("residency of 200 digests", of(lambda _: self._owned_digests()), 2000),
+            Call("audit page, largest tenant", of(lambda r: r.list_audit(large, limit=PAGE)), PAGES),
+            Call("audit page, all tenants", of(lambda r: r.list_audit(None, limit=PAGE)), PAGES),
+            Call("usage by day, small tenant", lambda: _usage(usage, small, month, "day"), 4000),
+            Call("usage by adapter, largest tenant", lambda: _usage(usage, large, month, "adapter"), 10**9, times=5),
+            Call(f"heartbeat among {NUM_SERVERS:,} servers", lambda: self._servers.beat, NUM_SERVERS),
         ]
+        if any(one.has_canary for one in live):
+            calls.insert(0, Call("bind a canary with a split", canary, 16))
+        return calls
 
     def _changing(self) -> list[Call]:
-        registry, large, median = self._registry, self._large, self._median
+        large, small = self._large, self._small
 
-        def move(_: int) -> Action:
+        def move() -> Action:
             one = self._pick(large, min_versions=2)
             number = self._rng.choice((1, one.num_versions))
-            return lambda: registry.aliases.set(large, one.name, "beta", AliasTarget(number), actor=ACTOR)
+            return lambda: self._registry.aliases.set(large, one.name, "beta", AliasTarget(number), actor=ACTOR)
 
-        def push(tenant: TenantId) -> Callable[[int], Action]:
-            return lambda _: lambda: publish(registry, tenant, self._pick(tenant).name, self._next())
+        def push(tenant: TenantId) -> Callable[[], Action]:
+            return lambda: lambda: publish(self._registry, tenant, self._pick(tenant).name, self._next())
 
-        def push_new(_: int) -> Action:
-            return lambda: publish(registry, large, f"new-{self._next()}", self._next())
+        def push_new() -> Action:
+            return lambda: publish(self._registry, large, f"new-{self._next()}", self._next())
 
-        deleted: list[OneAdapter] = []
-
-        def delete(_: int) -> Action:
+        def delete() -> Action:
             one = self._pick(large)
-            while one in deleted:
+            while one in self._deleted:
                 one = self._pick(large)
-            deleted.append(one)
-            return lambda: registry.delete(large, one.name, actor=ACTOR)
+            self._deleted.append(one)
+            return lambda: self._registry.delete(large, one.name, actor=ACTOR)
 
-        def restore(number: int) -> Action:
-            return lambda: registry.restorer.restore(large, deleted[number].name, actor=ACTOR)
+        def restore() -> Action:
+            one = self._deleted.pop()
+            return lambda: self._registry.restorer.restore(large, one.name, actor=ACTOR)
 
-        def begin_upload(number: int) -> Action:
-            sha, size = weights_blob(10**9 + number)[::-1], 1 << 20
-            return lambda: registry.uploads.resumable.create(large, sha, size, actor=ACTOR)
+        def begin_upload() -> Action:
+            sha, size = weights_blob(10**9 + self._next())[::-1], 1 << 20
+            return lambda: self._registry.uploads.resumable.create(large, sha, size, actor=ACTOR)
 
         return [
             Call("move an alias", move, 64),
-            Call("push a version, median tenant", push(median), QUOTA_ROWS),
+            Call("push a version, small tenant", push(small), QUOTA_ROWS),
             Call("push a version, largest tenant", push(large), QUOTA_ROWS, times=20),
             Call("push a new adapter, largest tenant", push_new, QUOTA_ROWS, times=20),
             Call("delete an adapter", delete, 64, times=20),
@@ -207,54 +236,81 @@ class Calls:
     # --- passes ---
 
     def passes(self) -> list[Pass]:
-        database, registry = self._database, self._registry
-        later_s = 2 * 3600.0
-        store = self._store
-
-        async def collect_again() -> None:
-            """A pass an hour later, on the server that made the first: garbage goes."""
-            self._later_s = later_s
-            await collector.collect()
-            if collector.num_blobs + collector.num_gc_candidates < NUM_GARBAGE:
-                raise AssertionError("the collector didn't find the garbage")
-
+        database, registry, store = self._database, self._registry, self._store
+        later_s, retention_s = 2 * 3600.0, 7 * 86_400.0
         self._later_s = 0.0
         collector = Collector(
             database,
             store,
             StoreClaim(database, store),
-            retention_s=7 * 86_400.0,
+            retention_s=retention_s,
             clock=lambda: utc_now() + timedelta(seconds=self._later_s),
             monotonic=lambda: self._later_s,
         )
 
-        async def read_backup() -> None:
-            folder = BackupFolder(self._folder / "backup", is_made=True)
-            async with database.read() as session:
-                await write_tables(session, folder.store)
+        async def sweep() -> int:
+            await registry.certificate_backfill.sweep()
+            return store.num_versions
 
-        async def referenced() -> None:
-            async with database.read() as session:
-                await all_referenced(session, utc_now(), timedelta(days=7))
+        async def collect() -> int:
+            """A first pass: what isn't in use is listed, no more and no less."""
+            expected = await self._num_expired(retention_s)
+            store.num_listed = 0
+            await collector.collect()
+            if not expected <= collector.num_gc_candidates <= await self._num_expired(retention_s):
+                raise AssertionError(f"{collector.num_gc_candidates} blobs are listed; {expected} aren't in use")
+            return store.num_listed
 
-        async def bases() -> None:
+        async def collect_again() -> int:
+            """A pass an hour later, on the server that made the first: garbage goes."""
+            due, self._later_s = collector.num_gc_candidates, later_s
+            await collector.collect()
+            return due
+
+        async def read_backup() -> int:
+            folder = BackupFolder(self._folder / f"backup-{store.num_versions}", is_made=True)
+            async with database.read() as session:
+                return sum(table.num_rows for table in await write_tables(session, folder.store))
+
+        async def referenced() -> int:
+            async with database.read() as session:
+                return len(await all_referenced(session, utc_now(), timedelta(days=7)))
+
+        async def check() -> int:
+            await migrate.check(self._url)
+            return 1
+
+        async def survey() -> int:
+            found = await registry.claim.adopt(actor=ACTOR, is_dry_run=True)
+            return found.contents.num_blobs
+
+        async def bases() -> int:
             await asyncio.to_thread(lambda: list(check_bases(self._url, BASE.digest)))
+            return store.num_versions
 
         return [
-            Pass("certificates: first sweep", registry.certificate_backfill.sweep),
-            Pass("certificates: next sweep", registry.certificate_backfill.sweep, max_rows=4000),
-            Pass("collector: first pass", collector.collect, max_rows=20_000),
+            Pass("certificates: first sweep", sweep),
+            Pass("certificates: next sweep", sweep, max_rows=4000),
+            Pass("collector: pass that lists", collect, max_rows=20_000),
             Pass("collector: pass that deletes", collect_again, max_rows=20_000),
+            Pass("store: whose blobs they are", survey, max_rows=20_000),
             Pass("backup: rows", read_backup),
             Pass("backup: blobs in use", referenced),
-            Pass("db check", lambda: migrate.check(self._url)),
+            Pass("db check", check),
             Pass("doctor: bases of versions", bases),
         ]
+
+    async def _num_expired(self, retention_s: float) -> int:
+        """Return the number of blobs that nothing uses any more: garbage, and expired versions'."""
+        since = utc_now() - timedelta(seconds=retention_s)
+        async with self._database.read() as session:
+            query = select(func.count()).select_from(AdapterVersion).where(AdapterVersion.deleted_at <= since)
+            return NUM_GARBAGE + (await session.scalar(query) or 0)
 
 
 def _get(registry: Any, tenant: TenantId, one: OneAdapter) -> Action:
     return lambda: registry.get(tenant, one.name)
 
 
-def _usage(usage: UsageReports, tenant: TenantId, start: Any, by: str) -> Action:
+def _usage(usage: UsageReports, tenant: TenantId, start: datetime, by: str) -> Action:
     return lambda: usage.page(UsageQuery(tenant=tenant, start=start, group_by=(by,)), limit=PAGE)

@@ -21,7 +21,7 @@ from sqlalchemy import JSON, select
 from ulid import ULID
 
 from adapters_store import LocalStore
-from loraserve.db.models import Adapter, AdapterVersion, Alias, AuditRow, Base, Grant, Tenant, UsageHour
+from loraserve.db.models import Adapter, AdapterVersion, Alias, AuditRow, Base, Grant, ServerRow, Tenant, UsageHour
 from loraserve.db.session import Database, utc_now
 from loraserve.registry.health.checks import FAILED, PASSED, replace_check, state_of
 from loraserve.registry.health.outcome import CertificateOutcome
@@ -34,6 +34,8 @@ NUM_CONFIGS = 200
 """Different adapter_config.json files: most trainers' are equal."""
 NUM_GARBAGE = 1000
 """Blobs in the store that no row refers to."""
+NUM_SERVERS = 1000
+"""Rows of other servers on the same database."""
 VERSIONS_PER_ADAPTER = ((1, 0.6), (2, 0.2), (3, 0.1), (5, 0.07), (10, 0.03))
 TRAINERS_SHARE = 0.1
 """Of a tenant's versions, those of its first adapter: a trainer's checkpoints."""
@@ -121,14 +123,26 @@ class ListedStore(LocalStore):
     """
 
     num_versions = 0
+    num_listed = 0
+    """Blobs that were listed since this was last set to 0."""
 
     def exists(self, digest: str) -> bool:
         return True
 
     def iter_digests(self) -> Iterator[Digest]:
+        for digest in self._all():
+            self.num_listed += 1
+            yield digest
+
+    def _all(self) -> Iterator[Digest]:
         yield from super().iter_digests()
-        yield from (config_blob(number) for number in range(min(NUM_CONFIGS, self.num_versions)))
-        yield from (weights_blob(number) for number in range(self.num_versions))
+        # A store lists its blobs by digest: the few configs are among the weights.
+        num_configs = min(NUM_CONFIGS, self.num_versions)
+        every = max(1, self.num_versions // num_configs) if num_configs else 1
+        for number in range(self.num_versions):
+            if number % every == 0 and number // every < num_configs:
+                yield config_blob(number // every)
+            yield weights_blob(number)
         yield from (Digest(hashlib.sha256(b"garbage %d" % number).hexdigest()) for number in range(NUM_GARBAGE))
 
 
@@ -142,6 +156,8 @@ class OneAdapter:
     num_versions: int
     first_at: float
     deleted_at: float | None
+    has_canary: bool = False
+    """Whether it has an alias that splits requests between two versions."""
 
 
 @dataclass(slots=True)
@@ -248,7 +264,7 @@ async def templates(database: Database, registry: Registry) -> dict[type[Base], 
 
 
 async def fill(url: str, database: Database, registry: Registry, num_versions: int, num_tenants: int) -> Filled:
-    """Write tenants, adapters, versions, aliases, grants, audit and usage rows; analyzed."""
+    """Write tenants, adapters, versions, aliases, grants, audit, usage and servers; analyzed."""
     found = await templates(database, registry)
     rng = random.Random(1)
     now = utc_now().timestamp()
@@ -291,6 +307,7 @@ def _tables(
     yield Grant, _grants(filled, now)
     yield AuditRow, _audit(found[AuditRow], versions)
     yield UsageHour, _usage(filled, now)
+    yield ServerRow, ({"id": _id(now - one), "num_beats": 1, "started_at": _time(now)} for one in range(NUM_SERVERS))
 
 
 def _adapter(row: dict[str, Any], one: OneAdapter, now: float) -> dict[str, Any]:
@@ -350,6 +367,7 @@ def _aliases(row: dict[str, Any], filled: Filled, rng: random.Random) -> Iterato
             if last > 1 and rng.random() < 0.2:
                 split = [{"version": last, "weight": 9.0}, {"version": 1, "weight": 1.0}]
                 shadow = {"version": 1, "share": 0.1} if rng.random() < 0.5 else None
+                one.has_canary = True
                 yield {**row, "adapter_id": one.id, "name": "canary", "version": last, "split": split, "shadow": shadow}
 
 

@@ -1,0 +1,75 @@
+"""The registry's hot statements on PostgreSQL: each uses an index, and reads few rows.
+
+The benchmark of a million versions on a registry so small that a test can fill it: PostgreSQL is
+asked for the plans that it has without reading tables whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.million import PLOTTED, PLOTTED_PASSES, text
+from benchmarks.registry_sites import Server, Site, execute, make_site, measure
+
+pytestmark = pytest.mark.postgres
+
+NUM_VERSIONS = 3000
+
+
+async def make_filled(url: str, folder: Path) -> tuple[Server, Site]:
+    server = Server(url)
+    return server, await make_site(server, NUM_VERSIONS, folder)
+
+
+async def drop(server: Server) -> None:
+    for name in server.databases:
+        await execute(server.url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def faults(site: Site) -> list[str]:
+    return [fault for timed in site.all for fault in timed.faults]
+
+
+async def test_no_request_and_no_collector_reads_a_table_whole(
+    make_postgres_url: Callable[[], str], tmp_path: Path
+) -> None:
+    server, site = await make_filled(make_postgres_url(), tmp_path)
+    try:
+        await measure(server, [site], tmp_path, num_rounds=1, num_binds=40)
+    finally:
+        await drop(server)
+    assert faults(site) == []
+    assert len(site.calls) > 20
+    assert all(timed.plans for timed in site.calls.values())
+    page = text([site], 1.0, "plot.svg")
+    assert "| collector: pass that lists | 3,000 |" in page
+    assert page.endswith("- None.")
+    pytest.importorskip("matplotlib")
+    from benchmarks.plotting import plot_registry
+
+    plot_registry([site], PLOTTED, PLOTTED_PASSES, tmp_path / "plot.svg")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("index", "fault"),
+    [
+        ("ix_adapter_versions_weights_blob", "collector: pass that lists reads all of adapter_versions"),
+        ("ix_aliases_adapter_id_version", None),
+        ("ix_audit_tenant_id_id", "audit page, largest tenant reads"),
+    ],
+)
+async def test_missing_index_is_found(
+    make_postgres_url: Callable[[], str], tmp_path: Path, index: str, fault: str | None
+) -> None:
+    server, site = await make_filled(make_postgres_url(), tmp_path)
+    try:
+        await execute(site.url, f"DROP INDEX {index}")
+        await measure(server, [site], tmp_path, num_rounds=1, num_binds=10)
+    finally:
+        await drop(server)
+    found = faults(site)
+    assert found == [] if fault is None else any(one.startswith(fault) for one in found)
