@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, or_, select
+from sqlalchemy import ColumnElement, Select, String, delete, or_, select, values
+from sqlalchemy import column as sql_column
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -59,7 +60,7 @@ async def referenced(
     found: set[Digest] = set()
     for some in _parts(digests):
         for column, query in _references(now, retention):
-            found.update(await _digests(session, query.where(column.in_(some))))
+            found.update(await _those_in(session, some, column, query))
     return found
 
 
@@ -74,19 +75,32 @@ async def all_referenced(session: AsyncSession, now: datetime, retention: timede
 def _references(now: datetime, retention: timedelta) -> Iterator[tuple[InstrumentedAttribute[Any], Select[Any]]]:
     """Yield each column that refers to blobs, with the query of those in use."""
     since = now - retention
-    tenant = select(Tenant.id).join(Adapter, Adapter.tenant_id == Tenant.id)
-    tenant = tenant.where(Adapter.id == AdapterVersion.adapter_id, _is_kept(Tenant.deleted_at, since))
-    kept = _is_kept(AdapterVersion.deleted_at, since) & tenant.exists()
+    kept = _is_kept(AdapterVersion.deleted_at, since) & _is_kept(Tenant.deleted_at, since)
     of_files = select(Tenant.id).where(Tenant.id == FileRow.tenant_id, _is_kept(Tenant.deleted_at, since)).exists()
     of_batches = select(Tenant.id).where(Tenant.id == BatchRow.tenant_id, _is_kept(Tenant.deleted_at, since)).exists()
     for column in BLOB_COLUMNS:
-        yield column, select(column).where(kept)
+        versions = select(column).join(Adapter, Adapter.id == AdapterVersion.adapter_id)
+        yield column, versions.join(Tenant, Tenant.id == Adapter.tenant_id).where(kept)
     yield Upload.sha256, select(Upload.sha256).where(Upload.is_complete)
     yield UploadChunk.digest, select(UploadChunk.digest)
     yield FileRow.blob, select(FileRow.blob).where(of_files)
     has_ended = BatchRow.state.in_(ENDED_BATCH_STATES)
     yield BatchRow.input_blob, select(BatchRow.input_blob).where(~has_ended, of_batches)
     yield BatchChunk.digest, select(BatchChunk.digest)
+
+
+async def _those_in(
+    session: AsyncSession, digests: Sequence[Digest], column: InstrumentedAttribute[Any], query: Select[Any]
+) -> set[Digest]:
+    """Return those of the digests for which the query has a row with that column.
+
+    It asks for one row of each digest. A million versions may share one config: a condition that
+    the column is one of the digests reads all their rows, and PostgreSQL, which expects so many of
+    each digest, then reads the whole table even if no row has any of them.
+    """
+    wanted = values(sql_column("digest", String), name="wanted").data([(one,) for one in digests]).cte()
+    matching = query.where(column == wanted.c.digest).exists()
+    return set(map(Digest, (await session.scalars(select(wanted.c.digest).where(matching))).all()))
 
 
 async def _digests(session: AsyncSession, query: Select[Any]) -> set[Digest]:
@@ -103,8 +117,7 @@ async def published(session: AsyncSession, digests: Collection[Digest] | None) -
         return set(map(Digest, (await session.scalars(select(AdapterVersion.config_blob).limit(1))).all()))
     for column in BLOB_COLUMNS:
         for some in _parts(digests):
-            query = select(column).where(column.in_(some)).distinct()
-            found.update(Digest(one) for one in (await session.scalars(query)).all() if one)
+            found.update(await _those_in(session, some, column, select(column)))
     return found
 
 
@@ -114,7 +127,7 @@ async def listed(session: AsyncSession, digests: Collection[Digest]) -> set[Dige
     columns = (Upload.sha256, UploadChunk.digest, FileRow.blob, BatchRow.input_blob, BatchChunk.digest)
     for column in (*columns, GcCandidate.digest):
         for some in _parts(digests):
-            found.update(map(Digest, (await session.scalars(select(column).where(column.in_(some)).distinct())).all()))
+            found.update(await _those_in(session, some, column, select(column)))
     return found
 
 
