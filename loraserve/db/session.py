@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 WRITE = "loraserve_write"
 """Execution option of connections whose transactions write."""
 
+POSTGRES_CONNECTIONS = 10
+"""Connections that a process has open at most."""
+
 _BUSY_S = 2.0
 """Silence in seconds before the database counts as unreachable."""
 
@@ -93,7 +96,7 @@ def make_engine(
         return create_async_engine(
             parsed,
             pool_pre_ping=True,
-            pool_size=10,
+            pool_size=POSTGRES_CONNECTIONS,
             max_overflow=0,
             pool_timeout=busy_timeout_s,
             connect_args={"timeout": busy_timeout_s, "command_timeout": 30},
