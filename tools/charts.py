@@ -147,11 +147,33 @@ def placement(name: str) -> str:
     return draw("Adapters found in memory, and how uneven the load is, by placement", groups, note)
 
 
+CALLS = (
+    ("binds", "bind, looked up", "bind a name, looked up"),
+    ("calls", "list adapters, in the middle", "a page of adapters"),
+    ("calls", "list versions, in the middle", "a page of versions"),
+    ("calls", "push a version, small tenant", "push, a small tenant"),
+    ("calls", "push a version, largest tenant", "push, the largest tenant"),
+)
+"""Calls of a million's result that are drawn: where they are, their names there and here."""
+
+
+def million(name: str) -> str:
+    groups = []
+    for part, call, words in CALLS:
+        bars = []
+        for registry in read(name)["registries"]:
+            took = next(one for one in registry[part] if one["name"] == call)["p99_s"]
+            bars.append(Bar(f"{registry['num_versions']:,} versions", took, True, f"{1e3 * took:.1f} ms"))
+        groups.append((words, bars))
+    note = f"One process, PostgreSQL on the same machine; sizes in turn.\n{source(name)}"
+    return draw("p99 of the registry's calls, by the number of versions", groups, note)
+
+
 def charts() -> dict[str, str]:
     """Return the text of each chart by its file's name."""
     makers = {"peers": peers, "registered": registered, "speculation": speculation}
     drawn = {f"{kind}.svg": make(newest(f"{kind}-S")) for kind, make in makers.items()}
-    return {**drawn, "placement.svg": placement(newest("placement"))}
+    return {**drawn, "placement.svg": placement(newest("placement")), "million.svg": million(newest("million"))}
 
 
 def main() -> int:
