@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Select, Text, cast, not_, or_, select
@@ -34,8 +34,8 @@ from loraserve.types import BaseSpec, TenantId
 
 logger = logging.getLogger(__name__)
 
-LEASE = "late-certificates"
-"""Beginning of the lease's name; each base and setup has a lease of its own, see `_lease_of`."""
+LEASE, FULL_LEASE = "late-certificates", "late-certificates-all"
+"""Beginnings of the leases' names; each base and setup has leases of its own, see `_lease_of`."""
 ACTOR = "server"
 RETRY_S, MAX_RETRY_S = 60.0, 3600.0
 """Delay before a failed verification is repeated, doubled with each consecutive failure,
@@ -47,11 +47,13 @@ _LEASE_LENGTH = timedelta(seconds=3 * LIMITS.verification_timeout_s)
 A verification and the pause after it take two thirds at most.
 """
 _FULL_INTERVAL_S = 3600.0
-"""Seconds after which all versions are looked at again.
+"""Seconds after which all versions are looked at again, by one server of all.
 
-In between, sweeps look at new versions and at those that are left: of a million versions, a look at
-all takes seconds of the database's time, on each server.
+Other sweeps look at new versions and at those that are left: of a million versions, a look at all
+takes seconds of the database's time.
 """
+_RELEASE_S = 2.0
+"""Time that the end of a server may take to let another one look at all versions."""
 _OVERLAP = timedelta(minutes=15)
 """Age of versions that a sweep takes for new although an earlier one has begun after them.
 
@@ -60,7 +62,7 @@ Longer than a publish takes from its version's id to the commit, and than server
 _NUM_TIME_DIGITS = 10
 """Digits of a ULID that are its time."""
 _NUM_DIGITS = 32
-"""Digits of a hash in the lease's name: the column has room for 63 characters."""
+"""Digits of a hash in a lease's name: the column has room for 63 characters."""
 _WINDOW = 2000
 """Versions that one statement looks at."""
 
@@ -107,16 +109,17 @@ class CertificateBackfill:
         self._base = base
         self._monotonic = monotonic
         self._leases = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
+        self._full_leases = LeaseHolder(database, timedelta(seconds=_FULL_INTERVAL_S), clock=clock)
         self._clock = clock
         self._retries: RetrySchedule[str] = RetrySchedule(Backoff(RETRY_S, MAX_RETRY_S), monotonic)
         self._left: set[str] = set()
         """Ids of versions that were due and aren't verified: each sweep looks at them."""
         self._full_at: float | None = None
-        """Monotonic time at which the last complete sweep over all versions began."""
+        """Monotonic time at which this server's last complete sweep over all versions began."""
         self._since = ""
         """Beginning of the ids of versions that are new to the last complete sweep."""
-        self._setup: str | None = None
-        """Base and setup of that sweep."""
+        self._setup: BaseSpec | None = None
+        """Base of that sweep, with its setup."""
         self._task = BackgroundTask(
             "certificate backfill",
             self.sweep,
@@ -135,12 +138,16 @@ class CertificateBackfill:
     async def close(self) -> None:
         """Stop verifying. A verification under way is abandoned, and changes nothing."""
         await self._task.close()
+        if self._setup is not None:
+            with contextlib.suppress(LoraserveError, TimeoutError):
+                async with asyncio.timeout(_RELEASE_S):
+                    await self._full_leases.release(_lease_of(self._setup, FULL_LEASE))
 
     async def sweep(self) -> bool:
         """Verify each due version once, except those whose delay isn't over.
 
-        The first sweep, and one an hour, looks at all versions; others at new ones, and at those
-        that are left.
+        One sweep an hour, on one server of all, looks at all versions; others at new ones, and at
+        those that are left.
 
         Returns:
             Whether the sweep was made; False if the base isn't loaded or another server is
@@ -154,9 +161,14 @@ class CertificateBackfill:
             base = self._base()
         except EngineUnavailable:
             return False
-        lease = _lease_of(base)
+        lease, full_lease = _lease_of(base, LEASE), _lease_of(base, FULL_LEASE)
         started, now = self._monotonic(), self._clock()
-        is_full = self._full_at is None or self._setup != lease or started - self._full_at >= _FULL_INTERVAL_S
+        if self._setup is None or _lease_of(self._setup, LEASE) != lease:
+            # if another server has looked at all versions, it began within the lease's length
+            self._setup, self._full_at = base, None
+            self._since = _first_id(now - timedelta(seconds=_FULL_INTERVAL_S) - _OVERLAP)
+        is_due = self._full_at is None or started - self._full_at >= _FULL_INTERVAL_S
+        is_full = is_due and await self._full_leases.acquire(full_lease)
         seen: set[str] = set()
         after: str | None = "" if is_full else self._since
         left = [] if is_full else await self._look_again(base)
@@ -176,6 +188,7 @@ class CertificateBackfill:
                     with contextlib.suppress(LoraserveError):
                         # the lease expires by itself if the database is unreachable
                         await self._leases.release(lease)
+                        await self._full_leases.release(full_lease)
                 # take half of the engine's time at most, whatever the outcome: it has requests to
                 # answer
                 await asyncio.sleep(self._monotonic() - began)
@@ -186,8 +199,8 @@ class CertificateBackfill:
         self._retries.retain(seen)
         self._left.intersection_update(seen)
         if is_full:
-            self._full_at, self._setup = started, lease
-        self._since = str(ULID.from_datetime(now - _OVERLAP))[:_NUM_TIME_DIGITS]
+            self._full_at = started
+        self._since = _first_id(now - _OVERLAP)
         return True
 
     async def _look(self, after: str, base: BaseSpec) -> tuple[list[_Due], str | None]:
@@ -276,11 +289,16 @@ def _due(base: BaseSpec) -> Select[Any]:
     )
 
 
-def _lease_of(base: BaseSpec) -> str:
+def _first_id(at: datetime) -> str:
+    """Return the beginning of the ids that are made at that time."""
+    return str(ULID.from_datetime(at))[:_NUM_TIME_DIGITS]
+
+
+def _lease_of(base: BaseSpec, beginning: str) -> str:
     """Return the lease's name.
 
     It depends on base and setup: servers of other ones can't issue these certificates and must not
     block those that can.
     """
     subject = hashlib.sha256(f"{base.digest} {setup_of(base)}".encode()).hexdigest()
-    return f"{LEASE}/{subject[:_NUM_DIGITS]}"
+    return f"{beginning}/{subject[:_NUM_DIGITS]}"

@@ -723,6 +723,49 @@ async def test_all_versions_are_looked_at_once_an_hour_and_new_ones_each_time(
     assert await parity(server, acme) == "passed"
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_one_server_of_all_looks_at_all_versions_within_an_hour(
+    publish: Any,
+    make_server: Callable[..., Registry],
+    time: Time,
+    acme: TenantId,
+    database: Database,
+    is_closed: bool,
+) -> None:
+    start = utc_now()
+    first, second = (make_server(clock=lambda: start + timedelta(seconds=time.now)) for _ in range(2))
+    await publish(via=first)
+    # older than what another server's sweep over all versions may have missed
+    time.now += certificate_backfill._FULL_INTERVAL_S + 1000
+    assert await first.certificate_backfill.sweep()
+    await lose_certificate(database, "sql")
+    if is_closed:
+        await first.certificate_backfill.close()
+    else:
+        for _ in range(2):
+            time.now += 100
+            assert await second.certificate_backfill.sweep()
+        assert await parity(second, acme) == "skipped"
+        time.now += certificate_backfill._FULL_INTERVAL_S
+    assert await second.certificate_backfill.sweep()
+    assert await parity(second, acme) == "passed"
+
+
+async def test_a_server_finds_what_was_published_since_another_one_looked_at_all_versions(
+    publish: Any, make_server: Callable[..., Registry], time: Time, acme: TenantId, database: Database
+) -> None:
+    start = utc_now()
+    first, second = (make_server(clock=lambda: start + timedelta(seconds=time.now)) for _ in range(2))
+    assert await first.certificate_backfill.sweep()
+    time.now += 10
+    await publish(via=first)
+    await lose_certificate(database, "sql")
+    # the first one is killed: its lease stays
+    time.now += certificate_backfill._FULL_INTERVAL_S - 100
+    assert await second.certificate_backfill.sweep()
+    assert await parity(second, acme) == "passed"
+
+
 async def test_an_old_version_that_is_left_is_tried_again_by_each_sweep(
     publish: Any,
     make_server: Callable[..., Registry],
