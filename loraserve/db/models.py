@@ -173,6 +173,8 @@ class AdapterVersion(Base):
         _index_of_some(text("generation_config_blob IS NOT NULL"), "generation_config_blob"),
         # covers counts by base, and the sums of quotas
         _index_of_some(NOT_DELETED, "adapter_id", "base_digest", "size_bytes"),
+        # what a tenant's deleted versions keep
+        _index_of_some(text("deleted_at IS NOT NULL"), "adapter_id", "deleted_at"),
         CheckConstraint("number >= 1", name="number_positive"),
     )
 
