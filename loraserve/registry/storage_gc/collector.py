@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 LEASE = "gc"
 _LEASE_LENGTH = timedelta(seconds=120)
+_RENEW_S = 30.0
+"""Time for which a lease isn't renewed: a pass over millions of blobs takes thousands of batches."""
 # Few are locked at a time: a publish that needs one of them waits for all of them.
 _LISTED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
 _MAX_FAILURES = 3
@@ -86,6 +89,7 @@ class Collector:
         self._clock = clock
         self._monotonic = monotonic
         self._lease = LeaseHolder(database, _LEASE_LENGTH, clock=clock)
+        self._renewed_at_s = -math.inf
         self._candidates: SightingAges[tuple[Digest, datetime]] = SightingAges(monotonic)
         self._task = BackgroundTask(
             "collector",
@@ -121,6 +125,7 @@ class Collector:
                 deleted.
             DatabaseUnavailable, StorageError
         """
+        self._renewed_at_s = -math.inf
         if not await self._renew():
             return False
         await self._claim.renew()
@@ -135,7 +140,13 @@ class Collector:
         return is_done
 
     async def _renew(self) -> bool:
-        return await self._lease.acquire(LEASE)
+        """Take or renew the lease, unless it was renewed just now; return whether it is held."""
+        now_s = self._monotonic()
+        if now_s - self._renewed_at_s < _RENEW_S:
+            return True
+        is_held = await self._lease.acquire(LEASE)
+        self._renewed_at_s = now_s if is_held else -math.inf
+        return is_held
 
     async def _delete_expired_uploads(self) -> None:
         while True:

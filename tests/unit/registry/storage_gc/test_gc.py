@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -18,6 +18,7 @@ from sqlalchemy import delete, select
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.adapters.extra_files import ExtraFiles
+from loraserve.db.leases import LeaseHolder
 from loraserve.db.models import AdapterVersion, GcCandidate
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import Overloaded, StorageError
@@ -104,6 +105,40 @@ async def test_a_blob_that_nothing_refers_to_goes_after_the_grace_period(
     assert (collector.num_blobs, collector.num_bytes) == (1, 8)
     await passes(collector, time, 1)
     assert collector.num_gc_candidates == 0
+
+
+async def test_a_pass_renews_its_lease_now_and_then_and_ends_when_another_server_has_it(
+    collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "_LISTED_AT_ONCE", 1)
+    for number in range(6):
+        put(store, b"%d" % number)
+    other = LeaseHolder(database, timedelta(hours=1), clock=time.now)
+    acquire, num_listed, renewed_after, is_cut_off = collector._lease.acquire, 0, [], False
+
+    async def count(name: str) -> bool:
+        renewed_after.append(num_listed)
+        if is_cut_off and num_listed:
+            # for longer than its lease lasts
+            time.passed_s += 200
+            assert await other.acquire(name)
+        return await acquire(name)
+
+    def list_slowly(_: LocalStore) -> Iterator[Digest]:
+        nonlocal num_listed
+        for digest in sorted(LocalStore.iter_digests(store)):
+            num_listed += 1
+            time.passed_s += 11
+            yield digest
+
+    monkeypatch.setattr(collector._lease, "acquire", count)
+    monkeypatch.setattr(store, "iter_digests", list_slowly.__get__(store))
+    assert await collector.collect()
+    assert renewed_after == [0, 3, 6]
+    # 0: at the start of the next pass
+    num_listed, is_cut_off = 0, True
+    assert not await collector.collect()
+    assert num_listed == 3
 
 
 async def test_what_is_published_stays(
