@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 LEASE = "gc"
 _LEASE_LENGTH = timedelta(seconds=120)
 _RENEW_S = 30.0
-"""Time for which a lease isn't renewed: a pass over millions of blobs takes thousands of batches."""
+"""Time for which a lease isn't renewed: a pass over a million blobs takes thousands of batches."""
 # Few are locked at a time: a publish that needs one of them waits for all of them.
 _LISTED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
 _MAX_FAILURES = 3
