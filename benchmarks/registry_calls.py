@@ -160,7 +160,7 @@ class Calls:
             Call("bind a granted adapter", lambda: look_up(f"{owner}/{first.name}@1", granted_to), 16),
             Call("get an adapter", lambda: _get(self._registry, large, self._pick(large)), 64),
             Call("get the trainer's adapter", of(lambda r: r.get(large, first.name)), PAGES),
-            Call("get a version", of(lambda r: r.get_version(large, first.name, 2)), 64),
+            Call("get a version", of(lambda r: r.get_version(large, first.name, 1)), 64),
             Call("list adapters, first page", of(lambda r: r.list(large, limit=PAGE)), PAGES * 4),
             Call("list adapters, in the middle", of(lambda r: r.list(large, limit=PAGE, cursor=name)), PAGES * 4),
             Call("list versions, first page", of(lambda r: versions(r, None)), PAGES),

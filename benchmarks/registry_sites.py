@@ -28,8 +28,10 @@ from loraserve.db.session import Database
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "postgres.sh"
 DEMO_BASE = ROOT / "loraserve" / "demo" / "pack" / "base"
-SMALL = 200_000
-"""Versions below which PostgreSQL rightly reads tables whole."""
+PLANNED_VERSIONS = 1_000_000
+"""Versions for which a smaller registry's statements are explained: PostgreSQL rightly reads a
+small table whole.
+"""
 VERSIONS_PER_TENANT = 500
 NUM_COLD_BINDS, NUM_AT_ONCE = 200, 16
 COLD = "bind, the database just started"
@@ -117,8 +119,9 @@ class Site:
     """Of each table: name, rows, bytes of the rows, bytes of the indexes."""
 
     @property
-    def is_small(self) -> bool:
-        return self.num_versions < SMALL
+    def growth(self) -> float:
+        """Times as many versions for which statements are planned."""
+        return max(1.0, PLANNED_VERSIONS / self.num_versions)
 
     @property
     def all(self) -> list[Timed]:
@@ -200,11 +203,11 @@ async def measure(server: Server, sites: list[Site], folder: Path, *, num_rounds
                         if call.name == name:
                             timed = site.calls.setdefault(name, Timed(name, call.max_rows))
                             count = max(1, call.times // num_rounds)
-                            await time_call(timed, call, count, connection, is_small=site.is_small)
+                            await time_call(timed, call, count, connection, growth=site.growth)
         for site, calls, connection in open_sites:
             site.sizes = await table_sizes(connection)
             for one in calls.passes():
-                timed = site.passes[one.name] = await time_pass(one, connection, is_small=site.is_small)
+                timed = site.passes[one.name] = await time_pass(one, connection, growth=site.growth)
                 say(f"  {site.num_versions:,} versions, {one.name}: {timed.times_s[0]:.1f} s")
 
 
@@ -219,7 +222,7 @@ async def _bind(
     is_cached: bool = False,
 ) -> None:
     timed = site.binds.setdefault(name, Timed(name, MAX_BIND_ROWS))
-    await time_binds(timed, calls, at_once, count, connection, is_cached=is_cached, is_small=site.is_small)
+    await time_binds(timed, calls, at_once, count, connection, is_cached=is_cached, growth=site.growth)
 
 
 async def table_sizes(connection: asyncpg.Connection) -> list[tuple[str, int, int, int]]:

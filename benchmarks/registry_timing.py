@@ -101,9 +101,7 @@ def _ms(seconds: float) -> str:
     return figures.ms(seconds) if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
-async def time_call(
-    timed: Timed, call: Call, num_calls: int, connection: asyncpg.Connection, *, is_small: bool
-) -> None:
+async def time_call(timed: Timed, call: Call, num_calls: int, connection: asyncpg.Connection, *, growth: float) -> None:
     """Add a round of calls; the last one's statements are explained."""
     times = []
     for _ in range(num_calls):
@@ -114,10 +112,10 @@ async def time_call(
             times.append(time.perf_counter() - began)
     timed.rounds_s.append(times)
     timed.note(recorder)
-    timed.plans = [await explain(connection, one, is_small=is_small) for one in recorder.statements]
+    timed.plans = [await explain(connection, one, growth=growth) for one in recorder.statements]
 
 
-async def time_pass(one: Pass, connection: asyncpg.Connection, *, is_small: bool) -> Timed:
+async def time_pass(one: Pass, connection: asyncpg.Connection, *, growth: float) -> Timed:
     """A pass over everything, once; the first statement of each kind is explained."""
     timed = Timed(one.name, one.max_rows)
     with recording() as recorder:
@@ -126,7 +124,7 @@ async def time_pass(one: Pass, connection: asyncpg.Connection, *, is_small: bool
         timed.rounds_s.append([time.perf_counter() - began])
     timed.note(recorder)
     kinds = {statement.text: statement for statement in reversed(recorder.statements)}
-    timed.plans = [await explain(connection, statement, is_small=is_small) for statement in kinds.values()]
+    timed.plans = [await explain(connection, statement, growth=growth) for statement in kinds.values()]
     return timed
 
 
@@ -138,7 +136,7 @@ async def time_binds(
     connection: asyncpg.Connection | None,
     *,
     is_cached: bool,
-    is_small: bool,
+    growth: float,
 ) -> None:
     """Add a round of binds of names that are drawn by the size of their tenants, so many at once.
 
@@ -165,4 +163,4 @@ async def time_binds(
     timed.rounds_s.append(times)
     timed.note(recorder, count)
     if connection is not None and not is_cached:
-        timed.plans = [await explain(connection, one, is_small=is_small) for one in recorder.statements[-1:]]
+        timed.plans = [await explain(connection, one, growth=growth) for one in recorder.statements[-1:]]
