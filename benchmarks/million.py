@@ -28,7 +28,7 @@ from benchmarks.serving import say
 from loraserve.limits import LIMITS
 
 SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000), (2000, 20_000)
-NUM_ROUNDS, NUM_BINDS = 5, 4000
+NUM_ROUNDS, NUM_BINDS = 3, 3000
 IDLE_S = 60.0
 PLOTTED = (
     "bind, looked up",

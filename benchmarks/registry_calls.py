@@ -282,10 +282,6 @@ class Calls:
             await migrate.check(self._url)
             return 1
 
-        async def survey() -> int:
-            found = await registry.claim.adopt(actor=ACTOR, is_dry_run=True)
-            return found.contents.num_blobs
-
         async def bases() -> int:
             await asyncio.to_thread(lambda: list(check_bases(self._url, BASE.digest)))
             return store.num_versions
@@ -295,7 +291,6 @@ class Calls:
             Pass("certificates: next sweep", sweep, max_rows=4000),
             Pass("collector: pass that lists", collect, max_rows=20_000),
             Pass("collector: pass that deletes", collect_again, max_rows=20_000),
-            Pass("store: whose blobs they are", survey, max_rows=20_000),
             Pass("backup: rows", read_backup),
             Pass("backup: blobs in use", referenced),
             Pass("db check", check),

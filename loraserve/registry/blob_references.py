@@ -103,7 +103,7 @@ async def _those_in(
         wanted = func.json_each(bindparam("wanted", json.dumps(digests))).table_valued("value", name="wanted")
     else:
         array = bindparam("wanted", digests, ARRAY(String))
-        wanted = func.unnest(array).table_valued("value", name="wanted")
+        wanted = func.unnest(array).table_valued("value", name="wanted").render_derived()
     matching = query.where(column == wanted.c.value).exists()
     return set(map(Digest, (await session.scalars(select(wanted.c.value).where(matching))).all()))
 
