@@ -140,8 +140,12 @@ class Site:
         }
 
 
-async def make_site(server: Server, num_versions: int, folder: Path) -> Site:
-    """Return a registry that is filled now, or was by an earlier run."""
+async def make_site(server: Server, num_versions: int, folder: Path, num_tenants: int | None = None) -> Site:
+    """Return a registry that is filled now, or was by an earlier run.
+
+    Args:
+        num_tenants: None: one for each `VERSIONS_PER_TENANT` versions.
+    """
     kept = server.kept(num_versions)
     if kept is not None and kept.is_file():
         found: Site = pickle.loads(kept.read_bytes())
@@ -151,7 +155,7 @@ async def make_site(server: Server, num_versions: int, folder: Path) -> Site:
     say(f"writing {num_versions:,} versions …")
     began = time.perf_counter()
     database, store = Database(url), ListedStore(folder / f"first-{num_versions}")
-    num_tenants = max(20, num_versions // VERSIONS_PER_TENANT)
+    num_tenants = num_tenants or max(20, num_versions // VERSIONS_PER_TENANT)
     filled = await fill(url, database, make_registry(database, store), num_versions, num_tenants)
     await database.dispose()
     store.close()

@@ -136,7 +136,6 @@ def loads_per_s(num_machines: int, measured: Measured) -> float:
 def machines_table(measured: Measured) -> str:
     """What grows with the machines."""
     bind, beat = measured.call("bind, looked up"), measured.call(f"heartbeat among {NUM_SERVERS:,} servers")
-    sweep = measured.call("certificates: first sweep")
     each = measured.adapter_bytes
 
     def row(name: str, value: Any) -> list[str]:
@@ -154,10 +153,6 @@ def machines_table(measured: Measured) -> str:
         row("… busy with them", lambda m: busy(m * measured.requests_per_s * bind["database_s"])),
         row("rows that heartbeats read a second", lambda m: f"{m * (m - 1) * beats_per_s:,.0f}"),
         row("… busy with them", lambda m: busy(m * beats_per_s * beat["database_s"] * (m - 1) / NUM_SERVERS)),
-        row(
-            "… busy with sweeps for certificates",
-            lambda m: busy(m * sweep["database_s"] * measured.growth / 3600),
-        ),
         row("adapters in memory", lambda m: f"{m * measured.adapters_per_machine:,}"),
         row("requests that find theirs there, at most", lambda m: figures.percent(in_memory(m, measured))),
         row("loads a second", lambda m: f"{loads_per_s(m, measured):,.1f}"),

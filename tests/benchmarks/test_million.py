@@ -17,12 +17,12 @@ from benchmarks.registry_sites import Server, Site, execute, make_site, measure
 
 pytestmark = pytest.mark.postgres
 
-NUM_VERSIONS = 3000
+NUM_VERSIONS, NUM_TENANTS = 3000, 100
 
 
 async def make_filled(url: str, folder: Path) -> tuple[Server, Site]:
     server = Server(url)
-    return server, await make_site(server, NUM_VERSIONS, folder)
+    return server, await make_site(server, NUM_VERSIONS, folder, NUM_TENANTS)
 
 
 async def drop(server: Server) -> None:
