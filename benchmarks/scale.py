@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,22 @@ from loraserve.limits import LIMITS
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MACHINES = (1, 10, 1000)
+CALLS = (
+    "bind, cached",
+    "bind, looked up",
+    "bind, 16 at once, looked up",
+    "list adapters, in the middle",
+    "list versions, in the middle",
+    "get the trainer's adapter",
+    "residency page, all, in the middle",
+    "audit page, largest tenant",
+    "models of the largest tenant",
+    "move an alias",
+    "push a version, small tenant",
+    "push a version, largest tenant",
+    "delete an adapter",
+)
+"""Calls of a `million` result that docs/scale.md shows."""
 NUM_VERSIONS = 10_000_000
 ZIPF = 0.9
 MONTH_S = 30 * 86_400
@@ -61,8 +77,8 @@ def read(path: Path) -> Any:
 class Measured:
     """Figures of results, by their names there."""
 
-    registry: dict[str, Any]
-    """Of the largest registry of a `million` result."""
+    registries: tuple[dict[str, Any], ...]
+    """Of a `million` result, from the smallest to the largest, which is meant where one is."""
     idle_per_s: float
     placement: dict[str, Any]
     adapter_bytes: int
@@ -75,13 +91,21 @@ class Measured:
         million, placement = map(read, paths)
         costs = placement["costs"]
         return cls(
-            million["registries"][-1],
+            tuple(million["registries"]),
             million["idle_transactions_per_s"],
             next(one for one in placement["results"] if one["scenario"]["name"] == "centre"),
             costs["adapter_bytes"],
             costs["load_s"],
             tuple(f"benchmarks/results/{path.stem}.md" for path in paths),
         )
+
+    @property
+    def registry(self) -> dict[str, Any]:
+        return self.registries[-1]
+
+    @property
+    def smallest(self) -> Measured:
+        return replace(self, registries=self.registries[:1])
 
     def call(self, name: str) -> dict[str, Any]:
         parts = (self.registry[part] for part in ("binds", "calls", "passes"))
@@ -220,9 +244,23 @@ def costs_table(measured: Measured, prices: Prices = R2) -> str:
     return figures.table(["$ a month", *(f"{count:,}" for count in MACHINES)], rows)
 
 
+def calls_table(measured: Measured) -> str:
+    """What calls took on the smallest and the largest registry."""
+    registries = (measured.smallest, measured)
+    header = [
+        "call",
+        *(f"{quantile} ms, {one.num_versions:,} versions" for quantile in ("p50", "p99") for one in registries),
+    ]
+    rows = [
+        [name, *(figures.ms(one.call(name)[f"{quantile}_s"]) for quantile in ("p50", "p99") for one in registries)]
+        for name in CALLS
+    ]
+    return figures.table(header, rows)
+
+
 def tables() -> list[str]:
     measured = Measured.load()
-    return [machines_table(measured), versions_table(measured), costs_table(measured)]
+    return [calls_table(measured), machines_table(measured), versions_table(measured), costs_table(measured)]
 
 
 def main(arguments: list[str] | None = None) -> None:
