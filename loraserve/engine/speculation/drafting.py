@@ -37,7 +37,7 @@ PAYBACK_TOKENS = 64
 REHEARSALS = ((1, 1), (2, 1), (DRAFT_SEQUENCES, 1), (1, MAX_ROWS))
 """Passes by which what they take is measured: sequences, and rows of each."""
 NUM_REHEARSALS = 3
-MIN_PLAIN_STEPS, MAX_PLAIN_AGE = 4, 32
+MIN_PLAIN_STEPS, MAX_PLAIN_AGE = 4, 64
 """Steps without proposals that must be known, and the most steps since the last of them.
 
 A gain by a draft base is a small difference of two costs: four drawn texts at once had 5% fewer

@@ -244,3 +244,17 @@ def test_nothing_is_proposed_in_a_step_of_more_requests_than_are_asked_for() -> 
     crowd = [decoding(text) for _ in range(3)]
     assert not any(propose(costing(Speculation(max_requests=2), *FLAT), *crowd))
     assert any(propose(costing(Speculation(), *FLAT), *crowd))
+
+
+@pytest.mark.parametrize("has_draft_base", [True, False])
+def test_steps_right_after_proposals_tell_nothing_of_steps_without_a_draft_base(has_draft_base: bool) -> None:
+    drafting = SimpleNamespace(seconds=0.0) if has_draft_base else None
+    speculation = Speculation(drafting=drafting)  # type: ignore[arg-type]
+    request = decoding(TEXT)
+    plain = entry_of(request)
+    proposing = ScheduledRequest(request, plain.start, 4, True, False, 0, (1, 2, 3))
+    for _ in range(30):
+        for entry, seconds in ((proposing, 2.0), (plain, 1.5), (plain, 1.5), (plain, 1.0), (plain, 1.0)):
+            speculation.note_step([entry], seconds)
+    assert (speculation.costs.of(1) < 1.01) is has_draft_base
+    assert speculation.costs.of(4) == pytest.approx(2.0)
