@@ -176,8 +176,6 @@ def test_a_canary_and_a_shadow_are_compared_side_by_side(
     page.get_by_text("version 1: 100 %").wait_for()
     with Client(server.url, api_key=acme) as client:
         assert client.adapters.alias("compared", "live").split is None
-        # the map's tests look for versions that are loaded for the first time
-        client.adapters.delete("compared")
 
 
 def test_a_shadow_is_set_and_ended_by_the_dialog(open_console: Open, server: ServerProcess, acme: str) -> None:

@@ -56,11 +56,14 @@ export function useLoaded(load, inputs, everyMs = 0) {
     if (!isQuiet) setState((before) => ({ ...before, isLoading: true }));
     try {
       const loaded = await load();
-      if (number !== latest.current) return;
-      value.current = loaded;
-      setState({ value: loaded, error: null, isLoading: false });
+      if (number === latest.current) {
+        value.current = loaded;
+        setState({ value: loaded, error: null, isLoading: false });
+      }
+      return loaded;
     } catch (error) {
       if (number === latest.current) setState((before) => ({ ...before, error, isLoading: false }));
+      return null;
     }
   }, inputs);
   useEffect(() => {

@@ -168,7 +168,9 @@ function VersionPanel({ one: known, me, onClose, onLoaded }) {
     const { is_done: isDone } = await api.post(`${root}/${action}`, undefined, { headers });
     setTold({ warm: "It is on the device.", pin: "It stays on the device now.", unpin: "It may be evicted again." }[action]);
     if (!isDone) setTold("The load has begun, and goes on.");
-    await where.reload(true);
+    // also for a map whose panel is closed meanwhile
+    const row = await where.reload(true);
+    if (row) onLoaded(row);
   });
   const facts = [
     ["Where", TIERS.find(([kind]) => kind === kindOf(one))?.[1] ?? one.tier],
