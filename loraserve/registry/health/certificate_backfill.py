@@ -88,7 +88,7 @@ class CertificateBackfill:
     stay as they are.
 
     Args:
-        certificates: issues the certificates; `start` is a no-op if uploads aren't verified either.
+        certificates: issues the certificates; no sweep is made while uploads aren't verified.
         base: returns the resident base; may raise `EngineUnavailable`.
         monotonic: clock that measures delays.
     """
@@ -131,9 +131,8 @@ class CertificateBackfill:
         )
 
     def start(self) -> None:
-        """Verify from now on, until `close`; no-op if uploads aren't verified either."""
-        if self._certificates.is_at_upload:
-            self._task.start()
+        """Verify from now on, until `close`, while uploads are verified too."""
+        self._task.start()
 
     async def close(self) -> None:
         """Stop verifying. A verification under way is abandoned, and changes nothing."""
@@ -150,13 +149,16 @@ class CertificateBackfill:
         those that are left.
 
         Returns:
-            Whether the sweep was made; False if the base isn't loaded or another server is
-            sweeping.
+            Whether the sweep was made; False if uploads aren't verified, the base isn't loaded or
+            another server is sweeping.
 
         Raises:
             EngineError, Overloaded: the engine or the database is unreachable or busy. The next
                 sweep, or another server without delay, continues.
         """
+        # looked at each time: a reload of the settings changes it
+        if not self._certificates.is_at_upload:
+            return False
         try:
             base = self._base()
         except EngineUnavailable:

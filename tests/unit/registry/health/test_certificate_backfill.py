@@ -579,11 +579,19 @@ async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
     assert [record.levelname for record in caplog.records if "quarantined" in record.message] == ["ERROR"]
 
 
-async def test_a_server_that_certifies_on_request_begins_nothing(make_server: Callable[..., Registry]) -> None:
-    server = make_server(is_certified_at_upload=False)
-    server.certificate_backfill.start()
-    assert not server.certificate_backfill._task.is_running
-    await server.certificate_backfill.close()
+async def test_a_server_that_certifies_on_request_verifies_nothing_until_its_settings_change(
+    publish: Any, server: Registry, make_server: Callable[..., Registry], certifying: Any, acme: TenantId
+) -> None:
+    certifying.outcome = AWAY
+    await publish(via=server)
+    certifying.outcome = None
+    certifying.asked.clear()
+    on_request = make_server(is_certified_at_upload=False)
+    assert not await on_request.certificate_backfill.sweep()
+    assert certifying.asked == []
+    on_request.certificates.is_at_upload = True
+    assert await on_request.certificate_backfill.sweep()
+    assert len(certifying.asked) == 1
 
 
 def computed(base: BaseSpec, **how: str) -> BaseSpec:
