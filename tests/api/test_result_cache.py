@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.api.result_cache import HIT, MISS, OFF, CacheUse, ResultCache
 from loraserve.engine_client.messages import GenerateRequest
@@ -17,13 +18,6 @@ from loraserve.types import AdapterPart, AdapterRef, Digest, FinishReason, Reque
 KIB = 1 << 10
 BASE = Digest("b" * 64)
 ACME, OTHER = TenantId("acme"), TenantId("other")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_request(number: int, tenant: TenantId = ACME, adapter: AdapterRef | None = None) -> GenerateRequest:
@@ -55,8 +49,8 @@ def make_chunk(text: str, *, stop_reason: str | None = None, reason: FinishReaso
     )
 
 
-def make_cache(max_bytes: int = 64 * KIB, *, share: float = 0.5, clock: Clock | None = None) -> ResultCache:
-    return ResultCache(max_bytes, limits=replace(LIMITS, result_cache_share=share), monotonic=clock or Clock())
+def make_cache(max_bytes: int = 64 * KIB, *, share: float = 0.5, clock: StoppedClock | None = None) -> ResultCache:
+    return ResultCache(max_bytes, limits=replace(LIMITS, result_cache_share=share), monotonic=clock or StoppedClock())
 
 
 def use(
@@ -76,12 +70,12 @@ def is_kept(cache: ResultCache, request: GenerateRequest) -> bool:
 
 
 def test_an_answer_is_found_until_its_time_is_over() -> None:
-    clock = Clock()
+    clock = StoppedClock()
     cache = make_cache(clock=clock)
     keep(cache, make_request(1), ttl_s=10.0)
-    clock.now = 9.0
+    clock.now_s = 9.0
     assert is_kept(cache, make_request(1))
-    clock.now = 10.0
+    clock.now_s = 10.0
     assert not is_kept(cache, make_request(1))
     assert (cache.num_answers, cache.num_bytes) == (0, 0)
 

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.engine_client.process import Vitals
 from loraserve.progress import Progress
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> StoppedClock:
+    return StoppedClock(100.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def vitals(clock: Clock) -> Vitals:
+def vitals(clock: StoppedClock) -> Vitals:
     return Vitals(max_tick_s=0.5, clock=clock)
 
 
-def pass_time(clock: Clock, vitals: Vitals, seconds: float, tick_s: float = 0.25) -> None:
+def pass_time(clock: StoppedClock, vitals: Vitals, seconds: float, tick_s: float = 0.25) -> None:
     for _ in range(round(seconds / tick_s)):
         clock.now_s += tick_s
         vitals.tick()
 
 
-def test_a_process_that_says_nothing_is_quiet(clock: Clock, vitals: Vitals) -> None:
+def test_a_process_that_says_nothing_is_quiet(clock: StoppedClock, vitals: Vitals) -> None:
     pass_time(clock, vitals, 3)
     assert vitals.quiet_s == 3
     assert not vitals.has_spoken
 
 
-def test_a_pulse_whose_count_stands_still_does_not_end_the_quiet(clock: Clock, vitals: Vitals) -> None:
+def test_a_pulse_whose_count_stands_still_does_not_end_the_quiet(clock: StoppedClock, vitals: Vitals) -> None:
     vitals.note_pulse(7, "computing a step", "computing a step")
     for _ in range(4):
         pass_time(clock, vitals, 1)
@@ -47,7 +41,7 @@ def test_a_pulse_whose_count_stands_still_does_not_end_the_quiet(clock: Clock, v
     assert vitals.quiet_s == 0
 
 
-def test_a_message_of_the_working_thread_is_progress(clock: Clock, vitals: Vitals) -> None:
+def test_a_message_of_the_working_thread_is_progress(clock: StoppedClock, vitals: Vitals) -> None:
     pass_time(clock, vitals, 3)
     vitals.note_message()
     assert vitals.quiet_s == 0
@@ -55,7 +49,7 @@ def test_a_message_of_the_working_thread_is_progress(clock: Clock, vitals: Vital
 
 @pytest.mark.parametrize("away_s", [30, 86_400])
 def test_time_in_which_the_watcher_itself_stood_still_does_not_count(
-    clock: Clock, vitals: Vitals, away_s: float
+    clock: StoppedClock, vitals: Vitals, away_s: float
 ) -> None:
     """A laptop sleeps, or a container with both processes is frozen:
     the engine had no chance to speak either.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.api.metrics.activity import Activity
 from loraserve.api.metrics.durations import DURATION_BOUNDS_S
@@ -42,25 +43,18 @@ def make_chunk(num_tokens: int = 1) -> Chunk:
     )
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> StoppedClock:
+    return StoppedClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def activity(clock: Clock) -> Activity:
+def activity(clock: StoppedClock) -> Activity:
     limits = dataclasses.replace(LIMITS, max_tallied_tenants=2)
     return Activity(limits=limits, monotonic=clock, clock=lambda: 1_000.0)
 
 
-def test_a_request_is_counted_from_its_arrival_to_its_end(activity: Activity, clock: Clock) -> None:
+def test_a_request_is_counted_from_its_arrival_to_its_end(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(), tenant_name="acme", asked="sql")
     for tally in (activity.of(ACME), activity.of(None)):
         assert (tally.num_waiting, tally.num_running, tally.num_ended) == (1, 0, 0)
@@ -89,7 +83,7 @@ def test_tenants_are_apart(activity: Activity) -> None:
     assert activity.of(None).num_waiting == 1
 
 
-def test_what_no_client_waits_for_is_counted_and_not_timed(activity: Activity, clock: Clock) -> None:
+def test_what_no_client_waits_for_is_counted_and_not_timed(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(is_background=True), tenant_name="acme", asked="sql")
     timer.add(make_chunk(2))
     timer.end("stop", answered_by="sql@1", is_failure=False)
@@ -109,7 +103,7 @@ def test_tenants_are_bounded_and_a_dropped_one_counts_its_request_to_the_end(act
     assert activity.of(None).num_waiting == 2
 
 
-def test_a_duration_beyond_all_bounds_has_a_bucket(activity: Activity, clock: Clock) -> None:
+def test_a_duration_beyond_all_bounds_has_a_bucket(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(), tenant_name="acme", asked="sql")
     clock.now_s = 1e9
     timer.add(make_chunk())

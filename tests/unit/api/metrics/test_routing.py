@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.api.metrics.adapter_load import AdapterLoad
 from loraserve.api.metrics.routing import MAX_AGE_S, AdapterRouting
@@ -49,25 +50,18 @@ class Engine:
         return tuple(row for row in self.rows if row.digest in only)
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def engine() -> Engine:
     return Engine()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> StoppedClock:
+    return StoppedClock()
 
 
 @pytest.fixture
-def routing(engine: Any, clock: Clock) -> AdapterRouting:
+def routing(engine: Any, clock: StoppedClock) -> AdapterRouting:
     load = AdapterLoad()
     for name in ("a", "b", "c", "d"):
         ref = AdapterRef(
@@ -95,7 +89,7 @@ async def test_adapters_in_memory_are_named_with_their_level(routing: AdapterRou
 
 
 async def test_the_engine_is_asked_seldom_however_often_routers_scrape(
-    routing: AdapterRouting, engine: Engine, clock: Clock
+    routing: AdapterRouting, engine: Engine, clock: StoppedClock
 ) -> None:
     for _ in range(5):
         await routing.refresh()
@@ -106,7 +100,7 @@ async def test_the_engine_is_asked_seldom_however_often_routers_scrape(
 
 
 async def test_nothing_is_told_while_the_engine_is_away(
-    routing: AdapterRouting, engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    routing: AdapterRouting, engine: Engine, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.rows = [make_row("digest-a", Tier.DEVICE)]
     await routing.refresh()

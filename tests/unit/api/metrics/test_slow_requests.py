@@ -6,6 +6,7 @@ import dataclasses
 from datetime import UTC, datetime
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.api.metrics.slow_requests import DURATION, FIRST_TOKEN, SlowRequest, SlowRequests
 from loraserve.limits import LIMITS
@@ -34,20 +35,13 @@ def make_request(duration_s: float, first_token_s: float | None = 0.1, tenant: T
     )
 
 
-class Clock:
-    now_s = 10_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> StoppedClock:
+    return StoppedClock(10_000.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def slow(clock: Clock) -> SlowRequests:
+def slow(clock: StoppedClock) -> SlowRequests:
     limits = dataclasses.replace(LIMITS, max_slow_requests_per_minute=3, max_slow_request_minutes=4)
     return SlowRequests(limits=limits, clock=clock)
 
@@ -82,7 +76,7 @@ def test_each_tenant_has_its_own(slow: SlowRequests) -> None:
     assert durations(slow, None) == [9.0, 8.0, 7.0, 0.5]
 
 
-def test_an_hour_later_they_are_gone(slow: SlowRequests, clock: Clock) -> None:
+def test_an_hour_later_they_are_gone(slow: SlowRequests, clock: StoppedClock) -> None:
     slow.add(make_request(1.0))
     clock.now_s += LIMITS.slow_requests_s - 60
     assert durations(slow) == [1.0]
@@ -91,7 +85,7 @@ def test_an_hour_later_they_are_gone(slow: SlowRequests, clock: Clock) -> None:
     assert not slow._minutes
 
 
-def test_kept_minutes_are_bounded(slow: SlowRequests, clock: Clock) -> None:
+def test_kept_minutes_are_bounded(slow: SlowRequests, clock: StoppedClock) -> None:
     for duration_s in range(1, 10):
         slow.add(make_request(float(duration_s)))
         clock.now_s += 60

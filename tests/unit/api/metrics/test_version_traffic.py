@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.api.metrics.durations import DURATION_BOUNDS_S, bucket, empty_counts, quantile
 from loraserve.api.metrics.version_traffic import EndedRequest, Role, TrafficTally, VersionKey, VersionTraffic
@@ -15,20 +16,13 @@ from loraserve.types import AdapterPart, AdapterRef, Digest, TenantId
 ACME, GLOBEX = TenantId("1"), TenantId("2")
 
 
-class Clock:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> StoppedClock:
+    return StoppedClock(1_000_000.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def traffic(clock: Clock) -> VersionTraffic:
+def traffic(clock: StoppedClock) -> VersionTraffic:
     return VersionTraffic(limits=dataclasses.replace(LIMITS, max_traffic_versions=3), clock=clock)
 
 
@@ -76,7 +70,7 @@ def test_a_version_of_a_deleted_adapter_of_that_name_is_another(traffic: Version
     assert [key.digest for key in traffic.of(ACME, "sql", 3600)] == [first.digest, other.digest]
 
 
-def test_requests_of_more_than_an_hour_ago_are_forgotten(traffic: VersionTraffic, clock: Clock) -> None:
+def test_requests_of_more_than_an_hour_ago_are_forgotten(traffic: VersionTraffic, clock: StoppedClock) -> None:
     traffic.add(ACME, version(1), Role.ANSWER, ended())
     clock.now_s += 1200
     traffic.add(ACME, version(1), Role.ANSWER, ended())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from stopped_clock import StoppedClock
 
 from loraserve.errors import QuotaExceeded, RateLimited
 from loraserve.tenancy.identity.auth import Caller
@@ -13,20 +14,13 @@ from loraserve.tenancy.limits.admission import Admissions, format_duration
 from loraserve.types import TenantId
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> StoppedClock:
+    return StoppedClock(100.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def admissions(clock: Clock) -> Admissions:
+def admissions(clock: StoppedClock) -> Admissions:
     return Admissions(monotonic=clock)
 
 
@@ -48,17 +42,17 @@ def test_a_tenant_without_limits_is_let_in_and_told_nothing(admissions: Admissio
     assert admissions.headers(caller) == {}
 
 
-def test_requests_over_the_rate_are_told_when_the_next_one_passes(admissions: Admissions, clock: Clock) -> None:
+def test_requests_over_the_rate_are_told_when_the_next_one_passes(admissions: Admissions, clock: StoppedClock) -> None:
     caller = make_caller(requests_per_minute=2)
     for _ in range(2):
         admissions.enter(caller).release()
     wait_s = refused(admissions, caller).retry_after_s
     assert wait_s == pytest.approx(30.0)
-    clock.now += wait_s
+    clock.now_s += wait_s
     admissions.enter(caller)
 
 
-def test_a_refused_request_uses_nothing(admissions: Admissions, clock: Clock) -> None:
+def test_a_refused_request_uses_nothing(admissions: Admissions, clock: StoppedClock) -> None:
     caller = make_caller(requests_per_minute=2)
     for _ in range(2):
         admissions.enter(caller)
@@ -84,10 +78,12 @@ def test_so_many_requests_at_once_and_the_next_when_one_has_ended(admissions: Ad
     refused(admissions, caller)
 
 
-def test_the_wait_for_a_place_is_by_how_long_the_tenants_requests_take(admissions: Admissions, clock: Clock) -> None:
+def test_the_wait_for_a_place_is_by_how_long_the_tenants_requests_take(
+    admissions: Admissions, clock: StoppedClock
+) -> None:
     caller = make_caller(max_concurrent_requests=2)
     entered = admissions.enter(caller)
-    clock.now += 8.0
+    clock.now_s += 8.0
     entered.release()
     for _ in range(2):
         admissions.enter(caller)
@@ -140,7 +136,7 @@ def test_a_limit_of_none_at_all_is_a_quota(admissions: Admissions, limit: str) -
     assert isinstance(refused(admissions, make_caller(**{limit: 0})), QuotaExceeded)
 
 
-def test_servers_that_share_a_tenant_grant_a_part_each(clock: Clock) -> None:
+def test_servers_that_share_a_tenant_grant_a_part_each(clock: StoppedClock) -> None:
     admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
     caller = make_caller(requests_per_minute=60, tokens_per_minute=300, max_concurrent_requests=100)
     for _ in range(20):
@@ -156,7 +152,7 @@ def test_servers_that_share_a_tenant_grant_a_part_each(clock: Clock) -> None:
     }
 
 
-def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock: Clock) -> None:
+def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock: StoppedClock) -> None:
     admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
     caller = make_caller(tokens_per_minute=300)
     admissions.enter(caller).reserve(100, 150)
@@ -164,7 +160,7 @@ def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock
         admissions.enter(caller).reserve(1, 1)
 
 
-def test_each_of_many_servers_grants_one_request_at_once(clock: Clock) -> None:
+def test_each_of_many_servers_grants_one_request_at_once(clock: StoppedClock) -> None:
     admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
     caller = make_caller(max_concurrent_requests=2)
     admissions.enter(caller)
@@ -177,12 +173,12 @@ def test_a_limit_that_changes_counts_from_then_on(admissions: Admissions) -> Non
     admissions.enter(make_caller(requests_per_minute=10))
 
 
-def test_a_lowered_rate_holds_while_a_request_of_the_old_one_runs(admissions: Admissions, clock: Clock) -> None:
+def test_a_lowered_rate_holds_while_a_request_of_the_old_one_runs(admissions: Admissions, clock: StoppedClock) -> None:
     old, new = make_caller(tokens_per_minute=60_000), make_caller(tokens_per_minute=600)
     stream = admissions.enter(old)
     stream.reserve(0, 1)
     admissions.enter(new).reserve(0, 599)
-    clock.now += 10
+    clock.now_s += 10
     stream.count(2)
     assert admissions.headers(old)["x-ratelimit-remaining-tokens"] == "99"
     with pytest.raises(RateLimited):
@@ -208,12 +204,12 @@ def test_refusals_are_counted_by_what_for(admissions: Admissions) -> None:
     assert admissions.num_refused == {"requests": 1, "tokens": 1, "concurrency": 1}
 
 
-def test_tenants_that_use_nothing_any_more_are_forgotten(admissions: Admissions, clock: Clock) -> None:
+def test_tenants_that_use_nothing_any_more_are_forgotten(admissions: Admissions, clock: StoppedClock) -> None:
     stays = admissions.enter(make_caller("busy"))
     admissions.enter(make_caller("spent", requests_per_minute=1)).release()
     for number in range(3000):
         admissions.enter(make_caller(f"t{number}", requests_per_minute=6000)).release()
-        clock.now += 0.0125
+        clock.now_s += 0.0125
     assert len(admissions) < 1100
     refused(admissions, make_caller("spent", requests_per_minute=1, max_concurrent_requests=1))
     assert admissions.num_running(stays.caller.tenant) == 1
@@ -227,7 +223,9 @@ def test_durations_read_as_openais(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_requests_in_the_background_leave_half_of_the_rates_to_clients(admissions: Admissions, clock: Clock) -> None:
+def test_requests_in_the_background_leave_half_of_the_rates_to_clients(
+    admissions: Admissions, clock: StoppedClock
+) -> None:
     client = make_caller(requests_per_minute=4, tokens_per_minute=100)
     background = replace(client, is_background=True)
     for _ in range(2):
@@ -235,13 +233,13 @@ def test_requests_in_the_background_leave_half_of_the_rates_to_clients(admission
     assert refused(admissions, background).retry_after_s == pytest.approx(15.0)
     for _ in range(2):
         admitted = admissions.enter(client)
-    clock.now += 60
+    clock.now_s += 60
     admissions.enter(background).reserve(20, 30)
     with pytest.raises(RateLimited):
         admissions.enter(background).reserve(1, 0)
     admitted.reserve(20, 30)
     # what exceeds half of a rate passes when nothing else was used
-    clock.now += 120
+    clock.now_s += 120
     admissions.enter(background).reserve(40, 40)
 
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import pytest
 from sqlalchemy import func, select
+from stopped_clock import StoppedClock
 
 from loraserve.db.models import ServerRow
 from loraserve.db.session import Database
@@ -15,16 +16,9 @@ from loraserve.limits import LIMITS
 from loraserve.tenancy.limits.servers import Servers
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> StoppedClock:
+    return StoppedClock()
 
 
 async def num_rows(database: Database) -> int:
@@ -33,7 +27,7 @@ async def num_rows(database: Database) -> int:
 
 
 @pytest.mark.postgres
-async def test_servers_that_beat_are_counted_by_each(database: Database, clock: Clock) -> None:
+async def test_servers_that_beat_are_counted_by_each(database: Database, clock: StoppedClock) -> None:
     servers = [Servers(database, monotonic=clock) for _ in range(3)]
     for _ in range(3):
         for server in servers:
@@ -41,18 +35,20 @@ async def test_servers_that_beat_are_counted_by_each(database: Database, clock: 
     assert [server.num_live for server in servers] == [3, 3, 3]
 
 
-async def test_one_that_was_killed_counts_no_more_after_a_while(database: Database, clock: Clock) -> None:
+async def test_one_that_was_killed_counts_no_more_after_a_while(database: Database, clock: StoppedClock) -> None:
     here, killed = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     for _ in range(2):
         await killed.beat()
         await here.beat()
     assert here.num_live == 2
-    clock.now += LIMITS.server_silence_s + 1
+    clock.now_s += LIMITS.server_silence_s + 1
     await here.beat()
     assert here.num_live == 1
 
 
-async def test_what_a_killed_one_left_never_counts_for_who_starts_later(database: Database, clock: Clock) -> None:
+async def test_what_a_killed_one_left_never_counts_for_who_starts_later(
+    database: Database, clock: StoppedClock
+) -> None:
     await Servers(database, monotonic=clock).beat()
     here = Servers(database, monotonic=clock)
     for _ in range(3):
@@ -60,16 +56,16 @@ async def test_what_a_killed_one_left_never_counts_for_who_starts_later(database
     assert here.num_live == 1
 
 
-async def test_rows_of_the_dead_are_removed(database: Database, clock: Clock) -> None:
+async def test_rows_of_the_dead_are_removed(database: Database, clock: StoppedClock) -> None:
     await Servers(database, monotonic=clock).beat()
     here = Servers(database, monotonic=clock)
     await here.beat()
-    clock.now += 3601
+    clock.now_s += 3601
     await here.beat()
     assert await num_rows(database) == 1
 
 
-async def test_one_that_closes_leaves_at_once(database: Database, clock: Clock) -> None:
+async def test_one_that_closes_leaves_at_once(database: Database, clock: StoppedClock) -> None:
     here, leaving = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     leaving.start()
     while not await num_rows(database):
@@ -84,7 +80,7 @@ async def test_one_that_closes_leaves_at_once(database: Database, clock: Clock) 
 
 
 async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_says_so(
-    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    database: Database, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("loraserve.tenancy.limits.servers.LIMITS", LIMITS.__class__(server_beat_s=0.001))
     here, other = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
@@ -108,11 +104,11 @@ async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_
     assert [record.levelname for record in caplog.records if "heartbeats" in record.message] == ["WARNING"]
 
 
-async def test_one_whose_row_was_removed_writes_it_again(database: Database, clock: Clock) -> None:
+async def test_one_whose_row_was_removed_writes_it_again(database: Database, clock: StoppedClock) -> None:
     paused, here = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     await paused.beat()
     await here.beat()
-    clock.now += 3601
+    clock.now_s += 3601
     await here.beat()
     for _ in range(2):
         await paused.beat()
