@@ -4,17 +4,14 @@ one process, also when one of the processes dies.
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
 
-from .test_many_streams import base_id, connect, make_work, settle, solo, stream
-from .test_tensor_parallel import FLAGS, answers, followers, start
+from .test_many_streams import make_work
+from .test_tensor_parallel import FLAGS, answers, followers, outlive_a_kill, says_what_one_process_says, start
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +24,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPro
 
 @pytest.mark.slow
 async def test_texts_are_those_of_one_process(stages: tuple[ServerProcess, str], tmp_path: Path) -> None:
-    whole, whole_key = start(tmp_path / "data")
-    try:
-        expected = await answers(whole, whole_key, make_work(24, seed=5))
-    finally:
-        assert whole.stop() == 0
-    assert await answers(*stages, make_work(24, seed=5)) == expected
+    await says_what_one_process_says(*stages, tmp_path / "data")
     metrics = stages[0].metrics()
-    assert metrics["loraserve_invariant_violations_total"] == 0
     # the first stage receives nothing, and steps of many rows are several micro-batches
     received = {rank: metrics[f'loraserve_parallel_bytes_total{{kind="transfer",rank="{rank}"}}'] for rank in (0, 1)}
     assert received[0] > 0 == received[1]
@@ -43,29 +34,7 @@ async def test_texts_are_those_of_one_process(stages: tuple[ServerProcess, str],
 
 @pytest.mark.slow
 async def test_killing_a_stage_changes_no_streams_text(stages: tuple[ServerProcess, str]) -> None:
-    server, key = stages
-    works = make_work(16, seed=6, ignore_eos=True, max_tokens=64)
-    async with connect(server, key) as client:
-        base = await base_id(client)
-        expected = await solo(client, works, base)
-        engine_pid = server.engine_pid()
-        assert engine_pid is not None
-        (rank,) = followers(engine_pid)
-        num_events = 0
-
-        def kill_once() -> None:
-            nonlocal num_events
-            num_events += 1
-            if num_events == 150:
-                os.kill(rank, signal.SIGKILL)
-
-        await asyncio.gather(*(stream(client, work, base, kill_once) for work in works))
-        assert num_events > 150
-        assert [(work.error, work.text) for work in works] == [(None, text) for text in expected]
-        restarted = server.engine_pid()
-        assert restarted not in (None, engine_pid)
-        assert len(followers(restarted)) == 1  # type: ignore[arg-type]
-        await settle(server)
+    await outlive_a_kill(*stages)
 
 
 @pytest.mark.slow

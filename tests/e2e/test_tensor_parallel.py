@@ -55,20 +55,17 @@ async def answers(server: ServerProcess, key: str, works: list[Work]) -> list[st
 
 @pytest.mark.slow
 async def test_texts_are_those_of_one_process(cut: tuple[ServerProcess, str], tmp_path: Path) -> None:
-    whole, whole_key = start(tmp_path / "data")
-    try:
-        expected = await answers(whole, whole_key, make_work(24, seed=5))
-    finally:
-        assert whole.stop() == 0
-    assert await answers(*cut, make_work(24, seed=5)) == expected
-    metrics = cut[0].metrics()
-    assert metrics["loraserve_invariant_violations_total"] == 0
+    await says_what_one_process_says(*cut, tmp_path / "data")
     assert len(adapter_dirs()) == 7
 
 
 @pytest.mark.slow
 async def test_killing_a_rank_changes_no_streams_text(cut: tuple[ServerProcess, str]) -> None:
-    server, key = cut
+    await outlive_a_kill(*cut)
+
+
+async def outlive_a_kill(server: ServerProcess, key: str) -> None:
+    """Kill the engine's other process in the middle of streams; check that no text changes."""
     works = make_work(16, seed=6, ignore_eos=True, max_tokens=64)
     async with connect(server, key) as client:
         base = await base_id(client)
@@ -91,6 +88,17 @@ async def test_killing_a_rank_changes_no_streams_text(cut: tuple[ServerProcess, 
         assert restarted not in (None, engine_pid)
         assert len(followers(restarted)) == 1  # type: ignore[arg-type]
         await settle(server)
+
+
+async def says_what_one_process_says(server: ServerProcess, key: str, data: Path) -> None:
+    """Check a server's texts against those of another one, whose base isn't cut."""
+    whole, whole_key = start(data)
+    try:
+        expected = await answers(whole, whole_key, make_work(24, seed=5))
+    finally:
+        assert whole.stop() == 0
+    assert await answers(server, key, make_work(24, seed=5)) == expected
+    assert server.metrics()["loraserve_invariant_violations_total"] == 0
 
 
 def test_a_number_that_does_not_divide_the_base_is_refused(tmp_path: Path) -> None:
