@@ -89,7 +89,7 @@ def once_each(num_adapters: int, seed: int) -> list[SharedAsk]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one cluster did with the requests that were measured.
+    """Report of what one cluster did with the requests that were measured.
 
     Attributes:
         disk_loads: adapters that were read from the store into memory.
@@ -135,7 +135,7 @@ class Tenants:
         await self._stack.aclose()
 
     async def closed_loop(self, asked: Sequence[Ask]) -> list[Answer]:
-        """All of them, some at a time; whoever is done sends the next, of any tenant."""
+        """Send all of them, some at a time: an answer that ended is followed by a request."""
         waiting, answers = list(asked)[::-1], list[Answer]()
 
         async def work() -> None:

@@ -111,7 +111,7 @@ at a time, two of a tenant. Largest ÷ smallest: of medians, at the median of ro
 Once each. Of a pass, the rows are those of one statement of each kind. The pass that deletes begins with another \
 list; what it is about are the blobs that it deletes.
 
-## A server that nobody asks
+## An idle server
 
 {idle_per_s:.1f} transactions a second: heartbeat, pins, batches, usage, and looks for work. Each heartbeat reads the \
 other servers' rows, above of {NUM_SERVERS:,}.
@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
             if options.fill:
                 return sites, 0.0
             await measure(server, sites, folder, num_rounds=NUM_ROUNDS, num_binds=NUM_BINDS)
-            say("a server that nobody asks …")
+            say("an idle server …")
             return sites, await idle_transactions_per_s(server, IDLE_S)
 
         sites, idle_per_s = asyncio.run(run())

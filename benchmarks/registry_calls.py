@@ -254,7 +254,7 @@ class Calls:
             return store.num_versions
 
         async def collect() -> int:
-            """A first pass: what isn't in use is listed, no more and no less."""
+            """Make a first pass; check that it lists what isn't in use, no more and no less."""
             expected = await self._num_expired(retention_s)
             store.num_listed = 0
             await collector.collect()
@@ -265,7 +265,7 @@ class Calls:
             return store.num_listed
 
         async def collect_again() -> int:
-            """A pass an hour later, on the server that made the first: garbage goes."""
+            """Make a pass an hour later on the server that made the first; it deletes garbage."""
             due, self._later_s = collector.num_gc_candidates, later_s
             await collector.collect()
             return due

@@ -116,7 +116,7 @@ class Site:
     calls: dict[str, Timed] = field(default_factory=dict)
     passes: dict[str, Timed] = field(default_factory=dict)
     sizes: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """Of each table: name, rows, bytes of the rows, bytes of the indexes."""
+    """Name, rows, bytes of the rows and bytes of the indexes of each table."""
 
     @property
     def growth(self) -> float:
@@ -246,7 +246,7 @@ async def count_transactions(url: str) -> int:
 
 
 async def idle_transactions_per_s(server: Server, idle_s: float) -> float:
-    """Return the transactions per second of a server that nobody asks anything."""
+    """Return the transactions per second of an idle server."""
     url = await server.create(f"idle_{uuid.uuid4().hex}")
     with serve(DEMO_BASE, "none", flags=("--database-url", url)):
         # what a start looks at once is over

@@ -20,7 +20,7 @@ MAX_BIND_ROWS = 64
 
 @dataclass(slots=True)
 class Timed:
-    """What a call took, and what the database did for it."""
+    """Times of a call, and the work of the database for it."""
 
     name: str
     max_rows: int | None = None
@@ -28,7 +28,7 @@ class Timed:
     rounds_s: list[list[float]] = field(default_factory=list)
     """Times of its calls, by round."""
     num_items: int | None = None
-    """Of a pass, what it was about: blobs, versions."""
+    """Blobs or versions that a pass was about."""
     num_statements: int = 0
     database_s: float = 0.0
     plans: list[Plan] = field(default_factory=list)
@@ -116,7 +116,7 @@ async def time_call(timed: Timed, call: Call, num_calls: int, connection: asyncp
 
 
 async def time_pass(one: Pass, connection: asyncpg.Connection, *, growth: float) -> Timed:
-    """A pass over everything, once; the first statement of each kind is explained."""
+    """Time a pass over everything, once; explain the first statement of each kind."""
     timed = Timed(one.name, one.max_rows)
     with recording() as recorder:
         began = time.perf_counter()

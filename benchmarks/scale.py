@@ -158,7 +158,7 @@ def loads_per_s(num_machines: int, measured: Measured) -> float:
 
 
 def machines_table(measured: Measured) -> str:
-    """What grows with the machines."""
+    """Return the table of what grows with the machines."""
     bind, beat = measured.call("bind, looked up"), measured.call(f"heartbeat among {NUM_SERVERS:,} servers")
     each = measured.adapter_bytes
 
@@ -188,7 +188,7 @@ def machines_table(measured: Measured) -> str:
 
 
 def versions_table(measured: Measured) -> str:
-    """What grows with the versions."""
+    """Return the table of what grows with the versions."""
     sizes = measured.registry["sizes"]
     rows_of = sum(rows for _, rows, _, _ in sizes)
     table, indexes = (sum(one[place] for one in sizes) for place in (2, 3))
@@ -245,7 +245,7 @@ def costs_table(measured: Measured, prices: Prices = R2) -> str:
 
 
 def calls_table(measured: Measured) -> str:
-    """What calls took on the smallest and the largest registry."""
+    """Return the table of what calls took on the smallest and the largest registry."""
     registries = (measured.smallest, measured)
     header = [
         "call",

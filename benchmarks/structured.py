@@ -171,8 +171,10 @@ def ratio(times: Sequence[Times], mode: str) -> float:
     In a round both run one after the other, so that what slows the machine for minutes slows both.
     """
     of = {one.mode: one.rounds_s for one in times}
-    ratios = [one / free for one, free in zip(of[mode], of[FREE], strict=True) if one / free == one / free]
-    return statistics.median(ratios) if ratios else float("nan")
+    ratios = [one / free for one, free in zip(of[mode], of[FREE], strict=True)]
+    # a round without answers has none
+    counted = [one for one in ratios if not math.isnan(one)]
+    return statistics.median(counted) if counted else math.nan
 
 
 def times_table(times: Sequence[Times]) -> str:
