@@ -1,6 +1,6 @@
 """Where requests go among replicas, simulated: our placement beside others, on the same requests.
 
-    python -m benchmarks.placement           # every scenario, six policies: under 15 minutes
+    python -m benchmarks.placement           # every scenario, seven policies: under 15 minutes
     python -m benchmarks.placement --quick   # a few scenarios: under two minutes
 
 No server runs: replicas are simulated with costs that this project measured, by events, without a
@@ -57,6 +57,8 @@ class Scenario:
     """`lost` or `added`: a replica, in the middle of the run."""
     is_ours_alone: bool = False
     """Without the others: half an hour of many replicas takes long."""
+    device_bytes: int = DEVICE_BYTES
+    host_bytes: int = HOST_BYTES
     seed: int = 1
 
     def traffic(self, costs: Costs) -> Traffic:
@@ -66,6 +68,8 @@ class Scenario:
 
 
 CENTRE = Scenario("centre")
+SMALL = replace(CENTRE, num_adapters=192, device_bytes=288 << 20, host_bytes=640 << 20)
+"""Little memory: a replica holds 118 of 192 adapters."""
 LARGE = replace(CENTRE, num_replicas=64, duration_s=480.0)
 FLASH_64 = replace(LARGE, num_adapters=1_000, zipf=1.2, shape="flash")
 MANY_64 = replace(LARGE, num_adapters=100_000, zipf=0.6)
@@ -76,6 +80,11 @@ SCENARIOS = (
         for n in (2, 4, 16, 32)
     ),
     replace(CENTRE, name="2 replicas, 1,000 adapters", num_replicas=2, num_adapters=1_000),
+    replace(SMALL, name="2 replicas with little memory", num_replicas=2),
+    replace(SMALL, name="4 replicas with little memory", num_replicas=4, host_bytes=200 << 20),
+    replace(
+        CENTRE, name="8 replicas with little memory", num_adapters=1_000, device_bytes=288 << 20, host_bytes=900 << 20
+    ),
     replace(LARGE, name="64 replicas"),
     *(replace(CENTRE, name=f"{n:,} adapters", num_adapters=n) for n in (1_000, 100_000)),
     *(replace(CENTRE, name=f"Zipf {zipf}", zipf=zipf) for zipf in (0.6, 1.2)),
@@ -101,6 +110,7 @@ SCENARIOS = (
 """Each changes one thing of the centre; the last ones are the corners."""
 QUICK = (
     replace(CENTRE, name="centre", duration_s=900.0),
+    replace(SMALL, name="2 replicas with little memory", num_replicas=2),
     replace(CENTRE, name="2 replicas, 1,000 adapters", num_replicas=2, num_adapters=1_000, duration_s=1800.0),
     replace(CENTRE, name="flash", shape="flash", duration_s=900.0),
     replace(CENTRE, name="bursty, Zipf 1.2", shape="bursty", zipf=1.2, duration_s=900.0),
@@ -139,7 +149,12 @@ def simulate(scenario: Scenario, name: str, costs: Costs) -> tuple[Outcome, Clus
     changes = [MembershipChange(scenario.duration_s / 2, scenario.change == "lost")] if scenario.change else []
     policy = policies(costs, scenario.seed)[name]()
     cluster = Cluster(
-        scenario.num_replicas, policy, costs, device_bytes=DEVICE_BYTES, host_bytes=HOST_BYTES, changes=changes
+        scenario.num_replicas,
+        policy,
+        costs,
+        device_bytes=scenario.device_bytes,
+        host_bytes=scenario.host_bytes,
+        changes=changes,
     )
     cluster.warm(scenario.num_adapters)
     cluster.run(requests, WINDOW_S)
@@ -295,7 +310,8 @@ def text(results: Sequence[Result], costs: Costs) -> str:
 (benchmarks/results/{STEPS}), a prompt token {1e3 * costs.prefill_s:.1f} ms; reading, verifying and copying an adapter \
 of {costs.adapter_bytes / 1e6:.1f} MB {1e3 * costs.load_s:.0f} ms (benchmarks/results/{LOADS}), of which what isn't \
 reading and verifying, {1e3 * costs.promote_s:.0f} ms, stands for a load from host memory. {costs.max_num_seqs} slots, \
-{DEVICE_BYTES >> 30} GiB on the device and {HOST_BYTES >> 30} GiB in the host for adapters. Prompts of \
+{DEVICE_BYTES >> 30} GiB on the device and {HOST_BYTES >> 30} GiB in the host for adapters, or little: \
+{SMALL.device_bytes >> 20} MiB on the device. Prompts of \
 {PREFIX_TOKENS} tokens that an adapter's four prefixes share unevenly and {OWN_TOKENS[0]} to {OWN_TOKENS[1]} others, \
 answers of {OUTPUT_TOKENS[0]} to {OUTPUT_TOKENS[1]}. Offered: {UTILIZATION:.0%} of what full slots serve.
 

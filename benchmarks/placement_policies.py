@@ -105,6 +105,32 @@ class Dynamo:
         return OVERLAP_WEIGHT * prefill_blocks + replica.context_tokens / BLOCK_TOKENS
 
 
+class Multiplexed:
+    """Ray Serve's `multiplexed`, as its default router places requests for models.
+
+    A request goes to a replica that reported its model, or, if none did or they are full, to one of
+    those with the fewest models; of two by chance, to the one with fewer requests. There, a full
+    one is asked again for a second or two before others are; here, they are at once.
+    """
+
+    def __init__(self, seed: int, max_ongoing: int) -> None:
+        self._random = random.Random(seed)
+        self._max_ongoing = max_ongoing
+
+    def choose(self, request: SimulatedRequest, replicas: Sequence[SimulatedReplica], now_s: float) -> int:
+        digest = digest_of(request.adapter)
+        places = self._with_room([place for place, one in enumerate(replicas) if digest in one.reported], replicas)
+        if not places:
+            least = min(len(one.reported) for one in replicas)
+            places = self._with_room([i for i, one in enumerate(replicas) if len(one.reported) == least], replicas)
+        tried = places or list(range(len(replicas)))
+        tried = self._random.sample(tried, min(2, len(tried)))
+        return min(tried, key=lambda place: replicas[place].load)
+
+    def _with_room(self, places: list[int], replicas: Sequence[SimulatedReplica]) -> list[int]:
+        return [place for place in places if replicas[place].load < self._max_ongoing]
+
+
 class Ours:
     """The package that decides in the router."""
 
@@ -128,5 +154,6 @@ def policies(costs: Costs, seed: int) -> dict[str, Callable[[], Policy]]:
         "consistent hashing": ConsistentHashing,
         "rendezvous": Rendezvous,
         "Dynamo": lambda: Dynamo(seed, costs),
+        "serve.multiplexed": lambda: Multiplexed(seed, 2 * costs.max_num_seqs),
         "loraserve": Ours,
     }

@@ -279,8 +279,10 @@ class Cluster:
 
     def _add_replica(self) -> None:
         number = len(self.replicas)
-        capacity = (self.device_slots + self.host_slots) * self.costs.adapter_bytes
-        view = ReplicaView(f"replica-{number}", capacity_bytes=capacity)
+        num_places = self.device_slots + self.host_slots
+        view = ReplicaView(
+            f"replica-{number}", capacity_bytes=num_places * self.costs.adapter_bytes, num_places=num_places
+        )
         replica = SimulatedReplica(number, self.costs, self.device_slots, self.host_slots, view)
         view.residency = replica.reported
         replica.changed_s = replica.boundary_s = self.now_s

@@ -35,6 +35,11 @@ CLUSTER: Table[ClusterEngine] = (
         lambda e: {reason: float(num) for reason, num in e.members.num_routed.items()},
         "reason",
     ),
+    gauge(
+        "loraserve_cluster_hot_versions",
+        "Versions with so many requests that several replicas serve them.",
+        lambda e: e.members.num_hot_versions,
+    ),
     counter(
         "loraserve_cluster_replays",
         "Requests that went on at another replica, because theirs was lost or they were moved from it.",

@@ -94,6 +94,7 @@ class Placement:
     def record(self, request: PlacementRequest, replica_id: str, replicas: Sequence[ReplicaView], now_s: float) -> None:
         """Count the request for its version, and to the replica that took it."""
         self._given.add(replica_id, now_s)
+        self._hot.num_places = min((view.num_places for view in replicas if view.num_places), default=0)
         if request.digest is not None:
             self._hot.record(request.digest, len(replicas), now_s)
         if now_s - self._refreshed_s >= 1:

@@ -31,6 +31,10 @@ class PlacementPolicy:
     more there are, the fewer of the others have to leave their only one. Hot versions take at most
     ``1 / hot_share`` places in a replica's memory, on average.
     """
+    hot_memory: float = 0.15
+    """Part of a replica's memory that hot versions may take, on average: where it has few places,
+    fewer versions are hot, since each copy takes the place of an adapter that has no other.
+    """
     cold_share: float = 0.012
     """Share below which a version gives a replica up: with one replica less, each of the others
     would have at most this.

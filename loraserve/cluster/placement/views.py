@@ -37,6 +37,8 @@ class ReplicaView:
     waiting: int = 0
     capacity_bytes: int = 1
     """Bytes of adapters that it can hold in memory: its weight in the hashing."""
+    num_places: int = 0
+    """Adapters of the usual size that its memory holds; 0: unknown."""
 
     @property
     def load(self) -> int:

@@ -78,6 +78,15 @@ class Member:
         self.num_unreported = 0
 
     @property
+    def num_places(self) -> int:
+        """Adapters of the mean size of those in its memory that this holds; 0: unknown."""
+        if self.report is None or not self.report.stats.max_device_adapters:
+            return 0
+        stats = self.report.stats
+        mean = (stats.device_adapter_bytes + stats.host_adapter_bytes) / (stats.device_adapters + stats.host_adapters)
+        return stats.max_device_adapters + int(stats.host_adapter_budget_bytes / mean)
+
+    @property
     def is_away(self) -> bool:
         """Whether its engine computes nothing now."""
         return self.report is not None and self.report.status is not None
@@ -132,6 +141,11 @@ class Members:
     def reports(self) -> Mapping[str, ReplicaReport]:
         """The last report of each replica that takes requests."""
         return {one.id: one.report for one in self._members.values() if one.report is not None}
+
+    @property
+    def num_hot_versions(self) -> int:
+        """Versions with so many requests that they are on several replicas."""
+        return len(self._placement.hot_versions)
 
     def num_open(self, replica_id: str) -> int:
         """Return the number of this ingress' requests at a replica."""
@@ -209,7 +223,7 @@ class Members:
         )
 
     def _idle_views(self) -> list[ReplicaView]:
-        return [ReplicaView(one) for one in self._members]
+        return [ReplicaView(member.id, num_places=member.num_places) for member in self._members.values()]
 
     def _reason(self, request: RoutedRequest, member: Member, now_s: float) -> str:
         if request.digest is not None and member.tier(request.digest, now_s) is not Tier.DISK:

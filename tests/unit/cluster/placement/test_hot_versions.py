@@ -81,6 +81,30 @@ def test_steady_share_doesnt_flap(share: float, num_replicas: int, seed: int) ->
     assert turns == 0
 
 
+def zipf_hot(num_places: int, num_versions: int = 400, num_replicas: int = 2) -> dict[str, int]:
+    """Record requests by Zipf's law with an exponent of 1; return the versions that are hot."""
+    hot, chance = HotVersions(PlacementPolicy()), random.Random(1)
+    hot.num_places = num_places
+    weights = [1 / rank for rank in range(1, num_versions + 1)]
+    for number, version in enumerate(chance.choices(range(num_versions), weights, k=5000)):
+        hot.record(f"v{version}", num_replicas, number / 20)
+    return hot.all()
+
+
+def test_hot_versions_leave_most_of_a_small_memory_to_the_others() -> None:
+    unknown, large, small = zipf_hot(0), zipf_hot(10_000), zipf_hot(60)
+    assert large == unknown
+    part = PlacementPolicy().hot_memory
+    assert len(unknown) > part * 60
+    assert 0 < len(small) <= part * 60
+    # the hottest of all
+    assert small.keys() <= unknown.keys()
+
+
+def test_the_hottest_has_copies_in_a_memory_of_few_places() -> None:
+    assert zipf_hot(10, num_versions=3) == {"v0": 2}
+
+
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 100)), max_size=200))
 @settings(deadline=None)
 def test_versions_that_are_counted_are_bounded(history: list[tuple[int, float]]) -> None:

@@ -14,7 +14,12 @@ DIGEST = Digest("a" * 64)
 
 
 def stats(
-    *, status: str | None = None, node: str = "n", device: tuple[Digest, ...] = (), running: int = 0
+    *,
+    status: str | None = None,
+    node: str = "n",
+    device: tuple[Digest, ...] = (),
+    running: int = 0,
+    memory: EngineStats | None = None,
 ) -> dict[str, object]:
     report = ReplicaReport(
         node_id=node,
@@ -25,7 +30,7 @@ def stats(
         num_hangs=0,
         num_slots=8,
         ttft_s=0.0,
-        stats=EngineStats(num_running=running),
+        stats=memory or EngineStats(num_running=running),
         device=device,
     )
     return {REPORT: encode_report(report)}
@@ -125,3 +130,29 @@ def test_the_same_beginning_goes_to_the_same_replica(
     table.note_routed(asked, home)
     assert table.order(make_request("second", None, prefixes=(1, 5)))[0] == home
     assert table.num_routed["prefix"] == 1
+
+
+def test_versions_are_hot_by_how_many_adapters_the_memory_holds(
+    table: Members, make_request: Callable[..., RoutedRequest]
+) -> None:
+    def num_hot(num_places: int) -> int:
+        """Route 300 requests of 20 versions to replicas of so many places; count the hot ones."""
+        mib = 1 << 20
+        memory = EngineStats(
+            device_adapters=2,
+            device_adapter_bytes=2 * mib,
+            max_device_adapters=num_places // 2,
+            host_adapters=1,
+            host_adapter_bytes=mib,
+            host_adapter_budget_bytes=num_places // 2 * mib,
+        )
+        members = Members(clock=lambda: 1.0)
+        members.update([("one", stats(memory=memory)), ("two", stats(memory=memory)), ("new", stats())])
+        for number in range(300):
+            asked = make_request(str(number), Digest(f"{number % 20:064x}"))
+            members.note_routed(asked, members.order(asked)[0])
+            members.note_ended(asked.request_id)
+        return members.num_hot_versions
+
+    assert num_hot(1000) == 20
+    assert num_hot(20) == 0
