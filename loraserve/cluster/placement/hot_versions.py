@@ -85,6 +85,6 @@ class HotVersions:
         """Return the shares from which on a version is hot, and up to which it is cold."""
         policy, scale = self._policy, 1.0
         if self.num_places:
-            # shares add up to one replica's requests: so many places at most have more than this
+            # a replica's requests fill at most so many places with more than this share each
             scale = max(1.0, 1 / (policy.hot_memory * self.num_places * policy.hot_share))
         return scale * policy.hot_share, scale * policy.cold_share
