@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("loraserve.engine.rank")
 
 _PR_SET_PDEATHSIG = 1
-_STORE_TIMEOUT = timedelta(hours=1)
 
 
 class Follower:
@@ -148,10 +146,10 @@ def main() -> int:
 def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Follower:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     import torch
-    from torch._C._distributed_c10d import FileStore
 
     from loraserve.engine.parallel.kernel_choices import adopt_kernels, chosen_kernels, share_choices
     from loraserve.engine.parallel.rank_counts import RankCounts, RankProgress
+    from loraserve.engine.parallel.store import open_store
     from loraserve.memory.devices.cpu import cpu_adapter_dtype
     from loraserve.memory.loading.lowering import FILE_DTYPES
     from loraserve.model.checkpoint.loader import load_model
@@ -168,8 +166,7 @@ def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Fo
     adopt_kernels(config.kernels)
     connection.send_bytes(m.encode(m.Joining()))
     grid = Grid.of(config)
-    store = FileStore(store_path, grid.size)
-    store.set_timeout(_STORE_TIMEOUT)
+    store = open_store(store_path, grid.size)
     row = RankCounts(counts).row(rank)
     member = join(grid, rank, store, share, Traffic(row))
     share_choices(store)

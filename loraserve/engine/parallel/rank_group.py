@@ -15,14 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import FileStore
 
 from loraserve.config import EngineConfig
 from loraserve.engine.parallel import messages as m
@@ -30,6 +28,7 @@ from loraserve.engine.parallel.device import GroupDevice
 from loraserve.engine.parallel.group_runner import GroupForward, GroupRunner
 from loraserve.engine.parallel.kernel_choices import adopt_kernels, choose_alone, chosen_kernels, share_choices
 from loraserve.engine.parallel.rank_counts import RankCounts
+from loraserve.engine.parallel.store import open_store
 from loraserve.errors import EngineError, LoraserveError, error_from_code
 from loraserve.memory.arena import ArenaClient
 from loraserve.model.decoder import Decoder
@@ -44,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", m.Joining, m.PartLoaded, m.Loaded)
 
-_STORE_TIMEOUT = timedelta(hours=1)
-"""Longer than the load of any base: a rank that dies is noticed by its process."""
 _POLL_S = 0.1
 _END_PATIENCE_S = 2.0
 
@@ -80,8 +77,7 @@ class RankGroup:
             for rank in range(1, size):
                 self._start(config, rank, path)
             self._expect(m.Joining)
-            self._store = FileStore(path, size)
-            self._store.set_timeout(_STORE_TIMEOUT)
+            self._store = open_store(path, size)
             self.member = join(self.grid, 0, self._store, self._share, Traffic(self._counts.row(0)))
         except BaseException:
             self.close()
