@@ -26,6 +26,7 @@ from loraserve.db.session import Database, utc_now
 from loraserve.registry.health.checks import FAILED, PASSED, replace_check, state_of
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.registry import Registry
+from loraserve.registry.storage_totals import add_differences, find_differences
 from loraserve.tenancy.identity.tenants import Tenants
 from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
 
@@ -285,10 +286,20 @@ async def fill(url: str, database: Database, registry: Registry, num_versions: i
             copy = Copy(model)
             await copy.run(connection, rows)
             filled.num_rows[copy.name] = copy.num_rows
+        await _write_totals(database)
         await connection.execute("VACUUM (ANALYZE)")
     finally:
         await connection.close()
     return filled
+
+
+async def _write_totals(database: Database) -> None:
+    """Write the tenants' totals of the rows that were copied past the product."""
+    after: str | None = ""
+    while after is not None:
+        async with database.write() as session:
+            found, after = await find_differences(session, after)
+            await add_differences(session, found)
 
 
 def _tables(

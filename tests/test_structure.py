@@ -46,7 +46,7 @@ SQL = {
     "loraserve.batches": "batches progress stored_files",
     "loraserve.db": "audit database_file idempotency leases migrate models session upsert",
     "loraserve.doctor": "storage",
-    "loraserve.registry": "blob_references changes operations quota repository residency routing",
+    "loraserve.registry": "blob_references changes operations quota repository residency routing storage_totals",
     "loraserve.registry.catalog": "aliases grants pins shadow_hours",
     "loraserve.registry.health": "certificate_backfill certificates",
     "loraserve.registry.publishing": "push",

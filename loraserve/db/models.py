@@ -47,6 +47,7 @@ ULID_LENGTH = 26
 DIGEST_LENGTH = 64
 NAME_LENGTH = 63
 KEY_NAME_LENGTH = 128
+DAY_LENGTH = 10
 OBJECT_ID_LENGTH = 32
 """Length of a ULID behind ``file-`` or ``batch_``."""
 
@@ -171,7 +172,7 @@ class AdapterVersion(Base):
         Index(None, "weights_blob"),
         _index_of_some(text("chat_template_blob IS NOT NULL"), "chat_template_blob"),
         _index_of_some(text("generation_config_blob IS NOT NULL"), "generation_config_blob"),
-        # covers counts by base, and the sums of quotas
+        # covers counts by base, and sums of bytes
         _index_of_some(NOT_DELETED, "adapter_id", "base_digest", "size_bytes"),
         # what a tenant's deleted versions keep
         _index_of_some(text("deleted_at IS NOT NULL"), "adapter_id", "deleted_at"),
@@ -224,6 +225,23 @@ BLOB_COLUMNS = (
     AdapterVersion.generation_config_blob,
 )
 """Columns of a version that refer to blobs."""
+
+
+class StorageTotal(Base):
+    """Total of a tenant's adapters and versions: of all, or of those that were deleted on a day.
+
+    Whoever changes their rows adds to it in the same transaction
+    (`loraserve.registry.storage_totals`).
+    """
+
+    __tablename__ = "storage_totals"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    day: Mapped[str] = mapped_column(String(DAY_LENGTH), primary_key=True)
+    """Day of the deletion in UTC, as 2026-01-31; empty: all that it ever made, deleted or not."""
+    num_adapters: Mapped[int] = mapped_column(BigInteger)
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Bytes of versions, each counted in full."""
 
 
 class Alias(Base):

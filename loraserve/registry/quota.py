@@ -15,6 +15,7 @@ from loraserve.db.models import Adapter, AdapterVersion, BatchChunk, BatchRow, F
 from loraserve.errors import QuotaExceeded
 from loraserve.limits import LIMITS
 from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.storage_totals import StorageTotals, read_totals
 from loraserve.types import Digest, TenantId
 
 Limits = Mapping[str, int | None]
@@ -51,18 +52,20 @@ async def check_quota(
     max_adapters = min(
         LIMITS.max_adapters_per_tenant, _or_none(limits.get("max_adapters"), LIMITS.max_adapters_per_tenant)
     )
+    max_bytes = limits.get("max_stored_bytes")
+    if max_bytes is None and not is_new_adapter:
+        return
+    totals = await read_totals(session, repository.tenant, deleted_since=restorable_since or now)
     if is_new_adapter:
-        others = await _num_adapters(session, repository.tenant) - is_counted + num_ephemeral
+        others = totals.num_adapters - is_counted + num_ephemeral
         if others >= max_adapters:
             raise QuotaExceeded(
                 f"The tenant has {others} adapters; at most {max_adapters} are allowed.",
                 hint="Delete one, or ask an admin for a higher limit.",
             )
-    max_bytes = limits.get("max_stored_bytes")
     if max_bytes is None:
         return
-    stored = await _stored_bytes(session, repository.tenant)
-    uploading = await uploading_bytes(session, repository.tenant, now, besides=blob)
+    stored, uploading = await _stored_bytes(session, repository.tenant, totals, now, besides=blob)
     if stored + uploading + size_bytes > max_bytes:
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes and uploads {uploading}; "
@@ -71,6 +74,8 @@ async def check_quota(
         )
     if (
         restorable_since is not None
+        # with whole days and the same bytes many times: no less than what is kept
+        and totals.num_deleted_bytes > max_bytes
         and (kept := await _restorable_bytes(session, repository.tenant, restorable_since)) > max_bytes
     ):
         raise QuotaExceeded(
@@ -97,8 +102,8 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
     max_bytes = limits.get("max_stored_bytes")
     if max_bytes is None:
         return
-    uploading = await uploading_bytes(session, tenant, now)
-    stored = await _stored_bytes(session, tenant)
+    totals = await read_totals(session, tenant, deleted_since=now)
+    stored, uploading = await _stored_bytes(session, tenant, totals, now)
     if stored + uploading + size > max_bytes:
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes and uploads {uploading}; with this upload's {size}, "
@@ -116,7 +121,8 @@ async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Li
     max_bytes = limits.get("max_stored_bytes")
     if max_bytes is None:
         return
-    stored = await _stored_bytes(session, tenant) + await uploading_bytes(session, tenant, now)
+    totals = await read_totals(session, tenant, deleted_since=now)
+    stored = sum(await _stored_bytes(session, tenant, totals, now))
     if stored + size > max_bytes:
         raise QuotaExceeded(
             f"The tenant stores {stored} bytes; with {size} more, it would exceed its limit of {max_bytes}.",
@@ -124,42 +130,27 @@ async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Li
         )
 
 
-async def uploading_bytes(
-    session: AsyncSession, tenant: TenantId, now: datetime, *, besides: Digest | None = None
-) -> int:
-    """Return the full sizes of the tenant's open uploads.
+async def _stored_bytes(
+    session: AsyncSession, tenant: TenantId, totals: StorageTotals, now: datetime, *, besides: Digest | None = None
+) -> tuple[int, int]:
+    """Return the bytes that the tenant stores, and those that it uploads.
 
-    Published ones are left out: they count as versions.
+    It stores files, batches' results and versions that aren't deleted. It uploads the full sizes of
+    open uploads. Published ones are left out: they count as versions.
 
     Args:
         besides: digest whose complete upload isn't counted because it is being published.
     """
+    files = select(func.sum(FileRow.size)).where(FileRow.tenant_id == tenant)
+    chunks = select(func.sum(BatchChunk.size)).join(BatchRow, BatchRow.id == BatchChunk.batch_id)
     # Only complete uploads are known to have the announced bytes.
     published = _versions_of_upload(tenant).where(AdapterVersion.deleted_at.is_(None))
     is_published = Upload.is_complete & (published.exists() | (Upload.sha256 == (besides or "")))
-    query = select(func.sum(Upload.size)).where(Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
-    return int(await session.scalar(query) or 0)
-
-
-async def _num_adapters(session: AsyncSession, tenant: TenantId) -> int:
-    query = select(func.count()).select_from(Adapter)
-    return await session.scalar(query.where(Adapter.tenant_id == tenant, Adapter.deleted_at.is_(None))) or 0
-
-
-async def _stored_bytes(session: AsyncSession, tenant: TenantId) -> int:
-    """Return the bytes of the tenant's files, batches' results and versions that aren't deleted.
-
-    Each is counted in full.
-    """
-    files = select(func.sum(FileRow.size)).where(FileRow.tenant_id == tenant)
-    chunks = select(func.sum(BatchChunk.size)).join(BatchRow, BatchRow.id == BatchChunk.batch_id)
-    versions = (
-        select(func.sum(AdapterVersion.size_bytes))
-        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-        .where(Adapter.tenant_id == tenant, AdapterVersion.deleted_at.is_(None))
-    )
-    queries = (versions, files, chunks.where(BatchRow.tenant_id == tenant))
-    return sum([int(await session.scalar(query) or 0) for query in queries])
+    uploads = select(func.sum(Upload.size)).where(Upload.tenant_id == tenant, Upload.expires_at > now, ~is_published)
+    queries = (files, chunks.where(BatchRow.tenant_id == tenant), uploads)
+    row = (await session.execute(select(*(query.scalar_subquery() for query in queries)))).one()
+    of_files, of_chunks, uploading = (int(value or 0) for value in row)
+    return totals.num_bytes + of_files + of_chunks, uploading
 
 
 async def _restorable_bytes(session: AsyncSession, tenant: TenantId, since: datetime) -> int:

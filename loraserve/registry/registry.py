@@ -502,8 +502,7 @@ class Registry:
                     f"{name}@{number} can't be deleted: {'; '.join(users)}.",
                     hint="Move them to another version first, or delete the adapter.",
                 )
-            repository.touch(adapter, now)
-            row.deleted_at = now
+            await repository.delete_version(adapter, row, now)
             record_change(
                 session, repository, "version.delete", f"{name}@{number}", actor=actor, now=now, digest=row.digest
             )

@@ -27,6 +27,7 @@ from loraserve.registry.records import (
     VersionRecord,
     extras_of,
 )
+from loraserve.registry.storage_totals import add_to_deleted, add_to_totals
 from loraserve.types import Digest, TenantId
 
 
@@ -76,8 +77,11 @@ class AdapterRepository:
             await self._session.execute(delete(Alias).where(Alias.adapter_id == row.id))
             # grants were for the old adapter
             await self._session.execute(delete(Grant).where(Grant.adapter_id == row.id))
+            await self._count_deleted(instant_of(row), num_adapters=-1)
             row.deleted_at, row.created_at = None, now
             row.notes, row.tags, row.fallback = "", {}, None
+        elif is_made:
+            await self.count_made(num_adapters=1)
         return row, bool(is_made) or was_deleted
 
     async def version(self, adapter: Adapter, number: int) -> AdapterVersion:
@@ -205,7 +209,9 @@ class AdapterRepository:
         adapter.updated_at = now
         return adapter.revision
 
-    def add_version(self, adapter: Adapter, now: datetime, actor: str, **columns: Any) -> AdapterVersion:
+    async def add_version(
+        self, adapter: Adapter, now: datetime, actor: str, *, size_bytes: int, **columns: Any
+    ) -> AdapterVersion:
         """Add the adapter's next version, under a number that was never used."""
         adapter.last_version += 1
         row = AdapterVersion(
@@ -217,10 +223,19 @@ class AdapterRepository:
             deleted_at=None,
             notes="",
             tags={},
+            size_bytes=size_bytes,
             **columns,
         )
         self._session.add(row)
+        await self.count_made(num_bytes=size_bytes)
         return row
+
+    async def count_made(self, *, num_adapters: int = 0, num_bytes: int = 0) -> None:
+        """Add to the totals of the tenant, whose row must be locked."""
+        await add_to_totals(self._session, self.tenant, num_adapters=num_adapters, num_bytes=num_bytes)
+
+    async def _count_deleted(self, at: datetime, *, num_adapters: int = 0, num_bytes: int = 0) -> None:
+        await add_to_deleted(self._session, self.tenant, at, num_adapters=num_adapters, num_bytes=num_bytes)
 
     async def set_alias(
         self, adapter: Adapter, alias: str, target: AliasTarget, shadow: ShadowPart | None, now: datetime
@@ -253,11 +268,34 @@ class AdapterRepository:
         """
         self.touch(adapter, now)
         adapter.deleted_at = now
-        await self._session.execute(
+        sizes = await self._session.execute(
             update(AdapterVersion)
             .where(AdapterVersion.adapter_id == adapter.id, AdapterVersion.deleted_at.is_(None))
             .values(deleted_at=now)
+            .returning(AdapterVersion.size_bytes)
+            .execution_options(synchronize_session=False)
         )
+        await self._count_deleted(now, num_adapters=1, num_bytes=sum(sizes.scalars()))
+
+    async def delete_version(self, adapter: Adapter, row: AdapterVersion, now: datetime) -> None:
+        self.touch(adapter, now)
+        row.deleted_at = now
+        await self._count_deleted(now, num_bytes=row.size_bytes)
+
+    async def restore_adapter(self, adapter: Adapter, rows: Iterable[AdapterVersion], now: datetime) -> None:
+        """Restore the deleted adapter with the versions that were deleted at the same instant."""
+        at = instant_of(adapter)
+        rows = list(rows)
+        self.touch(adapter, now)
+        for row in (adapter, *rows):
+            row.deleted_at = None
+        await self._count_deleted(at, num_adapters=-1, num_bytes=-sum(row.size_bytes for row in rows))
+
+    async def restore_version(self, adapter: Adapter, row: AdapterVersion, now: datetime) -> None:
+        at = instant_of(row)
+        self.touch(adapter, now)
+        row.deleted_at = None
+        await self._count_deleted(at, num_bytes=-row.size_bytes)
 
     # --- counts and lists ---
 
@@ -417,6 +455,13 @@ def _no_version(adapter: Adapter) -> VersionNotFound:
     return VersionNotFound(
         f'The adapter "{adapter.name}" has no such version.', hint=f"See: loraserve adapter versions {adapter.name}"
     )
+
+
+def instant_of(row: Adapter | AdapterVersion) -> datetime:
+    """Return when the row was deleted."""
+    if row.deleted_at is None:
+        raise ValueError("the row isn't deleted")
+    return row.deleted_at
 
 
 def target_of(row: Alias) -> AliasTarget:

@@ -204,6 +204,11 @@ REGISTRY: Table[Registry] = (
         "Unreferenced blobs that will be deleted after the grace period.",
         lambda r: r.collector.num_gc_candidates,
     ),
+    counter(
+        "loraserve_wrong_totals",
+        "Totals of tenants' adapters and bytes that differed from what they count, and were set right.",
+        lambda r: r.collector.num_wrong_totals,
+    ),
     gauge("loraserve_ephemeral_adapters", "Ephemeral adapters that have a name.", lambda r: len(r.ephemeral)),
     counter("loraserve_ephemeral_loads", "Ephemeral versions loaded.", lambda r: r.ephemeral.num_loaded),
     counter(

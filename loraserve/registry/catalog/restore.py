@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from adapters_store.base import BlobStore
 from loraserve.db.idempotency import Once
-from loraserve.db.models import Adapter, AdapterVersion
+from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import AlreadyExists, Conflict
 from loraserve.registry.blob_references import retain
 from loraserve.registry.changes import record_change
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import AdapterRecord, VersionRecord, blobs_of
-from loraserve.registry.repository import AdapterRepository
+from loraserve.registry.repository import AdapterRepository, instant_of
 from loraserve.types import Digest, TenantId
 
 
@@ -67,7 +67,7 @@ class Restorer:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
             adapter = await repository.deleted_adapter(name, since=now - self.retention)
-            blobs = _blobs(await repository.versions_deleted_at(adapter, _instant(adapter)))
+            blobs = _blobs(await repository.versions_deleted_at(adapter, instant_of(adapter)))
         await self._retain(name, blobs)
         async with self._database.write() as session:
             if once is not None:
@@ -76,14 +76,12 @@ class Restorer:
             limits = (await repository.lock_tenant()).limits
             adapter = await repository.deleted_adapter(name, since=now - self.retention, is_locking=True)
             self._check_free(tenant, name)
-            rows = await repository.versions_deleted_at(adapter, _instant(adapter))
+            rows = await repository.versions_deleted_at(adapter, instant_of(adapter))
             size_bytes = sum(row.size_bytes for row in rows)
-            adapter.deleted_at = None
-            repository.touch(adapter, now)
-            await session.flush()
-            await check_quota(session, repository, limits, now, is_new_adapter=True, size_bytes=size_bytes)
-            for row in rows:
-                row.deleted_at = None
+            await check_quota(
+                session, repository, limits, now, is_new_adapter=True, size_bytes=size_bytes, is_counted=False
+            )
+            await repository.restore_adapter(adapter, rows, now)
             record_change(session, repository, "adapter.restore", name, actor=actor, now=now, versions=len(rows))
             await session.flush()
             record = (await repository.adapter_records([adapter]))[0]
@@ -128,8 +126,7 @@ class Restorer:
                     hint=f"Use {name}@{same[1].number}.",
                 )
             await check_quota(session, repository, limits, now, is_new_adapter=False, size_bytes=row.size_bytes)
-            row.deleted_at = None
-            repository.touch(adapter, now)
+            await repository.restore_version(adapter, row, now)
             target = f"{name}@{number}"
             record_change(session, repository, "version.restore", target, actor=actor, now=now, digest=row.digest)
             await session.flush()
@@ -155,12 +152,6 @@ class Restorer:
 
         if not await asyncio.to_thread(has_all):
             raise Conflict(f"{shown} can't be restored: its stored bytes are missing.", hint="Push its files again.")
-
-
-def _instant(adapter: Adapter) -> datetime:
-    if adapter.deleted_at is None:
-        raise ValueError("the adapter isn't deleted")
-    return adapter.deleted_at
 
 
 def _blobs(rows: Sequence[AdapterVersion]) -> list[Digest]:

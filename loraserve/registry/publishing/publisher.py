@@ -331,12 +331,12 @@ class Publisher:
                     blob=stored.weights_blob,
                     restorable_since=now - self.retention,
                 )
-                version = add_version(session, repository, adapter, push, stored, outcome, now)
+                version = await add_version(session, repository, adapter, push, stored, outcome, now)
             else:
                 version = found[1]
                 _check_base(push, version)
                 if stored.is_uploaded and is_corrupt(version.checks):
-                    repair_version(session, repository, adapter, version, push, stored, outcome, now)
+                    await repair_version(session, repository, adapter, version, push, stored, outcome, now)
             if push.is_promoting and version.state != QUARANTINED:
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()

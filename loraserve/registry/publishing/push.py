@@ -68,7 +68,7 @@ class Stored:
     """Whether they hold the uploaded files, rather than those of an equal version."""
 
 
-def add_version(
+async def add_version(
     session: AsyncSession,
     repository: AdapterRepository,
     adapter: Adapter,
@@ -82,7 +82,7 @@ def add_version(
     checks = checks_of(inspected, outcome)
     extras = inspected.extras or VersionExtras()
     template, defaults = extras.chat_template, extras.generation_config
-    version = repository.add_version(
+    version = await repository.add_version(
         adapter,
         now,
         push.actor,
@@ -118,7 +118,7 @@ def add_version(
     return version
 
 
-def repair_version(
+async def repair_version(
     session: AsyncSession,
     repository: AdapterRepository,
     adapter: Adapter,
@@ -129,6 +129,7 @@ def repair_version(
     now: datetime,
 ) -> None:
     """Point a corrupt version to whole blobs, and write the audit row."""
+    await repository.count_made(num_bytes=push.size_bytes - version.size_bytes)
     repair(version, stored.config_blob, stored.weights_blob, push.size_bytes, outcome)
     repository.touch(adapter, now)
     record_change(

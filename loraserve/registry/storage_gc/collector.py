@@ -6,6 +6,9 @@ collector: an unreferenced blob becomes a candidate; it remains one for `LIMITS.
 is locked, in a transaction that looks for references again, and deleted. Rows of deleted versions
 stay: only their bytes are deleted, after the retention.
 
+A pass also counts what every tenant stores, and sets kept totals right that differ
+(`loraserve.registry.storage_totals`): one server at a time may do it.
+
 The collector touches only a store that is known to be this registry's
 (`loraserve.registry.storage_gc.store_claim`).
 """
@@ -36,6 +39,7 @@ from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import add_gc_candidates, referenced
 from loraserve.registry.storage_gc.deletion_locks import DeletionLock, DeletionLocks
 from loraserve.registry.storage_gc.store_claim import StoreClaim
+from loraserve.registry.storage_totals import add_differences, find_differences
 from loraserve.registry.uploads.chunks import remove_upload
 from loraserve.types import Digest
 
@@ -47,6 +51,7 @@ _RENEW_S = 30.0
 """Time for which a lease isn't renewed: a pass over a million blobs takes thousands of batches."""
 # Few are locked at a time: a publish that needs one of them waits for all of them.
 _LISTED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
+_LOGGED_TOTALS = 20
 _MAX_FAILURES = 3
 """Failures that end a pass, so that an unreachable store isn't asked for every blob."""
 _FIRST_PASS_S = 60.0
@@ -79,6 +84,8 @@ class Collector:
         """Bytes deleted since the start."""
         self.num_gc_candidates = 0
         """Candidates at the last pass."""
+        self.num_wrong_totals = 0
+        """Totals of tenants that were set right since the start."""
         self.locks = DeletionLocks(database, monotonic=monotonic)
         self._database = database
         self._store = store
@@ -114,8 +121,8 @@ class Collector:
     async def collect(self) -> bool:
         """Make one pass.
 
-        Delete expired uploads, list unreferenced blobs, and delete those whose grace period is
-        over.
+        Check the tenants' totals, delete expired uploads, list unreferenced blobs, and delete those
+        whose grace period is over.
 
         Returns:
             Whether the pass was completed; False if another server is collecting.
@@ -127,6 +134,8 @@ class Collector:
         """
         self._renewed_at_s = -math.inf
         if not await self._renew():
+            return False
+        if not await self._check_totals():
             return False
         await self._claim.renew()
         await self._delete_expired_uploads()
@@ -147,6 +156,34 @@ class Collector:
         is_held = await self._lease.acquire(LEASE)
         self._renewed_at_s = now_s if is_held else -math.inf
         return is_held
+
+    async def _check_totals(self) -> bool:
+        """Set right the totals that differ from what they count.
+
+        Return False if another server took the lease.
+        """
+        after: str | None = ""
+        while after is not None:
+            async with self._database.read() as session:
+                found, after = await find_differences(session, after)
+            if not await self._renew():
+                return False
+            if not found:
+                continue
+            async with self._database.write() as session:
+                await add_differences(session, found)
+            self.num_wrong_totals += len(found)
+            for one in found[:_LOGGED_TOTALS]:
+                logger.error(
+                    "the totals of tenant %s (%s) lacked %d adapters and %d bytes of versions, and are set right",
+                    one.tenant,
+                    f"deleted on {one.day}" if one.day else "all that it made",
+                    one.num_adapters,
+                    one.num_bytes,
+                )
+            if len(found) > _LOGGED_TOTALS:
+                logger.error("%d more totals of tenants were wrong, and are set right", len(found) - _LOGGED_TOTALS)
+        return True
 
     async def _delete_expired_uploads(self) -> None:
         while True:
