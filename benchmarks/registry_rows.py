@@ -26,7 +26,7 @@ from loraserve.db.session import Database, utc_now
 from loraserve.registry.health.checks import FAILED, PASSED, replace_check, state_of
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.registry import Registry
-from loraserve.registry.storage_totals import add_differences, find_differences
+from loraserve.registry.storage_totals import set_right
 from loraserve.tenancy.identity.tenants import Tenants
 from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
 
@@ -298,8 +298,7 @@ async def _write_totals(database: Database) -> None:
     after: str | None = ""
     while after is not None:
         async with database.write() as session:
-            found, after = await find_differences(session, after)
-            await add_differences(session, found)
+            _, after = await set_right(session, after)
 
 
 def _tables(

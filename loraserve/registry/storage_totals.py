@@ -10,7 +10,7 @@ change other rows than pushes: no push waits for a delete.
 
 Each change is relative, so that a difference between the totals and what they count stays the same,
 whatever happens at the same time. `find_differences` counts everything, in one statement and hence
-at one instant; to add what it finds sets the totals right.
+at one instant; `set_right` adds what it finds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from loraserve.types import TenantId
 
 MADE = ""
 """Instead of a day: all that the tenant ever made, deleted or not."""
-_TENANTS_AT_ONCE = 500
+_TENANTS_AT_ONCE = 20
+"""Tenants whose versions one statement counts: few, as each may have a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +144,18 @@ def _counted(session: AsyncSession, after: str, last: str) -> list[Select[Any]]:
     ]
 
 
-async def add_differences(session: AsyncSession, found: list[TotalsDifference]) -> None:
-    """Set the totals right by what `find_differences` found; twice would make them wrong."""
+async def set_right(session: AsyncSession, after: str) -> tuple[list[TotalsDifference], str | None]:
+    """Set the totals of some tenants right in this transaction; as `find_differences`.
+
+    Others may change what is counted meanwhile, and their totals. Two that add the same difference
+    would be wrong: the second waits here for the first's commit, and counts after it.
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        # SQLite has one writer anyway
+        await session.execute(select(func.pg_advisory_xact_lock(func.hashtext(StorageTotal.__tablename__))))
+    found, last = await find_differences(session, after)
     await _add(session, found)
+    return found, last
 
 
 async def _add(session: AsyncSession, found: list[TotalsDifference]) -> None:

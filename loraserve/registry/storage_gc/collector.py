@@ -39,7 +39,7 @@ from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import add_gc_candidates, referenced
 from loraserve.registry.storage_gc.deletion_locks import DeletionLock, DeletionLocks
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.registry.storage_totals import add_differences, find_differences
+from loraserve.registry.storage_totals import find_differences, set_right
 from loraserve.registry.uploads.chunks import remove_upload
 from loraserve.types import Digest
 
@@ -121,8 +121,8 @@ class Collector:
     async def collect(self) -> bool:
         """Make one pass.
 
-        Check the tenants' totals, delete expired uploads, list unreferenced blobs, and delete those
-        whose grace period is over.
+        Delete expired uploads, list unreferenced blobs, and delete those whose grace period is
+        over; then check the tenants' totals.
 
         Returns:
             Whether the pass was completed; False if another server is collecting.
@@ -135,8 +135,6 @@ class Collector:
         self._renewed_at_s = -math.inf
         if not await self._renew():
             return False
-        if not await self._check_totals():
-            return False
         await self._claim.renew()
         await self._delete_expired_uploads()
         if not await self._list_candidates():
@@ -144,7 +142,7 @@ class Collector:
         await self._update_ages()
         # the listing of a large store takes long
         await self._claim.look()
-        is_done = await self._delete_due()
+        is_done = await self._delete_due() and await self._check_totals()
         self.num_passes += is_done
         return is_done
 
@@ -165,13 +163,11 @@ class Collector:
         after: str | None = ""
         while after is not None:
             async with self._database.read() as session:
-                found, after = await find_differences(session, after)
-            if not await self._renew():
-                return False
-            if not found:
-                continue
-            async with self._database.write() as session:
-                await add_differences(session, found)
+                found, last = await find_differences(session, after)
+            if found:
+                async with self._database.write() as session:
+                    found, last = await set_right(session, after)
+            after = last
             self.num_wrong_totals += len(found)
             for one in found[:_LOGGED_TOTALS]:
                 logger.error(
@@ -183,6 +179,8 @@ class Collector:
                 )
             if len(found) > _LOGGED_TOTALS:
                 logger.error("%d more totals of tenants were wrong, and are set right", len(found) - _LOGGED_TOTALS)
+            if not await self._renew():
+                return False
         return True
 
     async def _delete_expired_uploads(self) -> None:
