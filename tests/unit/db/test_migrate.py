@@ -18,6 +18,7 @@ from sqlalchemy import text
 from loraserve.db import migrate
 from loraserve.db.session import Database, make_engine
 from loraserve.errors import ConfigError, SchemaOutdated
+from loraserve.registry.storage_totals import find_differences
 
 
 async def run(url: str, *statements: str) -> None:
@@ -69,42 +70,99 @@ async def test_processes_that_migrate_at_once_take_turns(empty_database_url: str
     assert heads == [migrate.head()] * 4
 
 
+async def move(url: str, step: Callable[..., None], revision: str) -> None:
+    engine = make_engine(url, enforce_foreign_keys=False)
+    async with engine.begin() as connection:
+        await connection.run_sync(lambda one: step(migrate.alembic_config(one), revision))
+    await engine.dispose()
+
+
+async def fetch(url: str, statement: str) -> list[tuple[Any, ...]]:
+    engine = make_engine(url)
+    async with engine.begin() as connection:
+        found = await connection.execute(text(statement))
+    await engine.dispose()
+    return [tuple(row) for row in found]
+
+
 async def test_usage_of_before_kept_answers_were_counted_goes_both_ways(empty_database_url: str) -> None:
     """Older rows have none of the amounts; going back loses these two and nothing else."""
 
-    async def move(step: Callable[..., None], revision: str) -> None:
-        engine = make_engine(empty_database_url, enforce_foreign_keys=False)
-        async with engine.begin() as connection:
-            await connection.run_sync(lambda one: step(migrate.alembic_config(one), revision))
-        await engine.dispose()
-
     async def rows(columns: str) -> list[tuple[Any, ...]]:
-        engine = make_engine(empty_database_url)
-        async with engine.begin() as connection:
-            found = await connection.execute(text(f"SELECT {columns} FROM usage_hours ORDER BY hour"))
-        await engine.dispose()
-        return [tuple(row) for row in found]
+        return await fetch(empty_database_url, f"SELECT {columns} FROM usage_hours ORDER BY hour")
 
     insert = (
         "INSERT INTO usage_hours (tenant_id, hour, owner, adapter, version, price, num_requests, prompt_tokens, "
         "cached_tokens, completion_tokens, undelivered_tokens{more}) VALUES "
         "('default', '{hour}', '', 'sql', 1, '', 3, 30, 16, 9, 1{values})"
     )
-    await move(command.upgrade, "0007")
+    await move(empty_database_url, command.upgrade, "0007")
     tenant = (
         "INSERT INTO tenants (id, name, limits, created_at) VALUES ('default', 'acme', '{}', '2026-01-01 00:00:00')"
     )
     await run(empty_database_url, tenant)
     await run(empty_database_url, insert.format(more="", values="", hour="2026-01-01 00:00:00"))
-    await move(command.upgrade, "0008")
+    await move(empty_database_url, command.upgrade, "0008")
     more = ", num_cached_requests, cached_completion_tokens"
     await run(empty_database_url, insert.format(more=more, values=", 2, 6", hour="2026-01-01 01:00:00"))
     assert await rows("completion_tokens" + more) == [(9, 0, 0), (9, 2, 6)]
-    await move(command.downgrade, "0007")
+    await move(empty_database_url, command.downgrade, "0007")
     assert await rows("num_requests, completion_tokens, undelivered_tokens") == [(3, 9, 1)] * 2
     await migrate.upgrade(empty_database_url)
     assert await rows("completion_tokens" + more) == [(9, 0, 0)] * 2
     assert await migrate.differences(empty_database_url) == []
+
+
+async def test_totals_are_made_of_what_there_is(empty_database_url: str) -> None:
+    def insert(table: str, ident: str, at: str = "NULL", **columns: object) -> str:
+        columns = {"id": ident, **columns}
+        values = ", ".join(f"'{value}'" for value in columns.values())
+        return f"INSERT INTO {table} ({', '.join(columns)}, deleted_at) VALUES ({values}, {at})"
+
+    def adapter(ident: str, tenant: str, at: str = "NULL") -> str:
+        times = {"created_at": "2026-01-01 00:00:00", "updated_at": "2026-01-01 00:00:00"}
+        return insert("adapters", ident, at, tenant_id=tenant, name=ident, last_version=1, revision=1, **times)
+
+    def version(adapter: str, number: int, size: int, at: str = "NULL") -> str:
+        blobs = {"digest": f"{adapter}{number}", "config_blob": "c", "weights_blob": "w", "base_digest": "b"}
+        words = {"target_modules": "[]", "dtype": "float32", "state": "ready", "checks": "[]", "created_by": "x"}
+        numbers = {"number": number, "size_bytes": size, "rank": 1, "created_at": "2026-01-01 00:00:00"}
+        return insert("adapter_versions", f"{adapter}-{number}", at, adapter_id=adapter, **blobs, **words, **numbers)
+
+    late, early = "'2026-01-31 23:59:59.999999+00:00'", "'2026-02-01 00:00:00+00:00'"
+    if empty_database_url.startswith("sqlite"):
+        late, early = late.replace("+00:00", ""), early.replace("+00:00", ".000000")
+    await move(empty_database_url, command.upgrade, "0011")
+    tenants = [insert("tenants", ident, name=ident, limits="{}", created_at="2026-01-01 00:00:00") for ident in "tuv"]
+    await run(
+        empty_database_url,
+        *tenants,
+        adapter("a", "t"),
+        version("a", 1, 5_000_000_000),
+        version("a", 2, 7, late),
+        version("a", 3, 11, early),
+        adapter("b", "t", early),
+        version("b", 1, 13, early),
+        adapter("c", "u"),
+    )
+    query = "SELECT tenant_id, day, num_adapters, num_bytes FROM storage_totals ORDER BY 1, 2"
+    expected = [
+        ("t", "", 2, 5_000_000_031),
+        ("t", "2026-01-31", 0, 7),
+        ("t", "2026-02-01", 1, 24),
+        ("u", "", 1, 0),
+    ]
+    await move(empty_database_url, command.upgrade, "0012")
+    assert await fetch(empty_database_url, query) == expected
+    database = Database(empty_database_url)
+    async with database.read() as session:
+        assert await find_differences(session, "") == ([], None)
+    await database.dispose()
+    # an older program goes on without them
+    await migrate.downgrade(empty_database_url, "0011")
+    await run(empty_database_url, version("c", 1, 17))
+    await migrate.upgrade(empty_database_url)
+    assert await fetch(empty_database_url, query) == [*expected[:3], ("u", "", 1, 17)]
 
 
 KILLED_IN_MIGRATION = """

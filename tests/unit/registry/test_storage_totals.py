@@ -196,7 +196,7 @@ async def test_no_push_waits_for_a_delete_of_another_adapter(
         await repository.delete_adapter(await repository.adapter("sql", is_locking=True), utc_now())
         await session.flush()
         # neither a push to another adapter, nor one that makes one
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(25):
             await publish("pirate", 2)
             await publish("support", 3)
     assert await differences(database) == []
