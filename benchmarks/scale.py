@@ -193,7 +193,7 @@ def versions_table(measured: Measured) -> str:
     rows_of = sum(rows for _, rows, _, _ in sizes)
     table, indexes = (sum(one[place] for one in sizes) for place in (2, 3))
     lists, deletes = measured.call("collector: pass that lists"), measured.call("collector: pass that deletes")
-    backup, push = measured.call("backup: rows"), measured.call("push a version, largest tenant")
+    backup = measured.call("backup: rows")
     growth = measured.growth
 
     def row(name: str, value: float, unit: str = "", digits: int = 0) -> list[str]:
@@ -210,7 +210,6 @@ def versions_table(measured: Measured) -> str:
         row("a pass that deletes the same share", deletes["p50_s"] / 60, " min", 1),
         row("a sweep for certificates", measured.call("certificates: first sweep")["p50_s"] / 60, " min", 1),
         row("reading all rows for a backup", backup["p50_s"] / 60, " min", 1),
-        row("a push by the largest tenant, in the database", 1e3 * push["database_s"], " ms"),
     ]
     return figures.table(["versions", f"{measured.num_versions:,}", f"{NUM_VERSIONS:,}, calculated"], rows)
 

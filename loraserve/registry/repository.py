@@ -287,7 +287,8 @@ class AdapterRepository:
         at = instant_of(adapter)
         rows = list(rows)
         self.touch(adapter, now)
-        for row in (adapter, *rows):
+        adapter.deleted_at = None
+        for row in rows:
             row.deleted_at = None
         await self._count_deleted(at, num_adapters=-1, num_bytes=-sum(row.size_bytes for row in rows))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Select, case, func, literal_column, or_, select, union_all
+from sqlalchemy import ColumnElement, Select, case, func, literal_column, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion, StorageTotal, Tenant
@@ -119,7 +119,9 @@ def _counted(session: AsyncSession, after: str, last: str) -> list[Select[Any]]:
     def day(at: Any) -> Any:
         return func.strftime("%Y-%m-%d", at) if is_sqlite else func.to_char(func.timezone("UTC", at), "YYYY-MM-DD")
 
-    made, one, nothing = literal_column("''"), literal_column("1"), literal_column("0")
+    made: ColumnElement[Any] = literal_column("''")
+    one: ColumnElement[Any] = literal_column("1")
+    nothing: ColumnElement[Any] = literal_column("0")
     size, version_end, adapter_end = AdapterVersion.size_bytes, AdapterVersion.deleted_at, Adapter.deleted_at
     mine = (Adapter.tenant_id > after, Adapter.tenant_id <= last)
 
