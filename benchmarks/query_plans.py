@@ -18,7 +18,7 @@ import asyncpg
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-BIG = ("adapters", "adapter_versions", "aliases", "audit", "usage_hours", "storage_totals")
+BIG = ("adapters", "adapter_versions", "aliases", "audit", "usage_hours")
 """Tables that grow with the number of versions."""
 SCANS = ("Seq Scan", "Index Scan", "Index Only Scan", "Bitmap Heap Scan")
 
