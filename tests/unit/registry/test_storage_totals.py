@@ -18,6 +18,8 @@ from loraserve.db.models import Adapter, AdapterVersion, StorageTotal, Tenant
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import LoraserveError, QuotaExceeded
 from loraserve.registry import storage_totals
+from loraserve.registry.health.checks import FAILED, STORED
+from loraserve.registry.records import QUARANTINED
 from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.storage_gc.collector import Collector
@@ -81,6 +83,48 @@ def draw_step(registry: Registry, publish: Any, tenant: TenantId, rng: random.Ra
         lambda: restorer.restore_version(tenant, name, number, actor="x"),
     ]
     return rng.choices(steps, (4, 3, 1, 2, 4, 3, 4))[0]
+
+
+async def test_each_change_is_counted(
+    database: Database,
+    registry: Registry,
+    publish: Any,
+    make_upload: Callable[..., tuple[bytes, bytes]],
+    acme: TenantId,
+) -> None:
+    async def corrupt() -> None:
+        report = [{"name": STORED, "status": FAILED, "detail": "x"}]
+        async with database.write() as session:
+            await session.execute(update(AdapterVersion).values(checks=report, state=QUARANTINED))
+
+    async def repair() -> None:
+        """Push the same weights with a longer config."""
+        config, weights = make_upload(1)
+        staged = await registry.uploads.stage(acme)
+        staged.write(weights)
+        await registry.publisher.publish(acme, "sql", config + b" " * 100, staged, actor="x")
+        await registry.uploads.release(acme, staged)
+
+    size = (await publish("probe", is_dry_run=True)).version.size_bytes
+    restorer = registry.restorer
+    steps: list[tuple[Step, int, int]] = [
+        (lambda: publish(seed=0), 1, size),
+        (lambda: publish(seed=1), 1, 2 * size),
+        (lambda: publish(seed=1), 1, 2 * size),
+        (lambda: registry.delete_version(acme, "sql", 1, actor="x"), 1, size),
+        (lambda: restorer.restore_version(acme, "sql", 1, actor="x"), 1, 2 * size),
+        (lambda: registry.delete(acme, "sql", actor="x"), 0, 0),
+        (lambda: restorer.restore(acme, "sql", actor="x"), 1, 2 * size),
+        (corrupt, 1, 2 * size),
+        (repair, 1, 2 * size + 100),
+        (lambda: registry.delete(acme, "sql", actor="x"), 0, 0),
+        (lambda: publish(seed=2), 1, size),
+    ]
+    for number, (step, num_adapters, num_bytes) in enumerate(steps):
+        await step()
+        found = await totals(database, acme)
+        assert (found.num_adapters, found.num_bytes) == (num_adapters, num_bytes), number
+        assert await differences(database) == [], number
 
 
 class Fault(Exception):
