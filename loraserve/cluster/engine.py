@@ -170,8 +170,13 @@ class ClusterEngine:
         return self._base is not None and self._base.device == "cpu" and bool(self._live)
 
     async def start(self) -> None:
-        """Return once a replica has answered."""
-        self._base = await self._calls.describe()
+        """Return once a replica has answered; one that leaves meanwhile needn't be the last."""
+        while self._base is None:
+            try:
+                self._base = await self._calls.describe()
+            except EngineUnavailable as error:
+                logger.info("a replica was asked for its base and didn't answer: %s", error)
+                await asyncio.sleep(_LOOK_S)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, wait up to `grace_s` for those alive; the others fail."""

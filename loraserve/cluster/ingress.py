@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 from fastapi import FastAPI
+from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraserve.api.app import create_app
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 logger = structlog.stdlib.get_logger("loraserve.cluster")
+
+_LOOK_S = 0.5
 
 CLUSTER: Table[ClusterEngine] = (
     gauge("loraserve_cluster_replicas", "Engine replicas by state.", lambda e: e.replica_states(), "state"),
@@ -73,6 +76,9 @@ class Ingress:
     async def __init__(self, settings: Settings, drain_s: float, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         """Open the services; the engine becomes ready with the first replica.
 
+        Where another ingress answers clients, return once this one's engine is ready too: Serve
+        ends the other then.
+
         Args:
             drain_s: seconds that streams may stay at a replica that leaves.
         """
@@ -92,6 +98,8 @@ class Ingress:
         self._services = await self._ending.enter_async_context(open_services(settings, make_engine))
         self._starting = asyncio.create_task(self._services.engine.start(), name="engine-start")
         self._starting.add_done_callback(_tell_started)
+        while not self._starting.done() and await asyncio.to_thread(_another_answers):
+            await asyncio.wait({self._starting}, timeout=_LOOK_S)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = create_app(self._services)
@@ -141,6 +149,14 @@ class _OneRequestId:
             await send(message)
 
         await self._app(scope, receive, send_without)
+
+
+def _another_answers() -> bool:
+    """Return whether an ingress is in service; one that is being made isn't."""
+    own = serve.get_replica_context()
+    application = serve.status().applications.get(own.app_name)
+    deployment = None if application is None else application.deployments.get(own.deployment)
+    return deployment is not None and deployment.replica_states.get("RUNNING", 0) > 0
 
 
 def _tell_started(task: asyncio.Task[None]) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import importlib.util
 import random
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx2
 import pytest
 from ray_cluster import ENGINE, INGRESS, REPLICA, RayCluster
-from server_process import events
+from streams import Question, StreamedAnswer, Streams
 
 from loraserve import Client
 from loraserve.demo.frames import STYLES, fresh_prompts
@@ -26,50 +27,21 @@ pytestmark = [
 ]
 
 NUM_STREAMS = 64
+NUM_TOKENS, LONG_TOKENS = 120, 360
+NUM_LONG = 8
+WITHIN_S, CHANGED_S = 240.0, 300.0
+"""Seconds for the streams that are open, and for a cluster to grow, shrink or restart under them.
+
+Several times what two processors need.
+"""
 KILLED = (REPLICA, ENGINE, REPLICA, ENGINE)
+# As many requests per replica that 64 streams need three replicas, and 32 two.
 FLAGS = (
     *("--memory-budget", "64MiB", "--host-cache", "64MiB", "--max-num-seqs", "32", "--cpus-per-replica", "0.5"),
-    *("--replicas", "2", "--min-replicas", "1", "--max-replicas", "3", "--target-requests", "20"),
-    *("--scale-up-delay", "2", "--scale-down-delay", "15", "--drain-s", "0.2", "--log-level", "warning"),
+    *("--replicas", "2", "--min-replicas", "2", "--max-replicas", "3", "--target-requests", "20"),
+    *("--max-ttft", "60", "--scale-up-delay", "2", "--scale-down-delay", "8", "--drain-s", "0.2"),
+    *("--grace-s", "120", "--log-level", "warning"),
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    model: str
-    prompt: str
-    seed: int
-    max_tokens: int
-
-    @property
-    def body(self) -> dict[str, object]:
-        return {
-            "model": self.model,
-            "prompt": self.prompt,
-            "seed": self.seed,
-            # greedy, and by counted randomness
-            "temperature": float(self.seed % 2),
-            "max_tokens": self.max_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-
-
-@dataclass(frozen=True)
-class StreamedAnswer:
-    text: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
-@dataclass
-class Progress:
-    """What came of streams so far."""
-
-    num_tokens: int = 0
-    num_ended: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -92,68 +64,30 @@ def questions(num: int, *, max_tokens: int, first: int = 0) -> list[Question]:
     ]
 
 
-async def stream(client: httpx2.AsyncClient, question: Question, progress: Progress) -> StreamedAnswer:
-    lines = []
-    async with client.stream("POST", "/v1/completions", json=question.body) as response:
-        assert response.status_code == 200, (await response.aread()).decode()
-        async for line in response.aiter_lines():
-            lines.append(line)
-            progress.num_tokens += sum(
-                len(choice["token_ids"]) for event in events([line]) for choice in event.get("choices", ())
-            )
-    progress.num_ended += 1
-    assert lines[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in lines[-3:], lines[-4:]
-    found = events(lines)
-    errors = [event["error"] for event in found if "error" in event]
-    assert not errors, errors
-    usage = found[-1]["usage"]
-    assert isinstance(usage, dict)
-    text = "".join(choice["text"] for event in found for choice in event["choices"])  # type: ignore[attr-defined]
-    return StreamedAnswer(text, usage["prompt_tokens"], usage["completion_tokens"])
+def usage(cluster: RayCluster, key: str) -> dict[str, tuple[int, int, int]]:
+    """Requests, prompt tokens and completion tokens that the tenant was billed for, by model."""
+    url, headers = f"{cluster.url}/api/v1/usage?group_by=adapter", {"authorization": f"Bearer {key}"}
+    rows = httpx2.get(url, headers=headers, timeout=60).raise_for_status().json()["data"]
+    return {
+        row["adapter"] or base_dir().name: (row["num_requests"], row["prompt_tokens"], row["completion_tokens"])
+        for row in rows
+    }
 
 
-async def ask_all(
-    url: str, key: str, asked: list[Question], *, at_once: int = NUM_STREAMS, progress: Progress | None = None
-) -> list[StreamedAnswer]:
-    room, progress = asyncio.Semaphore(at_once), progress or Progress()
-    limits = httpx2.Limits(max_connections=at_once)
-    headers = {"authorization": f"Bearer {key}"}
-    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=240, limits=limits) as client:
-
-        async def one(question: Question) -> StreamedAnswer:
-            async with room:
-                return await stream(client, question, progress)
-
-        return await asyncio.gather(*map(one, asked))
-
-
-def usage(cluster: RayCluster, key: str) -> tuple[int, int, int]:
-    """Requests, prompt tokens and completion tokens that the tenant was billed for."""
-    answer = httpx2.get(f"{cluster.url}/api/v1/usage", headers={"authorization": f"Bearer {key}"}, timeout=60)
-    rows = answer.raise_for_status().json()["data"]
-    requests, prompt, completion = (
-        sum(row[name] for row in rows) for name in ("num_requests", "prompt_tokens", "completion_tokens")
-    )
-    return requests, prompt, completion
-
-
-def check_billed_once(cluster: RayCluster, key: str, answers: list[StreamedAnswer]) -> None:
-    expected = (
-        len(answers),
-        sum(answer.prompt_tokens for answer in answers),
-        sum(answer.completion_tokens for answer in answers),
-    )
+def check_billed_once(cluster: RayCluster, streams: Streams) -> None:
+    requests, prompt, completion = Counter[str](), Counter[str](), Counter[str]()
+    for answer in streams.answers:
+        assert len(answer.token_ids) == answer.completion_tokens == answer.question.max_tokens, answer
+        requests[answer.question.model] += 1
+        prompt[answer.question.model] += answer.prompt_tokens
+        completion[answer.question.model] += answer.completion_tokens
+    expected = {model: (requests[model], prompt[model], completion[model]) for model in requests}
     deadline = time.monotonic() + 10
-    while usage(cluster, key) != expected and time.monotonic() < deadline:
+    while usage(cluster, streams.key) != expected and time.monotonic() < deadline:
         time.sleep(0.3)
     # what is billed twice comes later
     time.sleep(1.5)
-    assert usage(cluster, key) == expected
-
-
-def check_same(asked: list[Question], answers: list[StreamedAnswer], solo: list[StreamedAnswer]) -> None:
-    different = [i for i, (one, other) in enumerate(zip(answers, solo, strict=False)) if one.text != other.text]
-    assert not different, [(asked[i], solo[i].text, answers[i].text) for i in different[:2]]
+    assert usage(cluster, streams.key) == expected
 
 
 def make_owner(cluster: RayCluster, name: str) -> str:
@@ -167,21 +101,42 @@ def make_owner(cluster: RayCluster, name: str) -> str:
 
 @dataclass(frozen=True)
 class Solo:
-    """Questions, and the answer that each has when it is the only one."""
+    """Questions, each with the answer that it has when it is the only one."""
 
-    asked: list[Question]
-    answers: list[StreamedAnswer]
+    answers: dict[Question, StreamedAnswer]
+
+    @property
+    def asked(self) -> list[Question]:
+        return list(self.answers)
+
+    def check_same(self, answers: Sequence[StreamedAnswer]) -> None:
+        different = [answer for answer in answers if answer != self.answers[answer.question]]
+        assert not different, (
+            f"{len(different)} of {len(answers)} answers aren't those that their questions have alone; two of them:"
+            f" {[(self.answers[answer.question], answer) for answer in different[:2]]}"
+        )
+
+
+def ask_alone(cluster: RayCluster, key: str, asked: Sequence[Question]) -> Solo:
+    answers = asyncio.run(Streams(cluster.url, key).ask(asked, at_once=1, within_s=WITHIN_S))
+    return Solo({answer.question: answer for answer in answers})
 
 
 @pytest.fixture(scope="module")
 def solo(cluster: RayCluster, key: str) -> Solo:
-    asked = questions(NUM_STREAMS, max_tokens=120)
-    return Solo(asked, asyncio.run(ask_all(cluster.url, key, asked, at_once=1)))
+    return ask_alone(cluster, key, questions(NUM_STREAMS, max_tokens=NUM_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def mixed(cluster: RayCluster, key: str, solo: Solo) -> Solo:
+    """As many questions, the first of which have long answers."""
+    long = ask_alone(cluster, key, questions(NUM_LONG, max_tokens=LONG_TOKENS, first=500))
+    return Solo(long.answers | dict(list(solo.answers.items())[: NUM_STREAMS - NUM_LONG]))
 
 
 def test_both_replicas_answer_and_find_adapters(cluster: RayCluster, key: str) -> None:
     asked = questions(28, max_tokens=16)
-    answers = asyncio.run(ask_all(cluster.url, key, asked, at_once=14))
+    answers = asyncio.run(Streams(cluster.url, key).ask(asked, at_once=14, within_s=WITHIN_S))
     assert all(answer.completion_tokens == 16 for answer in answers)
     metrics = cluster.metrics()
     loads = {name: value for name, value in metrics.items() if name.startswith("loraserve_cluster_replica_loads")}
@@ -190,68 +145,90 @@ def test_both_replicas_answer_and_find_adapters(cluster: RayCluster, key: str) -
 
 
 def test_streams_outlive_killed_replicas_and_engines(cluster: RayCluster, solo: Solo) -> None:
-    """Kill replicas and engines at random under 64 streams.
+    """Kill replicas and engines at random under 64 streams; where one ends another one begins.
 
     No stream breaks, each text is the one that the request has alone, each token is billed once.
     """
-    billed = make_owner(cluster, "killed")
+    streams = Streams(cluster.url, make_owner(cluster, "killed"))
     rng = random.Random(7)
-    num_tokens = sum(answer.completion_tokens for answer in solo.answers)
-    num_live = []
+    num_tokens = sum(answer.completion_tokens for answer in solo.answers.values())
 
-    async def run() -> list[StreamedAnswer]:
-        progress = Progress()
-        asking = asyncio.create_task(ask_all(cluster.url, billed, solo.asked, progress=progress))
-        # at random places of the streams, however fast they are
-        for kind, part in zip(KILLED, sorted(rng.uniform(0.0, 0.5) for _ in KILLED), strict=True):
-            while progress.num_tokens < part * num_tokens and not asking.done():
-                await asyncio.sleep(0.01)
-            await asyncio.to_thread(cluster.kill, kind, which=rng.randrange(4))
-            num_live.append(len(solo.asked) - progress.num_ended)
-        return await asking
+    async def run() -> None:
+        async with streams.kept_up(solo.asked, within_s=WITHIN_S):
+            for kind in KILLED:
+                # at random places of the streams, however fast they are
+                place = streams.num_tokens + rng.uniform(0.0, 0.2) * num_tokens
+                while streams.num_tokens < place:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(cluster.kill, kind, which=rng.randrange(4))
 
-    answers = asyncio.run(run())
-    assert all(num_live), f"streams that ran at each kill: {num_live}"
-    check_same(solo.asked, answers, solo.answers)
-    assert cluster.metrics()['loraserve_cluster_replays_total{cause="lost"}'] > 0
-    check_billed_once(cluster, billed, answers)
+    asyncio.run(run())
+    solo.check_same(streams.answers)
+    assert cluster.metrics()['loraserve_cluster_replays_total{cause="lost"}'] > 0, "no stream was open at a kill"
+    check_billed_once(cluster, streams)
 
 
-def test_streams_go_on_through_a_rolling_restart(cluster: RayCluster, solo: Solo) -> None:
-    """Replace the ingress and every replica while streams come one after the other."""
-    cluster.wait_for(1)
-    billed = make_owner(cluster, "restarted")
-    before = set(cluster.pids(REPLICA)) | set(cluster.pids(INGRESS))
+def test_streams_go_on_through_a_rolling_restart(cluster: RayCluster, mixed: Solo) -> None:
+    """Replace the ingress and all replicas while 64 streams are open, long ones among them.
 
-    async def run() -> list[StreamedAnswer]:
-        assert cluster.run("restart").returncode == 0
-        answers: list[StreamedAnswer] = []
-        while before & (set(cluster.pids(REPLICA)) | set(cluster.pids(INGRESS))):
-            found = await ask_all(cluster.url, billed, solo.asked[:12], at_once=6)
-            check_same(solo.asked, found, solo.answers)
-            answers += found
-        return answers
+    Where one ends another one begins, until all is new.
+    """
+    streams = Streams(cluster.url, make_owner(cluster, "restarted"))
 
-    answers = asyncio.run(run())
-    check_billed_once(cluster, billed, answers)
+    async def run() -> None:
+        async with streams.kept_up(mixed.asked, within_s=WITHIN_S):
+            before, moved = processes(cluster), num_moved(cluster)
+            most_moved = moved
+            assert (await asyncio.to_thread(cluster.run, "restart")).returncode == 0
+            deadline = time.monotonic() + CHANGED_S
+            while left := before.keys() & (await asyncio.to_thread(processes, cluster)).keys():
+                assert time.monotonic() < deadline, (
+                    f"not replaced after {CHANGED_S:.0f} s: {[(pid, before[pid]) for pid in left]}; {streams}\n"
+                    f"{cluster.tail()}"
+                )
+                # by the ingress that answers: the new one counts anew
+                most_moved = max(most_moved, await asyncio.to_thread(num_moved, cluster))
+                await asyncio.sleep(1.0)
+            assert Counter(before.values())[REPLICA] >= 2
+            assert most_moved > moved, "no stream was open at a replica that left"
+
+    asyncio.run(run())
+    mixed.check_same(streams.answers)
+    check_billed_once(cluster, streams)
 
 
-def test_long_streams_move_from_replicas_that_are_scaled_away(cluster: RayCluster, solo: Solo) -> None:
-    billed = make_owner(cluster, "scaled")
-    moved = cluster.metrics()['loraserve_cluster_replays_total{cause="moved"}']
+def test_streams_move_from_a_replica_that_is_scaled_away(cluster: RayCluster, mixed: Solo) -> None:
+    """Grow to three replicas under 64 streams; shrink to two under 32, long ones among them."""
+    streams = Streams(cluster.url, make_owner(cluster, "scaled"))
 
-    async def ask_until(num_replicas: int, asked: list[Question]) -> list[StreamedAnswer]:
-        """Ask again and again until there are so many replicas."""
-        found: list[StreamedAnswer] = []
-        deadline = time.monotonic() + 180
-        while (num := await asyncio.to_thread(cluster.num_ready)) != num_replicas:
-            assert time.monotonic() < deadline, f"{num} replicas, not {num_replicas}:\n{cluster.tail()}"
-            answers = await ask_all(cluster.url, billed, asked)
-            check_same(asked, answers, solo.answers)
-            found += answers
-        return found
+    async def run() -> int:
+        async with streams.kept_up(mixed.asked[: NUM_STREAMS // 2], within_s=WITHIN_S):
+            async with streams.kept_up(mixed.asked[NUM_STREAMS // 2 :], within_s=WITHIN_S):
+                await until_ready(cluster, 3)
+            moved = num_moved(cluster)
+            await until_ready(cluster, 2)
+        return num_moved(cluster) - moved
 
-    answers = asyncio.run(ask_until(3, solo.asked))
-    answers += asyncio.run(ask_until(1, solo.asked[:6]))
-    assert cluster.metrics()['loraserve_cluster_replays_total{cause="moved"}'] > moved
-    check_billed_once(cluster, billed, answers)
+    assert asyncio.run(run()) > 0, "no stream was open at the replica that left"
+    mixed.check_same(streams.answers)
+    check_billed_once(cluster, streams)
+
+
+def processes(cluster: RayCluster) -> dict[int, bytes]:
+    """The ingress and the replicas, by their numbers."""
+    return {pid: kind for kind in (INGRESS, REPLICA) for pid in cluster.pids(kind)}
+
+
+def num_moved(cluster: RayCluster) -> int:
+    """Streams that went on elsewhere since their replica left."""
+    return int(cluster.metrics()['loraserve_cluster_replays_total{cause="moved"}'])
+
+
+async def until_ready(cluster: RayCluster, num_replicas: int) -> None:
+    """Return once so many replicas take requests."""
+    deadline = time.monotonic() + CHANGED_S
+    while (found := await asyncio.to_thread(cluster.num_ready)) != num_replicas:
+        assert time.monotonic() < deadline, (
+            f"{found} replicas, not {num_replicas}, after {CHANGED_S:.0f} s:\n{cluster.tail()}"
+        )
+        await asyncio.sleep(0.3)

@@ -126,13 +126,6 @@ class RayCluster:
     def num_ready(self) -> int:
         return int(self.metrics()['loraserve_cluster_replicas{state="ready"}'])
 
-    def wait_for(self, num_replicas: int, *, within_s: float = 120.0) -> None:
-        """Return once so many replicas take requests."""
-        deadline = time.monotonic() + within_s
-        while (found := self.num_ready()) != num_replicas:
-            assert time.monotonic() < deadline, f"{found} replicas, not {num_replicas}:\n{self.tail()}"
-            time.sleep(0.3)
-
 
 def _processes() -> Iterator[tuple[int, int, bytes]]:
     for entry in Path("/proc").iterdir():
