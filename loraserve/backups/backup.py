@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -145,20 +145,24 @@ class Backup:
         """Hold the collectors' lease for the length of a with block."""
         lease = LeaseHolder(self._database, _LEASE_LENGTH, clock=self._clock)
 
+        is_over = asyncio.Event()
+
         async def hold() -> None:
-            while True:
+            while not is_over.is_set():
                 try:
                     # a collector that has it now ends its pass long before the grace does
                     await lease.acquire(LEASE)
                 except LoraserveError as error:
                     logger.warning("the collectors' lease can't be had now: %s", error)
-                await asyncio.sleep(_RENEWAL_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(is_over.wait(), _RENEWAL_S)
 
         holding = asyncio.create_task(hold())
         try:
             yield
         finally:
-            holding.cancel()
+            # not cancelled: a transaction that is given up while it begins may keep its lock a while
+            is_over.set()
             await asyncio.gather(holding, return_exceptions=True)
             try:
                 await lease.release(LEASE)
