@@ -144,7 +144,6 @@ class Backup:
     async def _collection_held(self) -> AsyncIterator[None]:
         """Hold the collectors' lease for the length of a with block."""
         lease = LeaseHolder(self._database, _LEASE_LENGTH, clock=self._clock)
-
         is_over = asyncio.Event()
 
         async def hold() -> None:
@@ -161,7 +160,7 @@ class Backup:
         try:
             yield
         finally:
-            # not cancelled: a transaction that is given up while it begins may keep its lock a while
+            # not cancelled: a transaction given up while it begins may keep its lock a while
             is_over.set()
             await asyncio.gather(holding, return_exceptions=True)
             try:
