@@ -14,7 +14,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,7 +107,7 @@ def make_engine(
         pool_size=8,
         max_overflow=0,
         pool_timeout=busy_timeout_s,
-        connect_args={"timeout": busy_timeout_s},
+        connect_args={"timeout": busy_timeout_s, "factory": _RollingBack},
     )
 
     @event.listens_for(engine.sync_engine, "connect")
@@ -130,6 +130,20 @@ def make_engine(
 
     file.watch(engine.sync_engine)
     return engine
+
+
+class _RollingBack(sqlite3.Connection):
+    """Connection whose transaction ends when it is closed.
+
+    A task that is cancelled in the middle of a statement leaves a cursor, and with it the closed
+    connection's transaction, which would lock the database until the cursor is collected
+    (https://sqlite.org/c3ref/close.html: a connection with statements becomes a zombie).
+    """
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self.rollback()
+        super().close()
 
 
 def _use_wal(cursor: Any, patience_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import sqlite3
@@ -45,6 +46,34 @@ async def test_sqlite_connections_are_durable_and_check_foreign_keys(migrated_sq
         ]
     assert found == ["wal", 2, 1, 5000]
     await database.dispose()
+
+
+SLOW = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 1000000) SELECT x FROM c ORDER BY -x"
+
+
+async def test_a_write_that_is_cancelled_within_a_statement_keeps_no_lock(database: Database) -> None:
+    async def write(name: str, ident: str, query: str) -> None:
+        async with database.write() as session:
+            session.add(make_tenant(name, ident))
+            await session.flush()
+            await session.execute(text(query))
+
+    # the abandoned cursor is in a circle with its error: it is collected at any time, or late
+    gc.disable()
+    try:
+        for number in range(3):
+            writing = asyncio.create_task(write("lost", "A" * 26, SLOW))
+            await asyncio.sleep(0.05)
+            assert not writing.done()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            assert writing.cancelled()
+            # a writer that finds the lock taken waits for five seconds, and fails
+            await write(f"kept-{number}", str(number) * 26, "SELECT 1")
+    finally:
+        gc.enable()
+    async with database.read() as session:
+        assert list(await session.scalars(select(Tenant.name).order_by(Tenant.name))) == ["kept-0", "kept-1", "kept-2"]
 
 
 async def test_a_row_without_its_parent_is_refused(database: Database) -> None:
