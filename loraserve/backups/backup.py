@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -144,24 +144,21 @@ class Backup:
     async def _collection_held(self) -> AsyncIterator[None]:
         """Hold the collectors' lease for the length of a with block."""
         lease = LeaseHolder(self._database, _LEASE_LENGTH, clock=self._clock)
-        is_over = asyncio.Event()
 
         async def hold() -> None:
-            while not is_over.is_set():
+            while True:
                 try:
                     # a collector that has it now ends its pass long before the grace does
                     await lease.acquire(LEASE)
                 except LoraserveError as error:
                     logger.warning("the collectors' lease can't be had now: %s", error)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(is_over.wait(), _RENEWAL_S)
+                await asyncio.sleep(_RENEWAL_S)
 
         holding = asyncio.create_task(hold())
         try:
             yield
         finally:
-            # not cancelled: a transaction given up while it begins may keep its lock a while
-            is_over.set()
+            holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
             try:
                 await lease.release(LEASE)
