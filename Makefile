@@ -93,6 +93,7 @@ clients: $(VENV)/.installed-dev $(patsubst %,.clients/%/.installed,$(CLIENTS))
 
 # A cluster on Ray Serve, which `make test` skips where the extra isn't installed.
 ray: export OMP_NUM_THREADS = 1
+# each of Ray's workers imports everything anew
 ray: export PYTHONDONTWRITEBYTECODE =
 ray: $(VENV)/.installed-ray
 	$(BIN)/python -P -m pytest -m ray tests/e2e/test_cluster.py $(ARGS)

@@ -110,7 +110,8 @@ class Multiplexed:
 
     A request goes to a replica that reported its model, or, if none did or they are full, to one of
     those with the fewest models; of two by chance, to the one with fewer requests. There, a full
-    one is asked again for a second or two before others are; here, they are at once.
+    one is asked again for a second or two before others are; here, they are at once. Source:
+    `PowerOfTwoChoicesRequestRouter` and `MultiplexMixin` of Ray 2.60.
     """
 
     def __init__(self, seed: int, max_ongoing: int) -> None:
@@ -119,16 +120,12 @@ class Multiplexed:
 
     def choose(self, request: SimulatedRequest, replicas: Sequence[SimulatedReplica], now_s: float) -> int:
         digest = digest_of(request.adapter)
-        places = self._with_room([place for place, one in enumerate(replicas) if digest in one.reported], replicas)
-        if not places:
-            least = min(len(one.reported) for one in replicas)
-            places = self._with_room([i for i, one in enumerate(replicas) if len(one.reported) == least], replicas)
-        tried = places or list(range(len(replicas)))
-        tried = self._random.sample(tried, min(2, len(tried)))
-        return min(tried, key=lambda place: replicas[place].load)
-
-    def _with_room(self, places: list[int], replicas: Sequence[SimulatedReplica]) -> list[int]:
-        return [place for place in places if replicas[place].load < self._max_ongoing]
+        least = min(len(one.reported) for one in replicas)
+        free = [place for place, one in enumerate(replicas) if one.load < self._max_ongoing]
+        holders = [place for place in free if digest in replicas[place].reported]
+        emptiest = [place for place in free if len(replicas[place].reported) == least]
+        places = holders or emptiest or range(len(replicas))
+        return min(self._random.sample(places, min(2, len(places))), key=lambda place: replicas[place].load)
 
 
 class Ours:

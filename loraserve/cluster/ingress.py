@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = structlog.stdlib.get_logger("loraserve.cluster")
 
 _LOOK_S = 0.5
+"""Seconds between two looks whether another ingress still answers."""
 
 CLUSTER: Table[ClusterEngine] = (
     gauge("loraserve_cluster_replicas", "Engine replicas by state.", lambda e: e.replica_states(), "state"),

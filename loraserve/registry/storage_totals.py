@@ -15,6 +15,8 @@ at one instant; `set_right` adds what it finds.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +25,7 @@ from sqlalchemy import ColumnElement, Select, case, func, literal_column, or_, s
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import Adapter, AdapterVersion, StorageTotal, Tenant
+from loraserve.db.session import Database
 from loraserve.db.upsert import upsert
 from loraserve.types import TenantId
 
@@ -30,11 +33,15 @@ MADE = ""
 """Instead of a day: all that the tenant ever made, deleted or not."""
 _TENANTS_AT_ONCE = 20
 """Tenants whose versions one statement counts: few, as each may have a million."""
+_LOGGED = 20
+"""Wrong totals of a step that the log names."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageTotals:
-    """What a tenant stores."""
+    """Sums of what a tenant stores, and of what it deleted lately."""
 
     num_adapters: int
     num_bytes: int
@@ -45,7 +52,7 @@ class StorageTotals:
 
 @dataclass(frozen=True, slots=True)
 class TotalsDifference:
-    """What a row of totals lacks; negative: what it has too much."""
+    """Difference of a row of totals from what it counts; negative: what it has too much."""
 
     tenant: TenantId
     day: str
@@ -158,6 +165,33 @@ async def set_right(session: AsyncSession, after: str) -> tuple[list[TotalsDiffe
     found, last = await find_differences(session, after)
     await _add(session, found)
     return found, last
+
+
+async def check_totals(database: Database) -> AsyncIterator[int]:
+    """Compare all totals with what they count, a few tenants at a time, and set wrong ones right.
+
+    Yields:
+        How many were wrong, after each of these steps; the log says which.
+    """
+    after: str | None = ""
+    while after is not None:
+        async with database.read() as session:
+            found, last = await find_differences(session, after)
+        if found:
+            async with database.write() as session:
+                found, last = await set_right(session, after)
+        after = last
+        for one in found[:_LOGGED]:
+            logger.error(
+                "the totals of tenant %s (%s) lacked %d adapters and %d bytes of versions, and are set right",
+                one.tenant,
+                f"deleted on {one.day}" if one.day else "all that it made",
+                one.num_adapters,
+                one.num_bytes,
+            )
+        if len(found) > _LOGGED:
+            logger.error("%d more totals of tenants were wrong, and are set right", len(found) - _LOGGED)
+        yield len(found)
 
 
 async def _add(session: AsyncSession, found: list[TotalsDifference]) -> None:

@@ -67,7 +67,7 @@ def questions(num: int, *, max_tokens: int, first: int = 0) -> list[Question]:
 
 
 def usage(cluster: RayCluster, key: str) -> dict[str, tuple[int, int, int]]:
-    """Requests, prompt tokens and completion tokens that the tenant was billed for, by model."""
+    """Return the requests, prompt and completion tokens billed to the tenant, by model."""
     url, headers = f"{cluster.url}/api/v1/usage?group_by=adapter", {"authorization": f"Bearer {key}"}
     rows = httpx2.get(url, headers=headers, timeout=60).raise_for_status().json()["data"]
     return {
@@ -221,10 +221,10 @@ def test_streams_move_from_a_replica_that_is_scaled_away(mixed: Solo, tmp_path_f
 
 
 def processes(cluster: RayCluster) -> dict[int, bytes]:
-    """The ingress and the replicas, by their numbers."""
+    """Return the kinds of the ingress and the replicas, by process id."""
     return {pid: kind for kind in (INGRESS, REPLICA) for pid in cluster.pids(kind)}
 
 
 def num_moved(cluster: RayCluster) -> int:
-    """Streams that went on elsewhere since their replica left."""
+    """Count the streams that went on elsewhere since their replica left."""
     return int(cluster.metrics()['loraserve_cluster_replays_total{cause="moved"}'])

@@ -56,7 +56,7 @@ class LiveStream:
     began_s: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(default_factory=list)
     last_s: float | None = None
-    """When its last token came."""
+    """Time of its last token."""
 
     def __str__(self) -> str:
         now_s = time.monotonic()

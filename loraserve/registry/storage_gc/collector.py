@@ -39,7 +39,7 @@ from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import add_gc_candidates, referenced
 from loraserve.registry.storage_gc.deletion_locks import DeletionLock, DeletionLocks
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.registry.storage_totals import find_differences, set_right
+from loraserve.registry.storage_totals import check_totals
 from loraserve.registry.uploads.chunks import remove_upload
 from loraserve.types import Digest
 
@@ -51,7 +51,6 @@ _RENEW_S = 30.0
 """Time for which a lease isn't renewed: a pass over a million blobs takes thousands of batches."""
 # Few are locked at a time: a publish that needs one of them waits for all of them.
 _LISTED_AT_ONCE, _DELETED_AT_ONCE, _EXPIRED_AT_ONCE = 400, 8, 50
-_LOGGED_TOTALS = 20
 _MAX_FAILURES = 3
 """Failures that end a pass, so that an unreachable store isn't asked for every blob."""
 _FIRST_PASS_S = 60.0
@@ -156,29 +155,9 @@ class Collector:
         return is_held
 
     async def _check_totals(self) -> bool:
-        """Set right the totals that differ from what they count.
-
-        Return False if another server took the lease.
-        """
-        after: str | None = ""
-        while after is not None:
-            async with self._database.read() as session:
-                found, last = await find_differences(session, after)
-            if found:
-                async with self._database.write() as session:
-                    found, last = await set_right(session, after)
-            after = last
-            self.num_wrong_totals += len(found)
-            for one in found[:_LOGGED_TOTALS]:
-                logger.error(
-                    "the totals of tenant %s (%s) lacked %d adapters and %d bytes of versions, and are set right",
-                    one.tenant,
-                    f"deleted on {one.day}" if one.day else "all that it made",
-                    one.num_adapters,
-                    one.num_bytes,
-                )
-            if len(found) > _LOGGED_TOTALS:
-                logger.error("%d more totals of tenants were wrong, and are set right", len(found) - _LOGGED_TOTALS)
+        """Check the tenants' totals; return False if another server took the lease."""
+        async for num_wrong in check_totals(self._database):
+            self.num_wrong_totals += num_wrong
             if not await self._renew():
                 return False
         return True

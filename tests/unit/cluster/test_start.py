@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from loraserve.config import EngineConfig
-from loraserve.types import BaseSpec, Digest
-
-BASE = BaseSpec(
-    id="tiny",
-    digest=Digest("0" * 64),
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=32,
-    vocab_size=64,
-    max_model_len=128,
-    modules={"q_proj": (32, 32)},
-    module_paths={"q_proj": "self_attn.q_proj"},
-    layers_path="model.layers",
-    eos_token_ids=(0,),
-    dtype="float32",
-    quantization="none",
-)
+from loraserve.types import BaseSpec
 
 
 @dataclass
 class Handle:
     """Serve's handle of replicas of which the first ones are gone when they are asked."""
 
+    base: BaseSpec
     num_gone: int
     error: type[Exception]
     asked: list[str] = field(default_factory=list)
@@ -46,7 +32,7 @@ class Handle:
         self.asked.append("describe")
         if len(self.asked) <= self.num_gone:
             raise self.error
-        return msgspec.msgpack.encode(BASE)
+        return msgspec.msgpack.encode(self.base)
 
 
 class Context:
@@ -56,18 +42,18 @@ class Context:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pydantic, when Ray is imported
 async def test_an_engine_starts_though_the_first_replica_that_it_asks_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_base: BaseSpec
 ) -> None:
     ray = pytest.importorskip("ray", reason="the extra ray")
     from loraserve.cluster import engine as engine_module
 
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     monkeypatch.setattr(engine_module, "_LOOK_S", 0.0)
-    handle = Handle(num_gone=2, error=ray.exceptions.RayActorError)
+    handle = Handle(small_base, num_gone=2, error=ray.exceptions.RayActorError)
     engine = engine_module.ClusterEngine(
         handle, EngineConfig(model_dir=str(tmp_path), model_id="tiny", store_url=""), tokenizer=None, drain_s=1.0
     )
     assert not engine.is_ready
     await engine.start()
     assert len(handle.asked) == 3
-    assert engine.base == BASE
+    assert engine.base == small_base

@@ -34,7 +34,7 @@ Step = Callable[[], Awaitable[Any]]
 
 
 class Calendar:
-    """What a registry takes for the time: some hours later at each step."""
+    """Clock of a registry, set some hours later by each step of a test."""
 
     def __init__(self) -> None:
         self.offset = timedelta()
@@ -56,7 +56,7 @@ async def totals(database: Database, tenant: TenantId, since: datetime | None = 
 
 
 async def counted(database: Database, tenant: TenantId) -> tuple[int, int]:
-    """The numbers that a quota was checked against before there were totals."""
+    """Count the adapters and bytes that a quota is about, from their rows."""
     adapters = (
         select(func.count()).select_from(Adapter).where(Adapter.tenant_id == tenant, Adapter.deleted_at.is_(None))
     )
@@ -70,7 +70,7 @@ async def counted(database: Database, tenant: TenantId) -> tuple[int, int]:
 
 
 def draw_step(registry: Registry, publish: Any, tenant: TenantId, rng: random.Random) -> Step:
-    """Any change that an adapter can go through, or that is refused now."""
+    """Draw a change that an adapter can go through; it may be refused now."""
     name, number, seed = rng.choice(NAMES), rng.randint(1, 6), rng.randint(0, 5)
     restorer = registry.restorer
     steps: list[Step] = [

@@ -589,6 +589,9 @@ async def test_a_server_that_certifies_on_request_verifies_nothing_until_its_set
     on_request = make_server(is_certified_at_upload=False)
     assert not await on_request.certificate_backfill.sweep()
     assert certifying.asked == []
+    on_request.certificate_backfill.start()
+    assert on_request.certificate_backfill._task.is_running
+    await on_request.certificate_backfill.close()
     on_request.certificates.is_at_upload = True
     assert await on_request.certificate_backfill.sweep()
     assert len(certifying.asked) == 1
