@@ -171,16 +171,23 @@ def llama_cpp() -> Path:
     return build / "bin"
 
 
-def gguf_adapters(model: Path, adapters: Sequence[Path]) -> list[Path]:
-    """Return the adapters in llama.cpp's format, float16."""
+def gguf_adapters(model: Path, adapters: Sequence[Path], quantization: str) -> list[Path]:
+    """Return the adapters in llama.cpp's format.
+
+    Args:
+        quantization: `F16`, `Q8_0` or another one that its converter of adapters knows.
+    """
     folder = CACHE / "gguf" / model.name
-    outputs = [folder / f"{adapter.name}.gguf" for adapter in adapters]
+    outputs = [folder / f"{adapter.name}-{quantization}.gguf" for adapter in adapters]
     missing = [(a, o) for a, o in zip(adapters, outputs, strict=True) if not o.exists()]
     if missing:
         say(f"converting {len(missing)} adapters to GGUF, once …")
         convert(
             [
-                ["convert_lora_to_gguf.py", "--base", str(model), "--outtype", "f16", "--outfile", str(o), str(a)]
+                [
+                    *("convert_lora_to_gguf.py", "--base", str(model), "--outtype", quantization.lower()),
+                    *("--outfile", str(o), str(a)),
+                ]
                 for a, o in missing
             ]
         )

@@ -25,15 +25,19 @@ from benchmarks.serving import HERE, free_port, say, serve
 
 BASE, MIXED = "base", "mixed"
 OURS = {
-    "float32": ("none", "float32", "auto"),
-    "bfloat16": ("none", "bfloat16", "auto"),
-    "int8": ("int8", "auto", "auto"),
-    "int4": ("int4", "auto", "auto"),
-    "int4-rounded": ("int4", "auto", "int8"),
-    "nf4": ("nf4", "auto", "auto"),
-    "fp8": ("fp8", "auto", "auto"),
+    "float32": ("none", "float32", "auto", "auto"),
+    "bfloat16": ("none", "bfloat16", "auto", "auto"),
+    "int8": ("int8", "auto", "auto", "auto"),
+    "int8+int8": ("int8", "auto", "auto", "int8"),
+    "int4": ("int4", "auto", "auto", "auto"),
+    "int4-rounded": ("int4", "auto", "int8", "auto"),
+    "int4-rounded+int8": ("int4", "auto", "int8", "int8"),
+    "nf4": ("nf4", "auto", "auto", "auto"),
+    "fp8": ("fp8", "auto", "auto", "auto"),
 }
-"""Our formats: `--quantize`, `--dtype` and `--activation-dtype`."""
+"""Our formats: `--quantize`, `--dtype`, `--activation-dtype` and `--adapter-dtype`; what follows a
+plus is the adapters' format, where it isn't the one they are stored in.
+"""
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
 READY_TIMEOUT_S = 900.0
 """vLLM compiles for some minutes before its first start is over."""
@@ -118,16 +122,17 @@ def load(
 
 @contextlib.contextmanager
 def ours(work: Work, name: str, mode: str) -> Iterator[Running]:
-    quantize, dtype, activations = OURS[name]
-    flags = ["--certify", "on-request", "--activation-dtype", activations]
+    quantize, dtype, activations, adapters = OURS[name]
+    flags = ["--certify", "on-request", "--activation-dtype", activations, "--adapter-dtype", adapters]
     # certificates take the engine a quarter of an hour and aren't what is measured
     with serve(work.model, quantize, work.adapters, flags, dtype=dtype) as server:
         headers = {"Authorization": f"Bearer {server.admin_key}"}
         base = httpx2.get(f"{server.url}/api/v1/base", headers=headers).raise_for_status().json()
         threads = os.environ.get("OMP_NUM_THREADS", str(len(work.cores)))
+        held = "as stored" if adapters == "auto" else adapters
         settings = (
-            f"{base['arithmetic']}, {base['kernels']}, {base['instructions']}, activations {base['dtype']}; {threads} "
-            f"threads, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', '')}"
+            f"{base['arithmetic']}, {base['kernels']}, {base['instructions']}, activations {base['dtype']}, "
+            f"adapters {held}; {threads} threads, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', '')}"
         )
 
         def models(mode: str) -> str:
@@ -139,14 +144,19 @@ def ours(work: Work, name: str, mode: str) -> Iterator[Running]:
 @contextlib.contextmanager
 def llama_cpp(work: Work, name: str, mode: str) -> Iterator[Running]:
     programs = installing.llama_cpp()
-    base, adapters = installing.gguf_base(work.model, name), installing.gguf_adapters(work.model, work.adapters)
+    base_format, _, adapter_format = name.partition("+")
+    adapter_format = adapter_format or "F16"
+    base = installing.gguf_base(work.model, base_format)
+    adapters = installing.gguf_adapters(work.model, work.adapters, adapter_format)
     port, threads, slots = free_port(), str(len(work.cores)), work.max_requests
     command = [programs / "llama-server", "-m", base, "--host", "127.0.0.1", "--port", port, "--offline"]
     command += ["-t", threads, "-tb", threads, "-np", slots, "-c", slots * _CONTEXT_TOKENS]
     command += ["--lora", ",".join(map(str, adapters)), "--lora-init-without-apply"]
     with _started("llama.cpp", command, port, {}) as (process, _):
         instructions = instructions_of(_system_info(programs))
-        settings = f"{name}, adapters f16; {instructions}; -t {threads}, -np {slots}, default wait policy"
+        settings = (
+            f"{base_format}, adapters {adapter_format}; {instructions}; -t {threads}, -np {slots}, default wait policy"
+        )
 
         def fields(mode: str) -> dict[str, Any]:
             # without the field it applies all adapters at once

@@ -81,6 +81,7 @@ SCENARIOS = (
     ),
     replace(CENTRE, name="2 replicas, 1,000 adapters", num_replicas=2, num_adapters=1_000),
     replace(SMALL, name="2 replicas with little memory", num_replicas=2),
+    replace(SMALL, name="2 replicas with hardly enough memory", num_replicas=2, host_bytes=540 << 20),
     replace(SMALL, name="4 replicas with little memory", num_replicas=4, host_bytes=200 << 20),
     replace(
         CENTRE, name="8 replicas with little memory", num_adapters=1_000, device_bytes=288 << 20, host_bytes=900 << 20

@@ -15,10 +15,12 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from benchmarks.placement_costs import Costs
 from loraserve.cluster.placement import PlacementRequest, ReplicaView
+from loraserve.cluster.placement.views import spare_places
 from loraserve.types import Digest, TenantId, Tier
 
 REPORT_S = 1.0
@@ -203,6 +205,8 @@ class Cluster:
         self._events: list[tuple[float, int, str, int, int]] = []
         self._sequence = 0
         self._next_report_s = 0.0
+        self._spare: dict[str, int] = {}
+        self._spare_s = -1.0
         self._changes = sorted(changes, key=lambda change: change.at_s)
         for _ in range(num_replicas):
             self._add_replica()
@@ -285,9 +289,19 @@ class Cluster:
         )
         replica = SimulatedReplica(number, self.costs, self.device_slots, self.host_slots, view)
         view.residency = replica.reported
+        view.num_spare = partial(self._num_spare, replica)
         replica.changed_s = replica.boundary_s = self.now_s
         self.replicas.append(replica)
         self.present.append(replica)
+
+    def _num_spare(self, replica: SimulatedReplica) -> int:
+        """Return what `ReplicaView.num_spare` does, as of the last report."""
+        if self._spare_s != self._next_report_s or replica.view.replica_id not in self._spare:
+            self._spare_s = self._next_report_s
+            self._spare = spare_places(
+                {one.view.replica_id: (one.reported, one.view.num_places) for one in self.present}
+            )
+        return self._spare[replica.view.replica_id]
 
     def _change(self, change: MembershipChange) -> None:
         for replica in self.present:

@@ -131,7 +131,9 @@ class Placement:
         """Put replicas that have the version in memory first, unless its home has far less to do.
 
         It matters after a replica came or went: adapters stay where they are until their home is
-        worth a load.
+        worth a load. A version that has to be loaded goes to the second of its order instead of its
+        home where that has much more room in memory: hashing gives one replica more versions than
+        another, and one that is full would drop adapters that have no other.
         """
         home = places[0]
         if replicas[home].tier(request.digest) in _IN_MEMORY:
@@ -142,7 +144,17 @@ class Placement:
             for place in places
             if replicas[place].tier(request.digest) in _IN_MEMORY and bounds.given[place] < worth_s
         ]
-        return nearer + [place for place in places if place not in nearer] if nearer else places
+        if nearer:
+            return nearer + [place for place in places if place not in nearer]
+        return self._prefer_spare(places, replicas)
+
+    def _prefer_spare(self, places: list[int], replicas: Sequence[ReplicaView]) -> list[int]:
+        if len(places) < 2:
+            return places
+        home, second, *others = places
+        if self.policy.spare_ratio * replicas[home].num_spare() < replicas[second].num_spare():
+            return [second, home, *others]
+        return places
 
     def _by_room(
         self,

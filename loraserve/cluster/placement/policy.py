@@ -49,6 +49,10 @@ class PlacementPolicy:
     """A version moves to its home from where it lies in memory when the home had at most this part
     of that replica's requests.
     """
+    spare_ratio: float = 2.0
+    """A version that is in no replica's memory is loaded by the second of its order instead of its
+    home when that has more than this many times the home's room for adapters.
+    """
     host_penalty: float = 0.5
     disk_penalty: float = 2.0
     store_penalty: float = 3.0

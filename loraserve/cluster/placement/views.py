@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from loraserve.types import Digest, TenantId, Tier
@@ -39,6 +40,11 @@ class ReplicaView:
     """Bytes of adapters that it can hold in memory: its weight in the hashing."""
     num_places: int = 0
     """Adapters of the usual size that its memory holds; 0: unknown."""
+    num_spare: Callable[[], int] = lambda: 0
+    """Return how many adapters it can load before it drops one that lies in no other's memory.
+
+    It is asked for a version alone that lies in no replica's memory.
+    """
 
     @property
     def load(self) -> int:
@@ -51,3 +57,16 @@ class ReplicaView:
         The base is on every device.
         """
         return Tier.DEVICE if digest is None else self.residency.get(digest)
+
+
+def spare_places(held: Mapping[str, tuple[Collection[Digest], int]]) -> dict[str, int]:
+    """Return each replica's room for adapters: places less the adapters that no other replica has.
+
+    Args:
+        held: by replica, the digests that it has in memory and its number of places.
+    """
+    num_holders = Counter(digest for digests, _ in held.values() for digest in digests)
+    return {
+        replica_id: max(0, num_places - sum(num_holders[digest] == 1 for digest in digests))
+        for replica_id, (digests, num_places) in held.items()
+    }

@@ -6,11 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 
 from loraserve.cluster.placement import Placement, ReplicaView
+from loraserve.cluster.placement.views import spare_places
 from loraserve.cluster.routing.routed_request import RoutedRequest
 from loraserve.types import Digest, EngineStats, RequestId, Struct, Tier
 
@@ -68,14 +69,15 @@ class Member:
     num_unreported: int = 0
     encoded: bytes = b""
 
-    def take(self, encoded: bytes) -> None:
-        """Take a report; no-op if it is the last one again."""
+    def take(self, encoded: bytes) -> bool:
+        """Take a report, and return whether it is a new one; no-op if it is the last one again."""
         if encoded == self.encoded:
-            return
+            return False
         self.encoded = encoded
         self.report = report = decode_report(encoded)
         self.residency = dict.fromkeys(report.host, Tier.HOST) | dict.fromkeys(report.device, Tier.DEVICE)
         self.num_unreported = 0
+        return True
 
     @property
     def num_places(self) -> int:
@@ -131,6 +133,8 @@ class Members:
         self._excluded: set[str] = set()
         self._places: dict[RequestId, str] = {}
         self._placement = Placement()
+        self._spare: dict[str, int] = {}
+        """Room of each for adapters, as of the last reports; empty: not counted since."""
 
     @property
     def ids(self) -> frozenset[str]:
@@ -163,8 +167,8 @@ class Members:
         for replica_id, stats in found.items():
             member = self._members.setdefault(replica_id, Member(replica_id))
             encoded = stats.get(REPORT)
-            if isinstance(encoded, bytes):
-                member.take(encoded)
+            if isinstance(encoded, bytes) and member.take(encoded):
+                self._spare.clear()
         self._tell(frozenset(came), frozenset(left))
 
     def remove(self, replica_id: str) -> None:
@@ -177,6 +181,8 @@ class Members:
             self._tell(frozenset(), frozenset({replica_id}))
 
     def _tell(self, came: frozenset[str], left: frozenset[str]) -> None:
+        if left:
+            self._spare.clear()
         if self.on_change is not None and (came or left):
             self.on_change(came, left)
 
@@ -220,7 +226,13 @@ class Members:
             residency={} if request.digest is None or tier is Tier.DISK else {request.digest: tier},
             running=max(stats.num_running, member.num_open - member.num_unreported),
             waiting=stats.num_waiting + member.num_unreported,
+            num_spare=partial(self._num_spare, member.id),
         )
+
+    def _num_spare(self, replica_id: str) -> int:
+        if replica_id not in self._spare:
+            self._spare = spare_places({one.id: (one.residency, one.num_places) for one in self._members.values()})
+        return self._spare[replica_id]
 
     def _idle_views(self) -> list[ReplicaView]:
         return [ReplicaView(member.id, num_places=member.num_places) for member in self._members.values()]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loraserve.cluster.placement import Placement, PlacementPolicy, PlacementRequest, ReplicaView
 from loraserve.cluster.placement.placement import LoadBounds
+from loraserve.cluster.placement.views import spare_places
 from loraserve.errors import InvariantViolation
 from loraserve.types import Digest, TenantId, Tier
 
@@ -163,6 +164,29 @@ def test_request_whose_home_is_full_goes_where_its_version_is_in_memory() -> Non
     replicas = make_replicas([0] * 4, **{order[3]: {make_request().digest: Tier.HOST}})
     replicas[int(order[0][1:])].running = 30
     assert placement.rank(make_request(), replicas, 0.0) == [order[3], order[1], order[2], order[0]]
+
+
+@pytest.mark.parametrize(("room_of_home", "room_of_second", "is_home"), [(5, 10, True), (4, 10, False), (0, 0, True)])
+def test_version_that_nobody_holds_is_loaded_where_it_drops_no_other(
+    room_of_home: int, room_of_second: int, is_home: bool
+) -> None:
+    replicas = make_replicas([0, 0, 0])
+    home, second, third = Placement().rank(make_request(), replicas, 0.0)
+    rooms = {home: room_of_home, second: room_of_second, third: 1000}
+    for view in replicas:
+        view.num_spare = lambda name=view.replica_id: rooms[name]  # type: ignore[misc]
+    first = Placement().rank(make_request(), replicas, 0.0)[0]
+    assert first == (home if is_home else second)
+    # it stays where it is in memory, however much room others have
+    for view in replicas:
+        view.residency = {make_request().digest: Tier.HOST} if view.replica_id == home else {}  # type: ignore[dict-item]
+    assert Placement().rank(make_request(), replicas, 0.0)[0] == home
+
+
+def test_room_is_what_no_adapter_without_another_copy_takes() -> None:
+    one, two, three = (Digest(name) for name in "abc")
+    held = {"r0": ([one, two], 3), "r1": ([two, three], 1), "r2": ([two], 1), "r3": ([], 0)}
+    assert spare_places(held) == {"r0": 2, "r1": 0, "r2": 1, "r3": 0}
 
 
 def test_hot_version_goes_to_the_replica_that_has_it_nearest_at_equal_loads() -> None:

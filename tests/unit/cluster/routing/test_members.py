@@ -132,6 +132,26 @@ def test_the_same_beginning_goes_to_the_same_replica(
     assert table.num_routed["prefix"] == 1
 
 
+def test_an_adapter_that_no_replica_holds_is_loaded_where_there_is_room(
+    table: Members, make_request: Callable[..., RoutedRequest]
+) -> None:
+    def memory(num_adapters: int) -> EngineStats:
+        return EngineStats(device_adapters=num_adapters, device_adapter_bytes=num_adapters, max_device_adapters=8)
+
+    home, other = table.order(make_request())
+    held = tuple(Digest(f"{number:064x}") for number in range(8))
+    full = stats(device=held, memory=memory(8))
+    table.update([(home, full), (other, stats(device=held[:3], memory=memory(3)))])
+    # the home has room for as many as have a copy, three; the other for eight, as all of its do
+    assert table.order(make_request())[0] == other
+    table.update([(home, full), (other, stats(device=held, memory=memory(8)))])
+    assert table.order(make_request())[0] == home
+    table.update([(home, full), (other, stats(device=held[:3], memory=memory(3)))])
+    assert table.order(make_request())[0] == other
+    table.update([(home, full)])
+    assert table.order(make_request()) == [home]
+
+
 def test_versions_are_hot_by_how_many_adapters_the_memory_holds(
     table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
