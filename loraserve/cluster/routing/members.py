@@ -58,7 +58,7 @@ class Member:
     Attributes:
         sent: adapters whose requests were sent to it, by the time of the last.
         num_open: requests that this ingress has there.
-        num_unreported: of those sent since its last report.
+        num_unreported: requests sent to it since its last report, less those that ended since.
     """
 
     id: str
@@ -217,6 +217,7 @@ class Members:
         member = self._members.get(self._places.pop(request_id, ""))
         if member is not None:
             member.num_open -= 1
+            member.num_unreported -= 1
 
     def _view(self, member: Member, request: RoutedRequest, now_s: float) -> ReplicaView:
         stats = EngineStats() if member.report is None else member.report.stats
@@ -224,8 +225,8 @@ class Members:
         return ReplicaView(
             member.id,
             residency={} if request.digest is None or tier is Tier.DISK else {request.digest: tier},
-            running=max(stats.num_running, member.num_open - member.num_unreported),
-            waiting=stats.num_waiting + member.num_unreported,
+            # other ingresses' requests are in the report alone, and what happened since in none
+            running=max(member.num_open, stats.num_running + stats.num_waiting + member.num_unreported),
             num_spare=partial(self._num_spare, member.id),
         )
 

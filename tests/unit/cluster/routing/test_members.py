@@ -100,6 +100,27 @@ def test_open_requests_are_counted_until_they_end(table: Members, make_request: 
     assert table.num_open("one") == 0
 
 
+def test_requests_that_ended_since_the_last_report_are_no_load(
+    table: Members, make_request: Callable[..., RoutedRequest]
+) -> None:
+    def serve(replica_id: str) -> None:
+        for number in range(40):
+            table.note_routed(make_request(f"{replica_id}-{number}", Digest(f"{number:064x}")), replica_id)
+        for number in range(40):
+            table.note_ended(RequestId(f"{replica_id}-{number}"))
+
+    home, other = table.order(make_request())
+    # as many requests went to either, so that neither is beyond its share
+    serve(other)
+    table.update([(one, stats(running=2)) for one in (home, other)])
+    serve(home)
+    assert table.order(make_request())[0] == home
+    # those that are open count, reported or not
+    for number in range(40):
+        table.note_routed(make_request(f"open-{number}", None), home)
+    assert table.order(make_request())[0] == other
+
+
 def test_a_replica_whose_engine_is_away_comes_last(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     first = table.order(make_request())[0]
     away = {one: stats(status="The engine is being started." if one == first else None) for one in table.ids}
