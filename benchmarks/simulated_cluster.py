@@ -206,7 +206,7 @@ class Cluster:
         self._sequence = 0
         self._next_report_s = 0.0
         self._spare: dict[str, int] = {}
-        self._spare_s = -1.0
+        """Room of each for adapters, as of the last reports; empty: not counted since."""
         self._changes = sorted(changes, key=lambda change: change.at_s)
         for _ in range(num_replicas):
             self._add_replica()
@@ -252,6 +252,7 @@ class Cluster:
         if self.now_s >= self._next_report_s:
             for replica in self.present:
                 replica.report()
+            self._spare.clear()
             self._next_report_s = self.now_s + REPORT_S
         replica = self.present[self.policy.choose(request, self.present, self.now_s)]
         adapter = request.adapter
@@ -289,19 +290,18 @@ class Cluster:
         )
         replica = SimulatedReplica(number, self.costs, self.device_slots, self.host_slots, view)
         view.residency = replica.reported
-        view.num_spare = partial(self._num_spare, replica)
+        view.count_spare = partial(self._count_spare, view.replica_id)
         replica.changed_s = replica.boundary_s = self.now_s
         self.replicas.append(replica)
         self.present.append(replica)
 
-    def _num_spare(self, replica: SimulatedReplica) -> int:
-        """Return what `ReplicaView.num_spare` does, as of the last report."""
-        if self._spare_s != self._next_report_s or replica.view.replica_id not in self._spare:
-            self._spare_s = self._next_report_s
+    def _count_spare(self, replica_id: str) -> int:
+        """Return what `ReplicaView.count_spare` does, as of the last report."""
+        if replica_id not in self._spare:
             self._spare = spare_places(
                 {one.view.replica_id: (one.reported, one.view.num_places) for one in self.present}
             )
-        return self._spare[replica.view.replica_id]
+        return self._spare[replica_id]
 
     def _change(self, change: MembershipChange) -> None:
         for replica in self.present:

@@ -63,6 +63,8 @@ def test_formats_are_those_that_the_processor_multiplies() -> None:
 def test_formats_may_be_chosen_and_a_wrong_one_is_named() -> None:
     chosen = peers.parse_pairs("llama.cpp:F16=bfloat16, vllm:float32=float32", ["llama.cpp", "vllm"])
     assert chosen == [Pair("llama.cpp", "F16", "bfloat16"), Pair("vllm", "float32", "float32")]
+    held = peers.parse_pairs("llama.cpp:Q4_0+Q8_0=int4-rounded+int8", ["llama.cpp"])
+    assert held == [Pair("llama.cpp", "Q4_0+Q8_0", "int4-rounded+int8")]
     for wrong in ("", "vllm", "vllm:x", "vllm:=int8", "peft:float32=float32", "vllm:bfloat16=bf16"):
         with pytest.raises(ValueError, match="expected PEER:FORMAT=OURS"):
             peers.parse_pairs(wrong, ["llama.cpp", "vllm"])

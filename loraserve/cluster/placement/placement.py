@@ -131,28 +131,28 @@ class Placement:
         """Put replicas that have the version in memory first, unless its home has far less to do.
 
         It matters after a replica came or went: adapters stay where they are until their home is
-        worth a load. A version that has to be loaded goes to the second of its order instead of its
-        home where that has much more room in memory: hashing gives one replica more versions than
-        another, and one that is full would drop adapters that have no other.
+        worth a load.
         """
         home = places[0]
         if replicas[home].tier(request.digest) in _IN_MEMORY:
             return places
+        in_memory = [place for place in places if replicas[place].tier(request.digest) in _IN_MEMORY]
+        if not in_memory:
+            return self._prefer_spare(places, replicas)
         worth_s = bounds.given[home] / self.policy.home_ratio
-        nearer = [
-            place
-            for place in places
-            if replicas[place].tier(request.digest) in _IN_MEMORY and bounds.given[place] < worth_s
-        ]
-        if nearer:
-            return nearer + [place for place in places if place not in nearer]
-        return self._prefer_spare(places, replicas)
+        nearer = [place for place in in_memory if bounds.given[place] < worth_s]
+        return nearer + [place for place in places if place not in nearer]
 
     def _prefer_spare(self, places: list[int], replicas: Sequence[ReplicaView]) -> list[int]:
+        """Put the second before the home where it has much more room for what has to be loaded.
+
+        Hashing gives one replica more versions than another, and one that is full would drop
+        adapters that have no other copy.
+        """
         if len(places) < 2:
             return places
         home, second, *others = places
-        if self.policy.spare_ratio * replicas[home].num_spare() < replicas[second].num_spare():
+        if self.policy.spare_ratio * replicas[home].count_spare() < replicas[second].count_spare():
             return [second, home, *others]
         return places
 

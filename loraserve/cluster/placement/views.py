@@ -40,10 +40,11 @@ class ReplicaView:
     """Bytes of adapters that it can hold in memory: its weight in the hashing."""
     num_places: int = 0
     """Adapters of the usual size that its memory holds; 0: unknown."""
-    num_spare: Callable[[], int] = lambda: 0
+    count_spare: Callable[[], int] = lambda: 0
     """Return how many adapters it can load before it drops one that lies in no other's memory.
 
-    It is asked for a version alone that lies in no replica's memory.
+    It is called only for a version that lies in no replica's memory: counting takes as long as
+    replicas hold adapters.
     """
 
     @property

@@ -227,10 +227,10 @@ class Members:
             residency={} if request.digest is None or tier is Tier.DISK else {request.digest: tier},
             # other ingresses' requests are in the report alone, and what happened since in none
             running=max(member.num_open, stats.num_running + stats.num_waiting + member.num_unreported),
-            num_spare=partial(self._num_spare, member.id),
+            count_spare=partial(self._count_spare, member.id),
         )
 
-    def _num_spare(self, replica_id: str) -> int:
+    def _count_spare(self, replica_id: str) -> int:
         if replica_id not in self._spare:
             self._spare = spare_places({one.id: (one.residency, one.num_places) for one in self._members.values()})
         return self._spare[replica_id]

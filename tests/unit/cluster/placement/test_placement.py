@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,11 @@ def make_replicas(loads: Sequence[int], **residency: dict[Digest, Tier]) -> list
     return [
         ReplicaView(f"r{place}", residency.get(f"r{place}", {}), load, 0, 1 << 30) for place, load in enumerate(loads)
     ]
+
+
+def give_room(replicas: Sequence[ReplicaView], rooms: Mapping[str, int]) -> None:
+    for view in replicas:
+        view.count_spare = partial(rooms.__getitem__, view.replica_id)
 
 
 def homes(placement: Placement, replicas: Sequence[ReplicaView], count: int = 400) -> dict[int, str]:
@@ -173,10 +179,15 @@ def test_version_that_nobody_holds_is_loaded_where_it_drops_no_other(
     replicas = make_replicas([0, 0, 0])
     home, second, third = Placement().rank(make_request(), replicas, 0.0)
     rooms = {home: room_of_home, second: room_of_second, third: 1000}
-    for view in replicas:
-        view.num_spare = lambda name=view.replica_id: rooms[name]  # type: ignore[misc]
+    give_room(replicas, rooms)
     first = Placement().rank(make_request(), replicas, 0.0)[0]
     assert first == (home if is_home else second)
+    # one that lies somewhere goes home when that has far less to do, whatever room others have
+    elsewhere, placement = make_replicas([0, 0, 0], **{third: {make_request().digest: Tier.HOST}}), Placement()  # type: ignore[dict-item]
+    give_room(elsewhere, rooms)
+    for second_s in range(40):
+        placement.record(make_request(second_s), third, elsewhere, float(second_s))
+    assert placement.rank(make_request(), elsewhere, 40.0)[0] == home
     # it stays where it is in memory, however much room others have
     for view in replicas:
         view.residency = {make_request().digest: Tier.HOST} if view.replica_id == home else {}  # type: ignore[dict-item]
