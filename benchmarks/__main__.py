@@ -16,6 +16,7 @@ PARTS = (
     "swaps",
     "speculation",
     "token_costs",
+    "cluster_tokens",
     "placement",
     "cluster",
     "console",

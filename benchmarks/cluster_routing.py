@@ -7,7 +7,7 @@ Ray is imported here: after `loraserve.cluster.local.prepare_ray` has set its va
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -68,11 +68,10 @@ class MultiplexedReplica(EngineReplica):
         # The engine loads it with the request, several at a time: better than in here, one by one.
         return digest
 
-    async def outputs(self, request: bytes, placement: object = None) -> AsyncGenerator[bytes, None]:
+    async def compute(self, request: bytes, ingress: str, placement: object = None) -> None:
         if digest := serve.get_multiplexed_model_id():
             await self.hold(digest)
-        async for message in super().outputs(request, placement):
-            yield message
+        await super().compute(request, ingress, placement)
 
 
 class MultiplexedHandle:
@@ -95,9 +94,11 @@ class MultiplexedHandle:
 class MultiplexedIngress(Ingress):
     """The ingress, whose requests carry model ids."""
 
-    async def __init__(self, settings: Settings, drain_s: float, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, settings: Settings, drain_s: float, listener_path: Path | None, replicas: DeploymentHandle[Any]
+    ) -> None:
         handle: Any = MultiplexedHandle(replicas)
-        await super().__init__(settings, drain_s, handle)
+        await super().__init__(settings, drain_s, listener_path, handle)
 
 
 def parts(routing: str) -> ClusterParts:

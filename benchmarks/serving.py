@@ -116,23 +116,34 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, quantize: str, adapters: Sequence[Path] = (), flags: Sequence[str] = (), dtype: str = "float32"
+    model: Path,
+    quantize: str,
+    adapters: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+    dtype: str = "float32",
+    words: Sequence[str] = ("serve",),
 ) -> Iterator[Server]:
     """A server with these adapters pushed through its API; stopped, and its data gone, afterwards.
 
     Args:
-        flags: more of `loraserve serve`'s.
+        flags: more of the command's.
+        words: the command, ``serve`` or ``cluster up``.
     """
     admin_key, data = secrets.token_urlsafe(32), Path(tempfile.mkdtemp(prefix="loraserve-bench-"))
     port = free_port()
-    command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve"]
+    command = [sys.executable, "-P", "-m", "loraserve.cli.main", *words]
     command += ["--model", str(model), "--model-id", "base", "--port", str(port), "--data-dir", str(data)]
     command += ["--quantize", quantize, "--dtype", dtype, "--log-level", "warning", *flags]
     log = data / "server.log"
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=sink, env={**os.environ, "LORASERVE_ADMIN_KEY": admin_key}
+            # Ray's workers import what lies in the folder, before what PYTHONPATH names
+            command,
+            stdout=sink,
+            stderr=sink,
+            cwd=data,
+            env={**os.environ, "LORASERVE_ADMIN_KEY": admin_key},
         )
     try:
         _wait_until_ready(process, url, log)

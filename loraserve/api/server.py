@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import structlog
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from adapters_store import open_store
 from adapters_store.base import BlobStore
@@ -95,7 +96,6 @@ async def _serve(settings: Settings, read: Callable[[], Settings]) -> int:
     listener = open_listener(settings.host, settings.port)
     with listener:
         async with open_services(settings, EngineClient) as services:
-            services.rooms.connections.capacity = raise_file_limit(services.limits)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, SettingsReload(services, read, tls).run)
             return await _Lifetime(services, listener, tls).run()
 
@@ -265,6 +265,29 @@ def _show_admin_key(secret: str) -> None:
     sys.stderr.flush()
 
 
+def make_http_server(app: ASGIApp, services: Services, tls: TlsFiles | None = None) -> uvicorn.Server:
+    """Return an HTTP server whose connections take places in the services' rooms.
+
+    As many as there can be open files for.
+    """
+    services.rooms.connections.capacity = raise_file_limit(services.limits)
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=connection_class(services.rooms.connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_S,
+            ssl_context_factory=None if tls is None else lambda *_: tls.context,
+        )
+    )
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers.
 
@@ -295,23 +318,8 @@ class _Lifetime:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         app = create_app(self.services)
-        tls = self.tls
         self.services.batch_runner.start(BatchLines(self.services, app))
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http=connection_class(self.services.rooms.connections),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_CLOSE_S,
-                ssl_context_factory=None if tls is None else lambda *_: tls.context,
-            )
-        )
+        server = make_http_server(app, self.services, self.tls)
         serving = asyncio.create_task(server.serve(sockets=[self.listener]), name="http")
         starting = asyncio.create_task(self._start_engine(), name="engine-start")
         signalled = asyncio.create_task(self._signals.get(), name="signal")

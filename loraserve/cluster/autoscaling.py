@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-WAITING, RUNNING, TTFT_S = "waiting", "running", "ttft_s"
+WAITING, RUNNING, LINKS, TTFT_S = "waiting", "running", "links", "ttft_s"
 """Names of what a replica reports to the policy."""
 _SPARE = 0.8
 """Part of a replica's requests beyond which there aren't fewer replicas: the next burst fits."""
@@ -38,7 +38,8 @@ class QueueAndTtftPolicy:
         target: float = context.config.get_target_ongoing_requests()
         metrics = context.aggregated_metrics or {}
         waiting, running = _sum(metrics, WAITING), _sum(metrics, RUNNING)
-        num_requests = max(context.total_num_requests, waiting + running)
+        # Serve counts each link of an ingress to a replica as a request
+        num_requests = max(context.total_num_requests - _sum(metrics, LINKS), waiting + running)
         desired = num_requests / target
         ttft_s = max(metrics.get(TTFT_S, {}).values(), default=0.0)
         if waiting and ttft_s > self._max_ttft_s:

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from loraserve.cluster.calls import ReplicaCalls
+from loraserve.cluster.relay.calls import ReplicaCalls
+from loraserve.cluster.relay.streams import ReplicaStreams
 from loraserve.cluster.routing.members import Members, members
-from loraserve.cluster.streams import ReplicaStreams
 from loraserve.cluster.summary import StatsSum, merge_residency
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
@@ -76,11 +75,12 @@ class ClusterEngine:
         self._bounds = QueueBounds(config.max_num_seqs, config.max_num_seqs + LIMITS.max_queued_requests)
         self._drain_s, self._max_queue_wait_s = drain_s, max_queue_wait_s
         self._table = members()
-        loop = asyncio.get_running_loop()
         # Serve may be set to run its router on a loop of its own
-        self._table.on_change = partial(_call_on, loop, self._replicas_changed)
+        later = asyncio.get_running_loop().call_soon_threadsafe
         self._calls = ReplicaCalls(handle, self._table, on_damage)
         self._streams = ReplicaStreams(self._calls, self._table, self._note_began)
+        self._table.on_change = lambda came, left: later(self._replicas_changed, came, left)
+        self._table.on_routed = lambda request_id, replica_id: later(self._streams.note_routed, request_id, replica_id)
         self._stats = StatsSum()
         self._base: BaseSpec | None = None
         self._is_stopping = False
@@ -189,6 +189,7 @@ class ClusterEngine:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._streams.close()
 
     # requests
 
@@ -198,6 +199,7 @@ class ClusterEngine:
         Closing the generator aborts the request. It raises what `EngineClient.generate` does.
         """
         processor = OutputProcessor(request, self._tokenizer)
+        taker = processor.direct_taker
         live = self._admit(request)
         task = asyncio.create_task(self._streams.compute(live), name="cluster-request")
         self._tasks.add(task)
@@ -214,6 +216,7 @@ class ClusterEngine:
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
+                live.taker = taker
                 output = await live.next()
         finally:
             self._live.pop(request.request_id, None)
@@ -248,6 +251,7 @@ class ClusterEngine:
         self._bounds.resize(self._num_slots * num, self._num_slots * num + LIMITS.max_queued_requests)
         loop = asyncio.get_running_loop()
         for replica_id in left:
+            self._streams.note_left(replica_id)
             loop.call_later(self._drain_s, self._move, replica_id)
         for replica_id in came:
             self._spawn(self._welcome(replica_id))
@@ -334,12 +338,3 @@ class ClusterEngine:
         if not isinstance(reply, m.VerifyReply) or reply.certificate is None:
             raise EngineError(f"The replica answered a verification with {type(reply).__name__}.")
         return reply.certificate
-
-
-def _call_on(
-    loop: asyncio.AbstractEventLoop,
-    function: Callable[[frozenset[str], frozenset[str]], None],
-    came: frozenset[str],
-    left: frozenset[str],
-) -> None:
-    loop.call_soon_threadsafe(function, came, left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -17,7 +18,9 @@ from loraserve.api.logs import configure_logging
 from loraserve.api.metrics.table import Table, TableCollector, counter, gauge
 from loraserve.api.server import background_threads, open_services
 from loraserve.cluster.engine import ClusterEngine
+from loraserve.cluster.front_door import FrontDoor
 from loraserve.cluster.loopback import keep_to_loopback
+from loraserve.cluster.shared_listener import take_listener
 from loraserve.config import EngineConfig
 from loraserve.settings import Settings
 from loraserve.text.tokenizer import Tokenizer
@@ -74,7 +77,9 @@ CLUSTER: Table[ClusterEngine] = (
 class Ingress:
     """Our HTTP application, whose engine is the cluster's."""
 
-    async def __init__(self, settings: Settings, drain_s: float, replicas: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, settings: Settings, drain_s: float, listener_path: Path | None, replicas: DeploymentHandle[Any]
+    ) -> None:
         """Open the services; the engine becomes ready with the first replica.
 
         Where another ingress answers clients, return once this one's engine is ready too: Serve
@@ -82,7 +87,11 @@ class Ingress:
 
         Args:
             drain_s: seconds that streams may stay at a replica that leaves.
+            listener_path: where the socket is to be had that clients connect to; None: Serve's
+                proxies answer clients.
         """
+        self._listener_path = listener_path
+        self._door: FrontDoor | None = None
         configure_logging(settings.log_level)
         keep_to_loopback()
         asyncio.get_running_loop().set_default_executor(background_threads("server"))
@@ -106,7 +115,10 @@ class Ingress:
         app = create_app(self._services)
         self._services.metrics.registry.register(TableCollector(CLUSTER, lambda: self._engine))
         self._services.batch_runner.start(BatchLines(self._services, app))
-        app.add_middleware(_OneRequestId)
+        if self._listener_path is None:
+            app.add_middleware(_OneRequestId)
+        else:
+            self._door = FrontDoor(app, self._services, take_listener(self._listener_path))
         return app
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -131,6 +143,8 @@ class Ingress:
         # Serve awaits it once no request is left
         if hasattr(self, "_starting"):
             self._starting.cancel()
+            if self._door is not None:
+                await self._door.close(self._services.settings.grace_s)
             self._services.is_draining = self._services.is_closed = True
             await self._services.shadows.close()
             await self._ending.aclose()

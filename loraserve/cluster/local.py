@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -22,8 +21,10 @@ from typing import IO, TYPE_CHECKING, Any
 import httpx2
 import msgspec
 
+from loraserve.api.http.listener import open_listener
 from loraserve.api.server import prepare_registry
 from loraserve.cluster.options import ClusterOptions
+from loraserve.cluster.shared_listener import SharedListener
 from loraserve.errors import ConfigError, EngineUnavailable
 from loraserve.settings import Settings
 from loraserve.types import Struct
@@ -136,10 +137,11 @@ class LocalCluster:
         """
         if settings.ssl_certfile is not None:
             raise ConfigError(
-                "--ssl-certfile is for one server: Serve's proxy answers clients here.",
-                hint="End TLS in a proxy before the cluster, or give Serve's own options in its config file.",
+                "--ssl-certfile is for one server.",
+                hint="End TLS in a proxy before the cluster.",
             )
         self._settings, self._options, self._make_parts = settings, options, make_parts
+        self._listener_path: Path | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ClusterState]:
@@ -158,7 +160,7 @@ class LocalCluster:
             prepare_ray()
             temp_dir = tempfile.mkdtemp(prefix="loraserve-ray-")
             ending.callback(shutil.rmtree, temp_dir, ignore_errors=True)
-            state = self._start(temp_dir, ending)
+            state = self._start(Path(temp_dir), ending)
             lock.seek(0)
             lock.truncate()
             lock.write(msgspec.json.encode(state))
@@ -187,17 +189,20 @@ class LocalCluster:
     def _build(self, settings: Settings, options: ClusterOptions) -> Application:
         from loraserve.cluster.ray import OURS, build
 
-        return build(settings, options, OURS if self._make_parts is None else self._make_parts())
+        parts = OURS if self._make_parts is None else self._make_parts()
+        return build(settings, options, parts, self._listener_path)
 
-    def _start(self, temp_dir: str, ending: contextlib.ExitStack) -> ClusterState:
+    def _start(self, temp_dir: Path, ending: contextlib.ExitStack) -> ClusterState:
         import ray
         from ray import serve
 
         from loraserve.cluster.ray import APP_NAME, QUIET
 
         settings, options = self._settings, self._options
+        listener = SharedListener(open_listener(settings.host, settings.port), temp_dir / "listener")
+        ending.callback(listener.close)
+        self._listener_path = listener.path
         application = self._build(settings, options)
-        port = settings.port or _free_port()
         context: Any = ray.init(
             address="local",
             namespace=APP_NAME,
@@ -205,12 +210,12 @@ class LocalCluster:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             logging_level="WARNING",
-            _temp_dir=temp_dir,
+            _temp_dir=str(temp_dir),
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
         ending.callback(ray.shutdown)
-        http_options = {"host": settings.host, "port": port}
-        serve.start(http_options=http_options, logging_config=QUIET)
+        # the ingress answers clients itself: a piece costs more than a token by Serve's proxies
+        serve.start(proxy_location="Disabled", logging_config=QUIET)
         ending.callback(_end_serve, APP_NAME)
         try:
             serve.run(application, name=APP_NAME, route_prefix="/", logging_config=QUIET)
@@ -218,7 +223,7 @@ class LocalCluster:
             raise EngineUnavailable(f"Serve couldn't deploy the application: {error}", hint=_LOG_HINT) from error
         state = ClusterState(
             pid=os.getpid(),
-            url=f"http://{settings.host}:{port}",
+            url=listener.url,
             address=context.address_info["gcs_address"],
             token=os.environ["RAY_AUTH_TOKEN"],
         )
@@ -321,9 +326,3 @@ def _try_lock(file: IO[bytes]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

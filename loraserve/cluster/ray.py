@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -65,8 +66,14 @@ def app(args: dict[str, str]) -> Application:
     return build(Settings.load(**settings), ClusterOptions.load(**options))
 
 
-def build(settings: Settings, options: ClusterOptions, parts: ClusterParts = OURS) -> Application:
+def build(
+    settings: Settings, options: ClusterOptions, parts: ClusterParts = OURS, listener_path: Path | None = None
+) -> Application:
     """Return the ingress over the engine replicas, as Serve deploys it.
+
+    Args:
+        listener_path: where the ingress finds the socket that clients connect to; None: Serve's
+            proxies answer clients.
 
     Raises:
         ConfigError: settings contradict each other.
@@ -108,7 +115,7 @@ def build(settings: Settings, options: ClusterOptions, parts: ClusterParts = OUR
         logging_config=QUIET,
     )
     application: Application = ingress.bind(
-        settings, options.drain_s, replica.bind(config, settings.engine_hang_timeout, settings.log_level)
+        settings, options.drain_s, listener_path, replica.bind(config, settings.engine_hang_timeout, settings.log_level)
     )
     return application
 

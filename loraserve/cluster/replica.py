@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -16,8 +17,10 @@ import ray
 from ray.experimental import internal_kv
 
 from loraserve.api.logs import configure_logging
-from loraserve.cluster.autoscaling import RUNNING, TTFT_S, WAITING
+from loraserve.cluster.autoscaling import LINKS, RUNNING, TTFT_S, WAITING
 from loraserve.cluster.loopback import keep_to_loopback
+from loraserve.cluster.relay.base_message import encode_base
+from loraserve.cluster.relay.outbox import Outbox
 from loraserve.cluster.routing.members import MAX_REPORTED_ADAPTERS, REPORT, ReplicaReport, encode_report
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
@@ -25,8 +28,6 @@ from loraserve.engine_client.client import EngineClient, GenerateRequest
 from loraserve.errors import EngineUnavailable, InvariantViolation, LoraserveError
 from loraserve.types import (
     AdapterResidency,
-    BaseSpec,
-    Digest,
     FinishReason,
     KernelChoice,
     RequestId,
@@ -36,12 +37,12 @@ from loraserve.types import (
 
 logger = logging.getLogger(__name__)
 
+_OUTBOX_S = 30.0
+"""Seconds that outputs are kept for an ingress that has no link, after its last request."""
 _TTFT_WINDOW_S = 15.0
 """Seconds for which a time to the first token counts."""
 _KV_NAMESPACE = b"loraserve"
 """Key of the cluster's key-value store, which is empty again when the cluster is."""
-encode_base = msgspec.msgpack.Encoder().encode
-decode_base = msgspec.msgpack.Decoder(BaseSpec).decode
 _encode_config = msgspec.msgpack.Encoder().encode
 _encode_kernels = msgspec.msgpack.Encoder().encode
 _decode_kernels = msgspec.msgpack.Decoder(tuple[KernelChoice, ...]).decode
@@ -50,8 +51,8 @@ _decode_kernels = msgspec.msgpack.Decoder(tuple[KernelChoice, ...]).decode
 class EngineReplica:
     """Owns an engine, and answers the ingress in the engine's own messages.
 
-    What an engine would send for a request comes as a stream of `StepOutputs`; calls are answered
-    as an engine answers them.
+    What an engine would send for the requests of an ingress comes as one stream of `StepOutputs`;
+    calls are answered as an engine answers them.
     """
 
     async def __init__(self, config: EngineConfig, hang_timeout_s: float, log_level: str) -> None:  # type: ignore[misc]
@@ -65,7 +66,8 @@ class EngineReplica:
         """
         configure_logging(log_level)
         keep_to_loopback()
-        self._damaged: list[tuple[Digest, Digest]] = []
+        self._damaged: list[m.AdapterDamaged] = []
+        self._outboxes: defaultdict[str, Outbox] = defaultdict(Outbox)
         self._first_tokens: deque[tuple[float, float]] = deque()
         self._hang_timeout_s = hang_timeout_s
         agreed = _agreed_kernels(config)
@@ -80,7 +82,7 @@ class EngineReplica:
             config,
             None,
             hang_timeout_s=self._hang_timeout_s,
-            on_damage=lambda digest, blob: self._damaged.append((digest, blob)),
+            on_damage=lambda digest, blob: self._damaged.append(m.AdapterDamaged(digest=digest, blob=blob)),
         )
 
     async def _agree(self, config: EngineConfig) -> None:
@@ -99,8 +101,10 @@ class EngineReplica:
         """Return the base that this replica serves; nothing needs to be said in the request."""
         return encode_base(self._engine.base)
 
-    async def outputs(self, request: bytes, placement: object = None) -> AsyncGenerator[bytes, None]:
-        """Yield what the engine makes of an `AddRequest`; the last message has a finish reason.
+    async def compute(self, request: bytes, ingress: str, placement: object = None) -> None:
+        """Compute an `AddRequest`; its outputs go to the ingress by `batches`.
+
+        Return once its last one, which has a finish reason, is on its way.
 
         Args:
             placement: what the router reads of the call.
@@ -108,6 +112,8 @@ class EngineReplica:
         add = m.decode_input(request)
         if not isinstance(add, m.AddRequest):
             raise InvariantViolation(f"expected a request, not {type(add).__name__}")
+        outbox = self._outboxes[ingress]
+        outbox.enter()
         try:
             async with aclosing(self._engine.outputs(_rest(add), output_token_ids=add.output_token_ids)) as outputs:
                 has_begun = False
@@ -115,28 +121,44 @@ class EngineReplica:
                     if not has_begun:
                         has_begun = True
                         self._note_first(output)
-                    for message in self._damage():
-                        yield message
-                    yield m.encode_output(m.StepOutputs(outputs=(output,)))
+                    outbox.put(output, self._take_damaged())
         except LoraserveError as error:
-            for message in self._damage():
-                yield message
             failed = TokenOutput(
                 request_id=add.request_id,
                 finish_reason=FinishReason.ERROR,
                 error_code=error.code,
                 error_message=str(error),
             )
-            yield m.encode_output(m.StepOutputs(outputs=(failed,)))
+            outbox.put(failed, self._take_damaged())
+        finally:
+            outbox.leave()
+            if outbox.is_unused:
+                asyncio.get_running_loop().call_later(_OUTBOX_S, self._drop, ingress, outbox)
+
+    async def batches(
+        self, request: bytes, ingress: str, placement: object = None
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Yield what the engine makes of an ingress' requests, as `Outbox.batches` does."""
+        outbox = self._outboxes[ingress]
+        async with aclosing(outbox.batches()) as batches:
+            async for batch in batches:
+                yield batch
+        self._drop(ingress, outbox)
+
+    def _drop(self, ingress: str, outbox: Outbox) -> None:
+        """Forget what is for an ingress that has no requests here."""
+        if outbox.is_unused and self._outboxes.get(ingress) is outbox:
+            del self._outboxes[ingress]
 
     async def call(self, request: bytes, placement: object = None) -> list[bytes]:
         """Return the answer to a message of the engine's, after the damage that it may have met."""
         message = m.decode_input(request)
+        reply: m.EngineOutput
         try:
             reply = await self._answer(message)
         except LoraserveError as error:
             reply = m.CallReply(call_id=0, error_code=error.code, error_message=str(error))
-        return [*self._damage(), m.encode_output(reply)]
+        return [m.encode_output(one) for one in (*self._take_damaged(), reply)]
 
     async def _answer(self, message: m.EngineInput) -> m.EngineOutput:
         engine = self._engine
@@ -159,9 +181,9 @@ class EngineReplica:
                 raise InvariantViolation(f"a replica takes no {type(message).__name__}")
         return m.CallReply(call_id=0)
 
-    def _damage(self) -> list[bytes]:
+    def _take_damaged(self) -> list[m.AdapterDamaged]:
         damaged, self._damaged = self._damaged, []
-        return [m.encode_output(m.AdapterDamaged(digest=digest, blob=blob)) for digest, blob in damaged]
+        return damaged
 
     # what Serve calls
 
@@ -199,7 +221,12 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the autoscaling policy decides on."""
         stats = self._engine.stats
-        return {TTFT_S: self._mean_ttft_s(), WAITING: float(stats.num_waiting), RUNNING: float(stats.num_running)}
+        return {
+            TTFT_S: self._mean_ttft_s(),
+            WAITING: float(stats.num_waiting),
+            RUNNING: float(stats.num_running),
+            LINKS: float(len(self._outboxes)),
+        }
 
     async def __del__(self) -> None:
         # Serve awaits it once the replica has nothing left to do

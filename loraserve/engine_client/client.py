@@ -11,7 +11,7 @@ from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
 from loraserve.engine_client.admission import QueueBounds
 from loraserve.engine_client.calls import PendingCalls
-from loraserve.engine_client.chunk import Chunk, ChunkReader
+from loraserve.engine_client.chunk import Chunk
 from loraserve.engine_client.live_request import LiveRequest
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import OutputProcessor
@@ -184,8 +184,7 @@ class EngineClient:
             raise InvariantViolation("An engine client without a tokenizer makes no text.")
         processor = OutputProcessor(request, self._tokenizer)
         live = self._admit(request)
-        # a stop string may end an answer anywhere
-        taker = None if request.reader is None or request.stop else _taker(request.reader, processor)
+        taker = processor.direct_taker
         try:
             if self._supervisor.is_up:
                 self._supervisor.send_request(live)
@@ -369,18 +368,6 @@ class EngineClient:
                 if abort is not None:
                     self._supervisor.send(abort(call_id))
                 raise
-
-
-def _taker(reader: ChunkReader, processor: OutputProcessor) -> Callable[[TokenOutput], bool]:
-    """Return a function that gives an output to the reader if it is ready for it."""
-
-    def take(output: TokenOutput) -> bool:
-        if not reader.is_ready():
-            return False
-        reader.take(processor.push(output))
-        return True
-
-    return take
 
 
 def _verification_error(reply: m.VerifyReply) -> LoraserveError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from loraserve.engine_client.chunk import Chunk
 from loraserve.engine_client.messages import GenerateRequest
@@ -93,6 +93,21 @@ class OutputProcessor:
             adapter_read_s=output.adapter_read_s,
             pooled=output.pooled,
         )
+
+    @property
+    def direct_taker(self) -> Callable[[TokenOutput], bool] | None:
+        """Gives an output to the request's reader if it is ready for it, for `LiveRequest.taker`.
+
+        None: it has no reader, or a stop string may end its text anywhere.
+        """
+        return None if self._request.reader is None or self._request.stop else self._give
+
+    def _give(self, output: TokenOutput) -> bool:
+        reader = self._request.reader
+        if reader is None or not reader.is_ready():
+            return False
+        reader.take(self.push(output))
+        return True
 
     def _take(self, output: TokenOutput) -> tuple[str, int, str | None]:
         """Consume tokens up to a stop string.

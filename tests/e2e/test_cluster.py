@@ -28,7 +28,6 @@ pytestmark = [
 
 NUM_STREAMS = 64
 NUM_TOKENS, LONG_TOKENS = 120, 360
-NUM_LONG = 8
 WITHIN_S, CHANGED_S = 240.0, 300.0
 """Seconds for the streams that are open, and for a cluster to shrink or restart under them.
 
@@ -44,6 +43,8 @@ FLAGS = (
 
 # As many requests a replica that 64 streams need two, though there are three.
 WIDE = ("--replicas", "3", "--target-requests", "45", "--scale-down-delay", "15")
+SLOW = {"LORASERVE_FAULTS": "engine.before_step=delay:0.03"}
+"""Steps so long that replicas are behind the clients: what these have open is open there."""
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +59,20 @@ def key(cluster: RayCluster) -> str:
     return make_owner(cluster, "acme")
 
 
-def questions(num: int, *, max_tokens: int, first: int = 0) -> list[Question]:
+@pytest.fixture(scope="module")
+def slow_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    data_dir = tmp_path_factory.mktemp("slow") / "data"
+    cluster = RayCluster(data_dir, flags=(*FLAGS, *WIDE), variables=SLOW).start()
+    yield cluster
+    assert cluster.stop() == 0, cluster.tail()
+
+
+def questions(num: int, *, max_tokens: int | Sequence[int], first: int = 0) -> list[Question]:
+    lengths = [max_tokens] * num if isinstance(max_tokens, int) else max_tokens
     models = [base_dir().name, *(style for style in STYLES if style in adapter_dirs())]
     prompts = fresh_prompts(num, 1000 + first)
     return [
-        Question(models[i % len(models)], prompts[i].prompt, seed=first + i, max_tokens=max_tokens) for i in range(num)
+        Question(models[i % len(models)], prompts[i].prompt, seed=first + i, max_tokens=lengths[i]) for i in range(num)
     ]
 
 
@@ -130,10 +140,10 @@ def solo(cluster: RayCluster, key: str) -> Solo:
 
 
 @pytest.fixture(scope="module")
-def mixed(cluster: RayCluster, key: str, solo: Solo) -> Solo:
-    """As many questions, the first of which have long answers."""
-    long = ask_alone(cluster, key, questions(NUM_LONG, max_tokens=LONG_TOKENS, first=500))
-    return Solo(long.answers | dict(list(solo.answers.items())[: NUM_STREAMS - NUM_LONG]))
+def mixed(cluster: RayCluster, key: str) -> Solo:
+    """As many questions, with answers of all lengths: at any time some are far from their ends."""
+    lengths = [LONG_TOKENS * (i + 6) // (NUM_STREAMS + 5) for i in range(NUM_STREAMS)]
+    return ask_alone(cluster, key, questions(NUM_STREAMS, max_tokens=lengths, first=500))
 
 
 def test_both_replicas_answer_and_find_adapters(cluster: RayCluster, key: str) -> None:
@@ -163,6 +173,10 @@ def test_streams_outlive_killed_replicas_and_engines(cluster: RayCluster, solo: 
                 while streams.num_tokens < place:
                     await asyncio.sleep(0.01)
                 await asyncio.to_thread(cluster.kill, kind, which=rng.randrange(4))
+                killed_s = time.monotonic()
+                # two deaths without a token in between would look like a request that kills engines
+                while any(one.began_s < killed_s and not one.has_token_since(killed_s) for one in streams.live):
+                    await asyncio.sleep(0.01)
 
     asyncio.run(run())
     solo.check_same(streams.answers)
@@ -170,59 +184,88 @@ def test_streams_outlive_killed_replicas_and_engines(cluster: RayCluster, solo: 
     check_billed_once(cluster, streams)
 
 
-def test_streams_go_on_through_a_rolling_restart(cluster: RayCluster, mixed: Solo) -> None:
-    """Replace the ingress and all replicas while 64 streams are open, long ones among them.
-
-    Where one ends another one begins, until all is new.
-    """
-    streams = Streams(cluster.url, make_owner(cluster, "restarted"))
+def test_streams_move_from_a_replica_that_is_scaled_away(mixed: Solo, slow_cluster: RayCluster) -> None:
+    """Take one of three replicas away while 64 streams of all lengths are open."""
+    assert slow_cluster.num_ready() == 3
+    streams = Streams(slow_cluster.url, make_owner(slow_cluster, "scaled"))
 
     async def run() -> None:
         async with streams.kept_up(mixed.asked, within_s=WITHIN_S):
-            before, moved = processes(cluster), num_moved(cluster)
-            most_moved = moved
-            assert (await asyncio.to_thread(cluster.run, "restart")).returncode == 0
             deadline = time.monotonic() + CHANGED_S
-            while left := before.keys() & (await asyncio.to_thread(processes, cluster)).keys():
+            while (found := await asyncio.to_thread(slow_cluster.num_ready)) != 2:
+                assert time.monotonic() < deadline, f"{found} replicas, not 2; {streams}\n{slow_cluster.tail()}"
+                await asyncio.sleep(0.3)
+
+    asyncio.run(run())
+    assert num_moved(slow_cluster) > 0, "no stream was open at the replica that left"
+    mixed.check_same(streams.answers)
+    check_billed_once(slow_cluster, streams)
+
+
+def test_streams_go_on_through_a_rolling_restart(mixed: Solo, slow_cluster: RayCluster) -> None:
+    """Replace the ingress and all replicas while 64 streams of all lengths are open.
+
+    Where one ends another one begins, until all is new.
+    """
+    streams = Streams(slow_cluster.url, make_owner(slow_cluster, "restarted"))
+
+    async def run() -> None:
+        async with streams.kept_up(mixed.asked, within_s=WITHIN_S):
+            before = processes(slow_cluster)
+            assert (await asyncio.to_thread(slow_cluster.run, "restart")).returncode == 0
+            deadline = time.monotonic() + CHANGED_S
+            while left := before.keys() & (await asyncio.to_thread(processes, slow_cluster)).keys():
                 assert time.monotonic() < deadline, (
                     f"not replaced after {CHANGED_S:.0f} s: {[(pid, before[pid]) for pid in left]}; {streams}\n"
-                    f"{cluster.tail()}"
+                    f"{slow_cluster.tail()}"
                 )
-                # by the ingress that answers: the new one counts anew
-                most_moved = max(most_moved, await asyncio.to_thread(num_moved, cluster))
                 await asyncio.sleep(1.0)
             assert Counter(before.values())[REPLICA] >= 2
-            assert most_moved > moved, "no stream was open at a replica that left"
 
     asyncio.run(run())
     mixed.check_same(streams.answers)
-    check_billed_once(cluster, streams)
+    check_billed_once(slow_cluster, streams)
 
 
-def test_streams_move_from_a_replica_that_is_scaled_away(mixed: Solo, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Take one of three replicas away while 64 streams are open, long ones among them."""
-    cluster = RayCluster(tmp_path_factory.mktemp("wide") / "data", flags=(*FLAGS, *WIDE)).start()
-    try:
-        streams = Streams(cluster.url, make_owner(cluster, "scaled"))
+def test_answers_that_clients_leave_are_computed_no_further(slow_cluster: RayCluster) -> None:
+    """Have 64 clients go away, as their streams are open: the replicas let go of all of them."""
+    asked = questions(NUM_STREAMS, max_tokens=LONG_TOKENS, first=800)
+    key = make_owner(slow_cluster, "gone")
+    before = num_computed(slow_cluster)
 
-        async def run() -> None:
-            async with streams.kept_up(mixed.asked, within_s=WITHIN_S):
-                deadline = time.monotonic() + CHANGED_S
-                while (found := await asyncio.to_thread(cluster.num_ready)) != 2:
-                    assert time.monotonic() < deadline, f"{found} replicas, not 2; {streams}\n{cluster.tail()}"
-                    await asyncio.sleep(0.3)
+    async def leave() -> None:
+        streams = Streams(slow_cluster.url, key)
+        asking = asyncio.create_task(streams.ask(asked, at_once=NUM_STREAMS, within_s=WITHIN_S))
+        while streams.num_tokens < NUM_STREAMS * LONG_TOKENS / 20:
+            await asyncio.sleep(0.05)
+        assert len(streams.live) == NUM_STREAMS
+        asking.cancel()
+        await asyncio.wait([asking])
 
-        asyncio.run(run())
-        assert num_moved(cluster) > 0, "no stream was open at the replica that left"
-        mixed.check_same(streams.answers)
-        check_billed_once(cluster, streams)
-    finally:
-        assert cluster.stop() == 0, cluster.tail()
+    asyncio.run(leave())
+    deadline = time.monotonic() + WITHIN_S
+    # what is reported from time to time
+    time.sleep(3.0)
+    while num_running(slow_cluster):
+        assert time.monotonic() < deadline, "streams that clients left run"
+        time.sleep(0.2)
+    assert num_computed(slow_cluster) - before < NUM_STREAMS * LONG_TOKENS / 2
 
 
 def processes(cluster: RayCluster) -> dict[int, bytes]:
     """Return the kinds of the ingress and the replicas, by process id."""
     return {pid: kind for kind in (INGRESS, REPLICA) for pid in cluster.pids(kind)}
+
+
+def num_running(cluster: RayCluster) -> float:
+    """Count the requests at the replicas, as of their last reports."""
+    found = cluster.metrics().items()
+    return sum(value for name, value in found if name.startswith("loraserve_cluster_replica_requests"))
+
+
+def num_computed(cluster: RayCluster) -> float:
+    """Count the tokens that the replicas sampled, as of their last reports."""
+    return cluster.metrics()["loraserve_engine_generation_tokens_total"]
 
 
 def num_moved(cluster: RayCluster) -> int:

@@ -58,6 +58,9 @@ class LiveStream:
     last_s: float | None = None
     """Time of its last token."""
 
+    def has_token_since(self, at_s: float) -> bool:
+        return self.last_s is not None and self.last_s > at_s
+
     def __str__(self) -> str:
         now_s = time.monotonic()
         last = "" if self.last_s is None else f", the last {now_s - self.last_s:.1f} s ago"

@@ -126,8 +126,10 @@ class Members:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_routed: Counter[str] = Counter(resident=0, prefix=0, hash=0, load=0)
         """Requests sent, by reason: resident, prefix, hash, load."""
-        self.on_change: Callable[[frozenset[str], frozenset[str]], None] | None = None
+        self.on_change: Callable[[frozenset[str], frozenset[str]], object] | None = None
         """Called with the ids of replicas that came, and of those that left."""
+        self.on_routed: Callable[[RequestId, str], object] | None = None
+        """Called with a request, and the replica that accepted it."""
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._excluded: set[str] = set()
@@ -199,14 +201,18 @@ class Members:
 
     def note_routed(self, request: RoutedRequest, replica_id: str) -> None:
         """Note that a replica accepted a request."""
-        member = self._members.get(replica_id)
-        if member is None or request.target is not None:
+        if request.target is not None:
             return
-        now_s = self._clock()
-        self.num_routed[self._reason(request, member, now_s)] += 1
-        self._placement.record(request.placement, replica_id, self._idle_views(), now_s)
-        member.note_sent(request.digest, now_s)
+        member = self._members.get(replica_id)
+        # one that has left meanwhile has the request all the same
+        if member is not None:
+            now_s = self._clock()
+            self.num_routed[self._reason(request, member, now_s)] += 1
+            self._placement.record(request.placement, replica_id, self._idle_views(), now_s)
+            member.note_sent(request.digest, now_s)
         self._places[request.request_id] = replica_id
+        if self.on_routed is not None:
+            self.on_routed(request.request_id, replica_id)
 
     def place(self, request_id: RequestId) -> str | None:
         """Return the replica that a request was sent to."""

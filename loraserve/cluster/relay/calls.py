@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 
-from loraserve.cluster.replica import decode_base
+from loraserve.cluster.relay.base_message import decode_base
 from loraserve.cluster.routing.members import Members
 from loraserve.cluster.routing.routed_request import RoutedRequest
 from loraserve.cluster.routing.router import PLACEMENT
@@ -47,7 +47,9 @@ class ReplicaCalls:
     ) -> None:
         self._describes = handle.options(method_name="describe")
         self._calls = handle.options(method_name="call")
-        self._streams = handle.options(method_name="outputs", stream=True)
+        self._computes = handle.options(method_name="compute")
+        self._links = handle.options(method_name="batches", stream=True)
+        self._ingress = uuid.uuid4().hex
         self._table, self._on_damage = table, on_damage
         self._node_id: str = ray.get_runtime_context().get_node_id()
 
@@ -119,16 +121,26 @@ class ReplicaCalls:
         except LoraserveError as error:
             logger.debug("%s wasn't told to a replica: %s", type(message).__name__, error)
 
-    def stream(self, add: m.AddRequest, placement: RoutedRequest) -> Any:
-        """Return Serve's response to a request, for `outputs`; it has a `cancel`."""
-        return _remote(self._streams, m.encode_input(add), placement)
+    def compute(self, add: m.AddRequest, placement: RoutedRequest) -> Any:
+        """Have a replica compute a request, whose outputs come by `batches`.
 
-    async def outputs(self, response: Any) -> AsyncGenerator[TokenOutput, None]:
-        """Yield the outputs of a response of `stream`."""
-        async for encoded in response:
-            output = self._read(encoded)
-            if output is not None:
-                yield output
+        Return Serve's response, which is done after the request's last output; it has a `cancel`.
+        """
+        return _remote(self._computes, m.encode_input(add), placement, ingress=self._ingress)
+
+    async def batches(self, replica_id: str) -> AsyncGenerator[list[TokenOutput], None]:
+        """Yield what a replica makes of this ingress' requests, until there are none for a while.
+
+        The first batch is empty: from then on nothing is lost.
+        """
+        placement = RoutedRequest(request_id=_call_id(), tenant=_SYSTEM, target=replica_id)
+        response = _remote(self._links, b"", placement, ingress=self._ingress)
+        try:
+            async for batch in response:
+                yield [output for encoded in batch for output in self._read(encoded)]
+        finally:
+            # no-op if it has ended
+            response.cancel()
 
     def home(self, ref: AdapterRef | None) -> str | None:
         """Return the machine on which alone an adapter can be loaded; None: on any.
@@ -160,23 +172,23 @@ class ReplicaCalls:
         finally:
             self._table.note_ended(placement.request_id)
 
-    def _read(self, encoded: bytes) -> TokenOutput | None:
-        """Return a message's output; None: it had none."""
+    def _read(self, encoded: bytes) -> tuple[TokenOutput, ...]:
+        """Return a message's outputs."""
         match m.decode_output(encoded):
-            case m.StepOutputs(outputs=(output,)):
-                return output
+            case m.StepOutputs(outputs=outputs):
+                return outputs
             case m.AdapterDamaged(digest=digest, blob=blob) if self._on_damage is not None:
                 self._on_damage(digest, blob)
-        return None
+        return ()
 
 
-def _remote(handle: DeploymentHandle[Any], message: bytes, placement: RoutedRequest) -> Any:
+def _remote(handle: DeploymentHandle[Any], message: bytes, placement: RoutedRequest, **arguments: str) -> Any:
     """Return the response to a call of a replica.
 
     In a context of its own: Serve's router takes calls at the same time on behalf of one HTTP
     request for one and the same call, and all but the first would wait.
     """
-    return Context().run(lambda: handle.remote(message, **{PLACEMENT: placement}))
+    return Context().run(lambda: handle.remote(message, **arguments, **{PLACEMENT: placement}))
 
 
 def _call_id() -> RequestId:
