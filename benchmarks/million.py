@@ -26,6 +26,7 @@ from benchmarks.registry_sites import NUM_AT_ONCE, Site, idle_transactions_per_s
 from benchmarks.registry_timing import HEADER, Timed
 from benchmarks.serving import say
 from loraserve.limits import LIMITS
+from loraserve.registry.storage_totals import TENANTS_AT_ONCE
 
 SIZES, QUICK_SIZES = (10_000, 100_000, 1_000_000), (2000, 20_000)
 NUM_ROUNDS, NUM_BINDS = 3, 3000
@@ -109,7 +110,8 @@ at a time, two of a tenant. Largest ÷ smallest: of medians, at the median of ro
 {_passes(sites)}
 
 Once each. Of a pass, the rows are those of one statement of each kind. The pass that deletes begins with another \
-list; what it is about are the blobs that it deletes.
+list; what it is about are the blobs that it deletes. Both passes of the collector end with the totals of all tenants, \
+{TENANTS_AT_ONCE} at a time, whose statements are listed apart.
 
 ## An idle server
 

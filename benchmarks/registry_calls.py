@@ -40,7 +40,7 @@ from loraserve.registry.records import AliasTarget
 from loraserve.registry.registry import Registry
 from loraserve.registry.storage_gc.collector import Collector
 from loraserve.registry.storage_gc.store_claim import StoreClaim
-from loraserve.registry.storage_totals import find_differences
+from loraserve.registry.storage_totals import TENANTS_AT_ONCE, find_differences
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.billing.usage_report import UsageQuery, UsageReports
 from loraserve.tenancy.limits.servers import Servers
@@ -52,9 +52,14 @@ QUOTA_ROWS = 200
 """Rows that a call with a quota's check may read: the tenant's totals have its sums."""
 PAGES = 4 * (PAGE + 1)
 """Rows that a page may read: of each item the adapter, some versions and aliases."""
-OF_A_TENANT = 12_000
-"""Rows that a page of versions by id may read for one tenant: its own if it has few, all tenants'
-up to the page's end if it has many. Of a million that is sqrt(50 · 1,000,000) at worst.
+BATCH_ROWS = 4000
+"""Rows that a pass may read for some of its blobs: of the 400 that it lists at once, two for each
+of four kinds of reference. More share a config, but one row of each is enough.
+"""
+TOTALS_ADAPTERS, TOTALS_VERSIONS, TOTALS_ROWS = 5, 3, 20_000
+"""Times that the totals read the adapters of some tenants, and their versions: counted are adapters
+and those that are deleted, versions, those that are deleted, and those by day. Rows of others come
+on top: where all tenants have deleted few versions, PostgreSQL reads these in one go.
 """
 
 
@@ -76,6 +81,12 @@ class Pass:
     """Returns what it was about: the number of blobs, versions or rows."""
     max_rows: int | None = None
     """Rows that one statement of each kind may read; None: all there are."""
+    is_of_share: bool = False
+    """Whether `max_rows` is a share of all rows, of any size: to read a table whole is right where
+    it isn't more.
+    """
+    includes: str | None = None
+    """Earlier pass that is a part of this one: its statements are explained there."""
 
 
 class Calls:
@@ -141,6 +152,8 @@ class Calls:
         first = self._filled.adapters_of[large][0]
         middle = self._filled.live(large)[len(self._filled.live(large)) // 2]
         name, number = encode_cursor(middle.name), encode_cursor(str(first.num_versions // 2))
+        of_trainer = encode_cursor(f"{first.name} {first.num_versions // 2}")
+        of_middle = encode_cursor(f"{middle.name} {middle.num_versions}")
         owner = self._filled.tenants[0][1]
         granted_to = self._filled.tenants[1][0]
         usage, month = self._usage, utc_now() - timedelta(days=30)
@@ -172,8 +185,10 @@ class Calls:
             Call("models of the largest tenant", of(lambda r: r.list_servable(large)), 50_000, times=5),
             Call("residency page, all tenants", of(lambda _: self._owned(None, None)), PAGES * 2),
             Call("residency page, all, in the middle", of(lambda _: self._owned(None, self._middle_id())), PAGES * 2),
-            Call("residency page, largest tenant", of(lambda _: self._owned(large, None)), OF_A_TENANT),
-            Call("residency page, small tenant", of(lambda _: self._owned(small, None)), OF_A_TENANT),
+            Call("residency page, largest tenant", of(lambda _: self._owned(large, None)), PAGES * 2),
+            Call("residency page, trainer's, in the middle", of(lambda _: self._owned(large, of_trainer)), PAGES * 2),
+            Call("residency page, largest, in the middle", of(lambda _: self._owned(large, of_middle)), PAGES * 2),
+            Call("residency page, small tenant", of(lambda _: self._owned(small, None)), PAGES * 2),
             Call("residency of 200 digests", of(lambda _: self._owned_digests()), 2000),
             Call("audit page, largest tenant", of(lambda r: r.list_audit(large, limit=PAGE)), PAGES),
             Call("audit page, all tenants", of(lambda r: r.list_audit(None, limit=PAGE)), PAGES),
@@ -241,6 +256,7 @@ class Calls:
     def passes(self) -> list[Pass]:
         database, registry, store = self._database, self._registry, self._store
         later_s, retention_s = 2 * 3600.0, 7 * 86_400.0
+        totals = "collector: totals"
         self._later_s = 0.0
         collector = Collector(
             database,
@@ -301,14 +317,25 @@ class Calls:
         return [
             Pass("certificates: first sweep", sweep),
             Pass("certificates: next sweep", sweep, max_rows=4000),
-            Pass("collector: pass that lists", collect, max_rows=20_000),
-            Pass("collector: pass that deletes", collect_again, max_rows=20_000),
-            Pass("collector: totals", check_totals),
+            Pass(totals, check_totals, max_rows=self._max_totals_rows(), is_of_share=True),
+            Pass("collector: pass that lists", collect, max_rows=BATCH_ROWS, includes=totals),
+            Pass("collector: pass that deletes", collect_again, max_rows=BATCH_ROWS, includes=totals),
             Pass("backup: rows", read_backup),
             Pass("backup: blobs in use", referenced),
             Pass("db check", check),
             Pass("doctor: bases of versions", bases),
         ]
+
+    def _max_totals_rows(self) -> int:
+        """Return how many rows the first step of the totals may read: by what its tenants have.
+
+        Of 10,000 versions, these are all tenants: each adapter and each version. Of a million, they
+        are the smallest of 2,000 tenants.
+        """
+        first = sorted(ident for ident, _ in self._filled.tenants)[:TENANTS_AT_ONCE]
+        adapters = [one for ident in first for one in self._filled.adapters_of[ident]]
+        num_versions = sum(one.num_versions for one in adapters)
+        return TOTALS_ADAPTERS * len(adapters) + TOTALS_VERSIONS * num_versions + TOTALS_ROWS
 
     async def _num_expired(self, retention_s: float) -> int:
         """Return the number of blobs that nothing uses any more: garbage, and expired versions'."""

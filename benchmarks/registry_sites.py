@@ -211,7 +211,8 @@ async def measure(server: Server, sites: list[Site], folder: Path, *, num_rounds
         for site, calls, connection in open_sites:
             site.sizes = await table_sizes(connection)
             for one in calls.passes():
-                timed = site.passes[one.name] = await time_pass(one, connection, growth=site.growth)
+                timed = await time_pass(one, connection, growth=site.growth, earlier=site.passes)
+                site.passes[one.name] = timed
                 say(f"  {site.num_versions:,} versions, {one.name}: {timed.times_s[0]:.1f} s")
 
 

@@ -80,9 +80,14 @@ def decode_number_cursor(cursor: str | None) -> int | None:
     if position is None:
         return None
     if not (position.isascii() and position.isdigit() and len(position) <= 18):
-        raise InvalidRequest(
-            "cursor is invalid: it isn't a next_cursor of this list.",
-            param="cursor",
-            hint="Pass next_cursor of the page before.",
-        )
+        raise wrong_cursor()
     return int(position)
+
+
+def wrong_cursor() -> InvalidRequest:
+    """Return the error for a cursor of another list."""
+    return InvalidRequest(
+        "cursor is invalid: it isn't a next_cursor of this list.",
+        param="cursor",
+        hint="Pass next_cursor of the page before.",
+    )

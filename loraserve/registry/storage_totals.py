@@ -31,7 +31,7 @@ from loraserve.types import TenantId
 
 MADE = ""
 """Instead of a day: all that the tenant ever made, deleted or not."""
-_TENANTS_AT_ONCE = 20
+TENANTS_AT_ONCE = 20
 """Tenants whose versions one statement counts: few, as each may have a million."""
 _LOGGED = 20
 """Wrong totals of a step that the log names."""
@@ -105,7 +105,7 @@ async def find_differences(session: AsyncSession, after: str) -> tuple[list[Tota
     Returns:
         What the totals lack; the id for the next call, None after the last tenant.
     """
-    ids = select(Tenant.id).where(Tenant.id > after).order_by(Tenant.id).limit(_TENANTS_AT_ONCE)
+    ids = select(Tenant.id).where(Tenant.id > after).order_by(Tenant.id).limit(TENANTS_AT_ONCE)
     tenants = (await session.scalars(ids)).all()
     if not tenants:
         return [], None
@@ -116,7 +116,7 @@ async def find_differences(session: AsyncSession, after: str) -> tuple[list[Tota
     # a push that brings a deleted adapter's name back also changes the day's row first
     rows = (await session.execute(query.order_by(tenant, day.desc()))).all()
     found = [TotalsDifference(TenantId(row[0]), row[1], int(row[2]), int(row[3])) for row in rows]
-    return found, tenants[-1] if len(tenants) == _TENANTS_AT_ONCE else None
+    return found, tenants[-1] if len(tenants) == TENANTS_AT_ONCE else None
 
 
 def _counted(session: AsyncSession, after: str, last: str) -> list[Select[Any]]:

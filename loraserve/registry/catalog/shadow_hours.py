@@ -16,10 +16,10 @@ from sqlalchemy import and_, delete, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from loraserve.db.models import ShadowHour
-from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
+from loraserve.db.paging import Page, check_limit, decode_cursor, make_page, wrong_cursor
 from loraserve.db.session import Clock, Database
 from loraserve.db.upsert import upsert
-from loraserve.errors import InvalidRequest, LoraserveError
+from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Shadow
 from loraserve.registry.model_name import MAX_VERSION
@@ -223,10 +223,6 @@ def _read_position(text: str) -> tuple[datetime, int, int]:
     parts = text.split(" ")
     numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) <= 10]
     if len(parts) != 3 or len(numbers) != 3 or max(numbers[1:]) > MAX_VERSION:
-        raise InvalidRequest(
-            "cursor is invalid: it isn't a next_cursor of this list.",
-            param="cursor",
-            hint="Pass next_cursor of the page before.",
-        )
+        raise wrong_cursor()
     hour, version, shadow_version = numbers
     return datetime.fromtimestamp(hour, UTC), version, shadow_version

@@ -257,7 +257,7 @@ async def test_wrong_totals_are_found_set_right_and_told(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage_totals, "_TENANTS_AT_ONCE", 1)
+    monkeypatch.setattr(storage_totals, "TENANTS_AT_ONCE", 1)
     for tenant in (acme, globex):
         await publish(tenant=tenant)
         await publish(seed=1, tenant=tenant)
