@@ -135,6 +135,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.versions = sorted(options.versions or (QUICK_SIZES if options.quick else SIZES))
     options.size = "postgres"
+    if not options.fill:
+        # before the twenty minutes, not after them
+        from benchmarks.plotting import plot_registry
+
     machine = reporting.facts()
     with postgres(options.keep) as server, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -150,8 +154,6 @@ def main(arguments: list[str] | None = None) -> None:
         sites, idle_per_s = asyncio.run(run())
     if options.fill:
         return
-    from benchmarks.plotting import plot_registry
-
     plot = f"{reporting.dated('million', options.size, is_quick=options.quick)}.svg"
     reporting.RESULTS.mkdir(exist_ok=True)
     plot_registry(sites, PLOTTED, PLOTTED_PASSES, reporting.RESULTS / plot)

@@ -143,9 +143,11 @@ class Ingress:
         # Serve awaits it once no request is left
         if hasattr(self, "_starting"):
             self._starting.cancel()
+            # which ends what would go on for as long as it may
+            self._services.is_draining = True
             if self._door is not None:
                 await self._door.close(self._services.settings.grace_s)
-            self._services.is_draining = self._services.is_closed = True
+            self._services.is_closed = True
             await self._services.shadows.close()
             await self._ending.aclose()
 

@@ -48,3 +48,7 @@ def test_late_first_tokens_add_one_while_requests_wait() -> None:
 def test_no_replica_goes_while_the_others_would_be_nearly_full() -> None:
     assert desired(Context(2, 9)) == 2
     assert desired(Context(2, 7)) <= 1
+
+
+def test_links_are_no_requests() -> None:
+    assert desired(Context(1, 11, {"links": {"a": 1}})) == 1
