@@ -1,4 +1,4 @@
-"""What a cluster's way costs a streamed token: one server, and a cluster with one replica.
+"""Cost of a streamed token's way through a cluster of one replica, beside one server.
 
     python -m benchmarks.cluster_tokens                    # 1, 8 and 32 streams
     python -m benchmarks.cluster_tokens --beside OTHER     # also another tree's cluster
@@ -17,14 +17,15 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from benchmarks import figures, reporting
 from benchmarks.make_model import SIZES
 from benchmarks.serving import Server, make_base, say, serve
-from benchmarks.token_costs import PROMPT_TOKENS, Stream, processor_s
+from benchmarks.token_costs import importing, make_streams, processor_s
 
 SIZE = "tiny"
 STREAMS = (1, 8, 32)
@@ -32,11 +33,11 @@ SERVER, CLUSTER, OTHER = "one server", "a cluster of one replica", "the other tr
 FLAGS = ("--memory-budget", "256MiB", "--host-cache", "64MiB", "--speculation", "off", "--max-num-seqs", "64")
 CLUSTER_FLAGS = ("--replicas", "1", "--cpus-per-replica", "0.5")
 KINDS = {
-    "engine": b"loraserve.engine.worker.main",
-    "replica": b"ray::ServeReplica:loraserve:engine",
-    "ingress": b"ray::ServeReplica:loraserve:ingress",
-    "Serve's proxy": b"ray::ProxyActor",
-    "server": b"loraserve.cli.main serve",
+    "engine": "loraserve.engine.worker.main",
+    "replica": "ray::ServeReplica:loraserve:engine",
+    "ingress": "ray::ServeReplica:loraserve:ingress",
+    "Serve's proxy": "ray::ProxyActor",
+    "server": "loraserve.cli.main serve",
 }
 OTHERS = "others"
 
@@ -57,30 +58,18 @@ class Turn:
 
 def processors_s(pid: int) -> dict[str, float]:
     """Return the seconds that a process and its descendants have had of the processors, by kind."""
-    children: dict[int, list[int]] = {}
-    commands: dict[int, bytes] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            commands[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-            children.setdefault(parent, []).append(int(entry.name))
-    found, waiting = dict.fromkeys((*KINDS, OTHERS), 0.0), [pid]
-    while waiting:
-        one = waiting.pop()
-        waiting += children.get(one, [])
-        kind = next((kind for kind, text in KINDS.items() if text in commands.get(one, b"")), OTHERS)
-        with contextlib.suppress(OSError):
-            found[kind] += processor_s(one)
+    found = dict.fromkeys((*KINDS, OTHERS), 0.0)
+    root = psutil.Process(pid)
+    for one in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error, OSError):
+            command = " ".join(one.cmdline())
+            kind = next((kind for kind, text in KINDS.items() if text in command), OTHERS)
+            found[kind] += processor_s(one.pid)
     return found
 
 
 async def turn(server: Server, num_streams: int, num_tokens: int) -> Turn:
-    fields = {"model": "base", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    vocab = SIZES[SIZE].vocab
-    streams = []
-    for number in range(num_streams):
-        prompt = [(7 * number + 11 * place) % (vocab - 10) + 10 for place in range(PROMPT_TOKENS)]
-        streams.append(Stream(server.url, server.key, fields | {"prompt": prompt}, "/v1/completions"))
+    streams = make_streams(server, num_streams, num_tokens, vocab=SIZES[SIZE].vocab)
     before, began = processors_s(server.pid), time.monotonic()
     await asyncio.gather(*(stream.run() for stream in streams))
     took_s = time.monotonic() - began
@@ -91,16 +80,6 @@ async def turn(server: Server, num_streams: int, num_tokens: int) -> Turn:
         {kind: 1e6 * seconds / total for kind, seconds in spent.items()},
         total / sum(stream.num_chunks for stream in streams),
     )
-
-
-@contextlib.contextmanager
-def importing(tree: str) -> Iterator[None]:
-    """Let what starts meanwhile import another tree."""
-    os.environ["PYTHONPATH"] = str(Path(tree).resolve())
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONPATH"]
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[int, list[Turn]]]:

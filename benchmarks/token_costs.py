@@ -114,6 +114,20 @@ def idle_share(pid: int) -> float:
     return (processor_s(pid) - before) / (time.monotonic() - began)
 
 
+def make_streams(
+    server: Server, num_streams: int, num_tokens: int, *, vocab: int, is_chat: bool = False
+) -> list[Stream]:
+    """Return so many streams of so many tokens each, with different prompts."""
+    fields = {"model": "base", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    streams = []
+    for number in range(num_streams):
+        prompt = [(7 * number + 11 * place) % (vocab - 10) + 10 for place in range(PROMPT_TOKENS)]
+        asked = {"messages": [{"role": "user", "content": f"Say {number}"}]} if is_chat else {"prompt": prompt}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        streams.append(Stream(server.url, server.key, fields | asked, path))
+    return streams
+
+
 async def turn(
     server: Server, num_streams: int, num_tokens: int, *, is_chat: bool, vocab: int, idle: float = 0.0
 ) -> Cost:
@@ -123,13 +137,7 @@ async def turn(
         idle: the part of a processor that the server takes without them.
     """
     engine = engine_pid(server.pid)
-    fields = {"model": "base", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    streams = []
-    for number in range(num_streams):
-        prompt = [(7 * number + 11 * place) % (vocab - 10) + 10 for place in range(PROMPT_TOKENS)]
-        asked = {"messages": [{"role": "user", "content": f"Say {number}"}]} if is_chat else {"prompt": prompt}
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        streams.append(Stream(server.url, server.key, fields | asked, path))
+    streams = make_streams(server, num_streams, num_tokens, vocab=vocab, is_chat=is_chat)
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
     await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
     num_before = sum(stream.num_chunks for stream in streams)
@@ -150,12 +158,14 @@ async def turn(
 
 
 @contextlib.contextmanager
-def importing(tree: str | None, pause_s: float) -> Iterator[None]:
+def importing(tree: str | None, pause_s: float | None = None) -> Iterator[None]:
     """Let servers that start meanwhile import another tree, and their engines pause."""
     before = dict(os.environ)
-    os.environ["LORASERVE_FAULTS"] = f"engine.after_outputs=delay:{pause_s}"
+    if pause_s is not None:
+        os.environ["LORASERVE_FAULTS"] = f"engine.after_outputs=delay:{pause_s}"
     if tree is not None:
-        os.environ["PYTHONPATH"] = tree
+        # servers run in folders of their own
+        os.environ["PYTHONPATH"] = str(Path(tree).resolve())
     try:
         yield
     finally:

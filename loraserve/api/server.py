@@ -21,7 +21,7 @@ from adapters_store.base import BlobStore
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.console.pages import PATH
-from loraserve.api.http.listener import connection_class, open_listener, raise_file_limit
+from loraserve.api.http.listener import connection_class, listener_url, open_listener, raise_file_limit
 from loraserve.api.http.tls import TlsFiles
 from loraserve.api.logs import configure_logging
 from loraserve.api.metrics.counters import ServerMetrics
@@ -344,8 +344,7 @@ class _Lifetime:
                 loop.remove_signal_handler(number)
 
     async def _start_engine(self) -> None:
-        host, port, *_ = self.listener.getsockname()
-        url = f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+        url = listener_url(self.listener, "https" if self.tls else "http")
         pages = {"console": f"{url}{PATH}"} if self.services.settings.console else {}
         logger.info("listening", url=url, **pages)
         began = asyncio.get_running_loop().time()

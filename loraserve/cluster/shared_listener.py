@@ -7,14 +7,16 @@ import socket
 import threading
 from pathlib import Path
 
+from loraserve.api.http.listener import listener_url
+
 _WAIT_S = 10.0
 
 
 class SharedListener:
     """Gives a listening socket to every process that asks for it at a Unix socket.
 
-    Whoever accepts takes the next connection: where an ingress goes or dies, those that wait are
-    for the next one, and none is refused.
+    A connection is taken by the process that accepts first: where an ingress goes or dies, those
+    that wait are for the next one, and none is refused.
     """
 
     def __init__(self, listener: socket.socket, path: Path) -> None:
@@ -33,12 +35,11 @@ class SharedListener:
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
-        host, port, *_ = self._listener.getsockname()
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        """Return the URL that clients connect to."""
+        return listener_url(self._listener)
 
     def close(self) -> None:
-        """Give it to no one any more, and close this process' copy."""
+        """Give it away no more, and close this process' copy."""
         # a close alone doesn't wake what accepts
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)

@@ -96,7 +96,7 @@ class OutputProcessor:
 
     @property
     def direct_taker(self) -> Callable[[TokenOutput], bool] | None:
-        """Gives an output to the request's reader if it is ready for it, for `LiveRequest.taker`.
+        """Return a `LiveRequest.taker` that gives outputs to the reader while that is ready.
 
         None: it has no reader, or a stop string may end its text anywhere.
         """

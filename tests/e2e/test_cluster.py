@@ -157,12 +157,13 @@ def test_both_replicas_answer_and_find_adapters(cluster: RayCluster, key: str) -
 
 
 def test_connections_wait_while_there_is_no_ingress(cluster: RayCluster) -> None:
-    cluster.kill(INGRESS)
+    killed = cluster.kill(INGRESS)
     # the first one isn't refused, and none after it until the new ingress is ready
     deadline = time.monotonic() + WITHIN_S
     while httpx2.get(f"{cluster.url}/readyz", timeout=WITHIN_S).status_code != httpx2.codes.OK:
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    assert killed not in cluster.pids(INGRESS)
 
 
 def test_streams_outlive_killed_replicas_and_engines(cluster: RayCluster, solo: Solo) -> None:

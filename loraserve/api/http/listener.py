@@ -36,6 +36,12 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
+def listener_url(listener: socket.socket, scheme: str = "http") -> str:
+    """Return the URL of a listener's address, without a slash at its end."""
+    host, port, *_ = listener.getsockname()
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def raise_file_limit(limits: Limits = LIMITS) -> int:
     """Raise the limit of open files towards one per connection.
 

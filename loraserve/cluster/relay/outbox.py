@@ -13,7 +13,7 @@ IDLE_S = 1.0
 
 
 class Outbox:
-    """What a replica has for one ingress, taken by the link that the ingress opened last.
+    """Keeps a replica's outputs for one ingress until the link that it opened last takes them.
 
     A message costs Serve's way whatever is in it: what a step made for all requests goes in one.
 

@@ -184,7 +184,7 @@ class ReplicaStreams:
 
     def _take(self, output: TokenOutput) -> None:
         attempt = self._attempts.get(output.request_id)
-        # what a replica makes of a request that went elsewhere is for no one
+        # what a replica makes of a request that went elsewhere is dropped
         if attempt is not None:
             attempt.take(output)
 

@@ -184,6 +184,18 @@ async def test_the_last_output_may_come_after_the_call_is_done(cluster: Cluster,
     assert len(cluster.calls.added) == 1
 
 
+async def test_a_request_goes_on_elsewhere_when_its_last_output_does_not_come(
+    cluster: Cluster, live: LiveRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loraserve.cluster.relay import streams
+
+    monkeypatch.setattr(streams, "_LAST_S", 0.02)
+    await cluster.accept(ONE)
+    cluster.calls.responses[0].done.set_result(None)
+    await cluster.accept(TWO, 2)
+    assert cluster.streams.num_replays == {"lost": 1, "moved": 0}
+
+
 async def test_a_link_that_ended_is_opened_again(cluster: Cluster, live: LiveRequest) -> None:
     there = await cluster.accept(ONE)
     await cluster.send(ONE, None)
