@@ -166,34 +166,6 @@ def test_connections_wait_while_there_is_no_ingress(cluster: RayCluster) -> None
     assert killed not in cluster.pids(INGRESS)
 
 
-def test_streams_outlive_killed_replicas_and_engines(cluster: RayCluster, solo: Solo) -> None:
-    """Kill replicas and engines at random under 64 streams; where one ends another one begins.
-
-    No stream breaks, each text is the one that the request has alone, each token is billed once.
-    """
-    streams = Streams(cluster.url, make_owner(cluster, "killed"))
-    rng = random.Random(7)
-    num_tokens = sum(answer.completion_tokens for answer in solo.answers.values())
-
-    async def run() -> None:
-        async with streams.kept_up(solo.asked, within_s=WITHIN_S):
-            for kind in KILLED:
-                # at random places of the streams, however fast they are
-                place = streams.num_tokens + rng.uniform(0.0, 0.2) * num_tokens
-                while streams.num_tokens < place:
-                    await asyncio.sleep(0.01)
-                await asyncio.to_thread(cluster.kill, kind, which=rng.randrange(4))
-                killed_s = time.monotonic()
-                # two deaths without a token in between would look like a request that kills engines
-                while any(one.began_s < killed_s and not one.has_token_since(killed_s) for one in streams.live):
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(run())
-    solo.check_same(streams.answers)
-    assert cluster.metrics()['loraserve_cluster_replays_total{cause="lost"}'] > 0, "no stream was open at a kill"
-    check_billed_once(cluster, streams)
-
-
 def test_streams_move_from_a_replica_that_is_scaled_away(mixed: Solo, slow_cluster: RayCluster) -> None:
     """Take one of three replicas away while 64 streams of all lengths are open."""
     assert slow_cluster.num_ready() == 3
@@ -260,6 +232,34 @@ def test_answers_that_clients_leave_are_computed_no_further(slow_cluster: RayClu
         assert time.monotonic() < deadline, "streams that clients left run"
         time.sleep(0.2)
     assert num_computed(slow_cluster) - before < NUM_STREAMS * LONG_TOKENS / 2
+
+
+def test_streams_outlive_killed_replicas_and_engines(solo: Solo, slow_cluster: RayCluster) -> None:
+    """Kill replicas and engines at random under 64 streams; where one ends another one begins.
+
+    No stream breaks, each text is the one that the request has alone, each token is billed once.
+    """
+    streams = Streams(slow_cluster.url, make_owner(slow_cluster, "killed"))
+    rng = random.Random(7)
+    num_tokens = sum(answer.completion_tokens for answer in solo.answers.values())
+
+    async def run() -> None:
+        async with streams.kept_up(solo.asked, within_s=WITHIN_S):
+            for kind in KILLED:
+                # at random places of the streams, however fast they are
+                place = streams.num_tokens + rng.uniform(0.0, 0.2) * num_tokens
+                while streams.num_tokens < place:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(slow_cluster.kill, kind, which=rng.randrange(4))
+                killed_s = time.monotonic()
+                # two deaths without a token in between would look like a request that kills engines
+                while any(one.began_s < killed_s and not one.has_token_since(killed_s) for one in streams.live):
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    solo.check_same(streams.answers)
+    assert slow_cluster.metrics()['loraserve_cluster_replays_total{cause="lost"}'] > 0, "no stream was open at a kill"
+    check_billed_once(slow_cluster, streams)
 
 
 def processes(cluster: RayCluster) -> dict[int, bytes]:
