@@ -69,11 +69,14 @@ def measure() -> dict[str, Any]:
     packed, rounded = gemm.pack_float(weight), int8_weight(weight)
     float_s = best_s(lambda: gemm.float_linear(x, packed), 30)
     int8_s = best_s(lambda: gemm.int8_linear(x, rounded), 100)
+    half, half_weight = x.bfloat16(), weight.bfloat16()
+    bfloat16_s = best_s(lambda: torch.nn.functional.linear(half, half_weight), 30)
     operations = 2 * rows * weight.numel()
     return {
         "read_bytes_per_s": large.nbytes / read_s,
         "copy_bytes_per_s": 2 * large.nbytes / copy_s,
         "float32_ops_per_s": operations / float_s,
+        "bfloat16_ops_per_s": operations / bfloat16_s,
         "int8_ops_per_s": operations / int8_s,
     }
 

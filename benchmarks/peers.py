@@ -21,124 +21,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from benchmarks import figures, reporting
+from benchmarks import reporting
+from benchmarks.formats import FORMATS
 from benchmarks.make_model import SIZES
 from benchmarks.peers_installing import PeerUnavailableError
-from benchmarks.peers_serving import BASE, MIXED, OURS, START, Running, Work, ours, started_peer
+from benchmarks.peers_rows import BASE, MODE_WORDS, MODES, Pair, Row, Turn, speeds, tables
+from benchmarks.peers_serving import START, Running, Work, ours, started_peer
 from benchmarks.serving import make_base, say, script
 
 REQUESTS, NUM_ADAPTERS, ROUNDS = (1, 8, 32), 32, 5
 QUIET_TIMEOUT_S = 60.0
-MODES = (BASE, MIXED)
-MODE_WORDS = {BASE: "base", MIXED: "an adapter each"}
 SPARE_BYTES = 3 * 2**30
 """Memory that a contender takes beside its weights: KV, buffers, compilers."""
-HEADER = (
-    "peer",
-    "its format",
-    "ours",
-    "requests",
-    "adapters",
-    "peer's tokens/s",
-    "our tokens/s",
-    "ours ÷ peer's",
-    "of pairs",
-    "others",
-    "idle one",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A peer in one of its formats, beside us in one of ours."""
-
-    peer: str
-    format: str
-    ours: str
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One burst of one contender.
-
-    Attributes:
-        others: cores that everything but the two contenders and the load generator took.
-        idle: cores that the contender took whose turn it wasn't.
-    """
-
-    tokens_per_s: float
-    others: float
-    idle: float
-
-
-@dataclass(slots=True)
-class Row:
-    """All turns of a pair at one number of requests, or why there are none."""
-
-    pair: Pair
-    requests: int
-    mode: str
-    peer: list[Turn] = field(default_factory=list)
-    ours: list[Turn] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def ratio(self) -> float:
-        """Ours by the peer's, the best turn of each: what else runs only adds to the others."""
-        if not self.peer or not self.ours:
-            return float("nan")
-        return best(self.ours) / best(self.peer)
-
-    @property
-    def pair_ratios(self) -> list[float]:
-        """Ours by the peer's, of the turns that followed each other."""
-        return [a.tokens_per_s / b.tokens_per_s for a, b in zip(self.ours, self.peer, strict=False)]
-
-    def cells(self) -> list[str]:
-        head = [self.pair.peer, self.pair.format, self.pair.ours, str(self.requests), MODE_WORDS[self.mode]]
-        if self.reason:
-            return [*head, f"not measured: {self.reason}", *[""] * 5]
-        turns = [*self.peer, *self.ours]
-        ratios = self.pair_ratios
-        return [
-            *head,
-            speeds(self.peer),
-            speeds(self.ours),
-            f"**{self.ratio:.2f}**",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{statistics.median(turn.others for turn in turns):.2f}",
-            f"{max(turn.idle for turn in turns):.2f}",
-        ]
-
-
-def best(turns: Sequence[Turn]) -> float:
-    return max(turn.tokens_per_s for turn in turns)
-
-
-def speeds(turns: Sequence[Turn]) -> str:
-    """The best turn, and the median of all."""
-    median = statistics.median(turn.tokens_per_s for turn in turns)
-    return f"{best(turns):.1f} ({median:.1f})"
 
 
 def default_pairs(peers: Sequence[str], instructions: Sequence[str]) -> list[Pair]:
     """Return each peer's best formats on this processor, with ours that is nearest or fastest.
 
     llama.cpp rounds activations to eight bits in its formats of four bits too, as we do in
-    int4-rounded. bfloat16 is fast only where the processor multiplies it.
+    int4-rounded. bfloat16 is fast only where the processor multiplies it. Both programs can hold
+    adapters in eight bits, too: what follows a plus is the adapters' format.
     """
     is_fast = bool({"avx512_bf16", "amx_bf16"} & set(instructions))
     wide = "bfloat16" if is_fast else "float32"
     pairs = {
-        "llama.cpp": [("Q4_0", "int4-rounded"), ("Q8_0", "int8")],
+        "llama.cpp": [
+            ("Q4_0", "int4-rounded"),
+            ("Q4_0+Q8_0", "int4-rounded+int8"),
+            ("Q8_0", "int8"),
+            ("Q8_0+Q8_0", "int8+int8"),
+        ],
         "vllm": [(wide, "int8")],
         "peft": [("float32", "float32")] + ([("bfloat16", "bfloat16")] if is_fast else []),
     }
@@ -155,10 +73,10 @@ def parse_pairs(text: str, peers: Sequence[str]) -> list[Pair]:
     for item in text.split(","):
         peer, _, formats = item.strip().partition(":")
         theirs, _, our = formats.partition("=")
-        if peer not in peers or not theirs or our not in OURS:
+        if peer not in peers or not theirs or our not in FORMATS:
             raise ValueError(
                 f"--formats has {item!r}; expected PEER:FORMAT=OURS with a PEER of {', '.join(peers)} "
-                f"and OURS of {', '.join(OURS)}, such as llama.cpp:Q8_0=int8."
+                f"and OURS of {', '.join(FORMATS)}, such as llama.cpp:Q8_0=int8."
             )
         pairs.append(Pair(peer, theirs, our))
     return pairs
@@ -207,9 +125,9 @@ def take_turn(asked: Running, idle: Running | None, requests: int, mode: str, se
         return time.perf_counter(), busy_s(), cpu_s(asked.pid), idle_s, own_s
 
     before = now()
-    figures = asked.burst(requests, mode, seed)
+    burst = asked.burst(requests, mode, seed)
     wall, busy, worked, waited, generated = (b - a for a, b in zip(before, now(), strict=True))
-    return Turn(figures["tokens_per_s"], max(0.0, busy - worked - waited - generated) / wall, max(0.0, waited) / wall)
+    return Turn.of(burst, max(0.0, busy - worked - waited - generated) / wall, max(0.0, waited) / wall)
 
 
 def wait_until_quiet(cores: float, timeout_s: float = QUIET_TIMEOUT_S) -> bool:
@@ -313,11 +231,12 @@ def take_rounds(row: Row, stage: Stage, rounds: int, quiet: float | None) -> Non
 
 def text(options: argparse.Namespace, rows: Sequence[Row], settings: Mapping[str, str]) -> str:
     words = "\n".join(f"- {name}: {value}." for name, value in settings.items())
+    speed, first_tokens = tables(rows)
     return f"""Size {options.size}; a prompt of 64 random tokens, 64 tokens out, greedy, all requests at once; the \
 base, or request i for adapter i of {options.adapters} (ranks 8, 16, 32 and 64 in turn, all seven linears). Turns of \
 the two contenders alternate, {options.rounds} of each a row.
 
-{figures.table(HEADER, [row.cells() for row in rows])}
+{speed}
 
 - Tokens a second of all requests together: of the best turn, and in parentheses of the median one. The ratio is that \
 of the best turns; "of pairs": the median of the turns that followed each other, and their range.
@@ -325,6 +244,10 @@ of the best turns; "of pairs": the median of the turns that followed each other,
 whose turn it wasn't. A row is worth little where either isn't near 0.
 - Prompts are sent to servers as token ids; PEFT generates in process, without a server, and its rows begin and end \
 together.
+
+Time to first token, of servers, at the median of the turns; "last": of the request whose first token came last:
+
+{first_tokens}
 
 What ran, with its arithmetic, instruction set and threads:
 
@@ -380,7 +303,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     settings: dict[str, str] = {}
     for pair in pairs:
-        for mode in modes:
+        # without adapters, what they are held in makes no difference
+        for mode in modes if "+" not in pair.ours else set(modes) - {BASE}:
             rows += measure(pair, mode, work, options, settings)
     page = text(options, rows, settings)
     reporting.finish(

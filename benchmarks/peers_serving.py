@@ -19,25 +19,12 @@ import httpx2
 import psutil
 
 from benchmarks import peers_installing as installing
+from benchmarks.formats import FORMATS
 from benchmarks.peers_installing import CACHE, PeerUnavailableError, last_words, plain
+from benchmarks.peers_rows import BASE, MIXED
 from benchmarks.run import Peft
 from benchmarks.serving import HERE, free_port, say, serve
 
-BASE, MIXED = "base", "mixed"
-OURS = {
-    "float32": ("none", "float32", "auto", "auto"),
-    "bfloat16": ("none", "bfloat16", "auto", "auto"),
-    "int8": ("int8", "auto", "auto", "auto"),
-    "int8+int8": ("int8", "auto", "auto", "int8"),
-    "int4": ("int4", "auto", "auto", "auto"),
-    "int4-rounded": ("int4", "auto", "int8", "auto"),
-    "int4-rounded+int8": ("int4", "auto", "int8", "int8"),
-    "nf4": ("nf4", "auto", "auto", "auto"),
-    "fp8": ("fp8", "auto", "auto", "auto"),
-}
-"""Our formats: `--quantize`, `--dtype`, `--activation-dtype` and `--adapter-dtype`; what follows a
-plus is the adapters' format, where it isn't the one they are stored in.
-"""
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
 READY_TIMEOUT_S = 900.0
 """vLLM compiles for some minutes before its first start is over."""
@@ -122,14 +109,14 @@ def load(
 
 @contextlib.contextmanager
 def ours(work: Work, name: str, mode: str) -> Iterator[Running]:
-    quantize, dtype, activations, adapters = OURS[name]
-    flags = ["--certify", "on-request", "--activation-dtype", activations, "--adapter-dtype", adapters]
+    chosen = FORMATS[name]
     # certificates take the engine a quarter of an hour and aren't what is measured
-    with serve(work.model, quantize, work.adapters, flags, dtype=dtype) as server:
+    flags = ["--certify", "on-request", *chosen.flags]
+    with serve(work.model, chosen.quantize, work.adapters, flags, dtype=chosen.dtype) as server:
         headers = {"Authorization": f"Bearer {server.admin_key}"}
         base = httpx2.get(f"{server.url}/api/v1/base", headers=headers).raise_for_status().json()
         threads = os.environ.get("OMP_NUM_THREADS", str(len(work.cores)))
-        held = "as stored" if adapters == "auto" else adapters
+        held = "as stored" if chosen.adapters == "auto" else chosen.adapters
         settings = (
             f"{base['arithmetic']}, {base['kernels']}, {base['instructions']}, activations {base['dtype']}, "
             f"adapters {held}; {threads} threads, OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', '')}"

@@ -3,9 +3,9 @@ that its bytes and operations set.
 
     python -m benchmarks.run --size S             # about ten minutes on two cores
     python -m benchmarks.run --size S --quick     # one run of each point, not the best of three
-    python -m benchmarks.run --size M --peers none
+    python -m benchmarks.run --size M --formats int8,int4-rounded+int8 --peers none
 
-For each precision of the base, two servers start: one with no adapter registered, one with 32
+For each format of the base, two servers start: one with no adapter registered, one with 32
 adapters of ranks 8 to 64 on all seven linears and a thousand small ones. Then 1, 8 and 32 requests
 at a time, 64 tokens in and 64 out: base only on either server, and each request with an adapter of
 its own, in turn with PEFT's `generate` for the same mixed batch (always in float32: it's what PEFT
@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.formats import FLOAT, FORMATS, Format
 from benchmarks.serving import HERE, make_base, say, script, serve
 
 CONCURRENCY = (1, 8, 32)
@@ -117,28 +118,26 @@ class Limits:
             2 * 4 * kv * layers,
         )
 
-    def tokens_per_s(self, quantize: str, concurrency: int, is_mixed: bool) -> float:
-        """The most that this machine could do for so many requests at a time, weights read at its
-        measured bandwidth, products at its measured rate.
+    def tokens_per_s(self, format: Format, concurrency: int, is_mixed: bool) -> float:
+        """The most that this machine could do for so many requests at a time: weights read at its
+        measured bandwidth, products at its measured rate of the format, adapters' in float32.
         """
-        width, rate = (
-            (1, self.machine["int8_ops_per_s"]) if quantize == "int8" else (4, self.machine["float32_ops_per_s"])
-        )
-        float_rate, read = self.machine["float32_ops_per_s"], self.machine["read_bytes_per_s"]
+        rate, float_rate, read = (self.machine[name] for name in (format.rate, FLOAT, "read_bytes_per_s"))
         adapters = sum(self.adapter_weights[:concurrency]) if is_mixed else 0
         weights = self.layer_weights + self.head_weights
-
-        def step(rows: int, num_bytes: float, operations_s: float) -> float:
-            return max(num_bytes / read, operations_s)
-
-        # adapters are stored in bfloat16
+        layer_bytes = self.layer_weights * format.layer_bytes
+        weight_bytes = layer_bytes + self.head_weights * format.head_bytes
+        adapter_bytes = adapters * format.adapter_bytes
         context = concurrency * (PROMPT_TOKENS + OUTPUT_TOKENS / 2) * self.kv_bytes_per_token
-        decode_bytes = weights * width + 2 * adapters + context
-        decode = step(concurrency, decode_bytes, 2 * weights * concurrency / rate + 2 * adapters / float_rate)
-        prompt_rows = concurrency * PROMPT_TOKENS
-        num_steps = -(-prompt_rows // CHUNK_TOKENS)
-        prefill_ops_s = 2 * self.layer_weights * prompt_rows / rate + 2 * adapters * PROMPT_TOKENS / float_rate
-        prefill = step(prompt_rows, num_steps * weights * width + 2 * adapters, prefill_ops_s)
+        decode = max(
+            (weight_bytes + adapter_bytes + context) / read,
+            2 * weights * concurrency / rate + 2 * adapters / float_rate,
+        )
+        num_steps = -(-concurrency * PROMPT_TOKENS // CHUNK_TOKENS)
+        prefill = max(
+            (num_steps * weight_bytes + adapter_bytes) / read,
+            PROMPT_TOKENS * (2 * self.layer_weights * concurrency / rate + 2 * adapters / float_rate),
+        )
         return concurrency * OUTPUT_TOKENS / (prefill + (OUTPUT_TOKENS - 1) * decode)
 
 
@@ -147,7 +146,7 @@ class Point:
     """All runs of one system at one number of requests at a time."""
 
     system: str
-    quantize: str
+    format: str
     concurrency: int
     is_mixed: bool
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -162,7 +161,7 @@ class Point:
         best = max(self.runs, key=lambda run: run["tokens_per_s"])
         ttft = f"{best['ttft_p50_ms']:.0f}" if "ttft_p50_ms" in best else ""
         share = f"{100 * self.best / limit:.0f} %"
-        return [self.system, self.quantize, str(self.concurrency), f"{self.best:.1f}", ratio, share, ttft, runs]
+        return [self.system, self.format, str(self.concurrency), f"{self.best:.1f}", ratio, share, ttft, runs]
 
 
 HEADER = ["system", "base", "requests at a time", "tokens/s", "× PEFT", "of the limit", "TTFT p50 ms", "runs"]
@@ -174,30 +173,30 @@ EMPTY, FULL, MIXED, PEFT = (
 )
 
 
-def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft | None) -> list[Point]:
-    """All points of one precision; the systems take turns,
-    so that a noisy minute hits them alike.
-    """
+def measure(options: argparse.Namespace, model: Path, name: str, peft: Peft | None) -> list[Point]:
+    """All points of one format; the systems take turns, so that a noisy minute hits them alike."""
+    chosen = FORMATS[name]
     folder = model.with_name(f"{model.name}-adapters")
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
     numbers = (*range(NUM_ADAPTERS), *range(FIRST_SMALL, FIRST_SMALL + NUM_SMALL))
     adapters = [folder / f"lora-{n:04d}" for n in numbers]
     points, seed = [], 1
     with contextlib.ExitStack() as stack:
-        say(f"{quantize}: starting two servers, pushing {len(adapters)} adapters to one …")
-        empty = stack.enter_context(serve(model, quantize, []))
+        say(f"{name}: starting two servers, pushing {len(adapters)} adapters to one …")
+        empty = stack.enter_context(serve(model, chosen.quantize, [], chosen.flags, dtype=chosen.dtype))
         # certificates take the engine a quarter of an hour on a slow machine and aren't what is
         # measured
-        full = stack.enter_context(serve(model, quantize, adapters, ["--certify", "on-request"]))
-        say(f"{quantize}: each adapter's first request, not counted …")
+        flags = ["--certify", "on-request", *chosen.flags]
+        full = stack.enter_context(serve(model, chosen.quantize, adapters, flags, dtype=chosen.dtype))
+        say(f"{name}: each adapter's first request, not counted …")
         full.load("lora-{:04d}", NUM_ADAPTERS, NUM_ADAPTERS, 0, vocab, **LENGTHS)
         empty.load("base", 1, NUM_ADAPTERS, 0, vocab, **LENGTHS)
         for concurrency in CONCURRENCY:
             base_only, registered = (
-                Point(EMPTY, quantize, concurrency, False),
-                Point(FULL, quantize, concurrency, False),
+                Point(EMPTY, name, concurrency, False),
+                Point(FULL, name, concurrency, False),
             )
-            mixed, peer = Point(MIXED, quantize, concurrency, True), Point(PEFT, "none", concurrency, True)
+            mixed, peer = Point(MIXED, name, concurrency, True), Point(PEFT, "float32", concurrency, True)
             for _ in range(1 if options.quick else options.repeat):
                 seed += 1
                 base_only.runs.append(empty.load("base", 1, concurrency, seed, vocab, **LENGTHS))
@@ -207,7 +206,7 @@ def measure(options: argparse.Namespace, model: Path, quantize: str, peft: Peft 
                     peer.runs.append(peft.generate(concurrency))
             here = [base_only, registered, mixed, *([peer] if peer.runs else [])]
             for point in here:
-                say(f"  {point.system:28} {point.quantize:5} {concurrency:3}: {point.best:8.1f} tokens/s")
+                say(f"  {point.system:28} {point.format:17} {concurrency:3}: {point.best:8.1f} tokens/s")
             points += here
     return points
 
@@ -218,7 +217,7 @@ def table(points: list[Point], limits: Limits) -> str:
     peft = {c: max((p.best for p in peers if p.concurrency == c), default=None) for c in CONCURRENCY}
     rows = [HEADER, ["---"] * len(HEADER)]
     for point in points:
-        limit = limits.tokens_per_s(point.quantize, point.concurrency, point.is_mixed)
+        limit = limits.tokens_per_s(FORMATS[point.format], point.concurrency, point.is_mixed)
         rows.append(point.row(peft[point.concurrency], limit))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -233,14 +232,15 @@ def fastest(measurements: list[dict[str, Any]]) -> dict[str, Any]:
 
 def describe(options: argparse.Namespace, machine: dict[str, Any], load: float) -> str:
     quick = " --quick" if options.quick else ""
-    command = f"make bench ARGS='--size {options.size} --quantize {options.quantize} --peers {options.peers}{quick}'"
+    command = f"make bench ARGS='--size {options.size} --formats {options.formats} --peers {options.peers}{quick}'"
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"""Size {options.size}, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, greedy, streamed; adapters of \
 ranks 8, 16, 32 and 64 in turn on all seven linears.
 
 - Machine: {machine["processor"]}, {machine["cores"]} threads, {", ".join(machine["instructions"])}; reads \
-{machine["read_bytes_per_s"] / 1e9:.1f} GB/s, float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, int8 \
-{machine["int8_ops_per_s"] / 1e9:.0f} GOP/s ({machine["int8_library"]}), measured in the same run.
+{machine["read_bytes_per_s"] / 1e9:.1f} GB/s, float32 {machine["float32_ops_per_s"] / 1e9:.0f} GFLOP/s, bfloat16 \
+{machine["bfloat16_ops_per_s"] / 1e9:.0f}, int8 {machine["int8_ops_per_s"] / 1e9:.0f} GOP/s \
+({machine["int8_library"]}), measured in the same run.
 - Versions: Python {machine["python"]}, {versions}.
 - Date: {datetime.now(UTC):%Y-%m-%d}. Command: `{command}`.
 - Others on the machine: a load average of {load:.1f} on {machine["cores"]} cores before the start.
@@ -250,12 +250,25 @@ whichever takes longer.
 """
 
 
+def formats(text: str) -> str:
+    """Return names of formats, separated by commas.
+
+    Raises:
+        argparse.ArgumentTypeError: there is one that isn't known.
+    """
+    if unknown := set(text.split(",")) - set(FORMATS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}; expected some of {', '.join(FORMATS)}")
+    return text
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="S", choices=("S", "M"))
     parser.add_argument("--quick", action="store_true", help="one run of each point")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each point")
-    parser.add_argument("--quantize", default="none,int8", help="precisions of the base, one after the other")
+    parser.add_argument(
+        "--formats", type=formats, default="float32,int8", help=f"some of {', '.join(FORMATS)}, in turn"
+    )
     parser.add_argument("--peers", default="peft", choices=("peft", "none"))
     options = parser.parse_args(arguments)
     # threads that spin while they wait would take the other systems' cores
@@ -269,8 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
         say("loading PEFT …")
         peft = Peft(model, NUM_ADAPTERS)
     points = []
-    for quantize in options.quantize.split(","):
-        points += measure(options, model, quantize, peft)
+    for name in options.formats.split(","):
+        points += measure(options, model, name, peft)
         measurements.append(json.loads(script("machine.py")))
     if peft is not None:
         peft.close()
@@ -281,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     results.mkdir(exist_ok=True)
     name = f"cpu-{options.size}-{datetime.now(UTC):%Y-%m-%d}{'-quick' if options.quick else ''}"
     (results / f"{name}.md").write_text(f"# Served tokens a second, size {options.size}, on a CPU\n\n{text}")
-    runs = [{"system": p.system, "base": p.quantize, "concurrency": p.concurrency, "runs": p.runs} for p in points]
+    runs = [{"system": p.system, "base": p.format, "concurrency": p.concurrency, "runs": p.runs} for p in points]
     (results / f"{name}.json").write_text(
         json.dumps({"machine": machine, "load_average": load, "points": runs}, indent=1) + "\n"
     )

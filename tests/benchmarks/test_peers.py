@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import load, peers, peers_installing, peers_serving
-from benchmarks.peers import Pair, Row, Turn
+from benchmarks import load, peers, peers_installing, peers_rows, peers_serving
 from benchmarks.peers_installing import PeerUnavailableError
-from benchmarks.peers_serving import MIXED, Running, Work
+from benchmarks.peers_rows import MIXED, Pair, Row, Turn
+from benchmarks.peers_serving import Running, Work
 
 PAIR = Pair("llama.cpp", "Q8_0", "int8")
 OPTIONS = argparse.Namespace(size="S", rounds=3, adapters=32, requests=(1, 8), alone=False, quiet=None)
@@ -39,14 +39,25 @@ def test_row_has_the_best_turns_their_ratio_and_that_of_turns_that_followed_each
         *("llama.cpp", "Q8_0", "int8", "8", "an adapter each"),
         *("100.0 (80.0)", "200.0 (60.0)", "**2.00**", "1.20 (0.50 to 2.00)", "0.25", "0.02"),
     ]
-    assert len(make_row().cells()) == len(peers.HEADER)
+    assert len(make_row().cells()) == len(peers_rows.HEADER)
 
 
 def test_row_that_was_not_measured_says_why() -> None:
     cells = make_row(peer=[], ours=[], reason="no compiler").cells()
     assert cells[5] == "not measured: no compiler"
-    assert len(cells) == len(peers.HEADER)
+    assert len(cells) == len(peers_rows.HEADER)
     assert str(make_row(peer=[]).ratio) == "nan"
+
+
+def test_first_tokens_have_a_table_of_servers_alone() -> None:
+    def streamed(*times: tuple[float, float]) -> list[Turn]:
+        figures = [{"tokens_per_s": 1.0, "ttft_p50_ms": p50, "ttft_max_ms": last} for p50, last in times]
+        return [Turn.of(one, 0.0, 0.0) for one in figures]
+
+    server = make_row(peer=streamed((900.0, 1500.0), (700.0, 1300.0)), ours=streamed((300.0, 500.0), (302.0, 498.0)))
+    assert server.ttft_cells() == [*server.where, "800", "301", "1400", "499"]
+    assert make_row().ttft_cells() == make_row(reason="no compiler").ttft_cells() == []
+    assert peers_rows.tables([server, make_row()])[1].count("\n") == 2
 
 
 def test_formats_are_those_that_the_processor_multiplies() -> None:
@@ -57,7 +68,12 @@ def test_formats_are_those_that_the_processor_multiplies() -> None:
     ]
     assert peers.default_pairs(["vllm", "peft"], ["avx2", "avx512_bf16"]) == wide
     assert peers.default_pairs(["vllm"], ["avx2"]) == [Pair("vllm", "float32", "int8")]
-    assert [pair.format for pair in peers.default_pairs(["llama.cpp"], [])] == ["Q4_0", "Q8_0"]
+    assert [pair.format for pair in peers.default_pairs(["llama.cpp"], [])] == [
+        "Q4_0",
+        "Q4_0+Q8_0",
+        "Q8_0",
+        "Q8_0+Q8_0",
+    ]
 
 
 def test_formats_may_be_chosen_and_a_wrong_one_is_named() -> None:

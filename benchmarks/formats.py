@@ -1,0 +1,52 @@
+"""Formats that our server is measured in: a base's, its activations' and its adapters'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What a server is started with, and what a step reads and multiplies then.
+
+    Attributes:
+        adapters: format that adapters are held in; `auto` is the one they are stored in.
+        layer_bytes: of a weight of a layer's linears.
+        head_bytes: of a weight of the head.
+        rate: name of the rate of `benchmarks/machine.py` at which it's multiplied.
+    """
+
+    quantize: str
+    layer_bytes: float
+    head_bytes: float
+    rate: str
+    dtype: str = "auto"
+    activations: str = "auto"
+    adapters: str = "auto"
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--activation-dtype", self.activations, "--adapter-dtype", self.adapters]
+
+    @property
+    def adapter_bytes(self) -> float:
+        """Return the bytes of an adapter's weight: the benchmarks' are stored in bfloat16."""
+        return 1 if self.adapters == "int8" else 2
+
+
+FLOAT, INT8, BFLOAT16 = "float32_ops_per_s", "int8_ops_per_s", "bfloat16_ops_per_s"
+INT4_BYTES, NF4_BYTES = 0.5 + 4 / 128, 0.5 + 4 / 64
+"""Four bits, and a float32 for each group."""
+FORMATS: Mapping[str, Format] = {
+    "float32": Format("none", 4, 4, FLOAT, dtype="float32"),
+    "bfloat16": Format("none", 2, 2, BFLOAT16, dtype="bfloat16"),
+    "int8": Format("int8", 1, 1, INT8),
+    "int8+int8": Format("int8", 1, 1, INT8, adapters="int8"),
+    "int4": Format("int4", INT4_BYTES, 1, FLOAT),
+    "int4-rounded": Format("int4", INT4_BYTES, 1, INT8, activations="int8"),
+    "int4-rounded+int8": Format("int4", INT4_BYTES, 1, INT8, activations="int8", adapters="int8"),
+    "nf4": Format("nf4", NF4_BYTES, 1, FLOAT),
+    "fp8": Format("fp8", 1, 1, FLOAT),
+}
+"""By name; what follows a plus is the adapters' format, where it isn't the stored one."""
