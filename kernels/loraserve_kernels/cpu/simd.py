@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -26,10 +25,26 @@ from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
-STAMP: int = zlib.crc32(Path(__file__).read_bytes())
-"""Changes with this file. numba's cache notices a change of the file that a kernel is written in,
-not of those that it imports: every compiled entry closes over the stamp, which makes it part of the
-cache's key.
+from loraserve_kernels.cpu import vector_code as code
+from loraserve_kernels.cpu.vector_code import (
+    FEATURES,
+    FLOAT,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    LANES,
+    VECTOR,
+    pointer_to,
+    wide,
+)
+
+__all__ = ["FEATURES", "LANES"]
+
+STAMP: int = zlib.crc32(Path(__file__).read_bytes(), zlib.crc32(Path(code.__file__).read_bytes()))
+"""Changes with this file and with `vector_code`. numba's cache notices a change of the file that a
+kernel is written in, not of those that it imports: every compiled entry closes over the stamp,
+which makes it part of the cache's key.
 """
 
 
@@ -39,26 +54,6 @@ def stamp_with(*files: str) -> int:
     for file in files:
         stamp = zlib.crc32(Path(file).read_bytes(), stamp)
     return stamp
-
-
-def _features() -> frozenset[str]:
-    """Return the features that numba compiles for.
-
-    They are the processor's, or those that NUMBA_CPU_FEATURES names instead.
-    """
-    told = numba.config.CPU_FEATURES
-    if told is None:
-        return frozenset(name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
-    return frozenset(name[1:] for name in told.split(",") if name.startswith("+"))
-
-
-FEATURES: frozenset[str] = _features()
-LANES: int = 16 if "avx512f" in FEATURES else 8
-"""float32 lanes of a vector: one register of the machine."""
-
-_FLOAT = ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 class VectorType(types.Type):  # type: ignore[misc]
@@ -74,41 +69,12 @@ vector = VectorType()
 @register_model(VectorType)
 class VectorModel(PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, _VECTOR)
+        super().__init__(manager, fe_type, VECTOR)
 
 
 # What an element in memory is, passed to loads as a value whose numba type says it. int8 is widened
 # to float32 like the others.
 F32, BF16, F16, I8 = np.float32(0), np.uint16(0), np.int16(0), np.int8(0)
-_ELEMENT: dict[Any, ir.Type] = {types.float32: _FLOAT, types.uint16: _I16, types.int16: _I16, types.int8: _I8}
-
-
-def _pointer(builder: Any, address: Any, index: Any, element: ir.Type) -> Any:
-    return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
-
-
-def _widen(builder: Any, raw: Any, kind: Any, shape: Any) -> Any:
-    """`raw` as float32; `shape` makes an element's type into a scalar's or a vector's."""
-    if kind == types.uint16:
-        bits = builder.shl(builder.zext(raw, shape(_I32)), ir.Constant(shape(_I32), _fill(16, shape)))
-        return builder.bitcast(bits, shape(_FLOAT))
-    if kind == types.int16:
-        return builder.fpext(builder.bitcast(raw, shape(ir.HalfType())), shape(_FLOAT))
-    if kind == types.int8:
-        return builder.sitofp(raw, shape(_FLOAT))
-    return raw
-
-
-def _scalar(element: ir.Type) -> ir.Type:
-    return element
-
-
-def _wide(element: ir.Type) -> ir.Type:
-    return ir.VectorType(element, LANES)
-
-
-def _fill(number: int, shape: Any) -> Any:
-    return number if shape is _scalar else [number] * LANES
 
 
 @intrinsic
@@ -116,11 +82,7 @@ def load(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
     """Load elements ``index`` to ``index + LANES - 1`` of an array, widened to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _ELEMENT[signature.args[2]]
-        pointer = _pointer(builder, args[0], args[1], element)
-        pointer = builder.bitcast(pointer, _wide(element).as_pointer())
-        raw = builder.load(pointer, align=element.width // 8 if element is not _FLOAT else 4)
-        return _widen(builder, raw, signature.args[2], _wide)
+        return code.load_vector(builder, args[0], args[1], signature.args[2])
 
     return vector(types.intp, types.intp, kind), codegen
 
@@ -130,8 +92,7 @@ def load_one(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
     """Element `index` of the array at `address`, widened to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _ELEMENT[signature.args[2]]
-        return _widen(builder, builder.load(_pointer(builder, args[0], args[1], element)), signature.args[2], _scalar)
+        return code.load_scalar(builder, args[0], args[1], signature.args[2])
 
     return types.float32(types.intp, types.intp, kind), codegen
 
@@ -141,8 +102,7 @@ def store(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
     """Write a vector to elements ``index`` to ``index + LANES - 1`` of a float32 array."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], args[1], _FLOAT)
-        builder.store(args[2], builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+        code.store_vector(builder, args[2], args[0], args[1])
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, vector), codegen
@@ -153,7 +113,7 @@ def store_one(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
     """Write a float32 to element `index` of the array at `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _pointer(builder, args[0], args[1], _FLOAT))
+        builder.store(args[2], pointer_to(builder, args[0], args[1], FLOAT))
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.float32, types.int64), codegen
@@ -164,7 +124,7 @@ def load_int(typingctx: Any, address: Any, index: Any) -> Any:
     """Element `index` of the int64 array at `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], args[1], _I64))
+        return builder.load(pointer_to(builder, args[0], args[1], INT64))
 
     return types.int64(types.intp, types.intp), codegen
 
@@ -174,7 +134,7 @@ def load_int32(typingctx: Any, address: Any, index: Any) -> Any:
     """Element `index` of the int32 array at `address`, as int64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.load(_pointer(builder, args[0], args[1], _I32)), _I64)
+        return builder.sext(builder.load(pointer_to(builder, args[0], args[1], INT32)), INT64)
 
     return types.int64(types.intp, types.intp), codegen
 
@@ -184,9 +144,7 @@ def splat(typingctx: Any, value: Any) -> Any:
     """Return a vector with `value` in every lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        undefined = ir.Constant(_VECTOR, ir.Undefined)
-        first = builder.insert_element(undefined, args[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+        return code.splat(builder, args[0])
 
     return vector(types.float32), codegen
 
@@ -199,10 +157,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-        )
-        return builder.call(function, args)
+        return code.fma(builder, *args)
 
     return vector(vector, vector, vector), codegen
 
@@ -212,10 +167,7 @@ def fma_one(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """Return ``a · b + c`` of float32, rounded as `fma` rounds."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_FLOAT, [_FLOAT] * 3), "llvm.fmuladd.f32"
-        )
-        return builder.call(function, args)
+        return code.fma(builder, *args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
 
@@ -225,17 +177,7 @@ def sum_lanes(typingctx: Any, value: Any) -> Any:
     """Return the sum of the lanes, halves first: always in the same order."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            low, high = (
-                builder.shuffle_vector(
-                    value, value, ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width)))
-                )
-                for at in (0, width)
-            )
-            value = builder.fadd(low, high)
-        return builder.extract_element(value, ir.Constant(_I32, 0))
+        return code.sum_lanes(builder, args[0])
 
     return types.float32(vector), codegen
 
@@ -248,7 +190,7 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        pointer = builder.inttoptr(args[0], INT64.as_pointer())
         return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
     return types.int64(types.intp, types.int64), codegen
@@ -277,11 +219,7 @@ def prefetch(typingctx: Any, address: Any, index: Any, kind: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], args[1], _ELEMENT[signature.args[2]])
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [ir.PointerType(), _I32, _I32, _I32]), "llvm.prefetch.p0"
-        )
-        builder.call(function, [pointer, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
+        code.prefetch(builder, args[0], args[1], signature.args[2])
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, kind), codegen
@@ -330,12 +268,12 @@ def max_lanes(typingctx: Any, value: Any) -> Any:
             width //= 2
             low, high = (
                 builder.shuffle_vector(
-                    value, value, ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width)))
+                    value, value, ir.Constant(ir.VectorType(INT32, width), list(range(at, at + width)))
                 )
                 for at in (0, width)
             )
             value = builder.select(builder.fcmp_ordered(">", low, high), low, high)
-        return builder.extract_element(value, ir.Constant(_I32, 0))
+        return builder.extract_element(value, ir.Constant(INT32, 0))
 
     return types.float32(vector), codegen
 
@@ -349,10 +287,10 @@ def exp(typingctx: Any, value: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def const(number: float) -> Any:
-            return ir.Constant(_VECTOR, [number] * LANES)
+            return ir.Constant(VECTOR, [number] * LANES)
 
         def call(name: str, *operands: Any) -> Any:
-            function_type = ir.FunctionType(_VECTOR, [_VECTOR] * len(operands))
+            function_type = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
             return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), operands)
 
         x = args[0]
@@ -376,12 +314,12 @@ def exp(typingctx: Any, value: Any) -> Any:
         # out of range or NaN: any exponent will do, the result is replaced or NaN already
         inside = builder.fcmp_ordered("ord", x, x)
         inside = builder.and_(inside, builder.not_(builder.or_(low, high)))
-        integers = ir.VectorType(_I32, LANES)
+        integers = ir.VectorType(INT32, LANES)
         exponent = builder.fptosi(builder.select(inside, n, const(0.0)), integers)
         exponent = builder.shl(
             builder.add(exponent, ir.Constant(integers, [127] * LANES)), ir.Constant(integers, [23] * LANES)
         )
-        result = builder.fmul(p, builder.bitcast(exponent, _VECTOR))
+        result = builder.fmul(p, builder.bitcast(exponent, VECTOR))
         result = builder.select(low, const(0.0), result)
         return builder.select(high, const(float("inf")), result)
 
@@ -404,40 +342,23 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, rows, stride, width = args
-        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        zero = ir.Constant(VECTOR, [0.0] * LANES)
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(LANES)]
         fmuladd = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
         )
 
         def vector_at(address: Any, index: Any) -> Any:
-            pointer = builder.bitcast(_pointer(builder, address, index, _FLOAT), _VECTOR.as_pointer())
+            pointer = builder.bitcast(pointer_to(builder, address, index, FLOAT), VECTOR.as_pointer())
             return builder.load(pointer, align=4)
 
-        step = ir.Constant(_I64, LANES)
-        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), width, step, _I64, inc=True) as (k, _):
+        step = ir.Constant(INT64, LANES)
+        with cgutils.for_range_slice(builder, ir.Constant(INT64, 0), width, step, INT64, inc=True) as (k, _):
             xk = vector_at(x, k)
             for j, total in enumerate(sums):
-                at = builder.add(builder.mul(stride, ir.Constant(_I64, j)), k)
+                at = builder.add(builder.mul(stride, ir.Constant(INT64, j)), k)
                 builder.store(builder.call(fmuladd, [vector_at(rows, at), xk, builder.load(total)]), total)
-        # halves first: after each round, `parts[i]` holds partial sums of twice as many rows in
-        # half as many lanes each
-        parts, span = [builder.load(total) for total in sums], LANES
-        while len(parts) > 1:
-            half, span = len(parts) // 2, span // 2
-            joined = []
-            for i in range(half):
-                first, second = parts[i], parts[i + half]
-                lanes = range(LANES)
-                low = [lane if lane // span % 2 == 0 else LANES + lane - span for lane in lanes]
-                high = [lane + span if lane // span % 2 == 0 else LANES + lane for lane in lanes]
-                picked = [
-                    builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, LANES), order))
-                    for order in (low, high)
-                ]
-                joined.append(builder.fadd(*picked))
-            parts = joined
-        return parts[0]
+        return code.join_sums(builder, [builder.load(total) for total in sums])
 
     return vector(types.intp, types.intp, types.intp, types.intp), codegen
 
@@ -448,7 +369,7 @@ def absolute(typingctx: Any, value: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.fabs.v{LANES}f32"
+            builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.fabs.v{LANES}f32"
         )
         return builder.call(function, args)
 
@@ -477,15 +398,15 @@ def _store_codes(element: ir.Type) -> Any:
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_VECTOR, [_VECTOR]), f"llvm.rint.v{LANES}f32"
+                builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.rint.v{LANES}f32"
             )
-            codes = builder.fptosi(builder.call(function, [args[2]]), ir.VectorType(_I32, LANES))
+            codes = builder.fptosi(builder.call(function, [args[2]]), ir.VectorType(INT32, LANES))
             undefined = ir.Constant(codes.type, ir.Undefined)
-            first = builder.insert_element(undefined, builder.trunc(args[3], _I32), ir.Constant(_I32, 0))
+            first = builder.insert_element(undefined, builder.trunc(args[3], INT32), ir.Constant(INT32, 0))
             offsets = builder.shuffle_vector(first, undefined, ir.Constant(codes.type, [0] * LANES))
             codes = builder.add(codes, offsets)
-            pointer = builder.bitcast(_pointer(builder, args[0], args[1], element), _wide(element).as_pointer())
-            builder.store(builder.trunc(codes, _wide(element)), pointer, align=element.width // 8)
+            pointer = builder.bitcast(pointer_to(builder, args[0], args[1], element), wide(element).as_pointer())
+            builder.store(builder.trunc(codes, wide(element)), pointer, align=element.width // 8)
             return context.get_dummy_value()
 
         return types.void(types.intp, types.intp, vector, types.int64), codegen
@@ -501,12 +422,10 @@ def _store_code(element: ir.Type) -> Any:
         """Write a float32, rounded, plus `offset`; the sum must fit."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.rint.f32"
-            )
-            code = builder.fptosi(builder.call(function, [args[2]]), _I32)
-            code = builder.add(code, builder.trunc(args[3], _I32))
-            builder.store(builder.trunc(code, element), _pointer(builder, args[0], args[1], element))
+            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOAT, [FLOAT]), "llvm.rint.f32")
+            code = builder.fptosi(builder.call(function, [args[2]]), INT32)
+            code = builder.add(code, builder.trunc(args[3], INT32))
+            builder.store(builder.trunc(code, element), pointer_to(builder, args[0], args[1], element))
             return context.get_dummy_value()
 
         return types.void(types.intp, types.intp, types.float32, types.int64), codegen
@@ -514,8 +433,8 @@ def _store_code(element: ir.Type) -> Any:
     return store_code
 
 
-store_int8, store_int8_one = _store_codes(_I8), _store_code(_I8)
-store_int16, store_int16_one = _store_codes(_I16), _store_code(_I16)
+store_int8, store_int8_one = _store_codes(INT8), _store_code(INT8)
+store_int16, store_int16_one = _store_codes(INT16), _store_code(INT16)
 
 
 @intrinsic
@@ -523,7 +442,7 @@ def square_root(typingctx: Any, value: Any) -> Any:
     """Return the square root of a float32, correctly rounded."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), "llvm.sqrt.f32")
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOAT, [FLOAT]), "llvm.sqrt.f32")
         return builder.call(function, [args[0]])
 
     return types.float32(types.float32), codegen
