@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -128,3 +129,35 @@ def test_sums_and_norms_equal_their_definition(width: int, num_rows: int, delta:
     weights = torch.stack([own if row % 3 == 1 else weight for row in range(num_rows)]).double()
     normed = expected / (expected.square().mean(1, keepdim=True) + eps).sqrt() * weights
     torch.testing.assert_close(out.double(), normed, rtol=0, atol=2e-5)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_that_come_in_the_middle_join_and_those_that_come_late_find_nothing_to_do() -> None:
+    buffers = [torch.randn(7, 19), torch.zeros(7, 19)]
+    expected, rows = buffers[0].clone(), torch.tensor([1, 2, 3, 4, 5, 6, 0])
+    program = Program()
+    for number in range(400):
+        gathering(program, buffers[number % 2], buffers[1 - number % 2], rows)
+    program.freeze()
+    program.reset()
+    program.run(0, 400, 1)
+    expected = expected.roll(-400 % 7, 0)
+    assert torch.equal(buffers[0], expected)
+
+    def enter(delay_s: float) -> None:
+        # as a thread of OpenMP's does, once the system lets it
+        time.sleep(delay_s)
+        program._call(program._args_address)
+
+    for delay_s in (0.0, 0.0001, 0.0003, 0.001, 0.05) * 4:
+        # all have left before the next run, as OpenMP's have
+        others = [threading.Thread(target=enter, args=(delay_s,)) for _ in range(3)]
+        program.reset()
+        for other in others:
+            other.start()
+        program.run(0, 400, 1)
+        for other in others:
+            other.join(20)
+            assert not other.is_alive()
+        expected = expected.roll(-400 % 7, 0)
+        assert torch.equal(buffers[0], expected)

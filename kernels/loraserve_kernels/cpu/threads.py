@@ -89,18 +89,6 @@ def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int
         kernel(args)
 
 
-@functools.cache
-def team_size_address() -> int:
-    """Return the address of the runtime's function that tells a thread how many its team has.
-
-    0: there is no runtime; `run` uses the caller's thread alone.
-    """
-    library = _runtime()
-    if library is None or not hasattr(library, "omp_get_num_threads"):
-        return 0
-    return ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value or 0
-
-
 def num_threads() -> int:
     """Return how many threads torch's operators use."""
     return torch.get_num_threads()

@@ -133,9 +133,7 @@ class Program:
         self._loop = runner.compiled()
         self._call, self._loop_address = self._loop.ctypes, self._loop.address
         self._args_address = int(self._args.ctypes.data)
-        self._arrived = runner.ARRIVED
-        self._range = slice(runner.FIRST, runner.LAST + 1)
-        self._team_size = runner.TEAM_SIZE
+        self._state, self._last, self._kernel_bit = runner.STATE, runner.LAST, runner.KERNEL_BIT
 
     def put(self, numbers: Sequence[int] | npt.NDArray[np.intp], kernel: Kernel | None) -> None:
         """Run this kernel, or none, in these places."""
@@ -151,11 +149,12 @@ class Program:
 
         The GIL is released meanwhile.
         """
-        self._args[self._arrived] = 0
-        self._args[self._range] = first, last
-        team_size = threads.team_size_address() if num_threads > 1 else 0
-        self._args[self._team_size] = team_size
-        threads.run(self._call, self._loop_address, self._args_address, num_threads if team_size else 1)
+        chosen = np.flatnonzero(self._table[first:last, 0])
+        if not len(chosen):
+            return
+        self._args[self._state] = (first + int(chosen[0])) << self._kernel_bit
+        self._args[self._last] = last
+        threads.run(self._call, self._loop_address, self._args_address, num_threads)
 
 
 def _aligned(num_words: int) -> npt.NDArray[np.int64]:
