@@ -62,6 +62,7 @@ class PackedAdapter:
             the base's.
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
         work: site → how much there is to do.
+        sites: those at which there is anything to do.
         addresses: where data, floats, row_ids and records lie, for kernels that address memory by
             number.
     """
@@ -75,12 +76,15 @@ class PackedAdapter:
     norms: Mapping[tuple[int, str], Tensor]
     head: Tensor | None = None
     work: Mapping[str, SiteWork] = field(init=False)
+    sites: frozenset[str] = field(init=False)
     addresses: tuple[int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         addresses = self.data.data_ptr(), self.floats.data_ptr(), self.row_ids.data_ptr(), self.records.ctypes.data
         object.__setattr__(self, "addresses", addresses)
-        object.__setattr__(self, "work", {site: self._work(site) for site in SITES})
+        work = {site: self._work(site) for site in SITES}
+        object.__setattr__(self, "work", work)
+        object.__setattr__(self, "sites", frozenset(site for site in SITES if work[site].num_bytes))
 
     @property
     def num_bytes(self) -> int:

@@ -276,12 +276,12 @@ def _set_site(
     blocks, alive, scratch, tiles = kernels.program.blocks, list[object](), None, None
     for column, (dtype, name) in enumerate(LORA_KERNELS.items()):
         numbers = places[:, column]
-        table = None if plan is None else plan.tables.get(dtype)
-        works = () if plan is None or table is None else tuple(s.adapter.work[site] for s in plan.segments)
-        if plan is None or table is None or not any(work.num_bytes for work in works):
+        table = None if plan is None or site not in plan.sites else plan.tables.get(dtype)
+        if plan is None or table is None:
             kernels.program.put(numbers, None)
             continue
         if scratch is None:
+            works = [s.adapter.work[site] for s in plan.segments]
             scratch = np.empty((plan.num_tokens, max(1, *(work.num_ranks for work in works))), dtype=np.float32)
             has_rows = any(work.has_rows for work in works)
             tiles = np.empty((num_threads if has_rows else 0, k.TILE_FLOATS), dtype=np.float32)

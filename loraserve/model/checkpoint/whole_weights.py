@@ -21,9 +21,10 @@ from loraserve.model.checkpoint.site import make_site
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
-from loraserve.model.layers.linears import Linear, float_rows, quantize_weight, row_blocks
+from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight, row_blocks
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.lora.layout import SITES
 
 
@@ -148,6 +149,8 @@ class HeldWeight:
         if isinstance(weight, Tensor) and weight.dtype != dtype:
             largest = torch.finfo(dtype).max
             weight = weight.float().clamp(-largest, largest).to(dtype)
+        if bias is not None and isinstance(weight, Tensor) and dtype != torch.float32:
+            bias = half_bias(bias, chooser().choose(str(dtype).removeprefix("torch."), *weight.shape).arithmetic)
         self._weight, self.bias = weight, bias
         self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
         self.out_features = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features

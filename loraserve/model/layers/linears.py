@@ -223,6 +223,11 @@ class Float32Linear:
             yield blocks[number].T[max(start - first, 0) : end - first]
 
 
+def half_bias(bias: Tensor | None, arithmetic: Arithmetic) -> Tensor | None:
+    """Return the bias that a linear in half precision adds: with bfloat16's arithmetic, rounded."""
+    return bias.bfloat16().float() if bias is not None and arithmetic.name == FLOATS["bfloat16"] else bias
+
+
 class HalfLinear:
     """Weights in bfloat16 or float16.
 
@@ -237,9 +242,7 @@ class HalfLinear:
         format = str(dtype).removeprefix("torch.")
         self._arithmetic = chooser().choose(format, *weight.shape).arithmetic
         self._weight: HalfWeight = pack_half(weight, dtype, self._arithmetic.kernel)
-        if bias is not None and self._arithmetic.name == FLOATS["bfloat16"]:
-            bias = bias.bfloat16().float()
-        self.bias, self.out_features = bias, weight.shape[0]
+        self.bias, self.out_features = half_bias(bias, self._arithmetic), weight.shape[0]
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
 
     @property

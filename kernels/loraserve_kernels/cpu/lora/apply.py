@@ -36,6 +36,8 @@ def apply_lora(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int, bias
 
     Tensors are taken as checked.
     """
+    if site not in plan.sites:
+        return
     if HAS_NUMBA:
         _apply_lora_numba(x, y, plan, site, layer, bias)
     else:
@@ -47,6 +49,8 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan) -> None:
 
     Tensors are taken as checked.
     """
+    if "embed" not in plan.sites:
+        return
     if HAS_NUMBA:
         _apply_lora_numba(token_ids[:, None], y, plan, "embed", 0, None)
     else:
