@@ -69,15 +69,19 @@ def test_what_makes_way_changes_no_token(world: World, make_engine: Callable[...
     engine = make_engine(memory_budget_bytes=22 * BLOCK_BYTES, max_num_batched_tokens=40, max_num_seqs=4)
     rng, names = random.Random(7), [None, *ADAPTERS]
     shared = [rng.randrange(320) for _ in range(32)]
-    asked = {}
-    for i in range(24):
-        prompt = [*(shared if i % 2 else []), *(rng.randrange(320) for _ in range(rng.randint(1, 40)))]
-        name = names[rng.randrange(len(names))]
-        asked[add(engine, world, prompt, name, 10)] = name, prompt
-    answers = run(engine)
-    for request_id, (name, prompt) in asked.items():
-        assert text(answers[request_id]) == world.expected(name, prompt, 10)
     kv, pool = engine._kv, engine.pager._pool
+    # which of the two makes way depends on what prefills and loads were measured to take
+    for _ in range(5):
+        asked = {}
+        for i in range(24):
+            prompt = [*(shared if i % 2 else []), *(rng.randrange(320) for _ in range(rng.randint(1, 40)))]
+            name = names[rng.randrange(len(names))]
+            asked[add(engine, world, prompt, name, 10)] = name, prompt
+        answers = run(engine)
+        for request_id, (name, prompt) in asked.items():
+            assert text(answers[request_id]) == world.expected(name, prompt, 10)
+        if kv.num_evictions_for[Owner.ADAPTERS] and pool.num_evictions_for.total():
+            break
     assert kv.num_evictions_for[Owner.ADAPTERS] > 0
     assert pool.num_evictions_for[Owner.KV] + pool.num_evictions_for[Owner.ADAPTERS] > 0
     assert kv.prefix_cache.prefill_cost.seconds_per_unit > 0
