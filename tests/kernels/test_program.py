@@ -33,16 +33,22 @@ def gathering(program: Program, x: torch.Tensor, out: torch.Tensor, rows: torch.
     return program.add(kernel("gather"), words)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.usefixtures("two_threads")
-def test_each_kernel_sees_all_that_the_one_before_wrote(num_threads: int) -> None:
-    """Rows are turned around 400 times: one that was read too early would stay where it was."""
-    buffers = [torch.randn(7, 19), torch.zeros(7, 19)]
-    expected, rows = buffers[0].clone(), torch.tensor([1, 2, 3, 4, 5, 6, 0])
+def make_turning() -> tuple[Program, list[torch.Tensor], torch.Tensor]:
+    """Return a program that turns 7 rows around 400 times, its buffers, and what it reads beside."""
+    buffers, rows = [torch.randn(7, 19), torch.zeros(7, 19)], torch.tensor([1, 2, 3, 4, 5, 6, 0])
     program = Program()
     for number in range(400):
         gathering(program, buffers[number % 2], buffers[1 - number % 2], rows)
     program.freeze()
+    return program, buffers, rows
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.usefixtures("two_threads")
+def test_each_kernel_sees_all_that_the_one_before_wrote(num_threads: int) -> None:
+    """Rows are turned around 400 times: one that was read too early would stay where it was."""
+    program, buffers, _rows = make_turning()
+    expected = buffers[0].clone()
     for _ in range(5):
         program.reset()
         program.run(0, 400, num_threads)
@@ -133,12 +139,8 @@ def test_sums_and_norms_equal_their_definition(width: int, num_rows: int, delta:
 
 @pytest.mark.usefixtures("two_threads")
 def test_threads_that_come_in_the_middle_join_and_those_that_come_late_find_nothing_to_do() -> None:
-    buffers = [torch.randn(7, 19), torch.zeros(7, 19)]
-    expected, rows = buffers[0].clone(), torch.tensor([1, 2, 3, 4, 5, 6, 0])
-    program = Program()
-    for number in range(400):
-        gathering(program, buffers[number % 2], buffers[1 - number % 2], rows)
-    program.freeze()
+    program, buffers, _rows = make_turning()
+    expected = buffers[0].clone()
     program.reset()
     program.run(0, 400, 1)
     expected = expected.roll(-400 % 7, 0)

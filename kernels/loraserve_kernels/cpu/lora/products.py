@@ -34,21 +34,19 @@ def shrink(x, x_stride, num_rows, data, a, num_ranks, width, scalings, scratch, 
 
     Scalings at address 0 are ones.
     """
-    whole = num_rows // ROWS * ROWS
-    for row in range(0, whole, ROWS):
+    row = 0
+    while row < num_rows:
+        rows = ROWS if row + ROWS <= num_rows else 1
+        xs = x + row * x_stride * F32_BYTES
         for rank in range(0, num_ranks, RANKS):
             factors = scalings + rank * F32_BYTES if scalings != 0 else 0
             out = scratch + (row * scratch_stride + rank) * F32_BYTES
             count, first = min(RANKS, num_ranks - rank), a + rank * width
-            xs = x + row * x_stride * F32_BYTES
-            shrink_rows(xs, x_stride, data, first, width, count, factors, out, scratch_stride, kind)
-    for row in range(whole, num_rows):
-        for rank in range(0, num_ranks, RANKS):
-            factors = scalings + rank * F32_BYTES if scalings != 0 else 0
-            out = scratch + (row * scratch_stride + rank) * F32_BYTES
-            count, first = min(RANKS, num_ranks - rank), a + rank * width
-            xs = x + row * x_stride * F32_BYTES
-            shrink_row(xs, x_stride, data, first, width, count, factors, out, scratch_stride, kind)
+            if rows == ROWS:
+                shrink_rows(xs, x_stride, data, first, width, count, factors, out, scratch_stride, kind)
+            else:
+                shrink_row(xs, x_stride, data, first, width, count, factors, out, scratch_stride, kind)
+        row += rows
 
 
 @numba.njit(inline="never")
