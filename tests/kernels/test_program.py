@@ -34,7 +34,7 @@ def gathering(program: Program, x: torch.Tensor, out: torch.Tensor, rows: torch.
 
 
 def make_turning() -> tuple[Program, list[torch.Tensor], torch.Tensor]:
-    """Return a program that turns 7 rows around 400 times, its buffers, and what it reads beside."""
+    """Return a program that turns 7 rows around 400 times, its buffers and the rows' order."""
     buffers, rows = [torch.randn(7, 19), torch.zeros(7, 19)], torch.tensor([1, 2, 3, 4, 5, 6, 0])
     program = Program()
     for number in range(400):
