@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a server is started with, and what a step reads and multiplies then.
+    """Settings that a server is started with, and the bytes and the rate of its steps.
 
     Attributes:
         adapters: format that adapters are held in; `auto` is the one they are stored in.

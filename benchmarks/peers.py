@@ -303,8 +303,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[Row] = []
     settings: dict[str, str] = {}
     for pair in pairs:
-        # without adapters, what they are held in makes no difference
-        for mode in modes if "+" not in pair.ours else set(modes) - {BASE}:
+        for mode in modes:
+            # without adapters, what they are held in makes no difference
+            if mode == BASE and "+" in pair.ours:
+                continue
             rows += measure(pair, mode, work, options, settings)
     page = text(options, rows, settings)
     reporting.finish(

@@ -65,7 +65,7 @@ def test_tokens_are_counted_however_the_bytes_arrive(size: int) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (answer({"detail": "no such model"}, status="404 Not Found"), "404"),
+        (answer({"detail": "no such model"}, status="404 Not Found"), "no such model"),
         (answer(TEXT, {"error": {"message": "it is gone"}}), "it is gone"),
         (answer(TEXT, USAGE)[:-40], "the connection ended"),
         (answer(TEXT, {"choices": [], "usage": {"completion_tokens": 1}}), "fewer tokens"),

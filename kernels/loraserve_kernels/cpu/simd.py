@@ -342,22 +342,14 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, rows, stride, width = args
-        zero = ir.Constant(VECTOR, [0.0] * LANES)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(LANES)]
-        fmuladd = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-        )
-
-        def vector_at(address: Any, index: Any) -> Any:
-            pointer = builder.bitcast(pointer_to(builder, address, index, FLOAT), VECTOR.as_pointer())
-            return builder.load(pointer, align=4)
-
+        sums = [cgutils.alloca_once_value(builder, code.ZERO) for _ in range(LANES)]
         step = ir.Constant(INT64, LANES)
         with cgutils.for_range_slice(builder, ir.Constant(INT64, 0), width, step, INT64, inc=True) as (k, _):
-            xk = vector_at(x, k)
+            xk = code.load_vector(builder, x, k, types.float32)
             for j, total in enumerate(sums):
                 at = builder.add(builder.mul(stride, ir.Constant(INT64, j)), k)
-                builder.store(builder.call(fmuladd, [vector_at(rows, at), xk, builder.load(total)]), total)
+                row = code.load_vector(builder, rows, at, types.float32)
+                builder.store(code.fma(builder, row, xk, builder.load(total)), total)
         return code.join_sums(builder, [builder.load(total) for total in sums])
 
     return vector(types.intp, types.intp, types.intp, types.intp), codegen

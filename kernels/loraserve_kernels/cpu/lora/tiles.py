@@ -197,9 +197,9 @@ def expand_row(
         # a quarter of the columns asks for one rank of the next tile
         vectors = builder.lshr(builder.add(whole, const(RANKS * LANES - 1)), const((RANKS * LANES).bit_length() - 1))
         quarter = builder.mul(vectors, const(LANES))
-        for rank in ranks:
+        for number, rank in enumerate(ranks):
             ahead = builder.add(rank, builder.mul(b_stride, const(RANKS)))
-            start = builder.mul(quarter, const(ranks.index(rank)))
+            start = builder.mul(quarter, const(number))
             end = builder.add(start, quarter)
             end = builder.select(builder.icmp_signed("<", end, whole), end, whole)
             with cgutils.for_range_slice(builder, start, end, const(LANES), INT64, inc=True) as (n, _):
