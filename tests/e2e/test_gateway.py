@@ -51,7 +51,10 @@ def picker(server: ServerProcess) -> Iterator[Callable[[], dict[str, list[epp.Me
 
 
 class Streams:
-    """Requests that go on until they are let go."""
+    """Requests that are asked again until they are let go.
+
+    One alone may end sooner than it is seen.
+    """
 
     def __init__(self, server: ServerProcess, key: str) -> None:
         self._server, self._key = server, key
@@ -66,16 +69,14 @@ class Streams:
         body = {"model": model, "prompt": fresh_prompts(1, 3)[0].prompt, "max_tokens": num_tokens}
         body |= {"min_tokens": num_tokens, "ignore_eos": True, "stream": True, "temperature": 0.0}
         headers = {"authorization": f"Bearer {self._key}"}
-        with (
-            httpx2.Client(base_url=self._server.url, timeout=PATIENCE_S, headers=headers) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            assert response.status_code == 200, response.read()
-            for _ in response.iter_lines():
-                # a client that leaves ends its request
-                if self._done.is_set():
-                    break
-        return response.status_code
+        with httpx2.Client(base_url=self._server.url, timeout=PATIENCE_S, headers=headers) as client:
+            while True:
+                with client.stream("POST", "/v1/completions", json=body) as response:
+                    assert response.status_code == 200, response.read()
+                    for _ in response.iter_lines():
+                        # a client that leaves ends its request
+                        if self._done.is_set():
+                            return response.status_code
 
     def end(self) -> None:
         self._done.set()
@@ -119,8 +120,9 @@ def test_running_and_waiting_adapters_are_what_the_picker_scores(
     until(lambda: epp.read(picker()), lambda one: first in one.active_models)
     streams.ask(f"{second}@1")
     until(lambda: epp.read(picker()), lambda one: f"{second}@1" in one.active_models)
-    # there is no place for it
+    # there is no place for it until one of the others ends
     streams.ask(third)
+    expected = {first, f"{second}@1"}
     families: dict[str, list[epp.Metric]] = {}
 
     def read() -> Endpoint:
@@ -128,11 +130,14 @@ def test_running_and_waiting_adapters_are_what_the_picker_scores(
         families.update(picker())
         return epp.read(families)
 
-    busy = until(read, lambda one: third in one.waiting_models and one.waiting_queue_size == 1)
-    with subtests.test("names as requests have them"):
-        assert busy.active_models == {first, f"{second}@1"}
-        assert busy.waiting_models == {third}
-        assert busy.errors == ()
+    def is_busy(one: Endpoint) -> bool:
+        # numbers and names are two reports: between two requests they can differ
+        counts = (one.running_requests_size, one.waiting_queue_size)
+        names = (one.active_models, one.waiting_models)
+        return counts == (2, 1) and names == (expected, {third}) and one.kv_cache_usage_percent > 0
+
+    busy = until(read, is_busy)
+    assert busy.errors == ()
     with subtests.test("one series of the adapters, whose value is the time"):
         (series,) = families[epp.LORA]
         assert series.value == pytest.approx(time.time(), abs=PATIENCE_S)
@@ -147,15 +152,13 @@ def test_running_and_waiting_adapters_are_what_the_picker_scores(
         assert epp.score_lora_affinity(busy, third) == (0.8 if has_room else 0.6)
         assert epp.score_lora_affinity(busy, fourth) == (0.8 if has_room else 0.0)
         assert epp.score_queue([idle, busy]) == [1.0, 0.0]
-        assert 0 < busy.kv_cache_usage_percent <= 1
-        assert busy.running_requests_size == 2
+        assert busy.kv_cache_usage_percent <= 1
 
 
 def test_a_sum_counts_for_each_of_its_parts(picker: Callable[[], Any], streams: Streams) -> None:
     first, second = list(adapter_dirs())[:2]
     streams.ask(f"{first}+0.5*{second}")
-    found = until(lambda: epp.read(picker()), lambda one: bool(one.active_models))
-    assert found.active_models == {first, second}
+    found = until(lambda: epp.read(picker()), lambda one: one.active_models == {first, second})
     assert epp.score_lora_affinity(found, f"{first}+0.5*{second}") == 0.8
 
 
@@ -164,9 +167,10 @@ def test_what_has_ended_is_named_no_more_but_the_older_picker_remembers_it(
 ) -> None:
     name = next(iter(adapter_dirs()))
     streams.ask(name, num_tokens=200)
-    busy = until(lambda: epp.read_legacy(picker()), lambda one: name in one.active_models)
+    # a request of the test before may be leaving
+    busy = until(lambda: epp.read_legacy(picker()), lambda one: one.active_models == {name})
     streams.end()
-    idle = until(lambda: epp.read(picker(), busy), lambda one: not one.active_models)
+    idle = until(lambda: epp.read(picker(), busy), lambda one: not one.active_models | one.waiting_models)
     assert epp.score_lora_affinity(idle, name) == 0.8
     assert epp.read_legacy(picker(), busy).active_models == {name}
 
