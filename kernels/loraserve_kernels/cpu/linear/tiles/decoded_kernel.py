@@ -151,6 +151,7 @@ def _tile(num_rows: int) -> Any:
                 with cgutils.for_range_slice(builder, start, end, writer.const(per_load), I64, inc=True) as (k, _):
                     step = builder.udiv(k, writer.const(per_load))
                     at = writer.at(codes, writer.times(step, TILE * _code_bytes(name)))
+                    writer.prefetch_ahead(at, TILE * _code_bytes(name), is_once=num_rows == 1)
                     decoded = [
                         _decode(writer, name, writer.at(at, writer.const(c * LANES * _code_bytes(name))), zero[c])
                         for c in range(VECTORS)

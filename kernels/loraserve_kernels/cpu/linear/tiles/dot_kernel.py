@@ -64,6 +64,7 @@ def _dot(num_rows: int) -> Any:
             steps = builder.udiv(writer.word(WIDTH), writer.const(DOT_INPUTS))
             with cgutils.for_range_slice(builder, writer.const(0), steps, writer.const(1), I64, inc=True) as (k, _):
                 at = writer.at(codes, writer.times(k, DOT_INPUTS * TILE))
+                writer.prefetch_ahead(at, DOT_INPUTS * TILE, is_once=num_rows == 1)
                 loaded = [
                     _load_codes(writer, writer.at(at, writer.const(c * LANES * DOT_INPUTS))) for c in range(VECTORS)
                 ]

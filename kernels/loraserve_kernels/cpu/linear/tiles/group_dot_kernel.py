@@ -74,6 +74,7 @@ def _group_dot(num_rows: int) -> Any:
                 with cgutils.for_range_slice(builder, start, end, writer.const(2 * FOURS), I64, inc=True) as (k, _):
                     # four bytes a channel hold eight inputs
                     at = writer.at(codes, writer.times(k, TILE * FOURS // (2 * FOURS)))
+                    writer.prefetch_ahead(at, TILE * 4, is_once=num_rows == 1)
                     packed = [
                         writer.load(writer.at(at, writer.const(c * LANES * 4)), vector(I32)) for c in range(VECTORS)
                     ]

@@ -33,3 +33,6 @@ ROWS = 8 if LANES == 16 else 4
 """Rows that one pass over a tile's codes multiplies:
 as many as there are registers for their sums.
 """
+PREFETCH_BYTES = 4096
+"""How far ahead of what they multiply the kernels ask for codes: memory's latency at its bandwidth.
+"""
