@@ -16,6 +16,7 @@ from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
 from loraserve_kernels.cpu.program import program
+from loraserve_kernels.cpu.sampling import likeliest as sampling
 from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
@@ -138,3 +139,4 @@ def warm_up(adapter_dtype: torch.dtype) -> None:
     cpu_attention.warm_up()
     gemm.warm_up()
     program.warm_up()
+    sampling.warm_up()

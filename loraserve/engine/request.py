@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from loraserve.engine.grammar.constraint import Constraint
+from loraserve.engine.greedy import takes_likeliest
 from loraserve.engine.pooler import Pooler
 from loraserve.engine.probe import Probe
 from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
@@ -101,9 +102,12 @@ class Request:
     Its tenant is the empty id, which has no quota. It gets few rows in steps that serve tenants. It
     is stored because a step asks it several times of each running request.
     """
+    takes_likeliest: bool = field(init=False)
+    """Whether each token is the likeliest of those that may be taken."""
 
     def __post_init__(self) -> None:
         self.is_internal = self.probe is not None
+        self.takes_likeliest = takes_likeliest(self.params)
 
     @property
     def prompt_token_ids(self) -> list[int]:

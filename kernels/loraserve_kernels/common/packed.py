@@ -63,6 +63,9 @@ class PackedAdapter:
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
         work: site → how much there is to do.
         sites: those at which there is anything to do.
+        most_ranks: the most ranks that a layer has at a site.
+        has_rows: whether it has replaced rows.
+        base: layers and widths of the base that it is for.
         addresses: where data, floats, row_ids and records lie, for kernels that address memory by
             number.
     """
@@ -77,6 +80,9 @@ class PackedAdapter:
     head: Tensor | None = None
     work: Mapping[str, SiteWork] = field(init=False)
     sites: frozenset[str] = field(init=False)
+    most_ranks: int = field(init=False)
+    has_rows: bool = field(init=False)
+    base: tuple[int, tuple[int, ...], tuple[int, ...]] = field(init=False)
     addresses: tuple[int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +91,9 @@ class PackedAdapter:
         work = {site: self._work(site) for site in SITES}
         object.__setattr__(self, "work", work)
         object.__setattr__(self, "sites", frozenset(site for site in SITES if work[site].num_bytes))
+        object.__setattr__(self, "most_ranks", max(one.num_ranks for one in work.values()))
+        object.__setattr__(self, "has_rows", any(one.has_rows for one in work.values()))
+        object.__setattr__(self, "base", (self.num_layers, self.in_features, self.out_features))
 
     @property
     def num_bytes(self) -> int:

@@ -64,31 +64,26 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         InvalidPlan: segments overlap, are out of order, are empty or go past num_tokens; adapters
             are for different bases.
     """
+    if not segments:
+        return None
     joined: list[Segment] = []
-    end = 0
+    end, base = 0, segments[0][0].base
     for adapter, row_start, row_end in segments:
         if not end <= row_start < row_end <= num_tokens:
             raise InvalidPlan(f"rows {row_start}:{row_end} come after row {end} of a step of {num_tokens} rows")
-        first = segments[0][0]
-        if _base(adapter) != _base(first):
+        if adapter.base != base:
             raise InvalidPlan(
-                f"the adapter of rows {row_start}:{row_end} has layers and widths {_base(adapter)}, "
-                f"the step's first {_base(first)}"
+                f"the adapter of rows {row_start}:{row_end} has layers and widths {adapter.base}, "
+                f"the step's first {base}"
             )
         if joined and joined[-1].adapter is adapter and joined[-1].row_end == row_start:
             joined[-1] = Segment(adapter, joined[-1].row_start, row_end)
         else:
             joined.append(Segment(adapter, row_start, row_end))
         end = row_end
-    if not joined:
-        return None
     rows: dict[torch.dtype, list[tuple[int, ...]]] = {}
     for s in joined:
         rows.setdefault(s.adapter.data.dtype, []).append((s.row_start, s.row_end, *s.adapter.addresses, 0, 0))
     tables = {dtype: np.array(table, dtype=np.int64) for dtype, table in rows.items()}
     sites = frozenset().union(*(s.adapter.sites for s in joined))
     return LoraPlan(tuple(joined), num_tokens, any(s.adapter.norms for s in joined), sites, tables)
-
-
-def _base(adapter: PackedAdapter) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return adapter.num_layers, adapter.in_features, adapter.out_features

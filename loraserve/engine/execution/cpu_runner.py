@@ -10,7 +10,8 @@ from torch import Tensor
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.execution.pooled_rows import pooled_rows, with_hidden
 from loraserve.engine.execution.runner import FinishedStep
-from loraserve.engine.execution.sampler import Sampler, has_penalties
+from loraserve.engine.execution.sampler import Sampler
+from loraserve.engine.greedy import has_penalties
 from loraserve.engine.request import Request
 from loraserve.errors import InvariantViolation
 from loraserve.memory.devices.base import AdapterHandle

@@ -20,8 +20,9 @@ from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
 from loraserve.engine.execution.gpu_io import GpuStepHandle, HostResults, Top, lost, send_logprobs, to_device, to_host
 from loraserve.engine.execution.gpu_memory import attention_plan
 from loraserve.engine.execution.pooled_rows import pooled_rows
-from loraserve.engine.execution.sampler import Sampler, has_penalties, wait_for_masks, without_mask
+from loraserve.engine.execution.sampler import Sampler, wait_for_masks, without_mask
 from loraserve.engine.execution.step_rows import StepRows
+from loraserve.engine.greedy import has_penalties
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import InvariantViolation

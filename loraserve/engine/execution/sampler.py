@@ -11,13 +11,12 @@ from torch import Tensor
 
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.grammar.constraint import Constraint
+from loraserve.engine.greedy import MIN_TEMPERATURE
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import InvariantViolation
 from loraserve.types import SamplingParams, TokenLogprobs
-
-MIN_TEMPERATURE = 1e-5
-"""Temperature up to which sampling is greedy."""
+from loraserve_kernels.cpu.sampling.likeliest import NOT_FINITE, likeliest
 
 _TOP_P_CANDIDATES = 1024
 """Tokens that top-p sorts first; they nearly always hold the mass that it needs."""
@@ -85,11 +84,7 @@ class Sampler:
         """
         if logits.shape[0] == 0:
             return [StepResult() for _ in batch.entries]
-        # A sum is finite exactly when every term is (opposite infinities make NaN), and reads the
-        # logits once.
-        finite = torch.isfinite(logits.sum(dim=1)).tolist()
-        # numpy's takes a sixth of the time of torch's
-        greedy = logits.numpy().argmax(axis=1).tolist()
+        greedy = likeliest(logits)
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             constraint = entry.request.constraint
             if (
@@ -104,8 +99,12 @@ class Sampler:
             if start == end:
                 results.append(StepResult())
                 continue
+            if _is_plain(entry) and greedy[start] != NOT_FINITE:
+                results.append(StepResult((greedy[start],)))
+                continue
             # what follows a row that isn't finite isn't sampled: only a later step may fail for it
-            num_finite = (finite[start:end].index(False)) if not all(finite[start:end]) else end - start
+            rows = greedy[start:end]
+            num_finite = rows.index(NOT_FINITE) if NOT_FINITE in rows else end - start
             if num_finite < end - start - len(entry.proposed):
                 results.append(StepResult(is_finite=False))
             else:
@@ -119,9 +118,10 @@ class Sampler:
         Args:
             logits: [num_rows, vocab_size] float32, the entry's own; at least one row.
         """
-        if not bool(torch.isfinite(logits.sum())):
+        greedy = likeliest(logits)
+        if NOT_FINITE in greedy:
             return StepResult(is_finite=False)
-        return self._sample_entry(entry, logits, logits.numpy().argmax(axis=1).tolist(), 0, logits.shape[0])
+        return self._sample_entry(entry, logits, greedy, 0, logits.shape[0])
 
     def _sample_entry(
         self, entry: ScheduledRequest, logits: Tensor, greedy: Sequence[int], start: int, end: int
@@ -166,7 +166,7 @@ class Sampler:
                 token_id = likeliest
             else:
                 place = Place(request, position, tuple(sampled))
-                if constraint is not None and _takes_likeliest(request.params):
+                if constraint is not None and request.takes_likeliest:
                     token_id = self._likeliest_allowed(place, logits[index], constraint)
                 else:
                     token_id = self._choose(place, logits[index])
@@ -182,7 +182,7 @@ class Sampler:
     def _is_taken(self, request: Request, position: int, likeliest: int) -> bool:
         """Return whether a row's likeliest token is taken if no grammar forbids it."""
         # the likeliest of all tokens is the likeliest of those that are allowed
-        return _takes_likeliest(request.params) and likeliest not in self.end_tokens(request, position)
+        return request.takes_likeliest and likeliest not in self.end_tokens(request, position)
 
     def next_token(self, place: Place, row: Tensor) -> int:
         """Return the token that a request without a grammar samples from one row.
@@ -278,16 +278,6 @@ def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor | None
     return ids, values
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Return whether a token's choice depends on the tokens before it."""
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or bool(params.bad_words)
-    )
-
-
 def wait_for_masks(entries: Sequence[ScheduledRequest]) -> None:
     """Wait for the masks of the entries that are sampled, within a bound."""
     constraints = [
@@ -317,13 +307,22 @@ def without_mask(entry: ScheduledRequest) -> StepResult | None:
     return None
 
 
-def _takes_likeliest(params: SamplingParams) -> bool:
-    """Return whether the likeliest token is taken, by logits as the model gives them."""
+def _is_plain(entry: ScheduledRequest) -> bool:
+    """Return whether the entry's one row gives its likeliest token, and nothing else.
+
+    That is so of nearly all, which needn't look at all that others may ask for.
+    """
+    request = entry.request
+    params = request.params
     return (
-        params.temperature <= MIN_TEMPERATURE
-        and not params.logit_bias
-        and not params.allowed_token_ids
-        and not has_penalties(params)
+        request.takes_likeliest
+        and request.constraint is None
+        and params.logprobs is None
+        and params.max_tokens > 0
+        and not entry.proposed
+        and not entry.is_scored
+        and request.probe is None
+        and not _is_too_early_to_end(request, entry.end)
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import InvariantViolation
+from loraserve.model.backends.adapter_places import LORA_KERNELS, AdapterPlaces
 from loraserve.model.backends.backend import DecoderLayer, Norm
 from loraserve.model.backends.step_buffers import InputRows, OutputRows, RowRounding, code_words, rounding_of
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
@@ -22,13 +23,6 @@ from loraserve_kernels.common.modules import MODULE_INDEX, MODULES, SITES
 from loraserve_kernels.cpu.linear.decoded import GROUP, DotWeight, GroupDotWeight, full_bias_of
 from loraserve_kernels.cpu.program.program import Program, kernel
 
-LORA_KERNELS = {
-    torch.float32: "lora-float32",
-    torch.bfloat16: "lora-bfloat16",
-    torch.float16: "lora-float16",
-    torch.int8: "lora-int8",
-}
-"""Dtype that adapters are stored in → its kernel: a site has a place for each."""
 _NO_WINDOW = 1 << 40
 
 
@@ -114,7 +108,7 @@ class StepKernels:
             of all, or of those that the last layer goes on with.
         rotary, attention: each layer's kernel.
         gathers: kernels that pick the kept rows.
-        lora: (site, whether of kept rows) → places of the adapters' kernels, [layers, dtypes].
+        adapters: places of the adapters' kernels.
         own_norms: norms that adapters may have weights of their own for.
         head: (kernel, word, bytes) for each part of the head: where the address of the logits goes,
             that many bytes behind their start. Empty: the head isn't among the kernels.
@@ -157,7 +151,8 @@ class StepKernels:
         )
         self.rotary, self.attention = np.array(self._rotary), np.array(self._attention)
         self.gathers = np.array(self._gathers)
-        self.lora = {site: np.array(places) for site, places in self._lora.items()}
+        places = {site: np.array(numbers) for site, numbers in self._lora.items()}
+        self.adapters = AdapterPlaces(self.program, places)
 
     @property
     def num_bytes(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backends.backend import DecoderLayer, Norm
-from loraserve.model.backends.step_kernels import LORA_KERNELS, OwnNorm, StepKernels
+from loraserve.model.backends.step_kernels import OwnNorm, StepKernels
 from loraserve.model.backends.step_sizes import capacity_of
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
@@ -32,7 +32,6 @@ from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
-from loraserve_kernels.cpu.program.program import kernel
 from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 from loraserve_kernels.ops import apply_lora
 
@@ -239,8 +238,7 @@ class StepProgram:
         if lora is None and not self._has_adapters:
             return alive
         self._has_adapters = lora is not None
-        for (site, is_kept), places in kernels.lora.items():
-            alive += _set_site(kernels, kept if is_kept else lora, site, places, num_threads)
+        alive += kernels.adapters.fill(lora, kept, num_threads)
         alive += self._set_norms(kernels, lora, kept)
         return alive
 
@@ -265,34 +263,6 @@ def _set_head(kernels: StepKernels, num_kept: int) -> Tensor:
     for number, word, offset in kernels.head:
         kernels.program.blocks[number, word] = logits.data_ptr() + offset
     return logits
-
-
-def _set_site(
-    kernels: StepKernels, plan: LoraPlan | None, site: str, places: npt.NDArray[np.intp], num_threads: int
-) -> list[object]:
-    """Write a plan into these layers' kernels of a site; places is [layers, dtypes]."""
-    from loraserve_kernels.cpu.lora import kernel as k
-
-    blocks, alive, scratch, tiles = kernels.program.blocks, list[object](), None, None
-    for column, (dtype, name) in enumerate(LORA_KERNELS.items()):
-        numbers = places[:, column]
-        table = None if plan is None or site not in plan.sites else plan.tables.get(dtype)
-        if plan is None or table is None:
-            kernels.program.put(numbers, None)
-            continue
-        if scratch is None:
-            works = [s.adapter.work[site] for s in plan.segments]
-            scratch = np.empty((plan.num_tokens, max(1, *(work.num_ranks for work in works))), dtype=np.float32)
-            has_rows = any(work.has_rows for work in works)
-            tiles = np.empty((num_threads if has_rows else 0, k.TILE_FLOATS), dtype=np.float32)
-            alive += [scratch, tiles, plan]
-        kernels.program.put(numbers, kernel(name))
-        for word in kernel(name).counters:
-            blocks[numbers, word] = 0
-        blocks[numbers, k.SEGMENTS], blocks[numbers, k.NUM_SEGMENTS] = table.ctypes.data, len(table)
-        blocks[numbers, k.SCRATCH], blocks[numbers, k.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
-        blocks[numbers, k.TILES] = 0 if tiles is None or not len(tiles) else tiles.ctypes.data
-    return alive
 
 
 def _norm_table(plan: LoraPlan, own: OwnNorm) -> npt.NDArray[np.int64]:

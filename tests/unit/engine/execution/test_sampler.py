@@ -3,7 +3,8 @@ from collections import Counter
 import pytest
 import torch
 
-from loraserve.engine.execution.sampler import Place, _apply_penalties, _restrict, draw, has_penalties, uniform
+from loraserve.engine.execution.sampler import Place, _apply_penalties, _restrict, draw, uniform
+from loraserve.engine.greedy import has_penalties
 from loraserve.types import SamplingParams
 
 from ..conftest import make_request

@@ -1,0 +1,1 @@
+"""Choices of tokens from logits on a CPU."""

@@ -1,0 +1,28 @@
+"""Requests that take each row's likeliest token."""
+
+from __future__ import annotations
+
+from loraserve.types import SamplingParams
+
+MIN_TEMPERATURE = 1e-5
+"""Temperature up to which sampling is greedy."""
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Return whether a token's choice depends on the tokens before it."""
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or bool(params.bad_words)
+    )
+
+
+def takes_likeliest(params: SamplingParams) -> bool:
+    """Return whether the likeliest token is taken, by logits as the model gives them."""
+    return (
+        params.temperature <= MIN_TEMPERATURE
+        and not params.logit_bias
+        and not params.allowed_token_ids
+        and not has_penalties(params)
+    )
