@@ -228,7 +228,11 @@ class Decoder:
         """Compute a step as one program."""
         hidden = program.hidden(inputs.token_ids.shape[0])
         if received is None:
-            hidden.copy_(F.embedding(inputs.token_ids, self._embedding_of()))
+            embedding = self._embedding_of()
+            if embedding.dtype == hidden.dtype:
+                torch.index_select(embedding, 0, inputs.token_ids, out=hidden)
+            else:
+                hidden.copy_(F.embedding(inputs.token_ids, embedding))
             self._adapted_embedding(hidden, inputs)
         else:
             hidden.copy_(received)

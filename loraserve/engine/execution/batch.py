@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,9 @@ class DeferredTokens(NamedTuple):
 
     rows: npt.NDArray[np.int64]
     previous_entries: npt.NDArray[np.int64]
+
+
+_NOTHING_DEFERRED = DeferredTokens(_NO_ROWS, _NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +92,18 @@ def build_batch(
         InvariantViolation: a token isn't known and ``previous`` doesn't sample it.
     """
     entries = sorted(scheduled, key=_acting_adapter)
-    num_entries = len(entries)
-    starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
-    counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
-    ends = np.cumsum(counts)
-    # each row's entry and position
-    owners = np.repeat(np.arange(num_entries), counts)
-    positions = np.arange(len(owners)) + np.repeat(starts + counts - ends, counts)
+    query_starts = [0, *accumulate(entry.num_tokens for entry in entries)]
     tables = _block_tables(entries)
-    slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    if query_starts[-1] == len(entries):
+        positions, slots = _single_rows(entries, block_size)
+    else:
+        positions, slots = _rows(entries, tables, block_size)
     # all rows of entries that score their prompt; else those that are sampled from, if any are
     num_logits = [
         entry.num_tokens if entry.is_scored else entry.is_sampled and 1 + len(entry.proposed) for entry in entries
     ]
-    logits_ends = np.cumsum(num_logits)
-    logits_rows = np.arange(logits_ends[-1]) + np.repeat(ends - logits_ends, num_logits)
-    query_starts = [0, *ends.tolist()]
+    logits_ends = [0, *accumulate(num_logits)]
+    logits_rows = [range(end - count, end) for end, count in zip(query_starts[1:], num_logits, strict=True)]
     pooled_rows, pooled_ranges = _pooled(entries, query_starts)
     return Batch(
         entries=entries,
@@ -112,10 +111,10 @@ def build_batch(
         positions=positions,
         slots=slots,
         query_starts=query_starts,
-        context_lens=(starts + counts).tolist(),
+        context_lens=[entry.end for entry in entries],
         block_tables=tables,
-        logits_rows=logits_rows,
-        logits_ranges=[(end - count, end) for end, count in zip(logits_ends.tolist(), num_logits, strict=True)],
+        logits_rows=np.fromiter(chain.from_iterable(logits_rows), np.int64, logits_ends[-1]),
+        logits_ranges=list(pairwise(logits_ends)),
         pooled_rows=pooled_rows,
         pooled_ranges=pooled_ranges,
         adapters=_adapters(entries, query_starts, handle_of),
@@ -123,10 +122,39 @@ def build_batch(
     )
 
 
+def _rows(
+    entries: Sequence[ScheduledRequest], tables: npt.NDArray[np.int32], block_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the position of each row, and its slot."""
+    num_entries = len(entries)
+    starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
+    counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
+    owners = np.repeat(np.arange(num_entries), counts)
+    positions = np.arange(len(owners)) + np.repeat(starts + counts - np.cumsum(counts), counts)
+    slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return positions, slots
+
+
+def _single_rows(
+    entries: Sequence[ScheduledRequest], block_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the same of entries with a row each.
+
+    Of few entries, NumPy's calls take longer than all else that is done for them.
+    """
+    positions = [entry.start for entry in entries]
+    slots = [
+        entry.request.blocks[entry.start // block_size] * block_size + entry.start % block_size for entry in entries
+    ]
+    return np.array(positions, dtype=np.int64), np.array(slots, dtype=np.int64)
+
+
 def _pooled(
     entries: Sequence[ScheduledRequest], query_starts: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
     """Return the rows that are pooled, and each entry's range of them."""
+    if all(entry.request.pooler is None for entry in entries):
+        return _NO_ROWS, [(0, 0)] * len(entries)
     pieces, ranges, count = [_NO_ROWS], [], 0
     for entry, first in zip(entries, query_starts, strict=False):
         start, end = entry.pooled_tokens
@@ -177,6 +205,8 @@ def _deferred_tokens(
             )
         rows.append(query_starts[i + 1] - 1)
         previous_entries.append(index)
+    if not rows:
+        return _NOTHING_DEFERRED
     return DeferredTokens(np.array(rows, dtype=np.int64), np.array(previous_entries, dtype=np.int64))
 
 

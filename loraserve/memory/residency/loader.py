@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from cachetools import LRUCache
 
@@ -104,13 +104,12 @@ class LoaderPool:
         They are no longer in flight.
         """
         results: list[LoadResult] = []
-        while True:
-            try:
-                result = self._results.get_nowait()
-            except Empty:
-                return results
+        # nothing else takes any
+        while not self._results.empty():
+            result = self._results.get_nowait()
             self._in_flight.pop(result.ref.digest, None)
             results.append(result)
+        return results
 
     def check(self) -> list[str]:
         """Return every broken invariant, in words; empty when all hold."""

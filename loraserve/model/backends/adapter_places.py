@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.cpu.lora import kernel as k
 from loraserve_kernels.cpu.program.program import Program, kernel
 
 LORA_KERNELS = {
@@ -49,8 +50,6 @@ class AdapterPlaces:
         return [*self._fill(plan, num_threads, is_kept=False), *self._fill(kept, num_threads, is_kept=True)]
 
     def _fill(self, plan: LoraPlan | None, num_threads: int, *, is_kept: bool) -> list[object]:
-        from loraserve_kernels.cpu.lora import kernel as k
-
         blocks, words, alive = self._program.blocks, dict[int, int](), list[object]()
         if plan is not None:
             adapters = [segment.adapter for segment in plan.segments]

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.model.backends.backend import DecoderLayer, Norm
-from loraserve.model.backends.step_program import StepProgram, can_run
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import Linear, check_format, make_linear
@@ -19,8 +18,10 @@ from loraserve.model.layers.norms import ResidualNorm, RMSNorm, geglu, swiglu
 from loraserve.model.layers.rotary import RotaryEmbedding, rotate
 from loraserve.progress import Progress
 from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan, paged_attention, store_kv
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 
 if TYPE_CHECKING:
+    from loraserve.model.backends.step_program import StepProgram
     from loraserve_kernels.common.quantized import QuantizedWeight
 
 
@@ -71,7 +72,11 @@ class CpuBackend:
     def program(
         self, layers: Sequence[DecoderLayer], norm: Norm, head: LoraLinear | None, progress: Progress
     ) -> StepProgram | None:
-        if not can_run(self._config):
+        if not HAS_NUMBA:
+            return None
+        from loraserve.model.backends.step_program import StepProgram
+
+        if not StepProgram.can_run(self._config):
             return None
         return StepProgram(self._config, layers, norm, head, self._rotaries, progress)
 

@@ -30,8 +30,11 @@ from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu import threads
+from loraserve_kernels.cpu.attention import kernel as a
 from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan
-from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.cpu.program import gather_kernel
+from loraserve_kernels.cpu.program import rotary_kernel as r
+from loraserve_kernels.cpu.simd import LANES
 from loraserve_kernels.errors import InvalidPlan, TensorMismatch
 from loraserve_kernels.ops import apply_lora
 
@@ -39,15 +42,6 @@ _MIN_PARALLEL_WEIGHTS = 1 << 18
 """A step that multiplies fewer weights isn't worth waking a second thread for."""
 _LONG_PRODUCTS = 1 << 33
 """Products of a step that takes so long that each of its layers is a mark of progress."""
-
-
-def can_run(config: ModelConfig) -> bool:
-    """Return whether a base's steps can be programs: numba is there, and takes its heads."""
-    if not HAS_NUMBA:
-        return False
-    from loraserve_kernels.cpu.simd import LANES
-
-    return config.head_dim % LANES == 0
 
 
 class StepProgram:
@@ -72,7 +66,14 @@ class StepProgram:
         self._max_positions = min(rotary.cos.shape[0] for rotary in rotaries) if rotaries else 1 << 62
         self._kernels: StepKernels | None = None
         self._kv: KVTensors | None = None
+        # rows and kept rows that the kernels' blocks say
+        self._num_rows = (0, 0)
         self._has_adapters = self._has_norms = False
+
+    @staticmethod
+    def can_run(config: ModelConfig) -> bool:
+        """Return whether the kernels take a base's heads."""
+        return config.head_dim % LANES == 0
 
     @property
     def num_bytes(self) -> int:
@@ -83,8 +84,6 @@ class StepProgram:
         """Return whether the kernels read this cache."""
         if kv is self._kv:
             return True
-        from loraserve_kernels.cpu.simd import LANES
-
         return kv.block_size % LANES == 0 and all(
             t.dtype == torch.float32 and t.stride(-1) == 1 and t.stride(2) == self._config.head_dim
             for t in (*kv.k, *kv.v)
@@ -100,7 +99,7 @@ class StepProgram:
             # the buffers before are given back first
             self._kernels = kernels = None
             capacity = capacity_of(num_rows)
-            self._kv, self._has_adapters, self._has_norms = None, False, False
+            self._kv, self._num_rows, self._has_adapters, self._has_norms = None, (0, 0), False, False
             self._kernels = kernels = StepKernels(
                 self._config, self._layers, self._norm, self._head, self._rotaries, capacity
             )
@@ -120,8 +119,8 @@ class StepProgram:
         """
         num_rows, kept = inputs.token_ids.shape[0], inputs.kept_rows
         num_kept = num_rows if kept is None else kept.shape[0]
-        first, last = (int(bound) for bound in inputs.positions.aminmax())
-        if first < 0 or last >= self._max_positions:
+        positions = inputs.positions.numpy()
+        if positions.min() < 0 or positions.max() >= self._max_positions:
             raise InvariantViolation(f"a position isn't below {self._max_positions}")
         plan = make_attention_plan(inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size)
         if plan.num_blocks > kv.k[0].shape[0]:
@@ -175,19 +174,19 @@ class StepProgram:
 
     def _set_rows(self, kernels: StepKernels, inputs: ModelInputs, num_rows: int, num_kept: int) -> list[Tensor]:
         """Write how many rows there are, and where what the kernels read of them is."""
-        from loraserve_kernels.cpu.program import gather_kernel, rotary_kernel
-
         blocks = kernels.program.blocks
-        for word, numbers in kernels.all_rows.items():
-            blocks[numbers, word] = num_rows
-        for word, numbers in kernels.kept_rows.items():
-            blocks[numbers, word] = num_kept
+        if (num_rows, num_kept) != self._num_rows:
+            for word, numbers in kernels.all_rows.items():
+                blocks[numbers, word] = num_rows
+            for word, numbers in kernels.kept_rows.items():
+                blocks[numbers, word] = num_kept
+            self._num_rows = (num_rows, num_kept)
         kept = inputs.kept_rows
         if kept is None:
             kept = torch.arange(num_rows)
         tensors = [inputs.positions.contiguous(), inputs.slot_mapping.contiguous(), kept.contiguous()]
-        blocks[kernels.rotary, rotary_kernel.POSITIONS] = tensors[0].data_ptr()
-        blocks[kernels.rotary, rotary_kernel.SLOTS] = tensors[1].data_ptr()
+        blocks[kernels.rotary, r.POSITIONS] = tensors[0].data_ptr()
+        blocks[kernels.rotary, r.SLOTS] = tensors[1].data_ptr()
         blocks[kernels.gathers, gather_kernel.ROWS] = tensors[2].data_ptr()
         return tensors
 
@@ -195,10 +194,7 @@ class StepProgram:
         """Write where each layer's keys and values are, if they are others than before."""
         if kv is self._kv:
             return
-        from loraserve_kernels.cpu.attention import kernel as attention_kernel
-        from loraserve_kernels.cpu.program import rotary_kernel as r
-
-        a, blocks = attention_kernel, kernels.program.blocks
+        blocks = kernels.program.blocks
         for layer, (k, v) in enumerate(zip(kv.k, kv.v, strict=True)):
             addresses = (k.data_ptr(), k.stride(0), k.stride(1)), (v.data_ptr(), v.stride(0), v.stride(1))
             blocks[kernels.rotary[layer], r.K_CACHE : r.K_HEAD + 1] = addresses[0]
@@ -210,24 +206,21 @@ class StepProgram:
             blocks[kernels.attention[layer], a.BLOCK_SIZE] = kv.block_size
         self._kv = kv
 
-    def _set_attention(self, kernels: StepKernels, plan: AttentionPlan, num_threads: int) -> Tensor:
+    def _set_attention(self, kernels: StepKernels, plan: AttentionPlan, num_threads: int) -> npt.NDArray[np.float32]:
         """Write which rows see which keys; return the memory of the scores."""
-        from loraserve_kernels.cpu.attention import kernel as a
-
         blocks, config = kernels.program.blocks, self._config
         # one slot behind a row's weights for their sum
         scratch_row = plan.num_scores + 1
         group = config.num_heads // config.num_kv_heads
-        scratch = torch.empty(num_threads * a.ROW_TILE * group * scratch_row)
-        for word, value in (
-            (a.BLOCK_TABLES, plan.block_tables.data_ptr()),
-            (a.MAX_BLOCKS, plan.block_tables.shape[1]),
-            (a.SEQUENCES, plan.table.ctypes.data),
-            (a.NUM_SEQUENCES, len(plan.context_lens)),
-            (a.SCRATCH, scratch.data_ptr()),
-            (a.SCRATCH_ROW, scratch_row),
-        ):
-            blocks[kernels.attention, word] = value
+        scratch = np.empty(num_threads * a.ROW_TILE * group * scratch_row, dtype=np.float32)
+        tables, sequences = plan.block_tables, plan.table
+        blocks[kernels.attention, a.BLOCK_TABLES : a.NUM_SEQUENCES + 1] = (
+            tables.data_ptr(),
+            tables.shape[1],
+            sequences.ctypes.data,
+            len(sequences),
+        )
+        blocks[kernels.attention, a.SCRATCH : a.SCRATCH_ROW + 1] = (scratch.ctypes.data, scratch_row)
         return scratch
 
     def _set_adapters(
@@ -276,9 +269,7 @@ def _norm_table(plan: LoraPlan, own: OwnNorm) -> npt.NDArray[np.int64]:
 
 
 def _check_slots(kernels: StepKernels, kv: KVTensors) -> None:
-    from loraserve_kernels.cpu.program.rotary_kernel import OUTSIDE
-
     # every layer's kernel counts the same
-    outside = int(kernels.program.blocks[kernels.rotary[0], OUTSIDE])
+    outside = int(kernels.program.blocks[kernels.rotary[0], r.OUTSIDE])
     if outside:
         raise InvalidPlan(f"{outside} slots aren't within the cache's {kv.k[0].shape[0]} blocks of {kv.block_size}")

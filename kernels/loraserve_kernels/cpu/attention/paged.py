@@ -86,7 +86,7 @@ def make_attention_plan(
         longest, num_pairs = max(longest, context_len), num_pairs + num_rows * context_len
     num_scores = -(-longest // block_size) * block_size
     tables = block_tables.contiguous()
-    first, last = (int(bound) for bound in tables.aminmax())
+    first, last = int(tables.numpy().min()), int(tables.numpy().max())
     if first < 0:
         raise InvalidPlan(f"a block table names block {first}")
     return AttentionPlan(

@@ -149,10 +149,11 @@ class Program:
 
         The GIL is released meanwhile.
         """
-        chosen = np.flatnonzero(self._table[first:last, 0])
-        if not len(chosen):
+        while first < last and not self._table[first, 0]:
+            first += 1
+        if first == last:
             return
-        self._args[self._state] = (first + int(chosen[0])) << self._kernel_bit
+        self._args[self._state] = first << self._kernel_bit
         self._args[self._last] = last
         threads.run(self._call, self._loop_address, self._args_address, num_threads)
 
