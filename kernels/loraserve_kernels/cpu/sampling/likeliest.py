@@ -14,6 +14,7 @@ from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 
 NOT_FINITE = -1
+"""The place in a row with a number that is infinite or NaN."""
 
 _MIN_PARALLEL_LOGITS = 1 << 16
 """Logits that aren't worth waking a second thread for."""

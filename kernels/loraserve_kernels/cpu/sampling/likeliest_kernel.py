@@ -13,7 +13,6 @@ import numpy as np
 from numba import types
 
 from loraserve_kernels.cpu import row_loop
-from loraserve_kernels.cpu.sampling.likeliest import NOT_FINITE
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -40,7 +39,10 @@ _BLOCK = 32 * LANES
 
 @numba.njit
 def _look_through(args, row):  # type: ignore[no-untyped-def]
-    """Write the place of a row's largest number, the first of equal ones, or `NOT_FINITE`."""
+    """Write the place of a row's largest number, the first of equal ones.
+
+    It is -1 where the row isn't finite.
+    """
     width, x = load_int(args, WIDTH), load_int(args, X) + row * load_int(args, X_STRIDE) * _F32_BYTES
     whole, zero = width // LANES * LANES, splat(np.float32(0))
     taint, best, first = zero, np.float32(-np.inf), 0
@@ -62,7 +64,7 @@ def _look_through(args, row):  # type: ignore[no-untyped-def]
             best, first = v, k
     while is_finite and load_one(x, first, F32) != best:
         first += 1
-    fetch_add(load_int(args, OUT) + row * _I64_BYTES, first if is_finite else NOT_FINITE)
+    fetch_add(load_int(args, OUT) + row * _I64_BYTES, first if is_finite else -1)
 
 
 _likeliest = row_loop.row_loop("likeliest", _look_through, NUM_ROWS)
