@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common import quantized as quantized_module
 from loraserve_kernels.common.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
@@ -198,6 +199,27 @@ def test_weights_that_arent_finite_are_refused_by_channel(format: str) -> None:
     weight[3, 0] = float("nan")
     with pytest.raises(InvalidWeight, match="2 of 4 output channels hold numbers that aren't finite, the first is 2"):
         quantize(weight, format)
+
+
+@pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
+def test_a_weight_that_is_rounded_block_by_block_is_what_it_would_be_at_once(
+    monkeypatch: pytest.MonkeyPatch, format: str, group_size: int | None, has_zeros: bool
+) -> None:
+    weight = random_weight()
+    whole = quantize(weight, format, group_size, has_zeros=has_zeros)
+    # 10 rows, of 37
+    monkeypatch.setattr(quantized_module, "_BLOCK_WEIGHTS", 10 * 384)
+    parts = quantize(weight, format, group_size, has_zeros=has_zeros)
+    assert torch.equal(parts.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+    assert torch.equal(parts.scales, whole.scales)
+    assert parts.scales.stride() == whole.scales.stride()
+    assert (parts.zeros is None) == (whole.zeros is None)
+    if parts.zeros is not None and whole.zeros is not None:
+        assert torch.equal(parts.zeros, whole.zeros)
+        assert parts.zeros.stride() == whole.zeros.stride()
+    weight[[12, 30], 5] = float("nan")
+    with pytest.raises(InvalidWeight, match="2 of 37 output channels hold numbers that aren't finite, the first is 12"):
+        quantize(weight, format, group_size, has_zeros=has_zeros)
 
 
 def test_tensors_that_dont_agree_are_refused() -> None:

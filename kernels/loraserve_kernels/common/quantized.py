@@ -183,6 +183,13 @@ class QuantizedWeight:
         return (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features).to(dtype)
 
 
+_BLOCK_WEIGHTS = 1 << 18
+"""Weights that are rounded at a time.
+
+What that takes besides their codes stays in a core's cache, and out of a load's peak.
+"""
+
+
 def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False) -> QuantizedWeight:
     """Round a float weight to 8 or 4 bits, each group by its own largest magnitude.
 
@@ -208,24 +215,53 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
     if group_size is None:
         group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
     _check_format(format, group_size, in_features, has_zeros)
-    groups = weight.detach().float().view(out_features, -1, group_size)
-    amax = groups.abs().amax(2, keepdim=True)
-    if not bool(torch.isfinite(amax).all()):
-        rows = torch.nonzero(~torch.isfinite(amax).view(out_features, -1).all(1)).flatten()
-        raise InvalidWeight(
-            f"{len(rows)} of {out_features} output channels hold numbers that aren't finite, "
-            f"the first is {int(rows[0])}"
-        )
-    zeros = None
+    is_packed = format in ("int4", "nf4")
+    codes = torch.empty(
+        out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format], device=weight.device
+    )
+    all_scales, all_zeros = [], []
+    num_rows = max(1, _BLOCK_WEIGHTS // in_features)
+    for first in range(0, max(1, out_features), num_rows):
+        block = weight.detach()[first : first + num_rows]
+        groups = block.float().view(len(block), -1, group_size)
+        amax = groups.abs().amax(2, keepdim=True)
+        if not bool(torch.isfinite(amax).all()):
+            raise _not_finite(weight)
+        rounded, scales, zeros = _rounded(groups, amax, format, has_zeros)
+        rounded = rounded.view(len(block), in_features)
+        if is_packed:
+            rounded = rounded[:, 0::2] | rounded[:, 1::2] << 4
+        codes[first : first + len(block)] = rounded
+        all_scales.append(scales.view(len(block), -1))
+        if zeros is not None:
+            all_zeros.append(zeros.view(len(block), -1))
+    return QuantizedWeight(
+        format,
+        codes,
+        _by_channel(torch.cat(all_scales)),
+        _by_channel(torch.cat(all_zeros)) if all_zeros else None,
+        group_size,
+        in_features,
+        out_features,
+    )
+
+
+def _rounded(groups: Tensor, amax: Tensor, format: str, has_zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return codes as `groups`, one a byte, with their scales and zeros [rows, groups, 1].
+
+    Args:
+        groups: [rows, groups, group_size], float32.
+        amax: [rows, groups, 1], the largest magnitudes.
+    """
     if has_zeros:
         low, high = groups.amin(2, keepdim=True).clamp_max_(0), groups.amax(2, keepdim=True).clamp_min_(0)
         scales = ((high - low) / _TOP[format]).clamp_min_(_SMALLEST_SCALE)
         zero = (-low / scales).round_()
-        zeros = zero.to(torch.uint8).view(out_features, -1)
         codes = (groups / scales).round_().add_(zero).clamp_(0, _TOP[format]).to(torch.uint8)
         if format == "int8":
             codes = (codes ^ 0x80).view(torch.int8)
-    elif format == "int8":
+        return codes, scales, zero.to(torch.uint8)
+    if format == "int8":
         scales = (amax / 127).clamp_min_(_SMALLEST_SCALE)
         codes = (groups / scales).round_().clamp_(-127, 127).to(torch.int8)
     elif format == "fp8":
@@ -234,18 +270,20 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
         codes = (groups / scales).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
     elif format == "nf4":
         scales = amax.clamp_min(_SMALLEST_SCALE)
-        table = torch.tensor(NF4_CODE, device=weight.device)
+        table = torch.tensor(NF4_CODE, device=groups.device)
         codes = torch.bucketize(groups / scales, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
     else:
         # 7.5 and not 7: what lies beyond 7 is at most a half step away
         scales = (amax / 7.5).clamp_min_(_SMALLEST_SCALE)
         codes = (groups / scales).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-    codes = codes.view(out_features, in_features)
-    if format in ("int4", "nf4"):
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    scales = _by_channel(scales.view(out_features, -1))
-    zeros = None if zeros is None else _by_channel(zeros)
-    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features)
+    return codes, scales, None
+
+
+def _not_finite(weight: Tensor) -> InvalidWeight:
+    rows = torch.nonzero(~torch.isfinite(weight).all(1)).flatten()
+    return InvalidWeight(
+        f"{len(rows)} of {len(weight)} output channels hold numbers that aren't finite, the first is {int(rows[0])}"
+    )
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -47,12 +47,13 @@ class CountingExporter(SpanExporter):
             logger.warning("spans could not be exported: %s", type(error).__name__)
             result = SpanExportResult.FAILURE
         is_failing = result is not SpanExportResult.SUCCESS
-        self._num_spans.labels("failed" if is_failing else "exported").inc(len(spans))
         if is_failing and not self._is_failing:
             logger.warning("the collector takes no traces; they are lost until it does")
         elif self._is_failing and not is_failing:
             logger.info("the collector takes traces again")
         self._is_failing = is_failing
+        # last: spans that are counted have been told of
+        self._num_spans.labels("failed" if is_failing else "exported").inc(len(spans))
         return result
 
     def shutdown(self) -> None:

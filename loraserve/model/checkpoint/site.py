@@ -83,7 +83,10 @@ class Site:
 
     def put_weight(self, index: int, weight: Tensor) -> None:
         """Take a module's float weight."""
-        if self._is_float:
+        if self._is_float and len(self._modules) == 1:
+            # it is in memory of its own
+            self._fused = weight.to(self._dtype)
+        elif self._is_float:
             if self._fused is None:
                 self._fused = torch.empty(self._first_rows[-1], self._in_features, dtype=self._dtype)
             self._fused[self._first_rows[index] : self._first_rows[index + 1]] = weight
