@@ -75,6 +75,8 @@ def mixed_logits(decoder: Decoder, adapters: list[PackedAdapter]) -> torch.Tenso
     found += run.step([(b, 13), (a, 1), (c, 19)], lora=[(first, 13, 14), (second, 14, 33)])
     found += run.step([(a, 1), (b, 1), (c, 1), (d, 1)], lora=[(first, 0, 1), (second, 2, 3)], last_rows_only=True)
     found += run.step([(d, 16), (a, 1)], lora=[(first, 16, 17)], last_rows_only=True)
+    # as many rows, of which more are kept
+    found += run.step([(b, 14), (a, 3)], lora=[(first, 14, 17)])
     return torch.cat(found)
 
 

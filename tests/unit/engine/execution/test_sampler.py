@@ -1,10 +1,13 @@
 from collections import Counter
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from loraserve.engine.execution.sampler import Place, _apply_penalties, _restrict, draw, uniform
+from loraserve.engine.execution.sampler import Place, Sampler, _apply_penalties, _restrict, draw, uniform
 from loraserve.engine.greedy import has_penalties
+from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.types import SamplingParams
 
 from ..conftest import make_request
@@ -83,6 +86,47 @@ def test_penalties_follow_their_definitions():
     _apply_penalties(row, Place(request, len(request.token_ids)))
     # repetition over all of 0, 1, 2; presence and frequency (twice) over the output's 2 alone
     assert row.tolist() == [2.0, -8.0, 0.5 - 0.5 - 2 * 0.25, 1.0]
+
+
+def sampled_together(rows: list[list[float]], entries: list[ScheduledRequest]) -> list[StepResult]:
+    """Results of a step that keeps all rows of its entries."""
+    ends = list(accumulate(entry.num_tokens for entry in entries))
+    batch = SimpleNamespace(entries=entries, logits_ranges=list(zip([0, *ends], ends, strict=False)))
+    return Sampler(eos_token_ids=[0]).sample(torch.tensor(rows), batch)
+
+
+def test_rows_of_one_step_give_their_likeliest_token_unless_their_request_asks_for_more():
+    row, tokens = [4.0, 3.0, 2.0, 1.0], [1, 2]
+    asked: list[dict[str, object]] = [
+        {},
+        {"min_tokens": 1},
+        {"min_tokens": 1, "stop_token_ids": (1,)},
+        {"logit_bias": {3: 9.0}},
+        {"allowed_token_ids": (2, 3)},
+        {"bad_words": ((0,),)},
+        {"presence_penalty": 2.0, "repetition_penalty": 1.5},
+        {"logprobs": 1},
+        {"max_tokens": 0},
+        {},
+    ]
+    rows = [row] * (len(asked) - 1) + [[float("nan"), 1.0, 1.0, 1.0]]
+    requests = [make_request(tokens=tokens, **params) for params in asked]
+    last = [ScheduledRequest(request, 1, 1, is_sampled=True, is_scored=False, epoch=0) for request in requests]
+    results = sampled_together(rows, last)
+    assert [result.token_ids for result in results] == [(0,), (1,), (2,), (3,), (2,), (1,), (0,), (0,), (), ()]
+    assert [result.is_finite for result in results] == [True] * 9 + [False]
+    assert [i for i, result in enumerate(results) if result.logprobs] == [7]
+
+
+def test_pieces_of_a_prompt_are_scored_and_a_token_is_sampled_after_the_last():
+    request = make_request(tokens=[1, 0, 1], prompt_logprobs=0)
+    piece = ScheduledRequest(request, 0, 1, is_sampled=False, is_scored=True, epoch=0)
+    last = ScheduledRequest(request, 1, 2, is_sampled=True, is_scored=True, epoch=0)
+    first, second = sampled_together([[4.0, 3.0], [4.0, 3.0], [3.0, 4.0]], [piece, last])
+    assert (first.token_ids, second.token_ids) == ((), (1,))
+    scores = [*first.prompt_logprobs, *second.prompt_logprobs]
+    assert [score.token_id for score in scores] == [0, 1]
+    assert [score.logprob for score in scores] == pytest.approx([-0.3133, -1.3133], abs=1e-4)
 
 
 def restricted(logits: list[float], output: list[int], **params: object) -> list[float]:
