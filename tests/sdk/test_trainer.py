@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -295,14 +296,21 @@ def test_gate_that_never_ends_is_left_behind_and_moves_no_alias(
     make_callback: Callable[..., LoraservePushCallback],
     warnings: Callable[[], list[str]],
 ) -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
     def gate(_: PushedCheckpoint) -> bool:
-        time.sleep(4)
+        may_end.wait(60)
+        has_ended.set()
         return True
 
-    run = Run(tmp_path, make_callback("slow-gate", gate=gate, max_delay_s=2))
+    # the push before it is counted, too
+    run = Run(tmp_path, make_callback("slow-gate", gate=gate, max_delay_s=6))
     run.save()
     assert "Move it later: loraserve adapter alias slow-gate live 1" in warnings()[0]
-    time.sleep(2.5)
+    may_end.set()
+    assert has_ended.wait(30)
+    # what would move the alias follows at once
+    time.sleep(0.5)
     assert registry.adapters.get("slow-gate").aliases == {}
 
 

@@ -216,9 +216,7 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
         group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
     _check_format(format, group_size, in_features, has_zeros)
     is_packed = format in ("int4", "nf4")
-    codes = torch.empty(
-        out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format], device=weight.device
-    )
+    codes = weight.new_empty(out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format])
     all_scales, all_zeros = [], []
     num_rows = max(1, _BLOCK_WEIGHTS // in_features)
     for first in range(0, max(1, out_features), num_rows):
