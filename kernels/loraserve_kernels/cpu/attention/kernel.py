@@ -92,6 +92,12 @@ S_NUM_BLOCKS, S_NUM_HEADS, S_BLOCK_SIZE, S_HEAD_DIM, S_NUM_WORDS = 30, 31, 32, 3
 ROW_START, NUM_ROWS, CONTEXT_LEN, SEQUENCE_WORDS = 0, 1, 2, 3
 
 ROW_TILE = 8
+CHUNK_BYTES = 16384
+"""Keys, or values, that one head of a row reads before the next: they stay in a core's first cache.
+
+Processors fetch ahead of reads that go on from page to page; heads that take turns at each block
+make them stop.
+"""
 STORE_ROWS = 16
 WORD = 8
 F32_BYTES = 4
@@ -188,6 +194,69 @@ def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-unty
         column += LANES
 
 
+@numba.njit(inline="never")
+def _row_scores(q, q_head, group, width, size, blocks, scores, scores_row, ahead):  # type: ignore[no-untyped-def]
+    """Write the products of one row's heads with the keys of some blocks, unscaled.
+
+    `scores` are those of the first block. Each head asks for its share of the blocks `ahead`. Both
+    are as `_following` gives them.
+    """
+    lines = size * width // LINE
+    share = (lines + group - 1) // group
+    table, k, k_block, first, end = blocks
+    ahead_table, ahead_base, ahead_stride, ahead_first, ahead_end = ahead
+    for head in range(group):
+        x, out = q + head * q_head * F32_BYTES, scores + head * scores_row * F32_BYTES
+        for block in range(first, end):
+            here = k + load_int32(table, block) * k_block * F32_BYTES
+            for key in range(0, size, LANES):
+                store(out, (block - first) * size + key, dot_rows(x, here + key * width * F32_BYTES, width, width))
+            if ahead_first + block - first < ahead_end:
+                there = ahead_base + load_int32(ahead_table, ahead_first + block - first) * ahead_stride * F32_BYTES
+                for line in range(head * share, min((head + 1) * share, lines)):
+                    prefetch(there, line * LINE, F32)
+
+
+@numba.njit(inline="never")
+def _row_values(weights, weights_row, group, width, size, blocks, begin, stop, out, out_head, ahead):  # type: ignore[no-untyped-def]
+    """Add to one row's heads of `out` the values of some blocks, each times its weight.
+
+    They are those of positions ``begin:stop`` alone, in order. `weights` are those of the first
+    block; `blocks` and `ahead` as in `_row_scores`.
+    """
+    lines = size * width // LINE
+    share = (lines + group - 1) // group
+    table, v, v_block, first, end = blocks
+    ahead_table, ahead_base, ahead_stride, ahead_first, ahead_end = ahead
+    for head in range(group):
+        sums = out + head * out_head * F32_BYTES
+        for block in range(first, end):
+            here = v + load_int32(table, block) * v_block * F32_BYTES
+            at = weights + (head * weights_row + (block - first) * size) * F32_BYTES
+            _values(at, here, 0, max(0, begin - block * size), min(size, stop - block * size), width, sums)
+            if ahead_first + block - first < ahead_end:
+                there = ahead_base + load_int32(ahead_table, ahead_first + block - first) * ahead_stride * F32_BYTES
+                for line in range(head * share, min((head + 1) * share, lines)):
+                    prefetch(there, line * LINE, F32)
+
+
+@numba.njit
+def _following(args, sequence, head):  # type: ignore[no-untyped-def]
+    """Return the keys that a thread is likely to read next.
+
+    They are those of a head that is counted on from sequence to sequence: their block table, the
+    address that block 0 would have, the elements from block to block, the first block and the end.
+    """
+    num_heads, size, last = load_int(args, NUM_KV_HEADS), load_int(args, BLOCK_SIZE), load_int(args, NUM_SEQUENCES) - 1
+    sequence, head = min(sequence + head // num_heads, last), head % num_heads
+    entry = load_int(args, SEQUENCES) + sequence * SEQUENCE_WORDS * WORD
+    table = load_int(args, BLOCK_TABLES) + sequence * load_int(args, MAX_BLOCKS) * 4
+    position = load_int(entry, CONTEXT_LEN) - load_int(entry, NUM_ROWS)
+    first = max(0, position + 1 - load_int(args, WINDOW)) // size
+    base = load_int(args, K) + head * load_int(args, K_HEAD) * F32_BYTES
+    return table, base, load_int(args, K_BLOCK), first, position // size + 1
+
+
 @numba.njit
 def _attend(args):  # type: ignore[no-untyped-def]
     """One thread's part of a step's attention: it claims tasks until none is left."""
@@ -203,6 +272,7 @@ def _attend(args):  # type: ignore[no-untyped-def]
     scores = load_int(args, SCRATCH) + thread * ROW_TILE * group * scores_row * F32_BYTES
     zero = splat(np.float32(0))
     claimed, task = fetch_add(args, 1), 0
+    chunk = max(1, CHUNK_BYTES // (size * width * F32_BYTES))
     for sequence in range(load_int(args, NUM_SEQUENCES)):
         entry = load_int(args, SEQUENCES) + sequence * SEQUENCE_WORDS * WORD
         table = load_int(args, BLOCK_TABLES) + sequence * load_int(args, MAX_BLOCKS) * 4
@@ -222,25 +292,36 @@ def _attend(args):  # type: ignore[no-untyped-def]
                 row = load_int(entry, ROW_START) + row0
                 qh = q + (row * q_row + head * group * q_head) * F32_BYTES
                 oh = out + (row * out_row + head * group * out_head) * F32_BYTES
-                for block in range(first_block, end_block):
-                    here = k + (load_int32(table, block) * k_block + head * k_head) * F32_BYTES
-                    after = k + (load_int32(table, min(block + 1, end_block - 1)) * k_block + head * k_head) * F32_BYTES
-                    _scores(
-                        qh,
-                        q_row,
-                        q_head,
-                        rows,
-                        group,
-                        width,
-                        here,
-                        after,
-                        size,
-                        block * size,
-                        start,
-                        position,
-                        scores,
-                        scores_row,
-                    )
+                kh, vh = k + head * k_head * F32_BYTES, v + head * v_head * F32_BYTES
+                is_one_row = rows == 1 and group > 1
+                if is_one_row:
+                    for block in range(first_block, end_block, chunk):
+                        end = min(block + chunk, end_block)
+                        ahead = (table, kh, k_block, end, end_block)
+                        if end == end_block:
+                            ahead = (table, vh, v_block, first_block, end_block)
+                        blocks, at = (table, kh, k_block, block, end), scores + (block * size - start) * F32_BYTES
+                        _row_scores(qh, q_head, group, width, size, blocks, at, scores_row, ahead)
+                else:
+                    for block in range(first_block, end_block):
+                        here = kh + load_int32(table, block) * k_block * F32_BYTES
+                        after = kh + load_int32(table, min(block + 1, end_block - 1)) * k_block * F32_BYTES
+                        _scores(
+                            qh,
+                            q_row,
+                            q_head,
+                            rows,
+                            group,
+                            width,
+                            here,
+                            after,
+                            size,
+                            block * size,
+                            start,
+                            position,
+                            scores,
+                            scores_row,
+                        )
                 for i in range(rows):
                     end = position + i + 1 - start
                     first = max(0, end - window)
@@ -256,22 +337,31 @@ def _attend(args):  # type: ignore[no-untyped-def]
                         store_one(at, scores_row - 1, total)
                         for column in range(0, width, LANES):
                             store(oh, i * out_row + g * out_head + column, zero)
-                for block in range(first_block, end_block):
-                    here = v + (load_int32(table, block) * v_block + head * v_head) * F32_BYTES
-                    after = v + (load_int32(table, min(block + 1, end_block - 1)) * v_block + head * v_head) * F32_BYTES
-                    for i in range(rows):
-                        end = min(position + i + 1 - block * size, size)
-                        first = max(0, position + i + 1 - window - block * size)
-                        for g in range(group):
-                            _values(
-                                scores + ((i * group + g) * scores_row + block * size - start) * F32_BYTES,
-                                here,
-                                after if i + g == 0 else 0,
-                                first,
-                                end,
-                                width,
-                                oh + (i * out_row + g * out_head) * F32_BYTES,
-                            )
+                if is_one_row:
+                    following = _following(args, sequence, head + load_int(args, ENTERED))
+                    begin = position + 1 - window
+                    for block in range(first_block, end_block, chunk):
+                        end = min(block + chunk, end_block)
+                        ahead = following if end == end_block else (table, vh, v_block, end, end_block)
+                        blocks, at = (table, vh, v_block, block, end), scores + (block * size - start) * F32_BYTES
+                        _row_values(at, scores_row, group, width, size, blocks, begin, context_len, oh, out_head, ahead)
+                else:
+                    for block in range(first_block, end_block):
+                        here = vh + load_int32(table, block) * v_block * F32_BYTES
+                        after = vh + load_int32(table, min(block + 1, end_block - 1)) * v_block * F32_BYTES
+                        for i in range(rows):
+                            end = min(position + i + 1 - block * size, size)
+                            first = max(0, position + i + 1 - window - block * size)
+                            for g in range(group):
+                                _values(
+                                    scores + ((i * group + g) * scores_row + block * size - start) * F32_BYTES,
+                                    here,
+                                    after if i + g == 0 else 0,
+                                    first,
+                                    end,
+                                    width,
+                                    oh + (i * out_row + g * out_head) * F32_BYTES,
+                                )
                 for i in range(rows):
                     for g in range(group):
                         total = load_one(scores, (i * group + g + 1) * scores_row - 1, F32)

@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from loraserve_kernels.common.quantized import NF4_CODE
+from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
     BIAS,
     CODES,
@@ -117,7 +118,9 @@ def _decode(writer: TileWriter, kind: str, address: Any, zero: Any) -> list[Any]
 
 def _tile(num_rows: int) -> Any:
     @intrinsic
-    def tile(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
+    def tile(
+        typingctx: Any, args: Any, number: Any, row: Any, following: Any, part: Any, num_parts: Any, kind: Any
+    ) -> Any:
         """Compute `num_rows` rows of a tile's channels from activations in float32."""
         name = _NAMES[kind]
 
@@ -127,6 +130,7 @@ def _tile(num_rows: int) -> Any:
             row_bytes = writer.times(writer.word(X_STRIDE), 4)
             inputs = [writer.at(writer.word(X), builder.mul(r, row_bytes)) for r in rows]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
+            codes_ahead = CodesAhead(writer, values, TILE * _code_bytes(name), is_once=num_rows == 1)
             channel = writer.times(values[1], TILE)
             scales = writer.at(writer.word(SCALES), writer.times(channel, 4))
             zeros = writer.at(writer.word(ZEROS), channel)
@@ -151,7 +155,7 @@ def _tile(num_rows: int) -> Any:
                 with cgutils.for_range_slice(builder, start, end, writer.const(per_load), I64, inc=True) as (k, _):
                     step = builder.udiv(k, writer.const(per_load))
                     at = writer.at(codes, writer.times(step, TILE * _code_bytes(name)))
-                    writer.prefetch_ahead(at, TILE * _code_bytes(name), is_once=num_rows == 1)
+                    codes_ahead.ask()
                     decoded = [
                         _decode(writer, name, writer.at(at, writer.const(c * LANES * _code_bytes(name))), zero[c])
                         for c in range(VECTORS)
@@ -173,7 +177,7 @@ def _tile(num_rows: int) -> Any:
             store(writer, rows, channel, lambda t, c: _with_bias(writer, builder.load(totals[t, c]), bias, c))
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.int64, types.int64, kind), codegen
+        return types.void(types.intp, *[types.int64] * 5, kind), codegen
 
     return tile
 

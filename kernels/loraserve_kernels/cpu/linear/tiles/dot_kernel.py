@@ -21,6 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
     CODES,
     DOT_BIAS,
@@ -37,13 +38,25 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     X,
 )
 from loraserve_kernels.cpu.linear.tiles.tile_loop import tile_loop, tile_stamp
-from loraserve_kernels.cpu.linear.tiles.tile_writer import F32, I8, I16, I32, I64, TileWriter, rows_of, store, vector
+from loraserve_kernels.cpu.linear.tiles.tile_writer import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    TileWriter,
+    rows_of,
+    store,
+    vector,
+)
 from loraserve_kernels.cpu.simd import LANES
 
 
 def _dot(num_rows: int) -> Any:
     @intrinsic
-    def dot(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
+    def dot(
+        typingctx: Any, args: Any, number: Any, row: Any, following: Any, part: Any, num_parts: Any, kind: Any
+    ) -> Any:
         """Compute `num_rows` rows of a tile's channels from activations in bytes or int16.
 
         Each is ``sum(code · x) · scale · row's scale + bias``, the sum exact, the end rounded once.
@@ -55,6 +68,7 @@ def _dot(num_rows: int) -> Any:
             row_bytes = writer.times(writer.word(X_STRIDE), 4 // DOT_INPUTS)
             inputs = [writer.at(writer.word(X), builder.mul(r, row_bytes)) for r in rows]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
+            codes_ahead = CodesAhead(writer, values, DOT_INPUTS * TILE, is_once=num_rows == 1)
             channel = writer.times(values[1], TILE)
             starts = writer.at(writer.word(SUM_STARTS), writer.times(channel, 4))
             first = [writer.load(writer.at(starts, writer.const(c * LANES * 4)), vector(I32)) for c in range(VECTORS)]
@@ -64,7 +78,7 @@ def _dot(num_rows: int) -> Any:
             steps = builder.udiv(writer.word(WIDTH), writer.const(DOT_INPUTS))
             with cgutils.for_range_slice(builder, writer.const(0), steps, writer.const(1), I64, inc=True) as (k, _):
                 at = writer.at(codes, writer.times(k, DOT_INPUTS * TILE))
-                writer.prefetch_ahead(at, DOT_INPUTS * TILE, is_once=num_rows == 1)
+                codes_ahead.ask()
                 loaded = [
                     _load_codes(writer, writer.at(at, writer.const(c * LANES * DOT_INPUTS))) for c in range(VECTORS)
                 ]
@@ -85,7 +99,7 @@ def _dot(num_rows: int) -> Any:
             store(writer, rows, channel, result)
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.int64, types.int64, kind), codegen
+        return types.void(types.intp, *[types.int64] * 5, kind), codegen
 
     return dot
 

@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
     BIAS,
     CODES,
@@ -31,7 +32,17 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     X,
 )
 from loraserve_kernels.cpu.linear.tiles.tile_loop import tile_loop, tile_stamp
-from loraserve_kernels.cpu.linear.tiles.tile_writer import F32, I32, I64, ZERO, TileWriter, fill, rows_of, store, vector
+from loraserve_kernels.cpu.linear.tiles.tile_writer import (
+    F32,
+    I32,
+    I64,
+    ZERO,
+    TileWriter,
+    fill,
+    rows_of,
+    store,
+    vector,
+)
 from loraserve_kernels.cpu.simd import LANES
 
 FOURS = 4
@@ -42,7 +53,9 @@ half.
 
 def _group_dot(num_rows: int) -> Any:
     @intrinsic
-    def group_dot(typingctx: Any, args: Any, number: Any, row: Any, kind: Any) -> Any:
+    def group_dot(
+        typingctx: Any, args: Any, number: Any, row: Any, following: Any, part: Any, num_parts: Any, kind: Any
+    ) -> Any:
         """Compute `num_rows` rows of a tile's channels in int4 from activations in int8.
 
         Each is ``Σ_group scale · (sum(code · x) + start) · row's scale + bias``, a group's sum
@@ -56,6 +69,7 @@ def _group_dot(num_rows: int) -> Any:
             start_bytes = writer.times(writer.word(START_STRIDE), 4)
             starts = [writer.at(writer.word(GROUP_STARTS), builder.mul(r, start_bytes)) for r in rows]
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
+            codes_ahead = CodesAhead(writer, values, TILE * 4, is_once=num_rows == 1)
             channel = writer.times(values[1], TILE)
             scales = writer.at(writer.word(SCALES), writer.times(channel, 4))
             scale_bytes, width, group = (
@@ -74,7 +88,7 @@ def _group_dot(num_rows: int) -> Any:
                 with cgutils.for_range_slice(builder, start, end, writer.const(2 * FOURS), I64, inc=True) as (k, _):
                     # four bytes a channel hold eight inputs
                     at = writer.at(codes, writer.times(k, TILE * FOURS // (2 * FOURS)))
-                    writer.prefetch_ahead(at, TILE * 4, is_once=num_rows == 1)
+                    codes_ahead.ask()
                     packed = [
                         writer.load(writer.at(at, writer.const(c * LANES * 4)), vector(I32)) for c in range(VECTORS)
                     ]
@@ -107,7 +121,7 @@ def _group_dot(num_rows: int) -> Any:
             store(writer, rows, channel, result)
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.int64, types.int64, kind), codegen
+        return types.void(types.intp, *[types.int64] * 5, kind), codegen
 
     return group_dot
 

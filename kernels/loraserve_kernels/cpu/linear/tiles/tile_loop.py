@@ -9,7 +9,7 @@ from typing import Any
 
 import numba
 
-from loraserve_kernels.cpu.linear.tiles import tile, tile_writer
+from loraserve_kernels.cpu.linear.tiles import codes_ahead, tile, tile_writer
 from loraserve_kernels.cpu.linear.tiles.tile import CHUNK, NUM_ROWS, NUM_TILES, ROWS
 from loraserve_kernels.cpu.simd import fetch_add, load_int, stamp_with
 
@@ -25,24 +25,33 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
     @numba.njit
     def run(args, kind):  # type: ignore[no-untyped-def]
         num_rows, num_tiles = load_int(args, NUM_ROWS), load_int(args, NUM_TILES)
-        while True:
-            item = fetch_add(args, 1)
-            start = item // num_tiles * CHUNK
-            if start >= num_rows:
-                return
+        num_items = (num_rows + CHUNK - 1) // CHUNK * num_tiles
+        # where there is time to ask for the next tile, it is claimed early; but neither the first
+        # ones nor the last: no thread may wait for another that holds two
+        num_early = num_items - num_items // 4 if num_rows > ROWS else 0
+        item, is_first = fetch_add(args, 1), True
+        while item < num_items:
+            start, number = item // num_tiles * CHUNK, item % num_tiles
             end = min(start + CHUNK, num_rows)
-            number = item % num_tiles
-            for row in range(start, end, ROWS):
+            claimed = fetch_add(args, 1) if item < num_early and not is_first else -1
+            following = (claimed if claimed >= 0 else item + 2) % num_tiles
+            num_passes = (end - start + ROWS - 1) // ROWS
+            for part in range(num_passes):
+                row = start + part * ROWS
+                # of the first tile nothing has been asked for
+                num_parts = 1 if is_first and part == 0 else num_passes
                 if end - row == 1:
-                    one(args, number, row, kind)
+                    one(args, number, row, following, part, num_parts, kind)
                 elif ROWS == 4 or end - row <= 4:
-                    four(args, number, row, kind)
+                    four(args, number, row, following, part, num_parts, kind)
                 else:
-                    eight(args, number, row, kind)
+                    eight(args, number, row, following, part, num_parts, kind)
+            is_first = False
+            item = claimed if claimed >= 0 else fetch_add(args, 1)
 
     return run
 
 
 def tile_stamp() -> int:
     """Return the stamp of entries that run such a loop; it changes with what they share."""
-    return stamp_with(tile.__file__, tile_writer.__file__, __file__)
+    return stamp_with(tile.__file__, tile_writer.__file__, codes_ahead.__file__, __file__)
