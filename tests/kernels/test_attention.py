@@ -104,8 +104,12 @@ def test_a_nan_in_one_sequence_stays_there(path: Callable[..., Any]) -> None:
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 19])
-def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(window: int | None, soft_cap: float | None) -> None:
-    paged = make_paged([50, 1], [70, 100])
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(
+    window: int | None, soft_cap: float | None, head_dim: int
+) -> None:
+    # of 128, a row's heads take turns at two blocks
+    paged = make_paged([50, 1], [70, 100], head_dim=head_dim)
     together = attend(paged, sliding_window=window, soft_cap=soft_cap)
     for num_rows, position in ((1, 69), (1, 20), (3, 40), (13, 64)):
         last = position - 20

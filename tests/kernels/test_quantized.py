@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common import quantized as quantized_module
+from loraserve_kernels.common import row_blocks
 from loraserve_kernels.common.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
@@ -208,7 +208,7 @@ def test_a_weight_that_is_rounded_block_by_block_is_what_it_would_be_at_once(
     weight = random_weight()
     whole = quantize(weight, format, group_size, has_zeros=has_zeros)
     # 10 rows, of 37
-    monkeypatch.setattr(quantized_module, "_BLOCK_WEIGHTS", 10 * 384)
+    monkeypatch.setattr(row_blocks, "BLOCK_WEIGHTS", 10 * 384)
     parts = quantize(weight, format, group_size, has_zeros=has_zeros)
     assert torch.equal(parts.codes.view(torch.uint8), whole.codes.view(torch.uint8))
     assert torch.equal(parts.scales, whole.scales)

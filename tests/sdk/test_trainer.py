@@ -296,11 +296,11 @@ def test_gate_that_never_ends_is_left_behind_and_moves_no_alias(
     make_callback: Callable[..., LoraservePushCallback],
     warnings: Callable[[], list[str]],
 ) -> None:
-    may_end, has_ended = threading.Event(), threading.Event()
+    may_end, pushing = threading.Event(), []
 
     def gate(_: PushedCheckpoint) -> bool:
+        pushing.append(threading.current_thread())
         may_end.wait(60)
-        has_ended.set()
         return True
 
     # the push before it is counted, too
@@ -308,9 +308,9 @@ def test_gate_that_never_ends_is_left_behind_and_moves_no_alias(
     run.save()
     assert "Move it later: loraserve adapter alias slow-gate live 1" in warnings()[0]
     may_end.set()
-    assert has_ended.wait(30)
-    # what would move the alias follows at once
-    time.sleep(0.5)
+    # what would move the alias follows the gate
+    pushing[0].join(30)
+    assert not pushing[0].is_alive()
     assert registry.adapters.get("slow-gate").aliases == {}
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from loraserve_kernels.common.formats import FORMATS as FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES as GROUP_SIZES
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
+from loraserve_kernels.common.row_blocks import GPU_BLOCK_WEIGHTS, row_blocks
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
 # the table that bitsandbytes prints, float32 numbers exactly
@@ -183,13 +184,6 @@ class QuantizedWeight:
         return (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features).to(dtype)
 
 
-_BLOCK_WEIGHTS = 1 << 18
-"""Weights that are rounded at a time.
-
-What that takes besides their codes stays in a core's cache, and out of a load's peak.
-"""
-
-
 def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False) -> QuantizedWeight:
     """Round a float weight to 8 or 4 bits, each group by its own largest magnitude.
 
@@ -218,21 +212,20 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
     is_packed = format in ("int4", "nf4")
     codes = weight.new_empty(out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format])
     all_scales, all_zeros = [], []
-    num_rows = max(1, _BLOCK_WEIGHTS // in_features)
-    for first in range(0, max(1, out_features), num_rows):
-        block = weight.detach()[first : first + num_rows]
-        groups = block.float().view(len(block), -1, group_size)
+    floats, block_weights = weight.detach(), None if weight.device.type == "cpu" else GPU_BLOCK_WEIGHTS
+    for first, end in row_blocks(0, out_features, in_features, block_weights):
+        groups = floats[first:end].float().view(end - first, -1, group_size)
         amax = groups.abs().amax(2, keepdim=True)
         if not bool(torch.isfinite(amax).all()):
-            raise _not_finite(weight)
+            raise _not_finite(floats)
         rounded, scales, zeros = _rounded(groups, amax, format, has_zeros)
-        rounded = rounded.view(len(block), in_features)
+        rounded = rounded.view(end - first, in_features)
         if is_packed:
             rounded = rounded[:, 0::2] | rounded[:, 1::2] << 4
-        codes[first : first + len(block)] = rounded
-        all_scales.append(scales.view(len(block), -1))
+        codes[first:end] = rounded
+        all_scales.append(scales.view(end - first, -1))
         if zeros is not None:
-            all_zeros.append(zeros.view(len(block), -1))
+            all_zeros.append(zeros.view(end - first, -1))
     return QuantizedWeight(
         format,
         codes,

@@ -15,12 +15,12 @@ from loraserve.errors import ConfigError
 from loraserve.model.backends.backend import DecoderLayer, Norm
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
-from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.row_blocks import GPU_BLOCK_WEIGHTS, row_blocks
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.gpu.attention.paged import paged_attention
 from loraserve_kernels.gpu.gemm.gemm import weight_only_linear
@@ -28,9 +28,6 @@ from loraserve_kernels.gpu.rows import rows as gpu_rows
 
 GPU_DTYPES = (torch.bfloat16, torch.float16)
 GPU_FORMATS = ("none", "int8", "int4", "nf4", "fp8")
-
-_BLOCK_WEIGHTS = 1 << 22
-"""Weights per block of rows that is float32 at a time: 16 MiB, so that launches stay few."""
 
 
 class GpuBackend:
@@ -121,7 +118,7 @@ class GpuLinear:
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         weight = self._weight
         in_features = weight.shape[1] if isinstance(weight, Tensor) else weight.in_features
-        for first, last in row_blocks(start, end, in_features, _BLOCK_WEIGHTS):
+        for first, last in row_blocks(start, end, in_features, GPU_BLOCK_WEIGHTS):
             if isinstance(weight, Tensor):
                 yield weight[first:last].float()
             else:

@@ -19,9 +19,9 @@ from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.config.model_config import ActivationFunction, read_config
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
-from loraserve.model.layers.linears import row_blocks
 from loraserve.model.layers.norms import geglu, swiglu
 from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
+from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.lora.layout import SITES
 
 _BLOCK_WEIGHTS = 1 << 22

@@ -21,9 +21,10 @@ from loraserve.model.checkpoint.site import make_site
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
-from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight, row_blocks
+from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.lora.layout import SITES
 

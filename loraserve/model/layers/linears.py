@@ -20,6 +20,7 @@ from loraserve.errors import ConfigError, ModelError
 from loraserve.model.config.formats import group_size
 from loraserve_kernels.common.arithmetic import FLOATS, W4A8_ROW, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize
+from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.cpu.linear.chooser import chooser
@@ -155,32 +156,15 @@ def check_format(quantize: str, dtype: torch.dtype) -> None:
         )
 
 
-_BLOCK_WEIGHTS = 1 << 18
-"""Weights per block of rows that is float32 at a time: 1 MiB, memory that the allocator has at
-hand.
-
-At 16 MiB, which the system clears each time, it took three times as long.
-"""
-
 _VIEW_WEIGHTS = 1 << 22
 """Weights per block of rows that are float32 already and take no memory: fewer blocks take the
 interpreter's lock less often.
 """
 
 
-def row_blocks(start: int, end: int, width: int, block_weights: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of blocks of rows of `width` weights.
-
-    A block has so many weights; None: what suits a CPU.
-    """
-    step = max(1, (block_weights or _BLOCK_WEIGHTS) // width)
-    for first in range(start, end, step):
-        yield first, min(first + step, end)
-
-
 def float_rows(weight: Tensor, start: int, end: int) -> Iterator[Tensor]:
     """Yield these rows of a weight in float32, a block at a time, in order."""
-    block_weights = _BLOCK_WEIGHTS if weight.dtype != torch.float32 else _VIEW_WEIGHTS
+    block_weights = _VIEW_WEIGHTS if weight.dtype == torch.float32 else None
     for first, last in row_blocks(start, end, weight.shape[1], block_weights):
         yield weight[first:last].float()
 

@@ -239,7 +239,7 @@ def test_a_gpus_linear_hands_out_any_rows_of_what_it_multiplies(
     matrix = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
     weight = matrix.half() if format is None else quantize(matrix, format, has_zeros=format == "int4").to("cpu")
     expected = weight.float() if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
-    monkeypatch.setattr(gpu_backend, "_BLOCK_WEIGHTS", 128 * 5)
+    monkeypatch.setattr(gpu_backend, "GPU_BLOCK_WEIGHTS", 128 * 5)
     rows = list(gpu_backend.GpuLinear(weight, None, None).rows(3, 29))
     assert max(block.shape[0] for block in rows) == 5
     assert torch.equal(torch.cat(rows), expected[3:29])
@@ -266,8 +266,8 @@ def test_weights_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     serving = Serving(tmp_path, "llama", {})
     config = {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "k_proj"]}
     whole, _ = serving.adapter(config)
-    for name in ("_BLOCK_WEIGHTS", "_VIEW_WEIGHTS"):
-        monkeypatch.setattr(quantize_module, name, 48 * 7)
+    monkeypatch.setattr("loraserve_kernels.common.row_blocks.BLOCK_WEIGHTS", 48 * 7)
+    monkeypatch.setattr(quantize_module, "_VIEW_WEIGHTS", 48 * 7)
     assert max(block.shape[0] for block in serving.decoder.weight_rows(0, "lm_head")) == 7
     cut = serving.load(tmp_path / "adapter-0")
     for module in ("embed_tokens", "lm_head", "k_proj"):

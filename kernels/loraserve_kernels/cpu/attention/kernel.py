@@ -194,6 +194,20 @@ def _values(weights, v, v_next, first, end, width, out):  # type: ignore[no-unty
         column += LANES
 
 
+@numba.njit
+def _ask(blocks, number, lines, head, group):  # type: ignore[no-untyped-def]
+    """Ask for a head's share of the lines of a block; no-op where there is none of that number.
+
+    `blocks` are as `_following` gives them, and counted from the first.
+    """
+    table, base, stride, first, end = blocks
+    if first + number < end:
+        there = base + load_int32(table, first + number) * stride * F32_BYTES
+        share = (lines + group - 1) // group
+        for line in range(head * share, min((head + 1) * share, lines)):
+            prefetch(there, line * LINE, F32)
+
+
 @numba.njit(inline="never")
 def _row_scores(q, q_head, group, width, size, blocks, scores, scores_row, ahead):  # type: ignore[no-untyped-def]
     """Write the products of one row's heads with the keys of some blocks, unscaled.
@@ -202,19 +216,14 @@ def _row_scores(q, q_head, group, width, size, blocks, scores, scores_row, ahead
     are as `_following` gives them.
     """
     lines = size * width // LINE
-    share = (lines + group - 1) // group
     table, k, k_block, first, end = blocks
-    ahead_table, ahead_base, ahead_stride, ahead_first, ahead_end = ahead
     for head in range(group):
         x, out = q + head * q_head * F32_BYTES, scores + head * scores_row * F32_BYTES
         for block in range(first, end):
             here = k + load_int32(table, block) * k_block * F32_BYTES
             for key in range(0, size, LANES):
                 store(out, (block - first) * size + key, dot_rows(x, here + key * width * F32_BYTES, width, width))
-            if ahead_first + block - first < ahead_end:
-                there = ahead_base + load_int32(ahead_table, ahead_first + block - first) * ahead_stride * F32_BYTES
-                for line in range(head * share, min((head + 1) * share, lines)):
-                    prefetch(there, line * LINE, F32)
+            _ask(ahead, block - first, lines, head, group)
 
 
 @numba.njit(inline="never")
@@ -225,19 +234,14 @@ def _row_values(weights, weights_row, group, width, size, blocks, begin, stop, o
     block; `blocks` and `ahead` as in `_row_scores`.
     """
     lines = size * width // LINE
-    share = (lines + group - 1) // group
     table, v, v_block, first, end = blocks
-    ahead_table, ahead_base, ahead_stride, ahead_first, ahead_end = ahead
     for head in range(group):
         sums = out + head * out_head * F32_BYTES
         for block in range(first, end):
             here = v + load_int32(table, block) * v_block * F32_BYTES
             at = weights + (head * weights_row + (block - first) * size) * F32_BYTES
             _values(at, here, 0, max(0, begin - block * size), min(size, stop - block * size), width, sums)
-            if ahead_first + block - first < ahead_end:
-                there = ahead_base + load_int32(ahead_table, ahead_first + block - first) * ahead_stride * F32_BYTES
-                for line in range(head * share, min((head + 1) * share, lines)):
-                    prefetch(there, line * LINE, F32)
+            _ask(ahead, block - first, lines, head, group)
 
 
 @numba.njit
@@ -293,6 +297,8 @@ def _attend(args):  # type: ignore[no-untyped-def]
                 qh = q + (row * q_row + head * group * q_head) * F32_BYTES
                 oh = out + (row * out_row + head * group * out_head) * F32_BYTES
                 kh, vh = k + head * k_head * F32_BYTES, v + head * v_head * F32_BYTES
+                # several rows take longer than memory, and one head reads a block once: blocks in
+                # turn are faster there
                 is_one_row = rows == 1 and group > 1
                 if is_one_row:
                     for block in range(first_block, end_block, chunk):

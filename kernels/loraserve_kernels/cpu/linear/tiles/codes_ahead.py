@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from numba import types
 from numba.core import cgutils
 
 from loraserve_kernels.cpu.linear.tiles.tile import CODES, PREFETCH_BYTES, TILE_BYTES
 from loraserve_kernels.cpu.linear.tiles.tile_writer import TileWriter
-from loraserve_kernels.cpu.vector_code import LINE_BYTES
+from loraserve_kernels.cpu.vector_code import LINE_BYTES, prefetch
 
 
 class CodesAhead:
@@ -44,5 +45,5 @@ class CodesAhead:
         writer, builder = self._writer, self._writer.builder
         at = builder.load(self._at)
         for offset in range(0, self._step_bytes, LINE_BYTES):
-            writer.prefetch(writer.at(at, writer.const(offset)), is_once=self._is_once)
+            prefetch(builder, at, writer.const(offset), types.int8, is_once=self._is_once)
         builder.store(writer.at(at, self._step), self._at)

@@ -32,17 +32,7 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     X,
 )
 from loraserve_kernels.cpu.linear.tiles.tile_loop import tile_loop, tile_stamp
-from loraserve_kernels.cpu.linear.tiles.tile_writer import (
-    F32,
-    I32,
-    I64,
-    ZERO,
-    TileWriter,
-    fill,
-    rows_of,
-    store,
-    vector,
-)
+from loraserve_kernels.cpu.linear.tiles.tile_writer import F32, I32, I64, ZERO, TileWriter, fill, rows_of, store, vector
 from loraserve_kernels.cpu.simd import LANES
 
 FOURS = 4

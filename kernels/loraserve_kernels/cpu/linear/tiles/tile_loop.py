@@ -34,6 +34,8 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
             start, number = item // num_tiles * CHUNK, item % num_tiles
             end = min(start + CHUNK, num_rows)
             claimed = fetch_add(args, 1) if item < num_early and not is_first else -1
+            # where none is claimed: that of two threads that take turns, a guess on which only
+            # speed depends
             following = (claimed if claimed >= 0 else item + 2) % num_tiles
             num_passes = (end - start + ROWS - 1) // ROWS
             for part in range(num_passes):

@@ -8,13 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from loraserve_kernels.cpu.linear.tiles.tile import (
-    HAS_VNNI,
-    NUM_ROWS,
-    VECTORS,
-    Y_STRIDE,
-    Y,
-)
+from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI, NUM_ROWS, VECTORS, Y_STRIDE, Y
 from loraserve_kernels.cpu.simd import FEATURES, LANES
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -60,18 +54,6 @@ class TileWriter:
 
     def load(self, address: Any, kind: ir.Type, align: int = 1) -> Any:
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
-
-    def prefetch(self, address: Any, *, is_once: bool) -> None:
-        """Ask for a line; past the end of memory, too.
-
-        Args:
-            is_once: it isn't read again, so it needn't drive others out of the caches.
-        """
-        function = cgutils.get_or_insert_function(
-            self.builder.module, ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32]), "llvm.prefetch.p0"
-        )
-        hints = [ir.Constant(I32, number) for number in (0, 0 if is_once else 3, 1)]
-        self.builder.call(function, [self.builder.inttoptr(address, ir.PointerType()), *hints])
 
     def store(self, value: Any, address: Any) -> None:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
