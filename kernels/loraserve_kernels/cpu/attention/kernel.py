@@ -72,22 +72,6 @@ NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, WINDOW, SCRATCH, SCRATCH_ROW, SCALE, 
     41,
 )
 
-# The argument block of `_store`; both counters are written.
-S_CLAIMED, S_OUTSIDE, S_K, S_K_ROW, S_K_HEAD, S_V, S_V_ROW, S_V_HEAD, S_SLOTS, S_NUM_ROWS = (
-    0,
-    8,
-    16,
-    17,
-    18,
-    19,
-    20,
-    21,
-    22,
-    23,
-)
-S_K_CACHE, S_K_BLOCK, S_K_CACHE_HEAD, S_V_CACHE, S_V_BLOCK, S_V_CACHE_HEAD = 24, 25, 26, 27, 28, 29
-S_NUM_BLOCKS, S_NUM_HEADS, S_BLOCK_SIZE, S_HEAD_DIM, S_NUM_WORDS = 30, 31, 32, 33, 34
-
 # A sequence's row of the sequence table, in int64 words.
 ROW_START, NUM_ROWS, CONTEXT_LEN, SEQUENCE_WORDS = 0, 1, 2, 3
 
@@ -98,7 +82,6 @@ CHUNK_BYTES = 16384
 Processors fetch ahead of reads that go on from page to page; heads that take turns at each block
 make them stop.
 """
-STORE_ROWS = 16
 WORD = 8
 F32_BYTES = 4
 LINE = 16
@@ -391,53 +374,3 @@ def compiled() -> Any:
             _attend(args)
 
     return numba.cfunc(types.void(types.intp), cache=True)(attend)
-
-
-@numba.njit
-def _store(args):  # type: ignore[no-untyped-def]
-    """One thread's part of a step's writes to the cache.
-
-    A slot that the cache doesn't have is counted and not written.
-    """
-    k, k_row, k_head = load_int(args, S_K), load_int(args, S_K_ROW), load_int(args, S_K_HEAD)
-    v, v_row, v_head = load_int(args, S_V), load_int(args, S_V_ROW), load_int(args, S_V_HEAD)
-    k_cache, k_block, k_cache_head = (
-        load_int(args, S_K_CACHE),
-        load_int(args, S_K_BLOCK),
-        load_int(args, S_K_CACHE_HEAD),
-    )
-    v_cache, v_block, v_cache_head = (
-        load_int(args, S_V_CACHE),
-        load_int(args, S_V_BLOCK),
-        load_int(args, S_V_CACHE_HEAD),
-    )
-    slots, num_rows, num_heads = load_int(args, S_SLOTS), load_int(args, S_NUM_ROWS), load_int(args, S_NUM_HEADS)
-    num_blocks, size, width = load_int(args, S_NUM_BLOCKS), load_int(args, S_BLOCK_SIZE), load_int(args, S_HEAD_DIM)
-    while True:
-        first = fetch_add(args, STORE_ROWS)
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + STORE_ROWS, num_rows)):
-            slot = load_int(slots, row)
-            if slot < 0 or slot >= num_blocks * size:
-                fetch_add(args + S_OUTSIDE * WORD, 1)
-                continue
-            block, offset = slot // size, slot % size
-            for head in range(num_heads):
-                k_from, k_to = row * k_row + head * k_head, block * k_block + head * k_cache_head + offset * width
-                v_from, v_to = row * v_row + head * v_head, block * v_block + head * v_cache_head + offset * width
-                for i in range(0, width, LANES):
-                    store(k_cache, k_to + i, load(k, k_from + i, F32))
-                    store(v_cache, v_to + i, load(v, v_from + i, F32))
-
-
-@functools.cache
-def compiled_store() -> Any:
-    """Return the kernel that writes to the cache, compiled or read from numba's cache."""
-    stamp = STAMP
-
-    def store_kv(args):  # type: ignore[no-untyped-def]
-        if stamp != 0:
-            _store(args)
-
-    return numba.cfunc(types.void(types.intp), cache=True)(store_kv)

@@ -238,9 +238,9 @@ def _kernel() -> tuple[Callable[[int], None], int, Any]:
 
 @functools.cache
 def _store_kernel() -> tuple[Callable[[int], None], int, Any]:
-    from loraserve_kernels.cpu.attention import kernel as attention_kernel
+    from loraserve_kernels.cpu.attention import store_kernel
 
-    handle = attention_kernel.compiled_store()
+    handle = store_kernel.compiled()
     return handle.ctypes, handle.address, handle
 
 
@@ -318,12 +318,12 @@ def _attend_numba(
 
 
 def _store_numba(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    from loraserve_kernels.cpu.attention import kernel as attention_kernel
+    from loraserve_kernels.cpu.attention import store_kernel
 
     call, address, _ = _store_kernel()
     num_tokens, num_heads, head_dim = k.shape
-    args = np.zeros(attention_kernel.S_NUM_WORDS, dtype=np.int64)
-    args[attention_kernel.S_K : attention_kernel.S_NUM_WORDS] = (
+    args = np.zeros(store_kernel.NUM_WORDS, dtype=np.int64)
+    args[store_kernel.K : store_kernel.NUM_WORDS] = (
         k.data_ptr(),
         k.stride(0),
         k.stride(1),
@@ -345,8 +345,8 @@ def _store_numba(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_ma
     )
     num_bytes = 8 * num_tokens * num_heads * head_dim
     threads.run(call, address, args.ctypes.data, threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1)
-    if args[attention_kernel.S_OUTSIDE]:
+    if args[store_kernel.OUTSIDE]:
         raise InvalidPlan(
-            f"{args[attention_kernel.S_OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of "
+            f"{args[store_kernel.OUTSIDE]} slots aren't within the cache's {k_cache.shape[0]} blocks of "
             f"{k_cache.shape[2]}"
         )
