@@ -6,12 +6,15 @@ Each checks its tensors and picks the kernel for their device.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu.attention import paged as cpu_attention
+from loraserve_kernels.cpu.compilation import catalog, helper
+from loraserve_kernels.cpu.compilation.kernel_cache import kernel_cache
 from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
 from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
@@ -128,14 +131,76 @@ def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
 
 
 def warm_up(adapter_dtype: torch.dtype) -> None:
-    """Compile all kernels, so that no step waits for a compiler.
+    """Compile all kernels of steps with adapters of this dtype, or read them from the cache.
 
-    Some seconds on a machine's first run, well under one later: the engine calls it at its start.
+    For programs that compute without an engine, which calls `compile_kernels` instead.
+    """
+    compile_kernels([adapter_dtype])
+
+
+def can_compile_apart() -> bool:
+    """Return whether processes share compiled kernels here: there is a folder for them."""
+    return cpu_lora.HAS_NUMBA and kernel_cache() is not None
+
+
+def start_compiling(adapter_dtypes: Sequence[torch.dtype], later_dtypes: Sequence[torch.dtype] = ()) -> None:
+    """Have a process beside this one compile kernels of the CPU that the cache lacks.
+
+    `compile_kernels` then finds about half of them there.
 
     Args:
-        adapter_dtype: what adapters may be stored in; call once for each.
+        adapter_dtypes: dtypes of adapters that steps need from the start.
+        later_dtypes: others, for whose kernels `prepare_adapters` waits.
     """
-    cpu_lora.warm_up(adapter_dtype)
+    if cpu_lora.HAS_NUMBA:
+        helper.start_helper(_names(adapter_dtypes), list(map(_adapter_kernel, later_dtypes)))
+
+
+def compile_kernels(
+    adapter_dtypes: Sequence[torch.dtype],
+    on_begin: Callable[[int], object] = lambda num_kernels: None,
+    on_compiled: Callable[[int], object] = lambda num_done: None,
+    on_wait: Callable[[], object] = lambda: None,
+) -> None:
+    """Compile the CPU's kernels, so that no step waits for a compiler; no-op without numba.
+
+    Args:
+        adapter_dtypes: dtypes of adapters that can be computed when this returns.
+        on_begin: called with the number of kernels.
+        on_compiled: called with how many are there, after each.
+        on_wait: called about every 50 ms while another process compiles the last ones.
+    """
+    if not cpu_lora.HAS_NUMBA:
+        return
+    from loraserve_kernels.cpu.compilation.compiler import compile_all
+
+    names = _names(adapter_dtypes)
+    on_begin(len(names))
+    # a process that `start_compiling` started begins at the other end
+    compile_all(reversed(names), on_compiled, on_wait)
+    _bind_kernels()
+
+
+def prepare_adapters(dtype: torch.dtype) -> None:
+    """Have the kernel of adapters in this dtype ready; it may take seconds, once on a machine.
+
+    A process beside this one compiles it, so that steps go on. No-op without numba.
+    """
+    if can_compile_apart():
+        helper.compile_apart(_adapter_kernel(dtype))
+    cpu_lora.warm_up(dtype)
+
+
+def _names(adapter_dtypes: Sequence[torch.dtype]) -> list[str]:
+    return [*catalog.STEP_KERNELS, *map(_adapter_kernel, adapter_dtypes)]
+
+
+def _adapter_kernel(dtype: torch.dtype) -> str:
+    return catalog.LORA_KERNELS[str(dtype).removeprefix("torch.")]
+
+
+def _bind_kernels() -> None:
+    """Have the addresses of compiled kernels at hand where steps call them."""
     cpu_attention.warm_up()
     gemm.warm_up()
     program.warm_up()

@@ -22,7 +22,7 @@ from torch import Tensor
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear import gemm
-from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, _of_codes, compile_kernel, example
+from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, _of_codes, compile_candidate, example
 from loraserve_kernels.cpu.linear.chooser import Chooser
 from loraserve_kernels.cpu.linear.widen import widen
 
@@ -142,7 +142,7 @@ def look_at(format: str) -> dict[str, Any]:
     chooser = Chooser()
     for candidate in FORMATS[format]:
         if candidate.is_there():
-            compile_kernel(candidate, format)
+            compile_candidate(candidate, format)
     compiled = time.perf_counter()
     choice = chooser.choose(format, *TIMED)
     chosen_s = time.perf_counter() - compiled

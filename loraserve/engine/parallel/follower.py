@@ -58,12 +58,16 @@ class Follower:
     def handle(self, message: m.ToRank) -> None:
         """Do what one message says."""
         from loraserve.engine.parallel.part_memory import map_part
+        from loraserve_kernels.ops import prepare_adapters
 
         match message:
             case m.OpenCache():
                 self._open_cache(message)
             case m.HoldAdapter(number=number):
-                self._adapters[number] = map_part(message, self._module_shapes)
+                adapter = map_part(message, self._module_shapes)
+                # rank 0 had it compiled when it packed the adapter; here it is only read
+                prepare_adapters(adapter.data.dtype)
+                self._adapters[number] = adapter
             case m.DropAdapter(number=number):
                 del self._adapters[number]
             case m.ReleaseBlocks(runs=runs):
@@ -151,12 +155,11 @@ def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Fo
     from loraserve.engine.parallel.rank_counts import RankCounts, RankProgress
     from loraserve.engine.parallel.store import open_store
     from loraserve.memory.devices.cpu import cpu_adapter_dtype
-    from loraserve.memory.loading.lowering import FILE_DTYPES
     from loraserve.model.checkpoint.loader import load_model
     from loraserve.model.parallel.grid import Grid
     from loraserve.model.parallel.member import join
     from loraserve.model.parallel.traffic import Traffic
-    from loraserve_kernels.ops import warm_up
+    from loraserve_kernels.ops import compile_kernels
 
     def share(facts: PartFacts) -> list[PartFacts]:
         connection.send_bytes(m.encode(m.PartLoaded(facts, chosen_kernels())))
@@ -182,8 +185,7 @@ def _load(connection: Connection, counts: int, rank: int, store_path: str) -> Fo
         member=member,
     )
     held = cpu_adapter_dtype(config.adapter_dtype)
-    for dtype in tuple(FILE_DTYPES.values()) if held is None else (held,):
-        warm_up(dtype)
+    compile_kernels(() if held is None else (held,))
     connection.send_bytes(m.encode(m.Loaded()))
     return Follower(decoder, member, connection)
 

@@ -60,7 +60,7 @@ from loraserve.text.grammar import GrammarCompiler
 from loraserve.text.same_tokenizer import check_same_tokenizer
 from loraserve_kernels.common.arithmetic import FLOATS
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
-from loraserve_kernels.ops import warm_up
+from loraserve_kernels.ops import can_compile_apart, compile_kernels, start_compiling
 
 if TYPE_CHECKING:
     from loraserve.engine.parallel.rank_group import RankGroup
@@ -102,6 +102,8 @@ def build_engine(
     progress.begin("looking for devices")
     faults.hit("engine.load")
     config = resolve(config)
+    if config.device == "cpu":
+        start_compiling(*_adapter_dtypes(config))
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     if config.draft_model_dir is not None:
@@ -265,7 +267,7 @@ def _on_cpu(
     kv = view_kv(decoder, memory.data, part, config.block_size)
     arena = Arena(plan.num_pages, plan.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
-    _warm_up_adapters(held, progress)
+    _compile_kernels(config, progress)
 
     def release(blocks: Sequence[int]) -> None:
         freed = runs(blocks)
@@ -284,18 +286,26 @@ def _on_cpu(
     return runner, device, _kv_cache(config, plan, arena, release)
 
 
-def _warm_up_adapters(held: torch.dtype | None, progress: Progress) -> None:
-    """Compile the kernels of adapters: no step may wait for a compiler.
+def _adapter_dtypes(config: EngineConfig) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
+    """Return the dtypes of adapters whose kernels are compiled at the start, and after it.
 
-    Args:
-        held: the dtype that they are held in; None: each in its own.
+    Where each adapter is held as it is stored, its load waits for the kernel of its dtype.
     """
-    dtypes = tuple(FILE_DTYPES.values()) if held is None else (held,)
-    compiler = " with numba (once: they are kept on disk)" if HAS_NUMBA else ""
-    progress.begin(f"compiling kernels{compiler}, formats of adapters", len(dtypes))
-    for number, dtype in enumerate(dtypes):
-        warm_up(dtype)
-        progress.advance(number + 1)
+    held = cpu_adapter_dtype(config.adapter_dtype)
+    if held is not None:
+        return (held,), ()
+    # trainers write float32 and bfloat16 most
+    stored = tuple(sorted(FILE_DTYPES.values(), key=lambda dtype: dtype is torch.float16))
+    return ((), stored) if can_compile_apart() else (stored, ())
+
+
+def _compile_kernels(config: EngineConfig, progress: Progress) -> None:
+    """Compile what steps need: no step may wait for a compiler."""
+
+    def begin(num_kernels: int) -> None:
+        progress.begin("compiling kernels (once on a machine: they are kept on disk), kernels", num_kernels)
+
+    compile_kernels(_adapter_dtypes(config)[0], begin, progress.advance, progress.tick)
 
 
 def _kv_cache(

@@ -14,6 +14,7 @@ from loraserve.memory.arena import Arena, ArenaClient, Owner
 from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
 from loraserve.types import BaseSpec
 from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
+from loraserve_kernels.ops import prepare_adapters
 
 
 class HostMemory:
@@ -112,6 +113,7 @@ class CpuDevice:
     ) -> PackedAdapter:
         dtype = self.held_dtype(stored)
         refuse_out_of_range(modules, stored, dtype)
+        prepare_adapters(dtype)
         return pack_adapter(
             modules,
             num_layers=self._base.num_layers,

@@ -17,8 +17,8 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -373,4 +373,4 @@ def compiled() -> Any:
         if stamp != 0:
             _attend(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(attend)
+    return compile_kernel(attend)

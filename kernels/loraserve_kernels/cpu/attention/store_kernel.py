@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import numba
-from numba import types
 
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.simd import F32, LANES, STAMP, fetch_add, load, load_int, store
 
 # The argument block, in int64 words. The counters (rows claimed, slots outside the cache) are on
@@ -82,4 +82,4 @@ def compiled() -> Any:
         if stamp != 0:
             _store(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(store_kv)
+    return compile_kernel(store_kv)

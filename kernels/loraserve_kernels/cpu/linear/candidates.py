@@ -76,7 +76,7 @@ def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
     return grouped if weight.zeros is None else f"{grouped}-zeros"
 
 
-def compile_kernel(candidate: Candidate, format: str) -> None:
+def compile_candidate(candidate: Candidate, format: str) -> None:
     """Compile what the candidate needs, or read it from numba's cache.
 
     Otherwise compiling would be taken for slowness.

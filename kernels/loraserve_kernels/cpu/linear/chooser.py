@@ -32,7 +32,7 @@ from torch import Tensor
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.linear import cuts, gemm
-from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, compile_kernel, example
+from loraserve_kernels.cpu.linear.candidates import FORMATS, Candidate, compile_candidate, example
 from loraserve_kernels.cpu.linear.widen import widen
 
 ROWS = (1, 8, 64, 256)
@@ -209,7 +209,7 @@ class Chooser:
         with self.around(key[0]):
             for candidate in FORMATS[key[0]]:
                 if candidate.is_there():
-                    compile_kernel(candidate, key[0])
+                    compile_candidate(candidate, key[0])
             clock = self.work_clock or work_clock()
             began, num_threads = self.clock(), threads.num_threads()
             with threads.alone():

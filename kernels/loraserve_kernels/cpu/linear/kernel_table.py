@@ -16,7 +16,7 @@ from typing import Any
 
 from loraserve_kernels.cpu import instructions, threads
 from loraserve_kernels.cpu.linear import cuts
-from loraserve_kernels.cpu.linear.candidates import FORMATS, compile_kernel
+from loraserve_kernels.cpu.linear.candidates import FORMATS, compile_candidate
 from loraserve_kernels.cpu.linear.chooser import Choice, Chooser, probe
 
 SHAPES = ((2048, 768), (2048, 4096))
@@ -44,7 +44,7 @@ def table(formats: list[str], *, is_quick: bool) -> dict[str, Any]:
             continue
         for candidate in FORMATS[format]:
             if candidate.is_there():
-                compile_kernel(candidate, format)
+                compile_candidate(candidate, format)
         for shape in SHAPES:
             found.append(probe(format, *shape, runs=_RUNS, run_s=_RUN_S, cut_s=cut_s))
     sets = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.simd import (
     F32,
     I8,
@@ -128,4 +128,4 @@ def compiled() -> Any:
         if stamp != 0:
             _quantize(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(quantize_rows)
+    return compile_kernel(quantize_rows)

@@ -20,7 +20,6 @@ import zlib
 from typing import Any
 
 import numba
-from numba import types
 
 from loraserve_kernels.common.sizes import (
     DELTA,
@@ -35,6 +34,7 @@ from loraserve_kernels.common.sizes import (
     A,
     B,
 )
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.lora import products, replaced_rows, tiles
 from loraserve_kernels.cpu.lora.products import add_delta, add_shift, expand, shrink
 from loraserve_kernels.cpu.lora.replaced_rows import REPLACED_BLOCK, gather, look_up, scatter
@@ -197,7 +197,7 @@ def compiled_float32() -> Any:
         if stamp != 0:
             _apply(args, F32)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(lora_float32)
+    return compile_kernel(lora_float32)
 
 
 @functools.cache
@@ -209,7 +209,7 @@ def compiled_bfloat16() -> Any:
         if stamp != 0:
             _apply(args, BF16)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(lora_bfloat16)
+    return compile_kernel(lora_bfloat16)
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def compiled_float16() -> Any:
         if stamp != 0:
             _apply(args, F16)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(lora_float16)
+    return compile_kernel(lora_float16)
 
 
 @functools.cache
@@ -233,4 +233,4 @@ def compiled_int8() -> Any:
         if stamp != 0:
             _apply(args, I8)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(lora_int8)
+    return compile_kernel(lora_int8)

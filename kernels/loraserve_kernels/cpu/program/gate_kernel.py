@@ -10,9 +10,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.linear import row_quantization
 from loraserve_kernels.cpu.linear.row_quantization import round_row
 from loraserve_kernels.cpu.simd import (
@@ -87,4 +87,4 @@ def compiled() -> Any:
         if stamp != 0:
             _gate(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(gate_rows)
+    return compile_kernel(gate_rows)

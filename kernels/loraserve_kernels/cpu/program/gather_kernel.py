@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import numba
-from numba import types
 
 from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.simd import F32, LANES, load, load_int, load_one, stamp_with, store, store_one
 
 # The argument block, in int64 words. The counter is on a cache line of its own.
@@ -45,4 +45,4 @@ def compiled() -> Any:
         if stamp != 0:
             _gather(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(gather_rows)
+    return compile_kernel(gather_rows)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.program import norm_kernel
 from loraserve_kernels.cpu.program.norm_kernel import inverse_rms, scale_row
 from loraserve_kernels.cpu.simd import (
@@ -123,4 +123,4 @@ def compiled() -> Any:
         if stamp != 0:
             _turn_and_store(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(turn_and_store)
+    return compile_kernel(turn_and_store)

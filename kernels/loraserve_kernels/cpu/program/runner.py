@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.simd import STAMP, load_int, pause
 
 # The argument block, in int64 words. The state is on a cache line of its own.
@@ -149,4 +150,4 @@ def compiled() -> Any:
         if stamp != 0:
             _run(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(run_kernels)
+    return compile_kernel(run_kernels)

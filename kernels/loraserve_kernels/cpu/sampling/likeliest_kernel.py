@@ -10,9 +10,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.simd import (
     F32,
     LANES,
@@ -82,4 +82,4 @@ def compiled() -> Any:
         if stamp != 0:
             _likeliest(args)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(find_likeliest)
+    return compile_kernel(find_likeliest)

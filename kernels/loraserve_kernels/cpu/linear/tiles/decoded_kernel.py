@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from loraserve_kernels.common.quantized import NF4_CODE
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
     BIAS,
@@ -203,4 +204,4 @@ def compiled(kind: Any) -> Any:
 
     # by its name numba resolves it from its cache, too
     multiply.__name__ = multiply.__qualname__ = f"multiply_{_NAMES[numba.typeof(kind)]}"
-    return numba.cfunc(types.void(types.intp), cache=True)(multiply)
+    return compile_kernel(multiply)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.linear.tiles.codes_ahead import CodesAhead
 from loraserve_kernels.cpu.linear.tiles.tile import (
     BIAS,
@@ -133,4 +133,4 @@ def compiled() -> Any:
         if stamp != 0:
             _run_group_dots(args, _GROUP_DOT)
 
-    return numba.cfunc(types.void(types.intp), cache=True)(multiply_int4)
+    return compile_kernel(multiply_int4)
