@@ -20,14 +20,22 @@ from types import TracebackType
 import httpx2
 
 from loraserve.demo.pack import BASE_NAME, base_dir, pack_files
+from loraserve.engine_client.vitals import Vitals, core_wait_s
 from loraserve.errors import ConfigError, EngineUnavailable
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
-_START_S, _STOP_S = 90.0, 15.0
-_POLL_S = 0.1
+_SILENCE_S, _STOP_S = 120.0, 15.0
+"""Seconds for which a server may say nothing at all, not counting those in which it waits for a core;
+and for which it may take to stop. What its engine is at, the server itself judges.
+"""
+_POLL_S, _ANSWER_S, _MAX_TICK_S = 0.1, 1.0, 2.0
 _FIRST_TOLD_S, _TELL_EVERY_S = 2.0, 15.0
 _LOG_TAIL_LINES = 15
+_HINT = (
+    "Start it again: kernels that were compiled are kept. On a busy machine, or one with a small share of a core, the "
+    "first start takes minutes."
+)
 
 
 @dataclass(slots=True)
@@ -63,7 +71,7 @@ class DemoServer:
         command += ["--host", HOST, "--port", str(self.port), "--data-dir", str(self.data_dir)]
         command += ["--quantize", self.quantize]
         command += ["--base-names", BASE_NAME]
-        command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2", "--log-level", "warning"]
+        command += ["--memory-budget", "256MiB", "--host-cache", "256MiB", "--grace-s", "2"]
         # Another server's settings, in the environment or in a loraserve.toml, are not this one's.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORASERVE_")}
         environment |= {"LORASERVE_ADMIN_KEY": self.admin_key, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -113,24 +121,29 @@ class DemoServer:
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        began = moved = told = time.monotonic()
+        """Return once the server is ready, however long its engine takes as long as it goes on.
+
+        The server watches its engine, and ends where none can be had: there is one clock. Here only
+        a server that says nothing is given up.
+        """
+        began = told = time.monotonic()
         detail = said = ""
-        with httpx2.Client(timeout=1.0, trust_env=False) as client:
+        silence = Vitals(_MAX_TICK_S, core_wait_s=lambda: core_wait_s(process.pid))
+        with httpx2.Client(timeout=_ANSWER_S, trust_env=False) as client:
             while process.poll() is None:
                 now = time.monotonic()
-                if now - moved > _START_S:
+                silence.tick()
+                if silence.stuck_s > _SILENCE_S:
                     self.stop()
                     raise EngineUnavailable(
-                        f"The server isn't ready and has made no progress for {_START_S:g} s. {detail}\nIts log ends:\n"
-                        f"{self.log_tail()}"
+                        f"The server has said nothing for {_SILENCE_S:g} s. {detail}\n{self._log_end()}", hint=_HINT
                     )
                 try:
                     answer = client.get(f"{self.url}/readyz")
+                    silence.note_message()
                     if answer.status_code == httpx2.codes.OK:
                         return
-                    before, detail = detail, answer.json().get("detail", "")
-                    if detail != before:
-                        moved = now
+                    detail = answer.json().get("detail", "")
                 except (httpx2.TransportError, ValueError):
                     pass  # nobody listens yet
                 is_news = detail != said and now - began > _FIRST_TOLD_S
@@ -138,7 +151,12 @@ class DemoServer:
                     told, said = now, detail
                     self.tell(f"{now - began:3.0f} s  {detail}")
                 time.sleep(_POLL_S)
-        raise EngineUnavailable(f"The server ended with code {process.returncode}. Its log ends:\n{self.log_tail()}")
+        raise EngineUnavailable(f"The server ended with code {process.returncode}. {self._log_end()}", hint=_HINT)
+
+    def _log_end(self) -> str:
+        """Return the end of the log as part of a message."""
+        tail = self.log_tail()
+        return f"Its log ends:\n{tail}" if tail else "Its log is empty."
 
 
 def check_port(port: int) -> None:

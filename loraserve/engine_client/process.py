@@ -21,6 +21,7 @@ import zmq
 from loraserve.config import EngineConfig
 from loraserve.engine_client import messages as m
 from loraserve.engine_client.stacks import dump_stacks, innermost, state_of
+from loraserve.engine_client.vitals import Vitals, core_wait_s
 from loraserve.errors import EngineDied, LoraserveError, error_from_code
 
 logger = logging.getLogger(__name__)
@@ -51,55 +52,12 @@ _HINT = (
 )
 
 
-class Vitals:
-    """Count seconds in which an engine made no progress, in the watcher's own ticks.
-
-    Only time in which the watcher itself ran counts: of what passes between two ticks, no more than
-    `max_tick_s`. After a suspended machine, a frozen container or a blocked event loop the engine
-    has had no chance to speak either.
-
-    Attributes:
-        quiet_s: seconds since the last progress: a message of the working thread, or a pulse whose
-            count of moves has grown.
-        has_spoken: whether there ever was a message.
-        what: the engine's current work, by the last pulse.
-        doing: the same with how far it is.
-    """
-
-    def __init__(self, max_tick_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.quiet_s = 0.0
-        self.has_spoken = False
-        self.what = self.doing = "starting its process"
-        self._max_tick_s, self._clock = max_tick_s, clock
-        self._num_moves = -1
-        self._last_tick_s = clock()
-
-    def tick(self) -> None:
-        """Add the time since the last tick, up to `max_tick_s`."""
-        now = self._clock()
-        passed_s = min(now - self._last_tick_s, self._max_tick_s)
-        self._last_tick_s = now
-        self.quiet_s += passed_s
-
-    def note_pulse(self, num_moves: int, what: str, doing: str) -> None:
-        """Note a pulse: the process runs, and made progress if the count of moves has grown."""
-        self.has_spoken = True
-        self.what, self.doing = what, doing
-        if num_moves != self._num_moves:
-            self._num_moves = num_moves
-            self.quiet_s = 0.0
-
-    def note_message(self) -> None:
-        """Note a message of the working thread."""
-        self.has_spoken = True
-        self.quiet_s = 0.0
-
-
 class EngineProcess:
     """Start ``loraserve.engine.worker.main``, exchange messages with it, notice when it hangs.
 
     A process hangs if its working thread reaches none of its marks (`loraserve.progress`) or sends
-    nothing for too long. A load or a step that goes on, however slowly, doesn't hang.
+    nothing for too long. A load or a step that goes on, however slowly, doesn't hang; nor does a
+    process that waits for a core, on a busy machine or with a small share of one.
 
     Args:
         on_message: called on the event loop with everything the engine sends after Ready, except
@@ -125,7 +83,7 @@ class EngineProcess:
         self.was_stopped = False
         self._hang_timeout_s, self._load_timeout_s = hang_timeout_s, load_timeout_s
         self._tick_s = min(_MAX_TICK_S, hang_timeout_s / _TICKS_PER_TIMEOUT)
-        self.vitals = Vitals(max_tick_s=2 * self._tick_s)
+        self.vitals = Vitals(max_tick_s=2 * self._tick_s, core_wait_s=lambda: core_wait_s(self.pid))
         self._config = config
         self._on_message = on_message
         self._dir = tempfile.mkdtemp(prefix="loraserve-engine-")  # 0700: no other user reaches the sockets
@@ -280,7 +238,7 @@ class EngineProcess:
                         logger.info("the engine is %s, for %.0f s now", vitals.doing, now - began_s)
                         logged_s = now
                 timeout_s = self._hang_timeout_s if self._ready.done() else self._load_timeout_s
-                if vitals.quiet_s > timeout_s:
+                if vitals.stuck_s > timeout_s:
                     self._note_hang(await self._examine(timeout_s))
                     return
         except Exception:

@@ -115,7 +115,7 @@ class EngineSupervisor:
         """
         if self.failure is not None or self._process is None:
             return False
-        return not self.is_up or self._quiet_s < self._hang_timeout_s + _EXAMINATION_S
+        return not self.is_up or self._stuck_s < self._hang_timeout_s + _EXAMINATION_S
 
     @property
     def status(self) -> str | None:
@@ -145,6 +145,11 @@ class EngineSupervisor:
     def _quiet_s(self) -> float:
         """Seconds since the engine last made progress."""
         return 0.0 if self._process is None else self._process.vitals.quiet_s
+
+    @property
+    def _stuck_s(self) -> float:
+        """The same without the seconds in which it waited for a core."""
+        return 0.0 if self._process is None else self._process.vitals.stuck_s
 
     @property
     def _is_quiet(self) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 from stopped_clock import StoppedClock
 
-from loraserve.engine_client.process import Vitals
+from loraserve.engine_client.vitals import Vitals, core_wait_s
 from loraserve.progress import Progress
 
 
@@ -60,6 +65,43 @@ def test_time_in_which_the_watcher_itself_stood_still_does_not_count(
     assert vitals.quiet_s == 1.5
     pass_time(clock, vitals, 1)
     assert vitals.quiet_s == 2.5
+
+
+def test_wait_for_core_is_no_hang(clock: StoppedClock) -> None:
+    """A wait is counted when it ends: what was counted as stuck before is taken back."""
+    waited_s = 0.0
+    vitals = Vitals(max_tick_s=0.5, clock=clock, core_wait_s=lambda: waited_s)
+    for _ in range(100):
+        pass_time(clock, vitals, 2)
+        waited_s += 1.8
+        clock.now_s += 0.0
+        vitals.tick()
+    assert vitals.quiet_s == pytest.approx(200)
+    assert vitals.stuck_s == pytest.approx(20)
+    pass_time(clock, vitals, 30)
+    assert vitals.stuck_s == pytest.approx(50)
+    vitals.note_message()
+    assert vitals.stuck_s == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the count is Linux's")
+def test_core_wait_counts_process_without_core() -> None:
+    """Of two processes on one core, the one of lower priority waits for most of the time."""
+    core = min(os.sched_getaffinity(0))
+    script = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.nice(int(sys.argv[1]))\nwhile True: pass"
+    rival, waiting = (subprocess.Popen([sys.executable, "-c", script, nice]) for nice in ("0", "10"))
+    try:
+        deadline = time.monotonic() + 60
+        while core_wait_s(waiting.pid) < 0.5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert core_wait_s(waiting.pid) >= 0.5
+        # that of a process counts for the one that started it
+        assert core_wait_s(os.getpid()) >= 0.5
+    finally:
+        for process in (rival, waiting):
+            process.kill()
+            process.wait()
+    assert core_wait_s(None) == core_wait_s(waiting.pid) == 0.0
 
 
 def test_progress_says_what_is_done_and_how_far_it_is() -> None:
