@@ -26,8 +26,8 @@ from loraserve.errors import ConfigError, EngineUnavailable
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 _SILENCE_S, _STOP_S = 120.0, 15.0
-"""Seconds for which a server may say nothing at all, not counting those in which it waits for a core;
-and for which it may take to stop. What its engine is at, the server itself judges.
+"""Seconds without any answer after which a server is given up, without those in which it waited for
+a core; and seconds that it may take to stop.
 """
 _POLL_S, _ANSWER_S, _MAX_TICK_S = 0.1, 1.0, 2.0
 _FIRST_TOLD_S, _TELL_EVERY_S = 2.0, 15.0

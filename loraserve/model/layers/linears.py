@@ -269,8 +269,9 @@ class Int8Linear:
         """Weight as our own kernels multiply it; None where a library does."""
         return self._weight.packed if self._weight.kernel == "numba-dot" else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self._weight, self.bias)
+    def __call__(self, x: Tensor, tops: Tensor | None = None) -> Tensor:
+        """Return the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
+        return int8_linear(x, self._weight, self.bias, tops)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         codes = unpack_int8(self._weight)
@@ -293,8 +294,9 @@ class Int4Linear:
     def arithmetics(self) -> tuple[Arithmetic, ...]:
         return (self._arithmetic,)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return int4_linear(x, self.own_weight, self.bias)
+    def __call__(self, x: Tensor, tops: Tensor | None = None) -> Tensor:
+        """Return the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
+        return int4_linear(x, self.own_weight, self.bias, tops)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         for first, last in row_blocks(start, end, self.own_weight.in_features):
@@ -371,6 +373,10 @@ class JoinedLinear:
             if first < end and last > start:
                 yield from part.rows(max(start - first, 0), min(end, last) - first)
             first = last
+
+
+RoundingLinear = Int8Linear | Int4Linear
+"""Linear that rounds each row of x by the row's largest magnitude."""
 
 
 OwnWeight = DotWeight | GroupDotWeight | DecodedWeight

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from loraserve.model.layers.experts import MixtureOfExperts
+from loraserve.model.layers.linears import Linear, RoundingLinear
 from loraserve.model.layers.lora_linear import LoraLinear
-from loraserve.model.layers.mlp import Mlp
 from loraserve.model.layers.norms import RMSNorm
 from loraserve.model.parallel.ranks import Ranks
 from loraserve.model.parallel.shard import Shard
+from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
@@ -32,6 +35,45 @@ class RowParallelLinear(LoraLinear):
 
 
 @dataclass(frozen=True, slots=True)
+class RowRoundedTogether:
+    """A linear of which each rank has some inputs, which are rounded as one process rounds the row.
+
+    The ranks exchange the largest magnitudes of their parts: codes and scales are those of the
+    whole row.
+    """
+
+    linear: RoundingLinear
+    ranks: Ranks
+
+    @property
+    def num_bytes(self) -> int:
+        return self.linear.num_bytes
+
+    @property
+    def out_features(self) -> int:
+        return self.linear.out_features
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return self.linear.arithmetics
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.ranks.largest(x.abs().amax(1, keepdim=True)))
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        return self.linear.rows(start, end)
+
+
+def rounded_together(linear: Linear, ranks: Ranks) -> Linear:
+    """Return a linear of which each rank has some inputs; as it is where it rounds none."""
+    return RowRoundedTogether(linear, ranks) if isinstance(linear, RoundingLinear) else linear
+
+
+@dataclass(frozen=True, slots=True)
 class VocabParallelHead(LoraLinear):
     """A head of which each rank has some tokens: rank 0 gets all logits, the others none."""
 
@@ -48,7 +90,8 @@ class VocabParallelHead(LoraLinear):
 class SummedMlp:
     """Experts of which each rank has some inner features: outputs are summed."""
 
-    def __init__(self, mlp: Mlp, ranks: Ranks) -> None:
+    def __init__(self, mlp: MixtureOfExperts, ranks: Ranks) -> None:
+        mlp.experts = tuple(replace(expert, down=rounded_together(expert.down, ranks)) for expert in mlp.experts)
         self._mlp, self._ranks = mlp, ranks
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None, /) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import Mlp
@@ -18,6 +19,7 @@ from loraserve.model.parallel.layers import (
     SummedMlp,
     VocabParallelEmbedding,
     VocabParallelHead,
+    rounded_together,
 )
 from loraserve.model.parallel.ranks import Ranks
 from loraserve.model.parallel.shard import Range, Shard, SiteCut
@@ -40,14 +42,14 @@ class RankPart:
     def linear(self, base: Linear, site: str, layer: int) -> LoraLinear:
         """Return a layer's linears of this part."""
         if site in ("o", "down"):
-            return RowParallelLinear(base, site, layer, self.ranks)
+            return RowParallelLinear(rounded_together(base, self.ranks), site, layer, self.ranks)
         return LoraLinear(base, site, layer)
 
     def head(self, base: Linear) -> LoraLinear:
         """Return the head of this part."""
         return VocabParallelHead(base, "lm_head", 0, self.ranks, self.shard.whole.vocab_size)
 
-    def experts(self, mlp: Mlp) -> Mlp:
+    def experts(self, mlp: MixtureOfExperts) -> Mlp:
         """Return experts of which this part has some inner features."""
         return SummedMlp(mlp, self.ranks)
 

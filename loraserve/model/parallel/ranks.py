@@ -74,6 +74,14 @@ class Ranks:
             x.add_(part)
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest of all ranks' for each number of x; NaN where any of them is."""
+        if not x.numel():
+            return x
+        with self.traffic.summing((self.size - 1) * x.nbytes):
+            parts = self._all(x)
+        return torch.stack(parts).amax(0)
+
     def gather(self, x: Tensor) -> list[Tensor] | None:
         """Return all ranks' tensors, of one shape, on rank 0; None on the others."""
         x = x.contiguous()

@@ -134,7 +134,7 @@ def unpack_int8(weight: Int8Weight) -> Tensor:
     return codes
 
 
-def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None, tops: Tensor | None = None) -> Tensor:
     """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows.
@@ -143,6 +143,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
         x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
             only.
         bias: [out_features] float32.
+        tops: [num_tokens, 1] float32, the largest magnitude of each whole row where x has a part of
+            it; None: rows are whole.
 
     Raises:
         TensorMismatch: x isn't float32 of the weight's in_features.
@@ -150,20 +152,23 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     _check(x, weight.in_features)
     y: Tensor
     if weight.kernel == "fbgemm":
-        units, scales = _unit_rows(x)
+        units, scales = _unit_rows(x, tops)
         # 7 bits: fbgemm adds pairs of products in 16 bits on machines without VNNI
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(units, 1 / 63, 64, weight.packed)
     else:
         if weight.kernel == "numba-dot":
-            codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), decoded.code_offset())
+            x = x if x.stride(1) == 1 else x.contiguous()
+            codes, scales = _quantize_rows_numba(x, decoded.code_offset(), tops=tops)
             # scaled where the bias is added, in one rounding, as after other kernels
             return decoded.dot(codes, scales, weight.packed, bias)
-        codes, scales = quantize_rows(x)
+        codes, scales = quantize_rows(x, tops)
         y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
     return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
 
 
-def int4_linear(x: Tensor, weight: decoded.GroupDotWeight, bias: Tensor | None = None) -> Tensor:
+def int4_linear(
+    x: Tensor, weight: decoded.GroupDotWeight, bias: Tensor | None = None, tops: Tensor | None = None
+) -> Tensor:
     """Return ``x W^T + bias`` with x rounded row by row, [num_tokens, out_features] float32.
 
     A row's bits don't depend on the other rows.
@@ -172,25 +177,29 @@ def int4_linear(x: Tensor, weight: decoded.GroupDotWeight, bias: Tensor | None =
         x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
             only.
         bias: [out_features] float32.
+        tops: as for `int8_linear`.
 
     Raises:
         TensorMismatch: x isn't float32 of the weight's in_features.
     """
     _check(x, weight.in_features)
     starts = torch.empty(x.shape[0], weight.scales.shape[0])
-    codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), 0, starts)
+    codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), 0, starts, tops)
     return decoded.group_dot(codes, scales, starts, weight, bias)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, tops: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Round each row of x by its own largest magnitude; ``x ≈ codes · scales``.
 
     Codes are [num_tokens, in_features] int8 within ±127, and scales [num_tokens, 1]. A row that
     isn't finite gets zeros and the scale NaN.
+
+    Args:
+        tops: as for `int8_linear`.
     """
     if HAS_NUMBA and x.stride(1) == 1:
-        return _quantize_rows_numba(x)
-    units, scales = _unit_rows(x)
+        return _quantize_rows_numba(x, tops=tops)
+    units, scales = _unit_rows(x, tops)
     return units.mul_(127).round_().to(torch.int8), scales.div_(127)
 
 
@@ -429,12 +438,14 @@ def _zero_points(out_features: int) -> Tensor:
     return torch.zeros(out_features, dtype=torch.int32)
 
 
-def _unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_rows(x: Tensor, tops: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return each row divided by its largest magnitude, and that magnitude, [num_tokens, 1].
 
     Both are zeros and NaN for a row that isn't finite.
     """
     top = x.abs().amax(1, keepdim=True)
+    if tops is not None:
+        top = torch.maximum(top, tops)
     is_finite = torch.isfinite(top)
     units = torch.where(is_finite & (top > 1e-36), x / top, 0.0)
     return units, torch.where(is_finite, top, torch.nan)
@@ -448,11 +459,14 @@ def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
     return handle.ctypes, handle.address, handle
 
 
-def _quantize_rows_numba(x: Tensor, offset: int = 0, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _quantize_rows_numba(
+    x: Tensor, offset: int = 0, starts: Tensor | None = None, tops: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does.
 
     Args:
         starts: [num_tokens, groups] float32, where -8 times the sum of each group's codes goes.
+        tops: [num_tokens, 1] float32, contiguous; as for `int8_linear`.
     """
     from loraserve_kernels.cpu.linear import row_quantization as k
 
@@ -464,6 +478,8 @@ def _quantize_rows_numba(x: Tensor, offset: int = 0, starts: Tensor | None = Non
     args[k.CODES : k.OFFSET + 1] = codes.data_ptr(), width, scales.data_ptr(), offset
     if starts is not None:
         args[k.STARTS], args[k.GROUP] = starts.data_ptr(), width // starts.shape[1]
+    if tops is not None:
+        args[k.TOPS] = tops.data_ptr()
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1
     threads.run(call, address, args.ctypes.data, num_threads)
     return codes, scales

@@ -36,14 +36,15 @@ from loraserve_kernels.cpu.simd import (
 CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
 
 # Words of every kernel that rounds its rows: where the codes and scales go (no codes: nothing is
-# rounded), what is added to the codes, whether they are int16, and where the starts of groups go.
-CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, NUM_WORDS = 40, 41, 42, 43, 44, 45, 46, 47
+# rounded), what is added to the codes, whether they are int16, where the starts of groups go, and
+# where the largest magnitudes of rows are of which this is a part (0: rows are whole).
+CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, TOPS, NUM_WORDS = 40, 41, 42, 43, 44, 45, 46, 47, 48
 
 F32_BYTES = 4
 
 
 @numba.njit
-def quantize_row(source, target, scale, width, offset, is_wide, starts, group):  # type: ignore[no-untyped-def]
+def quantize_row(source, target, scale, width, offset, is_wide, starts, group, tops):  # type: ignore[no-untyped-def]
     """Write a row's codes, ``round(127 x / max |x|)`` plus the offset, and ``max |x| / 127``.
 
     Args:
@@ -52,6 +53,8 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group): 
         scale: of one float32. A row that isn't finite gets codes of 0 and the scale NaN.
         starts: of a float32 for each group of `group` inputs, a multiple of `LANES`: -8 times the
             sum of the group's codes, which have no offset; 0: they aren't wanted.
+        tops: of a float32, the largest magnitude in the parts of this row that others have; 0: this
+            is the whole row.
     """
     whole, zero = width // LANES * LANES, splat(np.float32(0))
     # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
@@ -63,6 +66,9 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group): 
     for k in range(whole, width):
         one = load_one(source, k, F32)
         top, bad = max(top, abs(one)), bad + one * np.float32(0)
+    if tops != 0:
+        one = load_one(tops, 0, F32)
+        top, bad = max(top, one), bad + one * np.float32(0)
     # also for rows so small that the factor overflows: they round to nothing
     factor = np.float32(127) / top if top > np.float32(1e-36) else np.float32(0)
     if bad != bad:
@@ -98,13 +104,20 @@ def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
         source: address of the row's `width` float32.
         row: its number, which says where its codes, its scale and its starts go.
     """
-    codes, starts, group = load_int(args, CODES), load_int(args, STARTS), load_int(args, GROUP)
+    codes, starts, group, tops = (
+        load_int(args, CODES),
+        load_int(args, STARTS),
+        load_int(args, GROUP),
+        load_int(args, TOPS),
+    )
     if codes == 0:
         return
     if starts != 0:
         starts += row * (width // group) * F32_BYTES
+    if tops != 0:
+        tops += row * F32_BYTES
     target, scale = codes + row * load_int(args, CODE_ROW_BYTES), load_int(args, SCALES) + row * F32_BYTES
-    quantize_row(source, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group)
+    quantize_row(source, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group, tops)
 
 
 @numba.njit
