@@ -43,7 +43,7 @@ class Limits:
     """
     # inference
     max_prompt_bytes: int = 1 * MIB
-    max_n: int = 16
+    max_n: int = 128
     max_prompts: int = 128
     max_pooled_inputs: int = 2048
     """Texts of one request for embeddings, pairs or documents of one for scores."""

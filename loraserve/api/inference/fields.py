@@ -26,75 +26,105 @@ _MAX_GUESSED, _MAX_KEPT_GUESSES = 4, 1024
 _LIKENESS = 0.8
 """Likeness of two names from which one is a guess for the other: `temprature` has 0.95."""
 
-# Of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's and llama.cpp's requests: what would change the
-# answer, and isn't implemented.
-_CHANGES_THE_ANSWER = frozenset(
-    {
-        # structure
-        *(
-            "tools",
-            "functions",
-            "function_call",
-            "grammar",
-        ),
-        # sampling
-        *(
-            "bad_words",
-            "allowed_token_ids",
-            "use_beam_search",
-            "num_beams",
-            "length_penalty",
-            "early_stopping",
-            "typical_p",
-            "tfs_z",
-        ),
-        *(
-            "top_a",
-            "mirostat",
-            "mirostat_tau",
-            "mirostat_eta",
-            "repeat_penalty",
-            "no_repeat_ngram_size",
-            "do_sample",
-            "watermark",
-        ),
-        *(
-            "dry_multiplier",
-            "xtc_probability",
-            "dynatemp_range",
-            "logits_processors",
-            "logit_processors",
-            "thinking_token_budget",
-            "repetition_detection",
-            "logprob_token_ids",
-        ),
-        # the prompt
-        *(
-            "suffix",
-            "truncate",
-            "truncate_prompt_tokens",
-            "truncation_side",
-            "chat_template",
-            "documents",
-            "continue_final_message",
-            "web_search_options",
-        ),
-        *("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields", "instruction", "padding"),
-        *("mm_processor_kwargs", "prompt_embeds", "input_extra", "verbosity", "audio"),
-        # the answer's form
-        *(
-            "prompt_logprobs",
-            "return_tokens_as_token_ids",
-            "max_new_tokens",
-            "n_predict",
-            "max_length",
-            "stop_regex",
-            "no_stop_trim",
-        ),
-        # the adapter
-        *("lora", "lora_path", "lora_request", "adapter_id", "adapter_source", "merged_adapters", "kv_transfer_params"),
-    }
-)
+_OFF = (False, 0, "", [], {})
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    # structure
+    "tools": ([],),
+    "functions": ([],),
+    "function_call": ("none", "auto", ""),
+    "grammar": ("",),
+    "format": ("",),
+    # sampling
+    "bad_words": ([],),
+    "bad_words_ids": ([],),
+    "allowed_token_ids": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "sequence_bias": ({}, []),
+    "use_beam_search": (False,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "length_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "early_stopping": (False,),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_h": (),
+    "top_n_sigma": (-1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "penalty_alpha": (0,),
+    "guidance_scale": (1,),
+    "mirostat": (0,),
+    "mirostat_tau": (0,),
+    "mirostat_eta": (0,),
+    "repeat_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "do_sample": (True,),
+    "watermark": (False,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "samplers": (),
+    "sampling_seed": (),
+    "logits_processors": ([],),
+    "logit_processors": ([],),
+    "custom_logit_processor": ("",),
+    "thinking_token_budget": (),
+    "repetition_detection": (False,),
+    "logprob_token_ids": ([],),
+    # the prompt
+    "suffix": ("",),
+    "truncate": (False, "NONE", 0),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", ""),
+    "chat_template": ("",),
+    "documents": ([],),
+    "continue_final_message": (False,),
+    "web_search_options": (),
+    "max_tokens_per_doc": (),
+    "max_chunks_per_doc": (),
+    "rank_fields": ([],),
+    "instruction": ("",),
+    "padding": (False,),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": ("", []),
+    "input_extra": ([],),
+    # the answer's form
+    "verbosity": ("medium", ""),
+    "audio": (),
+    "prompt_logprobs": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "max_new_tokens": (False,),
+    "min_new_tokens": (0,),
+    "n_predict": (False,),
+    "num_predict": (),
+    "max_length": (False,),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    # the adapter
+    "lora": ([],),
+    "lora_path": ("", []),
+    "lora_request": (),
+    "adapter_id": ("",),
+    "adapter_source": ("", "local"),
+    "merged_adapters": (),
+    "kv_transfer_params": ({},),
+}
+"""Fields of OpenAI's, vLLM's, SGLang's, LoRAX's, TGI's, Transformers', Ollama's and llama.cpp's
+requests that would change the answer and aren't implemented, with the values that ask for nothing,
+as null does. An empty value may ask for something: ``web_search_options: {}`` for a search,
+``thinking_token_budget: 0`` for no thought.
+"""
+_NEUTRAL_ALONE: Mapping[str, tuple[object, ...]] = {"n": (1,), "container": (), "context_management": (), "thread": ()}
+"""The same for fields that single routes refuse, where it isn't what is empty or off."""
 _GUIDED = re.compile(r"guided_(?!decoding_backend$)[a-z_]+")
 """Fields of vLLM's before `structured_outputs`; those that are known have a model's field."""
 _WITHOUT = "Send the request without it."
@@ -102,6 +132,10 @@ _HINTS = {
     "grammar": "Send it as structured_outputs.grammar.",
     "max_new_tokens": "Send max_tokens instead.",
     "n_predict": "Send max_tokens instead.",
+    "num_predict": "Send max_tokens instead.",
+    "min_new_tokens": "Send min_tokens instead.",
+    "sampling_seed": "Send seed instead.",
+    "format": "Send response_format instead.",
     "repeat_penalty": "Send repetition_penalty instead.",
     "functions": "Send tools instead.",
     "function_call": "Send tools and tool_choice instead.",
@@ -160,7 +194,7 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
     if "stream_options" in given and "stream_options" in model.model_fields and not given.get("stream"):
         raise InvalidRequest("stream_options needs stream: true.", param="stream_options")
     # a field of the other kind that got so far asks for nothing, and so isn't ignored
-    passed = given.keys() - model.model_fields.keys() - _CHANGES_THE_ANSWER - _refused(model).keys()
+    passed = given.keys() - model.model_fields.keys() - _UNSUPPORTED.keys() - _refused(model).keys()
     ignored = [name for name in given if name in passed]
     guesses = [_likely_field(name, model) for name in ignored[:_MAX_GUESSED]]
     return fields, (*map(IgnoredField.of, ignored, guesses), *ignored[_MAX_GUESSED:])
@@ -245,7 +279,7 @@ def _refuse_unsupported(model: type[BaseModel], given: Mapping[str, Any]) -> Non
     for name, value in given.items():
         if (name in model.model_fields and name not in hints) or _is_neutral(name, value):
             continue
-        if name in hints or name in _CHANGES_THE_ANSWER or _GUIDED.fullmatch(name):
+        if name in hints or name in _UNSUPPORTED or _GUIDED.fullmatch(name):
             raise UnsupportedParameter(
                 f"{name} is not supported, and ignoring it would change the answer.",
                 param=name,
@@ -260,23 +294,15 @@ def _refused(model: type[BaseModel]) -> Mapping[str, str]:
 
 
 def _is_neutral(name: str, value: object) -> bool:
-    """Return whether the field asks for the default behaviour."""
-    match name:
-        case "function_call":
-            return value in ("none", "auto", "")
-        case "repeat_penalty" | "length_penalty" | "typical_p" | "tfs_z" | "num_beams" | "n":
-            return value == 1
-        case "do_sample":
-            return value is True
-        case "truncation_side":
-            return value == "left"
-        case "adapter_source":
-            return value in ("", "local")
-        case "prompt_logprobs" | "max_new_tokens" | "n_predict" | "max_length":
-            # 0 asks for something, too
-            return value is False
-        case _:
-            return not value
+    """Return whether the field asks for nothing, as null does."""
+    if name in _NEUTRAL_ALONE:
+        neutral = _NEUTRAL_ALONE[name]
+    elif _GUIDED.fullmatch(name):
+        # the empty schema asks for JSON
+        neutral = (False, "", [])
+    else:
+        neutral = _UNSUPPORTED.get(name, _OFF)
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:

@@ -122,7 +122,7 @@ class PromptReader:
         """Return the tokens of words that an answer mustn't have, by vLLM's rule.
 
         A word is refused where a space precedes it, too, if that makes another token of its
-        beginning.
+        beginning. White space alone, of which vLLM's rule leaves nothing, is refused as it is.
 
         Raises:
             InvalidRequest: one is too long, or has no token.
@@ -191,8 +191,9 @@ def _bad_words(words: Sequence[str], services: Services) -> tuple[tuple[int, ...
     vocab_size = services.engine.base.vocab_size
     found: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
+        text = word.lstrip() or word
         bare, spaced = (
-            tuple(services.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            tuple(services.tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " ")
         )
         if not bare or max(bare) >= vocab_size:
             raise InvalidRequest(f"bad_words.{index} has no tokens of this model.", param=f"bad_words.{index}")

@@ -220,3 +220,70 @@ async def test_tokens_are_shown_as_ids_if_asked(client: httpx2.AsyncClient, engi
     content = (await chat(client, logprobs=True, top_logprobs=1, **asked))["choices"][0]["logprobs"]["content"]
     assert [one["token"] for one in content] == [f"token_id:{token_id}" for token_id in ids]
     assert bytes(content[0]["bytes"]) == b"s"
+
+
+SWITCHED_ON: dict[str, Any] = {
+    "web_search_options": {},
+    "thinking_token_budget": 0,
+    "truncate_prompt_tokens": "0",
+    "lora_request": {},
+    "repetition_detection": {},
+    "audio": {},
+    "do_sample": False,
+    "length_penalty": 0,
+    "samplers": [],
+    "merged_adapters": {},
+    "guided_decoding_options": {},
+    "epsilon_cutoff": 0.001,
+    "eta_cutoff": 0.1,
+    "min_new_tokens": 4,
+    "sampling_seed": 0,
+    "bad_words_ids": [[3]],
+    "suppress_tokens": [3],
+    "top_n_sigma": 0,
+}
+"""Fields with values that ask for something, some of them though they're empty, 0 or false."""
+SWITCHED_OFF: dict[str, Any] = {
+    "tfs_z": 1,
+    "typical_p": 1.0,
+    "documents": [],
+    "xtc_probability": 0.0,
+    "mm_processor_kwargs": {},
+    "verbosity": "medium",
+    "early_stopping": False,
+    "epsilon_cutoff": 0,
+    "web_search_options": None,
+    "min_new_tokens": 0,
+    "top_n_sigma": -1,
+}
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+async def test_field_that_switches_something_on_is_refused(client: httpx2.AsyncClient, engine: Any, route: str) -> None:
+    body = {"model": "sql", "max_tokens": 3}
+    body |= {"prompt": "list"} if route == "completions" else {"messages": [{"role": "user", "content": "list"}]}
+    for name, value in SWITCHED_ON.items():
+        answer = await client.post(f"/v1/{route}", json=body | {name: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), (name, answer.text)
+    assert engine.seen == []
+    answer = await client.post(f"/v1/{route}", json=body | SWITCHED_OFF)
+    assert answer.status_code == 200, answer.text
+    assert "x-loraserve-ignored" not in answer.headers
+
+
+async def test_refusal_names_field_that_does_the_same(client: httpx2.AsyncClient) -> None:
+    for name, instead in (("min_new_tokens", "min_tokens"), ("sampling_seed", "seed")):
+        body = {"model": "sql", "prompt": "list", name: 3}
+        error = (await client.post("/v1/completions", json=body)).json()["error"]
+        assert f"Send {instead} instead." in error["message"], error
+
+
+async def test_white_space_is_bad_word(client: httpx2.AsyncClient, engine: Any) -> None:
+    await complete(client, bad_words=["\n"])
+    assert engine.seen[-1].params.bad_words == (tuple(engine.tokenizer.encode("\n", False)),)
+
+
+async def test_choices_number_openais_most(client: httpx2.AsyncClient) -> None:
+    assert len((await complete(client, n=128, max_tokens=1))["choices"]) == 128
+    answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "list", "n": 129})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
