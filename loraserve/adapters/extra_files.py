@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Self
 
 from loraserve.errors import AdapterFormatError
 from loraserve.limits import LIMITS
+from loraserve.tokenizer_identity import MAX_BYTES as MAX_IDENTITY_BYTES
+from loraserve.tokenizer_identity import TokenizerIdentity
 from loraserve.types import Digest, ExtraFile, VersionExtras
 
 FILE_NAMES: Mapping[str, str] = {
@@ -18,30 +20,40 @@ FILE_NAMES: Mapping[str, str] = {
     "reasoning_parser": "reasoning_parser",
 }
 """Part of an upload → name of the file in an adapter's folder."""
+TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
+"""Part of an upload with the identity (`TokenizerIdentity.text`) of the tokenizer that the adapter
+was trained with, and the file in its folder. It is compared with the base's, and not kept.
+"""
 MAX_BYTES: Mapping[str, int] = {
     "chat_template": LIMITS.max_chat_template_bytes,
     "generation_config": LIMITS.max_generation_config_bytes,
     "tool_parser": LIMITS.max_parser_name_bytes,
     "reasoning_parser": LIMITS.max_parser_name_bytes,
+    TOKENIZER: MAX_IDENTITY_BYTES,
 }
 """Part of an upload → its largest size."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraFiles:
-    """Extra files as they were uploaded, not inspected yet; None: absent."""
+    """Extra files as they were uploaded, not inspected yet; None: absent.
+
+    Attributes:
+        tokenizer: identity of the adapter's own tokenizer, which is no part of the version.
+    """
 
     chat_template: bytes | None = None
     generation_config: bytes | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    tokenizer: TokenizerIdentity | None = None
 
     @classmethod
     def read(cls, parts: Mapping[str, bytes]) -> Self:
         """Return the files that these parts of an upload are.
 
         Args:
-            parts: by the names of `FILE_NAMES`.
+            parts: by the names of `FILE_NAMES`, and `TOKENIZER`.
 
         Raises:
             AdapterFormatError: one is empty, too large, or isn't text; lists every reason.
@@ -49,10 +61,15 @@ class ExtraFiles:
         problems = [
             problem for name, data in parts.items() if (problem := _problem(name, data, MAX_BYTES[name])) is not None
         ]
+        tokenizer = None
+        if TOKENIZER in parts and not problems:
+            tokenizer = TokenizerIdentity.parse(parts[TOKENIZER].decode())
+            if tokenizer is None:
+                problems.append(f"{TOKENIZER} isn't the identity of a tokenizer, as loraserve's client sends it")
         if problems:
             raise AdapterFormatError("The extra files of the version can't be read.", problems=problems)
         names = {name: parts[name].decode().strip() for name in ("tool_parser", "reasoning_parser") if name in parts}
-        return cls(parts.get("chat_template"), parts.get("generation_config"), **names)
+        return cls(parts.get("chat_template"), parts.get("generation_config"), **names, tokenizer=tokenizer)
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +83,7 @@ class ExtraFiles:
 
     def as_bytes(self) -> dict[str, bytes]:
         """Return what is there, by the names of `FILE_NAMES`."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: getattr(self, name) for name in FILE_NAMES}
         return {
             name: value.encode() if isinstance(value, str) else value
             for name, value in given.items()
@@ -90,14 +107,15 @@ NO_EXTRA_FILES = ExtraFiles()
 
 def _problem(name: str, data: bytes, max_bytes: int) -> str | None:
     """Return what keeps a part from being read; None: nothing does."""
+    file = FILE_NAMES.get(name, name)
     if len(data) > max_bytes:
-        return f"{FILE_NAMES[name]} exceeds the limit of {max_bytes} bytes"
+        return f"{file} exceeds the limit of {max_bytes} bytes"
     if not data.strip():
-        return f"{FILE_NAMES[name]} is empty"
+        return f"{file} is empty"
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        return f"{FILE_NAMES[name]} isn't UTF-8: byte {error.start} is invalid"
+        return f"{file} isn't UTF-8: byte {error.start} is invalid"
     return None
 
 

@@ -92,6 +92,7 @@ class Services:
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)
         self.registry.publisher.inspect_template = self.templates.inspect
+        self.registry.publisher.tokenizer = lambda: self.tokenizer.identity
         self.version_chats = VersionChats(
             lambda: self.chat_format,
             self.tokenizer,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loraserve.errors import TokenizerMismatch
+from loraserve.tokenizer_identity import merges, token_ids
 
 _PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
 """Parts of ``tokenizer.json`` that decide, beside the tokens, how a text is cut."""
@@ -24,14 +25,14 @@ def check_same_tokenizer(base_dir: Path, draft_dir: Path) -> None:
     """
     base, draft = _read(base_dir, "The base"), _read(draft_dir, "The draft base")
     try:
-        mine, other = _ids(base), _ids(draft)
+        mine, other = token_ids(base), token_ids(draft)
     except (AttributeError, LookupError, TypeError) as error:
         raise _mismatch(f"the tokens of one can't be read ({type(error).__name__})") from None
     if mine != other:
         raise _mismatch(_first_difference(mine, other))
     if _model(base).get("type") != _model(draft).get("type"):
         raise _mismatch(f"the base's is of type {_model(base).get('type')}, the draft's {_model(draft).get('type')}")
-    if _merges(base) != _merges(draft):
+    if merges(base) != merges(draft):
         raise _mismatch("their merges differ")
     for part, name in _PARTS.items():
         if base.get(part) != draft.get(part):
@@ -62,21 +63,6 @@ def _read(directory: Path, which: str) -> dict[str, Any]:
 def _model(definition: Mapping[str, Any]) -> Mapping[str, Any]:
     model: Mapping[str, Any] = definition["model"]
     return model
-
-
-def _ids(definition: Mapping[str, Any]) -> dict[str, int]:
-    """Return each token's id; a list of (token, score) numbers its tokens."""
-    vocab = _model(definition).get("vocab") or {}
-    ids = dict(vocab) if isinstance(vocab, dict) else {pair[0]: number for number, pair in enumerate(vocab)}
-    for token in definition.get("added_tokens") or ():
-        ids[token["content"]] = token["id"]
-    return ids
-
-
-def _merges(definition: Mapping[str, Any]) -> list[Any]:
-    """Return the merges as pairs, whichever way they are written."""
-    merges = _model(definition).get("merges") or []
-    return [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in merges]
 
 
 def _first_difference(mine: Mapping[str, int], other: Mapping[str, int]) -> str:

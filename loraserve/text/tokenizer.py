@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tokenizers
 
 from loraserve.errors import ConfigError
 from loraserve.text.token_bound import BYTE_OF_CHAR, TokenBound
+from loraserve.tokenizer_identity import TokenizerIdentity
 
 _MAX_CONFIG_BYTES = 16 << 20
 _SHORT_CHARS = 256
@@ -50,6 +52,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
+        self._path = path
         self.config = read_json_object(self.model_dir / "tokenizer_config.json")
         self._bound = TokenBound(definition)
         decoder = definition.get("decoder") or {}
@@ -72,6 +75,11 @@ class Tokenizer:
         self.eos_token_id = self._id_of(self.eos_token)
         add_bos = self.config.get("add_bos_token")
         self._add_bos: bool | None = add_bos if isinstance(add_bos, bool) else None
+
+    @cached_property
+    def identity(self) -> TokenizerIdentity | None:
+        """Identity to compare adapters' tokenizers with; it may take a second, once."""
+        return TokenizerIdentity.read(self._path)
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)

@@ -26,7 +26,7 @@ _MAX_GUESSED, _MAX_KEPT_GUESSES = 4, 1024
 _LIKENESS = 0.8
 """Likeness of two names from which one is a guess for the other: `temprature` has 0.95."""
 
-_OFF = (False, 0, "", [], {})
+_OFF: tuple[object, ...] = (False, 0, "", [], {})
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # structure
     "tools": ([],),

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from loraserve.adapters.extra_files import FILE_NAMES
+from loraserve.adapters.extra_files import FILE_NAMES, TOKENIZER
 from loraserve.api.anthropic.body import MessageBody, MessageTokensBody
 from loraserve.api.comparison import Comparison
 from loraserve.api.inference.schemas import (
@@ -73,7 +73,7 @@ _SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 
 _UPLOADED_FILES: Schema = {
     "type": "object",
-    "properties": {"config": _BINARY, "weights": _BINARY, **dict.fromkeys(FILE_NAMES, _BINARY)},
+    "properties": {"config": _BINARY, "weights": _BINARY, **dict.fromkeys((*FILE_NAMES, TOKENIZER), _BINARY)},
     "required": ["config", "weights"],
 }
 _STORED_UPLOAD: Schema = {
@@ -82,6 +82,11 @@ _STORED_UPLOAD: Schema = {
         "config": {"type": "object", "description": "adapter_config.json"},
         "blob": _SHA256,
         **{name: {"type": "string", "minLength": 1, "description": file} for name, file in FILE_NAMES.items()},
+        TOKENIZER: {
+            "type": "string",
+            "description": "What decides the tokens of the adapter's own tokenizer, hashed by loraserve's client: "
+            "another than the base's is a warning.",
+        },
     },
     "required": ["config", "blob"],
     "additionalProperties": False,

@@ -36,17 +36,17 @@ class BaseNames:
     Args:
         names: names of the base beside its id.
         source: source of the checkpoint, a hub's id or a path; not shown to tenants.
-        is_strict: whether adapters that name another base are refused.
+        is_strict: whether adapters of another base, by its name or its tokenizer, are refused.
     """
 
     def __init__(self, names: Sequence[str] = (), *, source: str = "", is_strict: bool = False) -> None:
         self._names = tuple(names)
         self._source = source
-        self._is_strict = is_strict
+        self.is_strict = is_strict
 
     def change(self, names: Sequence[str], *, is_strict: bool) -> None:
         """Compare with other names from now on, strictly or not."""
-        self._names, self._is_strict = tuple(names), is_strict
+        self._names, self.is_strict = tuple(names), is_strict
 
     def inspect(self, config: Mapping[str, Any], base: BaseSpec) -> tuple[Mapping[str, Any], ...]:
         """Return the check of the base that the config names; none where it names none.
@@ -58,7 +58,7 @@ class BaseNames:
         if not isinstance(named, str) or not named.strip():
             return ()
         check = self.check(named, base)
-        if self._is_strict and check["status"] != PASSED:
+        if self.is_strict and check["status"] != PASSED:
             raise AdapterBaseMismatch(
                 f"{check['detail']}, and accepts adapters of its own base only (--strict-base).",
                 hint="Push it to a server of its base; if this base has that name too, "

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 from adapters_store.files import CHUNK_BYTES, storage_errors
-from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
 from loraserve.errors import AdapterFormatError, InvalidRequest, NotFound, PermissionDenied
 from loraserve.limits import LIMITS
+from loraserve.tokenizer_identity import MAX_FILE_BYTES, TokenizerIdentity
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENANT = "{tenant}"
@@ -65,15 +67,20 @@ class LocalFolders:
             config = bytearray()
             _read(folder, CONFIG, LIMITS.max_adapter_config_bytes, config.extend)
             extras: dict[str, bytes] = {}
+            tokenizer = None
             for part in FILE_NAMES:
                 if FILE_NAMES[part] in found:
                     data = bytearray()
                     _read(folder, FILE_NAMES[part], MAX_BYTES[part], data.extend)
                     extras[part] = bytes(data)
+            if TOKENIZER_FILE in found:
+                data = bytearray()
+                _read(folder, TOKENIZER_FILE, MAX_FILE_BYTES, data.extend)
+                tokenizer = TokenizerIdentity.of_file(bytes(data))
             _read(folder, WEIGHTS, LIMITS.max_upload_bytes, write)
         finally:
             os.close(folder)
-        return bytes(config), ExtraFiles.read(extras)
+        return bytes(config), replace(ExtraFiles.read(extras), tokenizer=tokenizer)
 
     def _open(self, path: str, tenant_name: str) -> int:
         if self.root is None:

@@ -23,7 +23,12 @@ from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.health.certificates import Certificates
 from loraserve.registry.health.checks import SKIPPED, is_corrupt
-from loraserve.registry.health.extra_files import InspectTemplate, inspect_extra_files, with_extra_files
+from loraserve.registry.health.extra_files import (
+    InspectTemplate,
+    inspect_extra_files,
+    inspect_tokenizer,
+    with_extra_files,
+)
 from loraserve.registry.health.inspection import Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.model_name import LIVE, check_adapter_name
@@ -32,6 +37,7 @@ from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import other_base_error
+from loraserve.tokenizer_identity import TokenizerIdentity
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
@@ -81,6 +87,8 @@ class Publisher:
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
         self.inspect_template: InspectTemplate | None = None
         """Looks at chat templates; None: none can be published."""
+        self.tokenizer: Callable[[], TokenizerIdentity | None] = lambda: None
+        """Returns the identity of the base's tokenizer, on a thread."""
 
     def check_name(self, name: str) -> str:
         """Return `name` if it is a valid adapter name; call this before reading the upload.
@@ -177,6 +185,9 @@ class Publisher:
             StorageError: the weights can't be read.
         """
         checks = await inspect_extra_files(tenant, extras, base, self.inspect_template)
+        if extras.tokenizer is not None:
+            own = await asyncio.to_thread(self.tokenizer)
+            checks.append(inspect_tokenizer(extras.tokenizer, own, is_strict=self._names.is_strict))
         async with self._inspections:
             work = partial(_inspect, config, read, base, self._names)
             inspected = await (throttle or self._throttle).run_in_pieces(work)

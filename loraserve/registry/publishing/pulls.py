@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from adapters_store import StagedBlob
-from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
 from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
@@ -19,6 +20,7 @@ from loraserve.registry.operations import OperationProgress, OperationRecord, Op
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.sources import NoSuchFile, Source, check_allowed, parse_source
 from loraserve.registry.uploads.transfers import Uploads
+from loraserve.tokenizer_identity import MAX_FILE_BYTES, TokenizerIdentity
 from loraserve.types import TenantId
 
 KIND = "pull"
@@ -171,7 +173,11 @@ def _fetch(
     for part, file in FILE_NAMES.items():
         with suppress(NoSuchFile):
             extras[part] = b"".join(_bounded(source, file, MAX_BYTES[part], progress, rate))
-    return config, ExtraFiles.read(extras)
+    tokenizer = None
+    with suppress(NoSuchFile):
+        data = b"".join(_bounded(source, TOKENIZER_FILE, MAX_FILE_BYTES, progress, rate))
+        tokenizer = TokenizerIdentity.of_file(data)
+    return config, replace(ExtraFiles.read(extras), tokenizer=tokenizer)
 
 
 def _bounded(

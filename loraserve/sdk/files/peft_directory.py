@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from loraserve import errors
+from loraserve.tokenizer_identity import TokenizerIdentity
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 EXTRA_FILES: Mapping[str, str] = {
@@ -16,6 +17,8 @@ EXTRA_FILES: Mapping[str, str] = {
 """Field of a publish → file whose text it is."""
 PARSER_FILES = ("tool_parser", "reasoning_parser")
 """Files, and fields of a publish, that hold a parser's name."""
+TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
+"""Field of a publish → file whose identity it is."""
 _MAX_EXTRA_BYTES = 1 << 20
 
 
@@ -63,6 +66,8 @@ def read_config(path: Path) -> str:
 def read_extra_files(directory: Path) -> dict[str, str]:
     """Return the texts of the extra files that the directory has, by the fields of a publish.
 
+    Of a tokenizer it is the identity.
+
     Raises:
         AdapterFormatError: one isn't text, or is far too large.
     """
@@ -78,6 +83,10 @@ def read_extra_files(directory: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise errors.AdapterFormatError(f"{path} isn't UTF-8: byte {error.start} is invalid.") from error
         found[field] = text.strip() if field in PARSER_FILES else text
+    tokenizer = TokenizerIdentity.read(directory / TOKENIZER_FILE)
+    if tokenizer is not None:
+        # the file itself may have megabytes, and the server needs but to compare it with the base's
+        found[TOKENIZER] = tokenizer.text()
     return found
 
 

@@ -13,7 +13,9 @@ from adapters_store import LocalStore
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.api.services import Services
+from loraserve.demo.pack import base_dir
 from loraserve.limits import LIMITS
+from loraserve.tokenizer_identity import TokenizerIdentity
 
 TEMPLATE = b"{% for message in messages %}[{{ message.role }}]\r\n{{ message.content }}{% endfor %}\n"
 DEFAULTS = b'{\n  "temperature": 0.3,\n  "transformers_version": "4.50.0"\n}\n'
@@ -188,3 +190,50 @@ async def test_a_damaged_template_quarantines_its_version_until_it_is_pushed_aga
     assert (await acme.get(f"{ROOT}/1")).json()["state"] == "quarantined"
     assert (await push(acme, extras=EXTRAS)).json()["state"] == "ready"
     assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).content == TEMPLATE
+
+
+def tokenizer_definition() -> dict[str, Any]:
+    definition: dict[str, Any] = json.loads((base_dir() / "tokenizer.json").read_bytes())
+    return definition
+
+
+def with_another_token(definition: dict[str, Any]) -> dict[str, Any]:
+    token = {**definition["added_tokens"][-1], "id": 1 << 20, "content": "<|of-its-own|>"}
+    return {**definition, "added_tokens": [*definition["added_tokens"], token]}
+
+
+def identity(definition: dict[str, Any]) -> bytes:
+    return TokenizerIdentity.of(definition).text().encode()
+
+
+async def test_tokenizer_of_adapter_is_compared_with_bases(
+    acme: httpx2.AsyncClient, push: Any, services: Services
+) -> None:
+    base = TokenizerIdentity.of(tokenizer_definition())
+    services.registry.publisher.tokenizer = lambda: base
+    same = (await push(acme, extras={"tokenizer": base.text().encode()})).json()
+    assert [check["status"] for check in same["checks"] if check["name"] == "tokenizer"] == ["passed"]
+    assert same["warnings"] == []
+    plain = (await push(acme, seed=1)).json()
+    assert "tokenizer" not in {check["name"] for check in plain["checks"]}
+    made = await push(acme, seed=2, extras={"tokenizer": identity(with_another_token(tokenizer_definition()))})
+    assert made.status_code == 201
+    (warning,) = made.json()["warnings"]
+    assert warning.startswith("tokenizer.json isn't used, and has ")
+    assert (await acme.get(f"{ROOT}/3")).json()["warnings"] == [warning]
+    # it is no part of the version
+    assert made.json()["extra_files"] == []
+
+
+async def test_tokenizer_is_refused_by_strict_server(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+    services.registry.publisher.tokenizer = lambda: TokenizerIdentity.of(tokenizer_definition())
+    services.registry.base_names.change((), is_strict=True)
+    made = await push(acme, extras={"tokenizer": identity(with_another_token(tokenizer_definition()))})
+    assert (made.status_code, made.json()["code"]) == (422, "adapter_base_mismatch")
+    assert "tokenizer.json isn't used" in made.json()["detail"]
+
+
+async def test_tokenizer_that_is_no_identity_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
+    for data in (b"{}", b"[]", b'{"num_tokens": "8"}', b"x", b"[" * 900, json.dumps(tokenizer_definition()).encode()):
+        made = await push(acme, extras={"tokenizer": data})
+        assert made.status_code in (413, 422), made.text
