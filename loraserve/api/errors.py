@@ -40,6 +40,7 @@ _STATUS: dict[type[LoraserveError], int] = {
     errors.AdapterRejected: 422,
     errors.AdapterQuarantined: 409,
     errors.AdapterOfAnotherBase: 409,
+    errors.AdapterTooLarge: 507,
     errors.AdapterUnavailable: 503,
     errors.Overloaded: 503,
     errors.RateLimited: 429,

@@ -23,6 +23,7 @@ from loraserve.batches.runner import BatchRunner
 from loraserve.batches.stored_files import StoredFiles
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
+from loraserve.planning.device_fit import DeviceFit
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.pauses import Pauses
 from loraserve.tenancy.limits.shares import Rooms
@@ -92,6 +93,11 @@ class Services:
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)
         self.registry.publisher.inspect_template = self.templates.inspect
+        self.registry.publisher.check_fit = DeviceFit(
+            lambda: self.engine.stats,
+            self.settings.adapter_dtype,
+            has_one_process=self.settings.tensor_parallel * self.settings.pipeline_parallel == 1,
+        ).check
         self.registry.publisher.tokenizer = lambda: self.tokenizer.identity
         self.version_chats = VersionChats(
             lambda: self.chat_format,

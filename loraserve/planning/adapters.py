@@ -23,14 +23,16 @@ from loraserve_kernels.common.sites import LAYER_MODULES
 from loraserve_kernels.common.sizes import MAX_RANK, ItemSized, ModuleSize, lay_out, num_pages_of, num_tiles_of
 from loraserve_kernels.errors import TensorMismatch
 
-_ITEMS: dict[str, ItemSized] = {
+ITEMS: dict[str, ItemSized] = {
     "fp32": np.dtype(np.float32),
     # numpy has no bfloat16; only its size counts here
     "bf16": np.dtype(np.float16),
     "fp16": np.dtype(np.float16),
     "int8": np.dtype(np.int8),
 }
-_STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+"""Item of an adapter's matrices, by the name of the dtype that they are held in."""
+STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+"""Name of the dtype of an adapter's file, as the device's dtypes are named."""
 _OF_ACTIVATIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -150,7 +152,7 @@ def plan_ranks(
         sizes = tuple(ModuleSize(layer, module, rank) for layer, module in _places(base.spec, modules))
         num_weights = sum(rank * sum(base.spec.modules[size.module]) for size in sizes)
         # names, shapes and offsets of two matrices take about 250 bytes of a file's header
-        file_bytes = num_weights * _ITEMS[_STORED[stored]].itemsize + 250 * len(sizes)
+        file_bytes = num_weights * ITEMS[STORED[stored]].itemsize + 250 * len(sizes)
         name = f"rank {rank} on {','.join(modules) if list(targets) != ['all'] else 'all'}"
         plans.append(plan_shape(name, part, file_bytes, Shape(sizes, stored), base, config, arena))
     return [plan for plan in plans if plan.count]
@@ -161,15 +163,15 @@ def plan_shape(
 ) -> AdapterPlan:
     """Plan an adapter by its shape."""
     held = held_dtype(config.adapter_dtype, base, shape.stored)
-    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": _ITEMS[held]}
+    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": ITEMS[held]}
     rank_bytes: tuple[int, ...] = ()
     try:
         if base.grid.size > 1:
-            rank_bytes = tuple(_rank_bytes(shape, place, base.grid, _ITEMS[held]) for place in base.places)
+            rank_bytes = tuple(_rank_bytes(shape, place, base.grid, ITEMS[held]) for place in base.places)
             packed = sum(rank_bytes)
             num_pages, num_tiles = packed // arena.page_bytes, 0
         elif base.device == "cpu":
-            packed = lay_out(shape.sizes, **where).num_bytes(_ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
+            packed = lay_out(shape.sizes, **where).num_bytes(ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
             num_pages, num_tiles = -(-packed // arena.page_bytes), 0
         else:
             if shape.num_norm_weights:
@@ -216,7 +218,7 @@ def held_dtype(name: str, base: BasePlan, stored: str) -> str:
         ConfigError: 16 bits of the other kind than a GPU's activations'.
     """
     if base.device == "cpu":
-        return _STORED[stored] if name == "auto" else name
+        return STORED[stored] if name == "auto" else name
     of_activations = _OF_ACTIVATIONS[base.dtype]
     if name not in ("auto", "int8", of_activations):
         raise ConfigError(

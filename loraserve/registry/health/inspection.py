@@ -18,6 +18,9 @@ from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.served_base import BASE
 from loraserve.types import BaseSpec, Digest, VersionExtras
 
+CheckFit = Callable[[AdapterIR, BaseSpec], object]
+"""Function that raises AdapterRejected for an adapter that the device can never hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
@@ -39,12 +42,14 @@ def inspect_upload(
     base: BaseSpec,
     *,
     names: BaseNames | None = None,
+    check_fit: CheckFit = lambda ir, base: None,
     pause: Callable[[], object] = lambda: None,
 ) -> Inspected:
     """Inspect the two files; `weights` isn't referred to after the return.
 
     Args:
         names: names of the base; None: its id alone.
+        check_fit: refuses what the device can never hold.
         pause: called between pieces of the work (`background.Throttle`).
 
     Raises:
@@ -56,6 +61,7 @@ def inspect_upload(
     ir = compile_adapter(adapter.config, adapter.tensors, base)
     pause()
     named = (names or BaseNames()).inspect(adapter.config, base)
+    check_fit(ir, base)
     check_finite(ir, pause=pause)
     return Inspected(
         digest=adapter_digest(adapter.config, adapter.tensors, pause=pause),

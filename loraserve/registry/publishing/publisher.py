@@ -29,7 +29,7 @@ from loraserve.registry.health.extra_files import (
     inspect_tokenizer,
     with_extra_files,
 )
-from loraserve.registry.health.inspection import Inspected, inspect_upload
+from loraserve.registry.health.inspection import CheckFit, Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
@@ -87,6 +87,8 @@ class Publisher:
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
         self.inspect_template: InspectTemplate | None = None
         """Looks at chat templates; None: none can be published."""
+        self.check_fit: CheckFit = lambda ir, base: None
+        """Refuses what the engine's device can never hold."""
         self.tokenizer: Callable[[], TokenizerIdentity | None] = lambda: None
         """Returns the identity of the base's tokenizer, on a thread."""
 
@@ -189,7 +191,7 @@ class Publisher:
             own = await asyncio.to_thread(self.tokenizer)
             checks.append(inspect_tokenizer(extras.tokenizer, own, is_strict=self._names.is_strict))
         async with self._inspections:
-            work = partial(_inspect, config, read, base, self._names)
+            work = partial(_inspect, config, read, base, self._names, self.check_fit)
             inspected = await (throttle or self._throttle).run_in_pieces(work)
         return with_extra_files(inspected, extras, checks)
 
@@ -394,11 +396,16 @@ def _has_name(name: str) -> AlreadyExists:
 
 
 def _inspect(
-    config: bytes, read: Callable[[], memoryview], base: BaseSpec, names: BaseNames, pause: Pause
+    config: bytes,
+    read: Callable[[], memoryview],
+    base: BaseSpec,
+    names: BaseNames,
+    check_fit: CheckFit,
+    pause: Pause,
 ) -> Inspected:
     data = read()
     pause()
-    return inspect_upload(config, data, base, names=names, pause=pause)
+    return inspect_upload(config, data, base, names=names, check_fit=check_fit, pause=pause)
 
 
 def _check_base(push: Push, version: AdapterVersion) -> None:

@@ -146,7 +146,7 @@ async def test_a_version_that_the_engine_cannot_load_takes_no_name(
     await acme.load_tensors()
     monkeypatch.setattr(services.registry.ephemeral, "_warm", warm)
     refused = await acme.load_tensors(fill=0.25, load_inplace=True)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_too_large")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "adapter_too_large")
     assert await acme.version() == "policy@1"
     gc.collect()
     assert held(services)[:2] == (1, 1)

@@ -140,11 +140,10 @@ async def test_a_part_that_does_not_add_up_is_named_as_its_owner_knows_it(two: h
     assert message == f"{engine.failure.message} {pirate.digest[:12]}… is pirate@1."
 
 
-async def test_one_adapter_that_is_too_large_is_no_fault_of_the_request(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_adapter_over_the_budget_is_not_worth_retrying(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 0, AdapterTooLarge("It takes 2 GiB.")
-    assert (await ask(client, model="sql")).status_code == 503
+    response = await ask(client, model="sql")
+    assert (response.status_code, response.headers["x-should-retry"]) == (507, "false")
 
 
 async def test_routers_are_told_of_each_part(two: httpx2.AsyncClient, services: Any, engine: Any) -> None:
