@@ -239,6 +239,10 @@ class Limits:
     max_named_residents: int = 256
     """Adapters that vllm:lora_adapter_loaded names: those that were requested last."""
     max_listed_models: int = 10_000
+    max_staged_bytes: int = 16 * GIB
+    """Of all running uploads on this server, which a tenant fills no more than half."""
+    live_load_wait_s: float = 30.0
+    """Longest wait of a load by vLLM's or SGLang's route for an upload's slot."""
     max_concurrent_uploads: int = 16
     max_concurrent_uploads_per_tenant: int = 8
     stalled_upload_s: float = 5.0

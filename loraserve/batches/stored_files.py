@@ -61,22 +61,26 @@ class StoredFiles:
         await self._task.close()
 
     @asynccontextmanager
-    async def stage(self, tenant: TenantId, sender: Sender | None) -> AsyncIterator[StagedBlob]:
+    async def stage(
+        self, tenant: TenantId, sender: Sender | None, *, expected_bytes: int | None = None
+    ) -> AsyncIterator[StagedBlob]:
         """Hold an upload's slot and a blob to write to; it is discarded unless `add` commits it.
 
+        Args:
+            expected_bytes: bytes of the whole body, if they are known.
+
         Raises:
-            QuotaExceeded: the tenant has as many files as it may.
+            QuotaExceeded: the tenant has as many files as it may, or may not store so many bytes.
             RateLimited, Overloaded: too many uploads are under way.
             StorageFull, StorageError
         """
         async with self._database.read() as session:
             await self._check_number(session, tenant, self._clock())
-        async with self._uploads.slot(tenant, sender):
-            staged = await asyncio.to_thread(self._store.stage)
-            try:
-                yield staged
-            finally:
-                await asyncio.to_thread(staged.discard)
+        staged = await self._uploads.stage(tenant, sender, expected_bytes=expected_bytes, is_adapter=False)
+        try:
+            yield staged
+        finally:
+            await self._uploads.release(tenant, staged)
 
     async def add(
         self, tenant: TenantId, staged: StagedBlob, filename: str, *, ttl_s: int | None, actor: str

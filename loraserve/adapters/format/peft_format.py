@@ -168,6 +168,31 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
     total = len(weights)
     if total < 8:
         raise AdapterFormatError(f"{WEIGHTS_FILE} has {total} bytes; a safetensors file has at least 8.")
+    length = _header_length(weights, limits)
+    if 8 + length > total:
+        raise AdapterFormatError(
+            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; "
+            f"the whole file has {total:,}. It may be truncated."
+        )
+    return _parse_header(weights, length, total - 8 - length, limits)
+
+
+def read_beginning(beginning: Buffer, limits: Limits = LIMITS) -> Header | None:
+    """Return the header of a file of which these are the first bytes, as `read_header` checks it.
+
+    Its body has as many bytes as its tensors. None: the header isn't complete yet.
+
+    Raises:
+        AdapterFormatError: no file that begins so is accepted.
+    """
+    if len(beginning) < 9:
+        return None
+    length = _header_length(beginning, limits)
+    return None if len(beginning) < 8 + length else _parse_header(beginning, length, None, limits)
+
+
+def _header_length(weights: Buffer, limits: Limits) -> int:
+    """Return the length that the first nine bytes, if there are as many, give the header."""
     length = int.from_bytes(weights[:8], "little")
     # A length such as 0x0280 looks like a pickle's first bytes; nothing but safetensors has a brace
     # after eight bytes.
@@ -179,14 +204,13 @@ def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
             f"at most {limits.max_adapter_header_bytes:,} are allowed.",
             hint="Check that it is a safetensors file, as PEFT's save_pretrained writes it.",
         )
-    if 8 + length > total:
-        raise AdapterFormatError(
-            f"{WEIGHTS_FILE} gives its header's length as {length:,} bytes; "
-            f"the whole file has {total:,}. It may be truncated."
-        )
+    return length
+
+
+def _parse_header(weights: Buffer, length: int, body_bytes: int | None, limits: Limits) -> Header:
     # depth 3 is what a header has: the object, an entry, its lists
     entries = parse_object(bytes(weights[8 : 8 + length]), what=f"{WEIGHTS_FILE}'s header", max_depth=4)
-    return _check_entries(entries, 8 + length, total - 8 - length, limits)
+    return _check_entries(entries, 8 + length, body_bytes, limits)
 
 
 def _refuse_other_format(first: bytes) -> None:
@@ -198,7 +222,12 @@ def _refuse_other_format(first: bytes) -> None:
             )
 
 
-def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int, limits: Limits) -> Header:
+def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int | None, limits: Limits) -> Header:
+    """Return the header of these entries.
+
+    Args:
+        body_bytes: bytes after it; None: as many as its tensors have.
+    """
     problems: list[str] = []
     metadata = entries.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -222,12 +251,13 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
             problems.append(problem or info or "")
     if not problems:
         tensors.sort(key=lambda t: (t.begin, t.end))
+        body_bytes = max((t.end for t in tensors), default=0) if body_bytes is None else body_bytes
         problems.extend(_tiling_problems(tensors, body_bytes))
     if problems:
         more = len(problems) - _MAX_PROBLEMS
         problems = problems[:_MAX_PROBLEMS] + ([f"… and {more} more."] if more > 0 else [])
         raise AdapterFormatError(f"{WEIGHTS_FILE}'s header is invalid: {problems[0]}", problems=problems)
-    return Header(tuple(tensors), body_offset, body_bytes)
+    return Header(tuple(tensors), body_offset, body_bytes or 0)
 
 
 def _name_problem(name: str, limits: Limits) -> str | None:

@@ -18,16 +18,18 @@ from loraserve.limits import LIMITS
 from loraserve.registry.catalog.ephemeral_adapters import WARM_WAIT_S, already_loaded
 from loraserve.registry.health.checks import quarantine_error
 from loraserve.registry.records import QUARANTINED
+from loraserve.registry.uploads.staging import JudgedWeights
 
 if TYPE_CHECKING:
-    from adapters_store import MemoryBlob, StagedBlob
+    from adapters_store import MemoryBlob
     from loraserve.adapters.extra_files import ExtraFiles
     from loraserve.api.services import Services
     from loraserve.background import Throttle
     from loraserve.registry.uploads.concurrency_limiter import Sender
+    from loraserve.registry.uploads.staging import Written
     from loraserve.tenancy.identity.auth import Caller
 
-Fill = Callable[["StagedBlob | MemoryBlob"], Awaitable["tuple[bytes, ExtraFiles]"]]
+Fill = Callable[["Written"], Awaitable["tuple[bytes, ExtraFiles]"]]
 """Function that writes the weights to its argument; returns the config and the extra files."""
 
 
@@ -125,7 +127,7 @@ class LiveLoader:
         """
         folders = self._registry.local_folders
 
-        async def read(weights: StagedBlob | MemoryBlob) -> tuple[bytes, ExtraFiles]:
+        async def read(weights: Written) -> tuple[bytes, ExtraFiles]:
             return await self.throttle.run(partial(folders.read, path, self._caller.tenant_name, weights.write))
 
         await self.check()
@@ -171,18 +173,22 @@ class LiveLoader:
     async def _fill_memory(self, fill: Fill) -> None:
         tenant = self._caller.tenant
         # a slot of the uploads: their bytes occupy memory too while they arrive
-        async with self._registry.uploads.slot(tenant, self._sender):
+        async with self._registry.uploads.slot(tenant, self._sender, wait_s=LIMITS.live_load_wait_s):
             weights = self._registry.ephemeral.stage(tenant)
             try:
-                config, extras = await fill(weights)
-                await self.take(config, weights, extras)
+                config, extras = await fill(JudgedWeights(weights))
             except BaseException:
                 weights.close()
                 raise
+        try:
+            await self.take(config, weights, extras)
+        except BaseException:
+            weights.close()
+            raise
 
     async def _fill_store(self, fill: Fill) -> None:
         load, caller, uploads = self._load, self._caller, self._registry.uploads
-        weights = await uploads.stage(caller.tenant, self._sender)
+        weights = await uploads.stage(caller.tenant, self._sender, wait_s=LIMITS.live_load_wait_s)
         try:
             config, extras = await fill(weights)
             published = await self._registry.publisher.publish(
@@ -193,6 +199,7 @@ class LiveLoader:
                 actor=caller.key_id,
                 extras=extras,
                 is_new_name=not load.is_in_place,
+                on_stored=lambda: uploads.end_arrival(caller.tenant, weights),
             )
         except AlreadyExists:
             raise already_loaded(load.name) from None

@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from adapters_store import MemoryBlob, StagedBlob
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.api import scopes
 from loraserve.api.errors import client_status_of, headers_of, openai_envelope
@@ -26,6 +25,7 @@ from loraserve.api.management.uploads import is_json, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest, LoraserveError, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
+from loraserve.registry.uploads.staging import Written
 from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
@@ -171,7 +171,7 @@ async def _load_json(request: Request, services: Services, caller: Caller) -> st
     throttle = registry.ephemeral.throttle
     held = registry.ephemeral.stage(caller.tenant)
     try:
-        async with registry.uploads.slot(caller.tenant, sender):
+        async with registry.uploads.slot(caller.tenant, sender, wait_s=LIMITS.live_load_wait_s):
             try:
                 text, has_tensors = await read_tensors(
                     request.stream(), lambda data: throttle.run(partial(held.write, data))
@@ -191,7 +191,7 @@ async def _load_json(request: Request, services: Services, caller: Caller) -> st
             await loader.take(config, held)
         else:
 
-            async def copy(weights: StagedBlob | MemoryBlob) -> tuple[bytes, ExtraFiles]:
+            async def copy(weights: Written) -> tuple[bytes, ExtraFiles]:
                 await throttle.run(lambda: weights.write(held.read()))
                 return config, NO_EXTRA_FILES
 

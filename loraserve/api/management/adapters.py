@@ -19,7 +19,7 @@ from loraserve.api.management.payloads.resources import (
     page_of,
 )
 from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, encode, rendered
-from loraserve.api.management.uploads import content_of, is_json, publish_stored, sender_of
+from loraserve.api.management.uploads import content_of, declared_bytes, is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.registry.health.checks import quarantine_error
@@ -72,7 +72,7 @@ async def publish_version(
             request, caller, name, _published_on(services), is_promoting=promote, is_dry_run=dry_run
         )
     boundary = multipart_boundary(request)
-    staged = await uploads.stage(caller.tenant, sender_of(request))
+    staged = await uploads.stage(caller.tenant, sender_of(request), expected_bytes=declared_bytes(request))
     try:
         config, extras = await read_upload(request, boundary, staged, uploads.throttle)
         content = content_of(config, staged.digest, extras)
@@ -88,6 +88,7 @@ async def publish_version(
                 is_promoting=promote,
                 is_dry_run=dry_run,
                 once=once,
+                on_stored=lambda: uploads.end_arrival(caller.tenant, staged),
             )
 
         return await answer_once(request, caller, content, work, _published_on(services))

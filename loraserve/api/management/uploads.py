@@ -143,6 +143,12 @@ def sender_of(request: Request) -> Sender:
     return sender
 
 
+def declared_bytes(request: Request) -> int | None:
+    """Return the body's length, if its head says it."""
+    value = request.headers.get("content-length", "")
+    return int(value) if value.isascii() and value.isdigit() else None
+
+
 def is_json(request: Request) -> bool:
     """Return whether the body says that it is JSON."""
     kind, _, _ = request.headers.get("content-type", "").partition(";")
@@ -180,7 +186,7 @@ async def publish_stored(
     async def work(once: Once[Published] | None) -> Published:
         # what was answered once is answered again, also when the upload has gone since
         await registry.check_once(once)
-        async with uploads.slot(caller.tenant):
+        async with uploads.slot(caller.tenant) as release:
             stored = await uploads.resumable.stored(caller.tenant, blob)
             try:
                 return await registry.publisher.publish(
@@ -193,6 +199,7 @@ async def publish_stored(
                     is_promoting=is_promoting,
                     is_dry_run=is_dry_run,
                     once=once,
+                    on_stored=release,
                 )
             except BytesLost:
                 # what is stored isn't what came, so that nothing says any more that it needn't come

@@ -13,7 +13,7 @@ from loraserve.api import scopes
 from loraserve.api.http.blob_response import blob_response
 from loraserve.api.management.adapters import check_query
 from loraserve.api.management.payloads.multipart import Form, ReadForm, multipart_boundary, read_form
-from loraserve.api.management.uploads import sender_of
+from loraserve.api.management.uploads import declared_bytes, sender_of
 from loraserve.api.services import services_of
 from loraserve.batches.records import INPUT, FileRecord
 from loraserve.errors import BlobCorrupt, InvalidRequest
@@ -92,7 +92,9 @@ async def create_file(request: Request, caller: Caller = Depends(_user)) -> Stor
     services = services_of(request)
     services.check_open()
     boundary = multipart_boundary(request, _FORM)
-    async with services.files.stage(caller.tenant, sender_of(request)) as staged:
+    async with services.files.stage(
+        caller.tenant, sender_of(request), expected_bytes=declared_bytes(request)
+    ) as staged:
         form = await read_form(request, boundary, _FORM, staged, services.registry.uploads.throttle)
         ttl_s = _read_fields(form)
         if not staged.num_bytes:

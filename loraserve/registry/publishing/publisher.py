@@ -117,6 +117,7 @@ class Publisher:
         is_dry_run: bool = False,
         is_new_name: bool = False,
         once: Once[Published] | None = None,
+        on_stored: Callable[[], object] = lambda: None,
     ) -> Published:
         """Publish these files as a version: durable, checked against the base and certified.
 
@@ -130,6 +131,7 @@ class Publisher:
         Args:
             extras: files of the version for chats with it.
             is_new_name: refuse the files if the tenant has the adapter.
+            on_stored: called once the bytes are in the store, before the certificate.
 
         Raises:
             AdapterRejected: the files can't be served, according to inspection or the engine; lists
@@ -158,6 +160,7 @@ class Publisher:
             return await self._preview(push)
         known = await self._look(push)
         stored = await self._store_blobs(push, known)
+        on_stored()
         outcome = await self._certify(push, known, stored)
         if stored.is_uploaded:
             await retain_stored(self._database, self._store, _blobs(push, stored.config_blob, stored.weights_blob))

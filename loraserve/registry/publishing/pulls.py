@@ -98,7 +98,14 @@ class Pulls:
             fetch = partial(_fetch, source, staged, progress, rate)
             config, extras = await asyncio.get_running_loop().run_in_executor(self._threads, fetch)
             published = await self._publisher.publish(
-                tenant, name, config, staged, actor=actor, extras=extras, is_promoting=is_promoting
+                tenant,
+                name,
+                config,
+                staged,
+                actor=actor,
+                extras=extras,
+                is_promoting=is_promoting,
+                on_stored=lambda: self._uploads.end_arrival(tenant, staged),
             )
         finally:
             await self._uploads.release(tenant, staged)

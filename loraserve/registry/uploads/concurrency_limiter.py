@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -57,7 +57,7 @@ class ConcurrencyLimiter:
         """
         self.shares.take(tenant_holder(tenant))
 
-    async def acquire_or_displace(self, tenant: TenantId, sender: Sender | None) -> None:
+    async def acquire_or_displace(self, tenant: TenantId, sender: Sender | None, *, wait_s: float = 0.0) -> None:
         """Take a slot as `acquire` does, or that of the transfer that lags most.
 
         If none is free, that transfer is stopped and waited for. A transfer is stopped only if it
@@ -65,6 +65,7 @@ class ConcurrencyLimiter:
 
         Args:
             sender: client that sends this transfer's bytes; None if they have arrived already.
+            wait_s: seconds to wait for a slot that ends by itself.
 
         Raises:
             RateLimited, Overloaded: as `acquire`.
@@ -74,13 +75,15 @@ class ConcurrencyLimiter:
             slowest = max(self._senders, key=lambda one: one.behind_s, default=None)
             if slowest is not None and slowest.behind_s >= LIMITS.stalled_upload_s:
                 slowest.cut()
-                await self._wait_for_room(tenant)
+                await self._wait_for_room(tenant, _CUT_S)
+        if wait_s:
+            await self._wait_for_room(tenant, wait_s)
         self.acquire(tenant)
         if sender is not None:
             self._senders.add(sender)
 
-    async def _wait_for_room(self, tenant: TenantId) -> None:
-        deadline_s = time.monotonic() + _CUT_S
+    async def _wait_for_room(self, tenant: TenantId, wait_s: float) -> None:
+        deadline_s = time.monotonic() + wait_s
         while not self.shares.has_room(tenant_holder(tenant)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_S)
 
@@ -90,14 +93,24 @@ class ConcurrencyLimiter:
         self.shares.give_back(tenant_holder(tenant))
 
     @asynccontextmanager
-    async def slot(self, tenant: TenantId, sender: Sender | None = None) -> AsyncIterator[None]:
-        """Hold a slot for the length of a with block.
+    async def slot(
+        self, tenant: TenantId, sender: Sender | None = None, *, wait_s: float = 0.0
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Hold a slot for the length of a with block; yield what releases it earlier.
 
         Raises:
             RateLimited, Overloaded: as `acquire_or_displace`.
         """
-        await self.acquire_or_displace(tenant, sender)
+        await self.acquire_or_displace(tenant, sender, wait_s=wait_s)
+        is_held = True
+
+        def release() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                self.release(tenant, sender)
+
         try:
-            yield
+            yield release
         finally:
-            self.release(tenant, sender)
+            release()

@@ -94,9 +94,10 @@ class Shares:
     def _refusal(self, held: int, amount: int) -> LoraserveError:
         if held or amount > self._max_per_holder:
             self.num_refused["share"] += 1
+            others = self.total - held
+            why = f"while others use {others}" if others else "which leaves as many for others"
             return RateLimited(
-                f"You hold {held} of {self.capacity} {self._what}; {amount} more would exceed your share "
-                "while others use theirs.",
+                f"You hold {held} of {self.capacity} {self._what}; {amount} more would exceed your share, {why}.",
                 retry_after_s=self._retry_s,
                 hint="Wait until some of them have ended.",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,3 +223,33 @@ async def test_a_load_is_ephemeral_where_the_operator_or_the_request_says(
     assert not services.registry.ephemeral.has(acme.tenant, "kept")
     assert (await acme.unload()).status_code == 200
     assert (await acme.complete()).status_code == 404
+
+
+async def test_ten_loads_at_once_wait_for_slots(
+    acme: Trainer, folder: Path, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant may have eight uploads, and certificates, which take seconds, hold none of them."""
+    for number in range(10):
+        write_small(folder / f"step-{number}", number / 8)
+    verify, running = services.engine.verify, 0
+    most_held = 0
+
+    async def verify_slowly(*args: object, **fields: object) -> Certificate:
+        nonlocal running, most_held
+        running += 1
+        uploads, *_ = services.registry.uploads.shares()
+        most_held = max(most_held, uploads.total)
+        if running == 10:
+            all_run.set()
+        async with asyncio.timeout(20):
+            await all_run.wait()
+        return await verify(*args, **fields)
+
+    all_run = asyncio.Event()
+    monkeypatch.setattr(services.registry.certificates, "_certify", verify_slowly)
+    loads = (acme.load(f"policy-{number}", f"step-{number}", load_inplace=False) for number in range(10))
+    answers = await asyncio.gather(*loads)
+    assert [answer.status_code for answer in answers] == [200] * 10
+    assert most_held <= 8
+    uploads, _, staged = services.registry.uploads.shares()
+    assert (uploads.total, staged.total) == (0, 0)

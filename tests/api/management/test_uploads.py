@@ -16,7 +16,7 @@ from adapters_store import LocalStore
 from loraserve import background, faults
 from loraserve.api.management.payloads import multipart
 from loraserve.api.services import Services
-from loraserve.limits import LIMITS
+from loraserve.limits import KIB, LIMITS, MIB
 
 BOUNDARY = "xxBOUNDARYxx"
 
@@ -286,3 +286,50 @@ async def test_an_upload_pauses_between_its_pieces_while_processors_are_computin
     await push(acme, "sql", seed=2)
     # the bytes that came, what was read and compiled, and each module and tensor
     assert len(taken) >= 6
+
+
+async def test_zeros_are_refused_at_their_beginning(acme: httpx2.AsyncClient, store: LocalStore) -> None:
+    """The body goes on for gigabytes that nobody reads."""
+    num_sent = 0
+
+    async def zeros() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        yield body_of((part("config"), b"{}"), end="") + f"--{BOUNDARY}\r\n{part('weights')}\r\n\r\n".encode()
+        while num_sent < 64 * MIB:
+            num_sent += 64 * KIB
+            yield bytes(64 * KIB)
+
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    refused = await acme.post("/adapters/sql/versions", content=zeros(), headers=headers)
+    assert (refused.status_code, refused.json()["code"]) == (422, "adapter_format")
+    assert num_sent < 8 * MIB
+    assert list((store.root / "staging").iterdir()) == []
+
+
+async def test_body_over_quota_is_refused_before_it_is_read(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, services: Services
+) -> None:
+    assert (await admin.patch("/tenants/acme", json={"limits": {"max_stored_bytes": 1000}})).status_code == 200
+    was_read = False
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal was_read
+        was_read = True
+        yield b"x"
+
+    for length in (2 << 30, 3 * MIB):
+        headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}", "Content-Length": str(length)}
+        refused = await acme.post("/adapters/sql/versions", content=body(), headers=headers)
+        assert (refused.status_code, refused.json()["code"]) == (429, "insufficient_quota")
+    assert services.registry.uploads.shares()[2].total == 0
+
+
+async def test_version_is_sent_again_at_full_quota(
+    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, push: Any
+) -> None:
+    """It may be a repair."""
+    size = (await push(acme)).json()["size_bytes"]
+    assert (await admin.patch("/tenants/acme", json={"limits": {"max_stored_bytes": size}})).status_code == 200
+    assert (await push(acme)).status_code == 200
+    refused = await push(acme, seed=1)
+    assert (refused.status_code, refused.json()["code"]) == (429, "insufficient_quota")

@@ -22,8 +22,8 @@ from loraserve.limits import LIMITS, MIB
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-    from adapters_store import MemoryBlob, StagedBlob
     from loraserve.background import Throttle
+    from loraserve.registry.uploads.staging import Written
 
 CONFIG, WEIGHTS = "config", "weights"
 _FLUSH_BYTES = 1 * MIB
@@ -79,7 +79,7 @@ def multipart_boundary(request: Request, form: Form | None = None) -> bytes:
 
 
 async def read_upload(
-    request: Request, boundary: bytes, weights: StagedBlob | MemoryBlob, throttle: Throttle
+    request: Request, boundary: bytes, weights: Written, throttle: Throttle
 ) -> tuple[bytes, ExtraFiles]:
     """Return the part `CONFIG` and the extra files; write `WEIGHTS` to `weights`, piece by piece.
 
@@ -91,9 +91,7 @@ async def read_upload(
     return parts.pop(CONFIG), ExtraFiles.read(parts)
 
 
-async def read_form(
-    request: Request, boundary: bytes, form: Form, staged: StagedBlob | MemoryBlob, throttle: Throttle
-) -> ReadForm:
+async def read_form(request: Request, boundary: bytes, form: Form, staged: Written, throttle: Throttle) -> ReadForm:
     """Return the short parts, after writing the file to `staged`, piece by piece.
 
     Parts may come in any order.

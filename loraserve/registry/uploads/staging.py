@@ -1,0 +1,196 @@
+"""Bounds on the bytes of running uploads: by tenant and in all, and by what they turn out to be."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Protocol, Self
+
+from adapters_store.base import StagedBlob
+from loraserve.adapters.format.peft_format import WEIGHTS_FILE, read_beginning
+from loraserve.errors import AdapterFormatError, QuotaExceeded
+from loraserve.limits import LIMITS
+from loraserve.tenancy.limits.shares import Shares, tenant_holder
+from loraserve.types import Digest, TenantId
+
+_FORM_BYTES = 1 << 20
+"""Bytes that a body may have beside the file: a config, other small files, a form's framing."""
+_RETRY_S = 5.0
+
+
+class StagingBudget:
+    """Bytes that running uploads have on the disk, of which a tenant may have what is free.
+
+    They are no rows yet, which quotas count. Safe to use from several threads.
+
+    Args:
+        capacity: bytes of all tenants' uploads on this server.
+    """
+
+    def __init__(self, capacity: int = LIMITS.max_staged_bytes) -> None:
+        self.shares = Shares("staged_bytes", "bytes of running uploads", capacity, retry_s=_RETRY_S)
+        self._lock = threading.Lock()
+        self._of_tenants: Counter[TenantId] = Counter()
+
+    def check(self, tenant: TenantId, num_bytes: int, room_bytes: int | None) -> None:
+        """Check that an upload may begin whose body has so many bytes.
+
+        Raises:
+            QuotaExceeded, RateLimited, Overloaded: as `take`, now instead of after the bytes.
+        """
+        with self._lock:
+            self._check(tenant, max(0, num_bytes - _FORM_BYTES), room_bytes)
+
+    def take(self, tenant: TenantId, num_bytes: int, room_bytes: int | None) -> None:
+        """Count further bytes of an upload, until `give_back`.
+
+        Args:
+            room_bytes: bytes that the tenant may store beside what it stores already; None: any.
+
+        Raises:
+            QuotaExceeded: all of the tenant's uploads together are more than that.
+            RateLimited: the tenant has its share of all uploads' bytes.
+            Overloaded: there is no room.
+        """
+        with self._lock:
+            self._check(tenant, num_bytes, room_bytes)
+            self.shares.take(tenant_holder(tenant), num_bytes)
+            self._of_tenants[tenant] += num_bytes
+
+    def give_back(self, tenant: TenantId, num_bytes: int) -> None:
+        """Count bytes no more: they are gone, or a version's."""
+        if not num_bytes:
+            return
+        with self._lock:
+            self.shares.give_back(tenant_holder(tenant), num_bytes)
+            self._of_tenants[tenant] -= num_bytes
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
+
+    def _check(self, tenant: TenantId, num_bytes: int, room_bytes: int | None) -> None:
+        running = self._of_tenants.get(tenant, 0)
+        if room_bytes is not None and running + num_bytes > room_bytes:
+            raise QuotaExceeded(
+                f"The tenant may store {max(0, room_bytes)} more bytes, and its running uploads have {running}; "
+                f"{num_bytes} more would exceed its limit.",
+                hint="Delete versions, files or uploads, or ask an admin for a higher limit.",
+            )
+        if not self.shares.has_room(tenant_holder(tenant), num_bytes):
+            # raises the refusal that says why
+            self.shares.take(tenant_holder(tenant), num_bytes)
+
+
+class Written(Protocol):
+    """Something that takes a file's bytes in order."""
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> None: ...
+
+
+class WeightsBeginning:
+    """Judge the weights of an adapter as soon as their header is there.
+
+    Zeros, a pickle or a header that promises another size than comes are refused then, instead of
+    after gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._beginning = bytearray()
+        self._num_bytes = 0
+        self._total: int | None = None
+
+    def see(self, data: bytes | bytearray | memoryview) -> None:
+        """Look at the next bytes.
+
+        Raises:
+            AdapterFormatError: this is no file that `read_header` accepts, however it goes on.
+        """
+        self._num_bytes += len(data)
+        if self._total is None:
+            self._beginning += data[: 8 + LIMITS.max_adapter_header_bytes + 1 - len(self._beginning)]
+            header = read_beginning(self._beginning)
+            if header is None:
+                return
+            self._total = header.body_offset + header.body_bytes
+            self._beginning.clear()
+        if self._num_bytes > self._total:
+            raise AdapterFormatError(
+                f"{WEIGHTS_FILE} has {self._total:,} bytes by its header, and more came: bytes after the last tensor "
+                "belong to no tensor."
+            )
+
+
+class JudgedWeights:
+    """Writer of an adapter's weights that are judged by their beginning."""
+
+    def __init__(self, target: Written) -> None:
+        self._target, self._beginning = target, WeightsBeginning()
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> None:
+        """Write all of `data`.
+
+        Raises:
+            AdapterFormatError: it is no adapter's weights.
+        """
+        self._beginning.see(data)
+        self._target.write(data)
+
+
+class BoundedBlob:
+    """A staged blob whose bytes count in a `StagingBudget` until it is discarded.
+
+    Args:
+        room_bytes: as for `StagingBudget.take`.
+        beginning: judges the bytes; None: any file is welcome.
+    """
+
+    def __init__(
+        self,
+        staged: StagedBlob,
+        budget: StagingBudget,
+        tenant: TenantId,
+        room_bytes: int | None,
+        beginning: WeightsBeginning | None,
+    ) -> None:
+        self._staged, self._budget, self._tenant = staged, budget, tenant
+        self._room_bytes, self._beginning = room_bytes, beginning
+        self._num_taken = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._staged.num_bytes
+
+    @property
+    def digest(self) -> Digest:
+        return self._staged.digest
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write and hash all of `data`.
+
+        Raises:
+            AdapterFormatError: it is no adapter's weights.
+            QuotaExceeded, RateLimited, Overloaded: as `StagingBudget.take`.
+            StorageFull, StorageError: as `StagedBlob.write`.
+        """
+        if self._beginning is not None:
+            self._beginning.see(data)
+        self._budget.take(self._tenant, len(data), self._room_bytes)
+        self._num_taken += len(data)
+        self._staged.write(data)
+
+    def read(self) -> memoryview:
+        return self._staged.read()
+
+    def commit(self) -> Digest:
+        return self._staged.commit()
+
+    def discard(self) -> None:
+        """Discard the blob if it isn't committed, and give its bytes back."""
+        self._staged.discard()
+        num_taken, self._num_taken = self._num_taken, 0
+        self._budget.give_back(self._tenant, num_taken)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
