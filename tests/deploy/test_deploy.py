@@ -33,7 +33,7 @@ NGINX = (DEPLOY / "nginx" / "loraserve.conf").read_text()
 CADDY = (DEPLOY / "caddy" / "Caddyfile").read_text()
 MANIFESTS = {
     document["kind"] + "/" + document["metadata"]["name"]: document
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for path in sorted((DEPLOY / "kubernetes" / "server").glob("*.yaml"))
     if path.name != "kustomization.yaml"
     for document in yaml.safe_load_all(path.read_text())
 }
@@ -142,8 +142,8 @@ def test_files_agree_with_each_other_and_with_limits() -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     for name in (line[1:] for line in ignored if line.startswith("!")):
         assert (ROOT / name).exists(), name
-    listed = yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())["resources"]
-    there = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")} - {"kustomization.yaml"}
+    listed = yaml.safe_load((DEPLOY / "kubernetes" / "server" / "kustomization.yaml").read_text())["resources"]
+    there = {path.name for path in (DEPLOY / "kubernetes" / "server").glob("*.yaml")} - {"kustomization.yaml"}
     assert set(listed) == there
     assert f"client_max_body_size {LIMITS.max_upload_bytes >> 30}g;" in NGINX
     assert f"max_size {LIMITS.max_upload_bytes >> 30}GiB" in CADDY
@@ -178,7 +178,7 @@ def test_the_dockerfile_has_no_finding_of_hadolint() -> None:
 
 
 def test_kubernetes_schemas_accept_the_manifests() -> None:
-    paths = [path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml"]
+    paths = [path for path in (DEPLOY / "kubernetes" / "server").glob("*.yaml") if path.name != "kustomization.yaml"]
     ran(tool("kubernetes-validate"), "--strict", *paths)
 
 

@@ -33,7 +33,7 @@ KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 MANIFESTS: dict[str, Any] = {
     f"{document['kind']}/{document['metadata']['name']}": document
     for name in KUSTOMIZATION["resources"]
-    if name != ".."
+    if name != "../server"
     for document in yaml.safe_load_all((FOLDER / name).read_text())
 }
 POOL = MANIFESTS["InferencePool/loraserve"]
