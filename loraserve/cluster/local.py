@@ -25,7 +25,7 @@ from loraserve.api.http.listener import open_listener
 from loraserve.api.server import prepare_registry
 from loraserve.cluster.options import ClusterOptions
 from loraserve.cluster.shared_listener import SharedListener
-from loraserve.errors import ConfigError, EngineUnavailable
+from loraserve.errors import ConfigError, EngineUnavailable, InvariantViolation
 from loraserve.settings import Settings
 from loraserve.types import Struct
 
@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 
     from loraserve.cluster.ray import ClusterParts
 
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "cluster.json"
 _OBJECT_STORE_BYTES = 100 << 20
 """Ray's own memory for large objects: ours travel beside it."""
 _START_S, _STOP_S = 600.0, 120.0
 _POLL_S = 0.2
+_RAY_STARTS, _MAX_REASON = 3, 300
+"""Attempts to start Ray, and characters of its reason that are shown."""
 _LOG_HINT = "The replicas' logs have more."
 
 ENVIRONMENT = {
@@ -121,6 +125,31 @@ def check_installed() -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
+def start_ray(init: Callable[[], Any], shutdown: Callable[[], object]) -> Any:
+    """Return what Ray's start returns; try again where it isn't done within its own 30 s.
+
+    On a busy machine its processes need longer the first time than the second, when their files are
+    in memory.
+
+    Raises:
+        EngineUnavailable: it failed as often as it is tried.
+    """
+    for attempt in range(1, _RAY_STARTS + 1):
+        try:
+            return init()
+        # Ray raises bare Exceptions here
+        except Exception as error:
+            shutdown()
+            reason = " ".join(str(error).split())[:_MAX_REASON]
+            if attempt == _RAY_STARTS:
+                raise EngineUnavailable(
+                    f"Ray's processes didn't start, {_RAY_STARTS} times: {reason}",
+                    hint="Try again when this machine is less busy, or with fewer --replicas.",
+                ) from error
+            logger.warning("Ray's processes didn't start (%d of %d), trying again: %s", attempt, _RAY_STARTS, reason)
+    raise InvariantViolation("Ray was never started.")
+
+
 class LocalCluster:
     """Ray, Serve and the application, for one block."""
 
@@ -155,12 +184,15 @@ class LocalCluster:
         settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as ending:
             lock = ending.enter_context(_locked(state_path(settings.data_dir)))
-            # before there are several servers, whose logs are elsewhere
-            asyncio.run(prepare_registry(settings))
+            # what can fail without a registry, whose admin key is shown once
             prepare_ray()
             temp_dir = tempfile.mkdtemp(prefix="loraserve-ray-")
             ending.callback(shutil.rmtree, temp_dir, ignore_errors=True)
-            state = self._start(Path(temp_dir), ending)
+            listener = SharedListener(open_listener(settings.host, settings.port), Path(temp_dir) / "listener")
+            ending.callback(listener.close)
+            # before there are several servers, whose logs are elsewhere
+            asyncio.run(prepare_registry(settings))
+            state = self._start(Path(temp_dir), listener, ending)
             lock.seek(0)
             lock.truncate()
             lock.write(msgspec.json.encode(state))
@@ -192,26 +224,27 @@ class LocalCluster:
         parts = OURS if self._make_parts is None else self._make_parts()
         return build(settings, options, parts, self._listener_path)
 
-    def _start(self, temp_dir: Path, ending: contextlib.ExitStack) -> ClusterState:
+    def _start(self, temp_dir: Path, listener: SharedListener, ending: contextlib.ExitStack) -> ClusterState:
         import ray
         from ray import serve
 
         from loraserve.cluster.ray import APP_NAME, QUIET
 
         settings, options = self._settings, self._options
-        listener = SharedListener(open_listener(settings.host, settings.port), temp_dir / "listener")
-        ending.callback(listener.close)
         self._listener_path = listener.path
         application = self._build(settings, options)
-        context: Any = ray.init(
-            address="local",
-            namespace=APP_NAME,
-            num_cpus=max(1, round(options.most * options.cpus_per_replica + 0.5)),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            logging_level="WARNING",
-            _temp_dir=str(temp_dir),
-            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        context = start_ray(
+            lambda: ray.init(
+                address="local",
+                namespace=APP_NAME,
+                num_cpus=max(1, round(options.most * options.cpus_per_replica + 0.5)),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                logging_level="WARNING",
+                _temp_dir=str(temp_dir),
+                _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            ),
+            ray.shutdown,
         )
         ending.callback(ray.shutdown)
         # the ingress answers clients itself: a piece costs more than a token by Serve's proxies
