@@ -352,7 +352,9 @@ def test_masks_computed_together_are_those_computed_alone(begin, threads, betwee
             assert other.allows(other.wanted) == one.allows(other.wanted)
             # also where a step that wanted another token was dropped
             if draw.random() < 0.5:
-                assert other.start_over()
+                if not other.start_over():
+                    # this machine is slow: a thread computes it
+                    between_steps.wait([other], 10)
                 assert np.array_equal(other.words, one.words)
     # most of them aren't what is said next
     assert num_permitted > 100
