@@ -439,3 +439,32 @@ def test_masks_that_take_long_together_are_computed_alone_next(begin, between_st
     first.advance([min(allowed(first))])
     between_steps.wait([first], 10)
     assert not gathered
+
+
+def test_forced_tokens_are_not_searched_after_lexer_failed(compiler: GrammarCompiler, threads) -> None:
+    grammar = make_grammar("choice", ["the one answer"])
+    constraint = Constraint(grammar, [], compiler.vocab_size, MatcherCache(compiler, 1 << 30), threads)
+    threads.wait([constraint], 10)
+    # a machine that is slow leaves it to the threads
+    constraint._num_slow, constraint._compiled.is_slow = 0, False
+    assert constraint.forced(4)
+    constraint._num_restarts = 1
+    assert constraint.forced(4) == ()
+
+
+def test_answer_that_is_dead_ahead_fails_its_request(compiler: GrammarCompiler, tokenizer, between_steps) -> None:
+    """The steps' thread meets the dead end first, and says nothing of it."""
+    grammar = make_grammar("grammar", 'start: "ab" dead | "c"\ndead: "x" never\nnever: NEVER\nNEVER: /x+/ & /y+/')
+    cache = MatcherCache(compiler, 1 << 30)
+    constraint = Constraint(grammar, [], compiler.vocab_size, cache, between_steps)
+    between_steps.wait([constraint], 10)
+    said = tokenizer.encode("abx", add_special_tokens=False)
+    constraint._num_slow, constraint._compiled.is_slow = 0, False
+    assert constraint.start_over()
+    assert not constraint.look_ahead(said, None)
+    assert not constraint.look_ahead(said, tokenizer.eos_token_id)
+    constraint.advance(said)
+    between_steps.wait([constraint], 10)
+    assert isinstance(constraint.error, GrammarDeadEnd)
+    # found once with this lexer, and once by the request itself
+    assert cache.num_compiled == 1
