@@ -24,8 +24,12 @@ cut off.
 """
 ANY_WHITESPACE = r"[ \t\r\n]+"
 """White space between two tokens of JSON, as JSON itself has it."""
+ONE_LINE = ""
+"""No white space between two tokens of JSON but a space behind a comma or a colon."""
 SEPARATORS = (", ?", ": ?")
-"""Regexes of what stands between two items, and between a name and its value, with `WHITESPACE`."""
+"""Regexes of what stands between two items, and between a name and its value, with `WHITESPACE` and
+`ONE_LINE`.
+"""
 
 _OPTIONS: Mapping[str, str] = {"name": "options", "lark_grammar": '%llguidance {"no_forcing":true}\nstart: ""'}
 """Grammar of options, which hold for the one beside it.
@@ -86,7 +90,7 @@ class AnswerFormat(Struct, frozen=True):
         has_no_more_properties: a schema's objects have the properties that are listed, where they
             don't say otherwise.
         whitespace: regex of what may stand between two tokens of JSON; None: nothing. With
-            `WHITESPACE`, `SEPARATORS` are between items.
+            `WHITESPACE` and `ONE_LINE`, `SEPARATORS` are between items.
         has_bounded_numbers: numbers have few digits, where the schema doesn't say otherwise.
         around: Lark of the whole answer, in which this format is ``@answer``; empty: it is all.
         schemas: schemas that the Lark text or `around` refers to.
@@ -160,10 +164,11 @@ def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
 
 
 def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
-    if whitespace is None:
-        return {"whitespace_flexible": False}
-    separators = dict(zip(("item_separator", "key_separator"), SEPARATORS, strict=True))
-    return {"whitespace_pattern": whitespace, **(separators if whitespace == WHITESPACE else {})}
+    """Return llguidance's options for the white space of `AnswerFormat`."""
+    options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    if whitespace in (WHITESPACE, ONE_LINE):
+        options["item_separator"], options["key_separator"] = SEPARATORS
+    return options
 
 
 _WHITESPACE_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"})

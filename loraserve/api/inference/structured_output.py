@@ -17,9 +17,10 @@ from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
 from loraserve.settings import Settings
-from loraserve.text.answer_format import ANY_WHITESPACE, WHITESPACE, AnswerFormat, AnswerKind
+from loraserve.text.answer_format import ANY_WHITESPACE, ONE_LINE, WHITESPACE, AnswerFormat, AnswerKind
 from loraserve.types import TenantId
 
+_WHITESPACE = {"bounded": WHITESPACE, "one-line": ONE_LINE, "any": ANY_WHITESPACE}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OBJECT = {"type": "object"}
 
@@ -39,8 +40,8 @@ async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat
 
 def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:
     """Return the format with what the operator chose where the request didn't."""
-    if settings.json_whitespace == "any" and wanted.whitespace == WHITESPACE:
-        wanted = msgspec.structs.replace(wanted, whitespace=ANY_WHITESPACE)
+    if wanted.whitespace == WHITESPACE:
+        wanted = msgspec.structs.replace(wanted, whitespace=_WHITESPACE[settings.json_whitespace])
     if settings.json_numbers == "any":
         wanted = msgspec.structs.replace(wanted, has_bounded_numbers=False)
     return wanted

@@ -20,7 +20,7 @@ from loraserve.errors import (
     PayloadTooLarge,
     UnsupportedParameter,
 )
-from loraserve.text.answer_format import ANY_WHITESPACE, AnswerFormat, AnswerKind, NamedSchema, grammar_of
+from loraserve.text.answer_format import ANY_WHITESPACE, ONE_LINE, AnswerFormat, AnswerKind, NamedSchema, grammar_of
 from loraserve.text.grammar import GrammarCompiler, grammar_error
 from loraserve.text.tokenizer import Tokenizer
 
@@ -156,10 +156,11 @@ LOOSE = [
     [
         ({}, [COMPACT, PRETTY, '{"a": 1, "b": [2, 3]}', '{"a":1,\n"b":[2,3]}'], LOOSE),
         ({"whitespace": ANY_WHITESPACE}, [COMPACT, PRETTY, *LOOSE], []),
+        ({"whitespace": ONE_LINE}, [COMPACT, '{"a": 1, "b": [2, 3]}'], [PRETTY, *LOOSE, '{"a":1,\n"b":[2,3]}']),
         ({"whitespace": None}, [COMPACT], [PRETTY, *LOOSE, '{"a": 1,"b":[2]}']),
         ({"whitespace": "[ ]"}, [COMPACT, '{ "a" : 1 , "b" : [ 2 ] }'], [PRETTY, LOOSE[1]]),
     ],
-    ids=["bounded", "any", "none", "own"],
+    ids=["bounded", "any", "one line", "none", "own"],
 )
 def test_white_space_is_bounded_unless_asked_otherwise(
     compiler: GrammarCompiler,
