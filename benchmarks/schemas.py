@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ _MAX_DEPTH = 3
 _WORDS = ("name", "age", "city", "tags", "price", "kind", "date", "notes", "items", "size", "ok", "é", "a b", "$x", "0")
 _PATTERNS = ("^[0-9]{5}$", "^[A-Z][a-z]{1,8}$", "[ab]c?d", "^(?:\\+|-)?[0-9]{1,3}$", "^.{2,6}$", "x|yz|w{3}")
 _FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "duration")
+_WIDTHS = ("0.5", "0.1", "0.25", "1", "0.001", "7", "1.5", "49.9")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,12 @@ def _integer(draw: random.Random) -> dict[str, Any]:
 
 
 def _number(draw: random.Random) -> dict[str, Any]:
-    low = draw.randrange(-100, 100) / 4
-    return {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": low + draw.randrange(1, 50)}
+    """A range of decimal arithmetic, as of a dropout, a learning rate or a price."""
+    low = Decimal(draw.randrange(-100, 100)).scaleb(-draw.randrange(3)) if draw.random() < 0.6 else Decimal(0)
+    width = Decimal(draw.choice(_WIDTHS))
+    low, high = (low, low + width) if draw.random() < 0.7 else (low - width, low)
+    lower, upper = draw.choice(("minimum", "exclusiveMinimum")), draw.choice(("maximum", "exclusiveMaximum"))
+    return {"type": "number", lower: float(low), upper: float(high)}
 
 
 def _boolean(_: random.Random) -> dict[str, Any]:

@@ -13,6 +13,7 @@ status.
     │   ├── NoChatTemplate          messages for a model that takes prompts alone
     │   ├── ChatTemplateFailed      a version's own template makes no prompt of these messages
     │   ├── GrammarTooComplex       a grammar that takes too much to compile or to follow
+    │   ├── GrammarDeadEnd          an answer begun, which nothing continues as its grammar asks
     │   ├── GrammarCrashed          a grammar over which its compiler crashed: a bug
     │   ├── PayloadTooLarge         a body, a header or a list is over its bound
     │   │   └── HeadersTooLarge
@@ -145,6 +146,10 @@ class ChatTemplateFailed(InvalidRequest):
 
 class GrammarTooComplex(InvalidRequest):
     code = "grammar_too_complex"
+
+
+class GrammarDeadEnd(InvalidRequest):
+    code = "grammar_dead_end"
 
 
 class GrammarCrashed(InvalidRequest):

@@ -202,6 +202,14 @@ class Settings(BaseSettings):
     reasoning_parser: ReasoningParserName = "auto"
     """Format of the base's reasoning; auto: recognized in its chat template; none: reasoning stays
     in the answer."""
+    json_whitespace: Literal["bounded", "one-line", "any"] = "bounded"
+    """White space in answers that are JSON: single spaces and indented lines, single spaces alone,
+    or as much as JSON allows.
+    """
+    json_numbers: Literal["bounded", "any"] = "bounded"
+    """Digits of numbers in answers that are JSON, where a schema doesn't bound them: at most 19
+    before the point and 9 behind it, or any number.
+    """
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -9,14 +10,25 @@ from typing import Any
 
 from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
-from loraserve.text.json_schema import has_exclusive_alternatives, prepare
+from loraserve.text.json_schema.alternatives import has_exclusive_alternatives
+from loraserve.text.json_schema.escapes import allowed_escapes
+from loraserve.text.json_schema.number_bounds import bound_digits
+from loraserve.text.json_schema.preparation import prepare
 from loraserve.types import Struct
 
-WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
-"""White space between two tokens of JSON: a space, or a line break with its indentation.
+WHITESPACE = r"\n(?: {0,24}|\t{0,8})"
+"""White space between two tokens of JSON: a line break with its indentation.
 
 JSON itself allows any number of spaces, and a weak model may make nothing else until its answer is
 cut off.
+"""
+ANY_WHITESPACE = r"[ \t\r\n]+"
+"""White space between two tokens of JSON, as JSON itself has it."""
+ONE_LINE = ""
+"""No white space between two tokens of JSON but a space behind a comma or a colon."""
+SEPARATORS = (", ?", ": ?")
+"""Regexes of what stands between two items, and between a name and its value, with `WHITESPACE` and
+`ONE_LINE`.
 """
 
 _OPTIONS: Mapping[str, str] = {"name": "options", "lark_grammar": '%llguidance {"no_forcing":true}\nstart: ""'}
@@ -54,13 +66,18 @@ class NamedSchema(Struct, frozen=True):
     value: dict[str, Any]
     param: str
 
-    @property
-    def as_json_schema(self) -> dict[str, Any]:
-        """The schema as llguidance takes it."""
+    def as_json_schema(self, *, has_bounded_numbers: bool = True) -> dict[str, Any]:
+        """Return the schema as llguidance takes it.
+
+        Raises:
+            UnsupportedParameter: a part of it can't be enforced.
+        """
         options = self.value.get("x-guidance", {})
-        is_lenient = bool(options.get("lenient"))
-        exclusive = {"coerce_one_of": is_lenient or has_exclusive_alternatives(self.value)}
-        return {**self.value, "x-guidance": {**options, **exclusive}}
+        own = _options(self.value, self.param, is_lenient=bool(options.get("lenient")))
+        schema = copy.deepcopy(self.value)
+        if has_bounded_numbers:
+            bound_digits(schema)
+        return {**schema, "x-guidance": {**own, **options}}
 
 
 class AnswerFormat(Struct, frozen=True):
@@ -72,7 +89,9 @@ class AnswerFormat(Struct, frozen=True):
         is_lenient: parts of a schema that can't be enforced are ignored.
         has_no_more_properties: a schema's objects have the properties that are listed, where they
             don't say otherwise.
-        whitespace: regex of what may stand between two tokens of JSON; None: nothing.
+        whitespace: regex of what may stand between two tokens of JSON; None: nothing. With
+            `WHITESPACE` and `ONE_LINE`, `SEPARATORS` are between items.
+        has_bounded_numbers: numbers have few digits, where the schema doesn't say otherwise.
         around: Lark of the whole answer, in which this format is ``@answer``; empty: it is all.
         schemas: schemas that the Lark text or `around` refers to.
     """
@@ -83,6 +102,7 @@ class AnswerFormat(Struct, frozen=True):
     is_lenient: bool = False
     has_no_more_properties: bool = False
     whitespace: str | None = WHITESPACE
+    has_bounded_numbers: bool = True
     around: str = ""
     schemas: tuple[NamedSchema, ...] = ()
 
@@ -112,7 +132,10 @@ def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda 
         case AnswerKind.STRUCTURAL_TAG:
             own = {"lark_grammar": _structural_tag(wanted, is_special)}
     grammars = [{"lark_grammar": wanted.around}, {**own, "name": ANSWER}] if wanted.around else [own]
-    grammars += [{"name": schema.name, "json_schema": schema.as_json_schema} for schema in wanted.schemas]
+    grammars += [
+        {"name": schema.name, "json_schema": schema.as_json_schema(has_bounded_numbers=wanted.has_bounded_numbers)}
+        for schema in wanted.schemas
+    ]
     grammar = json.dumps({"grammars": [*grammars, _OPTIONS]}, ensure_ascii=False, separators=(",", ":"))
     _check_bytes(grammar, wanted.param)
     return grammar
@@ -127,14 +150,36 @@ def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
         has_no_more_properties=wanted.has_no_more_properties,
     )
     options: dict[str, Any] = {
+        **_options(schema, wanted.param, is_lenient=wanted.is_lenient),
         "lenient": wanted.is_lenient,
-        "coerce_one_of": wanted.is_lenient or has_exclusive_alternatives(schema),
-        "whitespace_flexible": wanted.whitespace is not None,
     }
-    if wanted.whitespace is not None:
-        options["whitespace_pattern"] = wanted.whitespace
     own = schema.get("x-guidance")
-    return {**schema, "x-guidance": {**options, **own} if isinstance(own, dict) else options}
+    if not isinstance(own, dict):
+        own = {}
+    if not own.keys() & _WHITESPACE_OPTIONS:
+        options |= _whitespace_options(wanted.whitespace)
+    if wanted.has_bounded_numbers:
+        bound_digits(schema)
+    return {**schema, "x-guidance": options | own}
+
+
+def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
+    """Return llguidance's options for the white space of `AnswerFormat`."""
+    options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    if whitespace in (WHITESPACE, ONE_LINE):
+        options["item_separator"], options["key_separator"] = SEPARATORS
+    return options
+
+
+_WHITESPACE_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator"})
+
+
+def _options(schema: dict[str, Any], param: str, *, is_lenient: bool) -> dict[str, Any]:
+    """Return llguidance's options for a prepared schema, which its own override."""
+    return {
+        "coerce_one_of": is_lenient or has_exclusive_alternatives(schema),
+        "json_allowed_escapes": allowed_escapes(schema, param, is_lenient=is_lenient),
+    }
 
 
 def _check_bytes(text: str, param: str) -> None:
@@ -240,6 +285,7 @@ def _structural_tag(wanted: AnswerFormat, is_special: Callable[[str], bool]) -> 
             param=f"{where}.schema",
             is_lenient=wanted.is_lenient,
             whitespace=wanted.whitespace,
+            has_bounded_numbers=wanted.has_bounded_numbers,
         )
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=json_schema_of(schema), end=end))
     return StructTag.to_grammar(tags, assume_special=all(is_special(tag.trigger) for tag in tags))

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loraserve.errors import ConfigError, GrammarCrashed, GrammarTooComplex, InvalidRequest, UnsupportedParameter
+from loraserve.errors import (
+    ConfigError,
+    GrammarCrashed,
+    GrammarDeadEnd,
+    GrammarTooComplex,
+    InvalidRequest,
+    UnsupportedParameter,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -41,6 +48,8 @@ _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _PANIC = re.compile(r"(?:[A-Z][A-Za-z ]*: )?panic: ")
 """Beginning of what llguidance says where it has caught a panic of its own."""
 _UNCLEAR = "it can't be compiled"
+_DEAD_END = "NoExtensionBias"
+"""What llguidance says where it has no token to allow, and the answer isn't complete."""
 
 CRASH_HINT = "That is a bug of the server: report it, and write the grammar in another way."
 
@@ -191,8 +200,23 @@ class GrammarCompiler:
             ) from error
 
 
+def is_dead_end(message: str) -> bool:
+    """Return whether llguidance says that it has no token to allow after the answer so far."""
+    return message.startswith(_DEAD_END)
+
+
+def dead_end_error() -> GrammarDeadEnd:
+    """Return the error of an answer that can neither go on nor end."""
+    return GrammarDeadEnd(
+        "The grammar allows no token of this model after the answer so far.",
+        hint="A part of the schema, regex or grammar that nothing satisfies can't be answered.",
+    )
+
+
 def grammar_error(message: str) -> InvalidRequest:
     """Return the error for what llguidance says of a grammar, without the grammar's own words."""
+    if is_dead_end(message):
+        return dead_end_error()
     first = message.strip().partition("\n")[0]
     if _PANIC.match(first):
         return GrammarCrashed("The grammar crashed its compiler.", hint=CRASH_HINT)

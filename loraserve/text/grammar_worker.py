@@ -26,8 +26,8 @@ import msgspec
 from loraserve.errors import GrammarTooComplex, InvalidRequest, LoraserveError
 from loraserve.limits import KIB, MIB
 from loraserve.text.answer_format import AnswerFormat, AnswerKind, grammar_of, json_schema_of
-from loraserve.text.grammar import PLACE, GrammarCompiler, grammar_error
-from loraserve.text.json_schema import find_fault, place
+from loraserve.text.grammar import PLACE, GrammarCompiler, grammar_error, is_dead_end
+from loraserve.text.json_schema.nodes import find_fault, place
 from loraserve.text.workers.child import serve
 from loraserve.types import Struct
 
@@ -111,14 +111,17 @@ def _probe(matcher: LLMatcher, vocab_size: int) -> None:
     """Follow the grammar for a few tokens, as a model would.
 
     Raises:
-        InvalidRequest: the grammar can't be followed.
+        InvalidRequest: nothing satisfies the grammar, or it can't be followed.
+        GrammarDeadEnd: an answer that it allows to begin can neither go on nor end.
         GrammarTooComplex: a mask takes longer than one may.
     """
     draw = random.Random(0)  # noqa: S311 (any tokens will do)
-    for _ in range(NUM_PROBE_TOKENS):
+    for number in range(NUM_PROBE_TOKENS):
         started = time.thread_time()
         mask = matcher.compute_bitmask()
         if matcher.is_error():
+            if number == 0 and is_dead_end(matcher.get_error()):
+                raise InvalidRequest("The grammar can't be used: nothing satisfies it.")
             raise grammar_error(matcher.get_error())
         if time.thread_time() - started > MAX_MASK_S:
             raise GrammarTooComplex("The grammar takes too long to follow.", hint="Simplify it.")
@@ -148,8 +151,8 @@ def _fault(compiler: GrammarCompiler, wanted: AnswerFormat) -> str:
         return True
 
     for schema in wanted.schemas:
-        if not is_compilable(schema.as_json_schema):
-            return place(schema.param, find_fault(schema.as_json_schema, is_compilable))
+        if not is_compilable(schema.as_json_schema()):
+            return place(schema.param, find_fault(schema.as_json_schema(), is_compilable))
     if wanted.kind is not AnswerKind.JSON_SCHEMA:
         return wanted.param
     return place(wanted.param, find_fault(json_schema_of(wanted), is_compilable))

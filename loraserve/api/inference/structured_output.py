@@ -16,9 +16,11 @@ from loraserve.api.inference.schemas import InferenceBody
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter
 from loraserve.limits import LIMITS
-from loraserve.text.answer_format import AnswerFormat, AnswerKind
+from loraserve.settings import Settings
+from loraserve.text.answer_format import ANY_WHITESPACE, ONE_LINE, WHITESPACE, AnswerFormat, AnswerKind
 from loraserve.types import TenantId
 
+_WHITESPACE = {"bounded": WHITESPACE, "one-line": ONE_LINE, "any": ANY_WHITESPACE}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OBJECT = {"type": "object"}
 
@@ -31,7 +33,18 @@ async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat
         GrammarTooComplex: compiling it takes more time or memory than it may.
         ClientDisconnect: the client has left.
     """
-    return await while_connected(request, services_of(request).grammars.check(tenant, wanted))
+    services = services_of(request)
+    wanted = _with_settings(wanted, services.settings)
+    return await while_connected(request, services.grammars.check(tenant, wanted))
+
+
+def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:
+    """Return the format with what the operator chose where the request didn't."""
+    if wanted.whitespace == WHITESPACE:
+        wanted = msgspec.structs.replace(wanted, whitespace=_WHITESPACE[settings.json_whitespace])
+    if settings.json_numbers == "any":
+        wanted = msgspec.structs.replace(wanted, has_bounded_numbers=False)
+    return wanted
 
 
 def read_answer_format(body: InferenceBody) -> AnswerFormat | None:
@@ -130,7 +143,11 @@ def _read_structured_outputs(body: InferenceBody) -> AnswerFormat | None:
         wanted = msgspec.structs.replace(
             wanted, whitespace=_pattern(given["whitespace_pattern"], f"{param}.whitespace_pattern")
         )
-    return msgspec.structs.replace(wanted, has_no_more_properties=_flag(given, "disable_additional_properties", param))
+    return msgspec.structs.replace(
+        wanted,
+        has_no_more_properties=_flag(given, "disable_additional_properties", param),
+        has_bounded_numbers=not _flag(given, "disable_number_bounds", param),
+    )
 
 
 def _read_older(body: InferenceBody) -> AnswerFormat | None:
@@ -215,7 +232,10 @@ _KINDS: dict[str, Callable[[Any, str], AnswerFormat]] = {
 """Fields of `structured_outputs`, one of which it has."""
 
 _OPTIONS = frozenset(
-    {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "disable_fallback", "backend"}
+    {
+        *("disable_any_whitespace", "disable_additional_properties", "disable_number_bounds", "whitespace_pattern"),
+        *("disable_fallback", "backend"),
+    }
 )
 _GUIDED = {
     "guided_json": "json",

@@ -101,6 +101,7 @@ _STRUCTURED_OUTPUTS: Node = {
                 "structural_tag": {"type": ["object", "string"]},
                 "disable_any_whitespace": {"type": "boolean"},
                 "disable_additional_properties": {"type": "boolean"},
+                "disable_number_bounds": {"type": "boolean"},
                 "whitespace_pattern": {"type": "string"},
             },
         },

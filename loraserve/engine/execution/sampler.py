@@ -150,14 +150,14 @@ class Sampler:
         first = start if entry.proposed else end - 1
         sampled: list[int] = []
         logprobs: list[TokenLogprobs] = []
-        if request.constraint is not None:
-            request.constraint.start_over()
         for index in range(first, end):
             likeliest, constraint = greedy[index], request.constraint
             position = entry.known_end + len(sampled)
-            if sampled and constraint is not None:
+            if constraint is not None:
                 wanted = likeliest if self._is_taken(request, position, likeliest) else None
-                if sampled[-1] in self._eos_token_ids or not constraint.look_ahead(sampled, wanted):
+                if not sampled and not constraint.start_over(wanted):
+                    return StepResult(is_deferred=True)
+                if sampled and (sampled[-1] in self._eos_token_ids or not constraint.look_ahead(sampled, wanted)):
                     break
             # a token that was asked to be permitted is taken
             if (constraint is not None and constraint.permitted == likeliest) or (

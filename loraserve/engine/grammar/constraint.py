@@ -6,16 +6,23 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from loraserve.engine.grammar.cursor import GrammarCursor, MatcherFailed
+from loraserve.engine.grammar.cursor import (
+    GrammarCursor,
+    MatcherFailed,
+    compute_masks_together,
+    consume_together,
+)
 from loraserve.engine.grammar.matchers import CompiledGrammar, MatcherCache
 from loraserve.engine.grammar.threads import Lane, MaskThreads
-from loraserve.errors import EngineError, GrammarTooComplex, LoraserveError
-from loraserve.text.grammar import grammar_error
+from loraserve.engine.grammar.token_mask import Words, cut, has_token, likeliest, unpacked, without
+from loraserve.errors import EngineError, GrammarDeadEnd, GrammarTooComplex, InvariantViolation, LoraserveError
+from loraserve.text.grammar import dead_end_error, grammar_error
 
 _T = TypeVar("_T")
 
@@ -36,11 +43,6 @@ If they take longer, the next ones are computed one by one, each with its own ti
 """
 _MAX_RESTARTS = 8
 """Lexers that failed under a request, each time after another token, at most."""
-_BITS = np.arange(32)
-_FEW_WORDS = 256
-"""Words with allowed tokens up to which these are looked up one by one: 7 to 15 µs, where the whole
-vocabulary of 32,768 takes 28.
-"""
 _TOKENS_AT_ONCE = 64
 """Tokens that are followed without a break for other threads of the interpreter."""
 
@@ -55,7 +57,8 @@ class Constraint:
 
     A lexer that is over a limit fails for all matchers that share it. So a matcher that fails is
     made anew once, with a lexer of its own, and follows the whole output again; only what fails
-    then too ends the request.
+    then too ends the request. That holds ahead of the request too: what a matcher says before it is
+    asked whether it is in an error isn't used (`GrammarCursor`).
 
     Attributes:
         is_ready: whether the mask, or `error`, is there.
@@ -128,7 +131,7 @@ class Constraint:
         self._tenant, self._wake = tenant, wake
         self._compiled: CompiledGrammar | None = None
         self._cursor: GrammarCursor | None = None
-        self._buffer: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._buffer: Words = np.empty(0, np.uint32)
         self._words = self._buffer
         self.wanted: int | None = None
         # tokens behind the output after which the next one is looked at, and those after which the
@@ -180,14 +183,33 @@ class Constraint:
                 self._cursor.settle(token_ids)
             except MatcherFailed:
                 self._is_lost = True
+        if self._is_lost or self._num_slow or self._num_alone or not self.threads.gather(self, self._tenant):
+            self._resume()
+
+    def _resume(self) -> None:
+        """Compute the next mask on a thread, with another matcher if this one failed."""
         if self._is_lost:
             self._submit(self._begin, Lane.COMPILE)
-        elif self._num_slow or self._num_alone or not self.threads.gather(self, self._tenant):
+        else:
             self._submit(self._follow, Lane.SLOW if self._num_slow else Lane.FAST)
 
-    def start_over(self) -> None:
-        """Say again what is allowed right after the output: the last step may have been lost."""
+    def start_over(self, wanted: int | None = None) -> bool:
+        """Go back to the place right after the output: the last step may have been lost.
+
+        Args:
+            wanted: token that is taken if it is allowed; None: unknown.
+
+        Return whether it is known what is allowed there. If not, `is_ready` says when.
+        """
         self._depth = 0
+        if self._mask_depth == 0 or (wanted is not None and self.permitted == wanted):
+            return True
+        # a step that wanted another token, or that looked ahead, was dropped since
+        if self.look_ahead((), wanted):
+            return True
+        self.is_ready, self._is_late, self.wanted = False, True, None
+        self._resume()
+        return False
 
     def look_ahead(self, token_ids: Sequence[int], wanted: int | None) -> bool:
         """Move to the place after tokens that the request may say next, on the steps' thread.
@@ -208,10 +230,9 @@ class Constraint:
     def _move(self, cursor: GrammarCursor, token_ids: Sequence[int], wanted: int | None) -> bool:
         cursor.go_to(token_ids)
         self._depth = len(token_ids)
-        if wanted is not None and cursor.try_token(wanted):
-            return True
-        self._compute_mask()
-        return bool(self._words.any())
+        if wanted is None or not cursor.try_token(wanted):
+            self._compute_mask()
+        return True
 
     def follow_at_once(self) -> bool:
         """Follow the last token and the wanted one behind it on the steps' thread, while gathered.
@@ -245,9 +266,13 @@ class Constraint:
         return bool(cursor.ahead) or cursor.try_token(wanted)
 
     def forced(self, count: int) -> tuple[int, ...]:
-        """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most."""
+        """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most.
+
+        A search for them takes of the lexer's limits. A request whose lexer was once over one has
+        no more searches, so that it fails only where it would without them.
+        """
         compiled, cursor = self._compiled, self._cursor
-        if compiled is None or cursor is None or not self.may_look_ahead:
+        if compiled is None or cursor is None or not self.may_look_ahead or self._num_restarts:
             return ()
 
         def find() -> tuple[int, ...]:
@@ -260,8 +285,8 @@ class Constraint:
     def _at_once(self, compiled: CompiledGrammar, work: Callable[[], _T]) -> _T | None:
         """Do some work with the matcher on the steps' thread; None if that isn't possible.
 
-        A grammar that once took long is left to the threads. If the matcher fails it is made anew
-        with the next token.
+        A grammar that once took long is left to the threads. If the matcher fails, or allows
+        nothing, another is made with the next token, which finds out whether the request fails.
         """
         if self._is_lost or not compiled.lock.acquire(blocking=False):
             return None
@@ -270,6 +295,9 @@ class Constraint:
             return work()
         except (KeyboardInterrupt, SystemExit):
             raise
+        except GrammarDeadEnd:
+            self._is_lost = True
+            return None
         except BaseException:
             # llguidance reports panics as subclasses of BaseException
             logger.warning("a grammar's matcher failed ahead of its request", exc_info=True)
@@ -289,35 +317,25 @@ class Constraint:
         self._is_late = True
 
     @property
-    def words(self) -> npt.NDArray[np.uint32]:
-        """The mask: [ceil(vocab_size / 32)] uint32.
-
-        Bit ``i % 32`` of word ``i // 32`` is set where token i is allowed.
-        """
-        if self._mask_depth != self._depth and self._cursor is not None:
-            # a step that wanted another token was dropped since
-            self._cursor.go_to(self._cursor.ahead[: self._depth])
-            self._compute_mask()
+    def words(self) -> Words:
+        """The mask."""
+        if self._mask_depth != self._depth:
+            raise InvariantViolation("a mask is read, and there is none of this place")
         return self._words
 
     def allows(self, token_id: int) -> bool:
         """Return whether the token may come next."""
-        return token_id == self.permitted or bool(self.words[token_id >> 5] >> (token_id & 31) & 1)
+        return token_id == self.permitted or has_token(self.words, token_id)
 
-    def allowed_words(self, unwanted: Sequence[int]) -> npt.NDArray[np.uint32]:
+    def allowed_words(self, unwanted: Sequence[int]) -> Words:
         """Return the mask without the unwanted tokens; with them where it allows no others."""
-        if not any(map(self.allows, unwanted)):
-            return self.words
-        words = self.words.copy()
-        for token_id in unwanted:
-            words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-        return words if words.any() else self.words
+        words = self.words
+        found = [token_id for token_id in unwanted if has_token(words, token_id)]
+        return without(words, found) if found else words
 
     def allowed(self, unwanted: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
         """Return [vocab_size] bool: `allowed_words`, unpacked."""
-        words = self.allowed_words(unwanted)
-        bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")
-        return bits.view(np.bool_)
+        return unpacked(self.allowed_words(unwanted), self._vocab_size)
 
     def likeliest(self, logits: npt.NDArray[np.float32], unwanted: Sequence[int] = ()) -> int:
         """Return the likeliest of the tokens that `allowed_words` allows; of equals the first.
@@ -325,13 +343,7 @@ class Constraint:
         Args:
             logits: [vocab_size].
         """
-        words = self.allowed_words(unwanted)
-        filled = words.nonzero()[0]
-        if len(filled) > _FEW_WORDS:
-            return int(np.where(self.allowed(unwanted), logits, np.float32(-np.inf)).argmax())
-        bits = np.unpackbits(words[filled].view(np.uint8), bitorder="little").view(np.bool_)
-        allowed = (32 * filled[:, None] + _BITS).reshape(-1)[bits]
-        return int(allowed[logits[allowed].argmax()])
+        return likeliest(self.allowed_words(unwanted), logits)
 
     def _submit(self, work: Callable[[], None], lane: Lane) -> None:
         self.threads.submit(lambda: self._run(work, lane), lane, self._tenant)
@@ -378,7 +390,6 @@ class Constraint:
     def _begin(self) -> None:
         if not len(self._buffer):
             self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
-            self._words = self._buffer[: -(-self._vocab_size // 32)]
         self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes)
         self._cursor, self._is_lost = GrammarCursor(self._compiled.new_matcher()), False
         self._follow()
@@ -397,7 +408,6 @@ class Constraint:
             cursor.consume(token_ids[-1:])
             self._compute_mask()
             self.mask_s = time.thread_time() - started
-        self._check()
         if self.mask_s > MAX_MASK_S:
             raise GrammarTooComplex(f"The grammar took {self.mask_s:.1f} s to follow for one token.")
         if self.mask_s > SLOW_MASK_S:
@@ -414,62 +424,71 @@ class Constraint:
         """
         live = [mask for mask in masks if not mask._is_over]
         grammars = {id(mask._compiled): mask._compiled for mask in live if mask._compiled is not None}
-        executor, num_words = self._cache.executor(max(1, len(grammars))), self._cache.mask_num_words
         with ExitStack() as locks:
             for compiled in grammars.values():
                 locks.enter_context(compiled.lock)
             started = time.perf_counter()
-            followed = [(mask, mask._cursor) for mask in live if mask._cursor is not None]
-            behind = []
-            for mask, cursor in followed:
-                token_ids = mask._token_ids[cursor.num_said :]
-                if len(token_ids) > 1:
-                    cursor.matcher.consume_tokens(token_ids[:-1])
-                if token_ids:
-                    behind.append((cursor.matcher, token_ids[-1]))
-            if behind:
-                executor.consume_token_par(behind)
-            rest = []
-            for mask, cursor in followed:
-                cursor.num_said = len(mask._token_ids)
-                if mask.wanted is None:
-                    cursor.go_to(())
-                mask._has_followed = mask.wanted is not None and mask._is_ahead(cursor, mask.wanted)
-                if not mask._has_followed:
-                    rest.append((mask, cursor.matcher))
-            if rest:
-                rows = np.zeros((len(rest), num_words), np.uint32)
-                numbered = [(matcher, number) for number, (_, matcher) in enumerate(rest)]
-                executor.unsafe_compute_mask_ptr(numbered, rows.ctypes.data, rows[0].nbytes, len(rest))
-                for (mask, _), row in zip(rest, rows, strict=True):
-                    mask._words, mask._mask_depth = row[: len(mask._words)], 0
+            failures: dict[int, BaseException] = {}
+            try:
+                self._follow_rows(live, max(1, len(grammars)), failures)
+            except BaseException as error:
+                # llguidance reports panics as subclasses of BaseException, and not of which matcher
+                failures = dict.fromkeys(map(id, live), error)
             total_s = time.perf_counter() - started
         num_alone = _NUM_SLOW_MASKS if total_s > SLOW_MASK_S + TOGETHER_S * len(live) else 0
         for mask in live:
             mask.mask_s, mask._num_alone = total_s / len(live), num_alone
-            mask._run(mask._check, Lane.FAST)
+            mask._run(partial(_raise, failures.get(id(mask))), Lane.FAST)
+
+    def _follow_rows(self, live: Sequence[Constraint], num_grammars: int, failures: dict[int, BaseException]) -> None:
+        """Do what `follow_together` does, and note the failures by the masks' ids."""
+        executor = self._cache.executor(num_grammars)
+        followed = [(mask, mask._cursor) for mask in live if mask._cursor is not None and not mask._is_lost]
+        failures.update((id(mask), MatcherFailed("it failed ahead of its request")) for mask in live if mask._is_lost)
+        behind = [(cursor, mask._token_ids[cursor.num_said :]) for mask, cursor in followed]
+        rest: list[tuple[Constraint, GrammarCursor]] = []
+        for (mask, cursor), failure in zip(followed, consume_together(executor, behind), strict=True):
+            try:
+                if failure is not None:
+                    raise failure
+                if mask.wanted is None:
+                    cursor.go_to(())
+                mask._has_followed = mask.wanted is not None and mask._is_ahead(cursor, mask.wanted)
+                if not mask._has_followed:
+                    rest.append((mask, cursor))
+            except (MatcherFailed, GrammarDeadEnd) as error:
+                failures[id(mask)] = error
+        if not rest:
+            return
+        rows = np.zeros((len(rest), self._cache.mask_num_words), np.uint32)
+        found = compute_masks_together(executor, [cursor for _, cursor in rest], rows)
+        for (mask, _), row, failure in zip(rest, rows, found, strict=True):
+            try:
+                if failure is not None:
+                    raise failure
+                mask._take(row, 0)
+            except (MatcherFailed, GrammarDeadEnd) as error:
+                failures[id(mask)] = error
 
     def _compute_mask(self) -> None:
         if self._cursor is None:
             raise EngineError("The grammar's matcher isn't there.")
+        self._mask_depth = -1
         self._cursor.compute_mask(self._buffer)
-        self._words, self._mask_depth = self._buffer[: len(self._words)], self._depth
-        self._cut()
+        self._take(self._buffer, self._depth)
 
-    def _cut(self) -> None:
-        """Clear the bits of tokens that the logits lack."""
-        if self._vocab_size % 32:
-            self._words[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
+    def _take(self, buffer: Words, depth: int) -> None:
+        """Take a mask that the matcher stands by.
 
-    def _check(self) -> None:
-        """Check that some token is allowed."""
-        if self._cursor is None or self._cursor.matcher.is_error():
-            raise MatcherFailed("no matcher" if self._cursor is None else self._cursor.matcher.get_error())
-        if self.permitted is not None:
-            return
-        self._cut()
-        if not self._words.any():
-            raise GrammarTooComplex(
-                "The grammar allows no token of this model after the answer so far.",
-                hint="A schema, regex or grammar that nothing satisfies can't be answered.",
-            )
+        Raises:
+            GrammarDeadEnd: it allows none of the tokens that the logits have.
+        """
+        words = cut(buffer, self._vocab_size)
+        if not words.any():
+            raise dead_end_error()
+        self._words, self._mask_depth = words, depth
+
+
+def _raise(failure: BaseException | None) -> None:
+    if failure is not None:
+        raise failure

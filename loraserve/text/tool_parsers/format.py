@@ -14,7 +14,7 @@ from typing import Any
 from loraserve.errors import PayloadTooLarge
 from loraserve.limits import LIMITS
 from loraserve.text.answer_format import NamedSchema
-from loraserve.text.json_schema import prepare
+from loraserve.text.json_schema.preparation import prepare
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.tool_parsers.parser import ToolParser
 

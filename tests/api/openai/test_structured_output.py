@@ -15,7 +15,7 @@ from loraserve.api.services import Services
 from loraserve.limits import Limits
 
 MARK = "SECRETMARKER"
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -136,6 +136,38 @@ async def test_options_of_the_format_are_heeded(client: httpx2.AsyncClient, engi
     assert grammar_of(engine)["json_schema"]["additionalProperties"] is False
     await chat(client, guided_json=SCHEMA, guided_whitespace_pattern="x?", guided_decoding_backend="xgrammar")
     assert grammar_of(engine)["json_schema"]["x-guidance"]["whitespace_pattern"] == "x?"
+
+
+async def test_numbers_are_bounded_unless_asked_otherwise(
+    client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    number = {"type": "number"}
+    await chat(client, **json_schema(number))
+    assert grammar_of(engine)["json_schema"]["maximum"] == 9_000_000_000_000_000_000
+    await chat(client, structured_outputs={"json": number, "disable_number_bounds": True})
+    assert "maximum" not in grammar_of(engine)["json_schema"]
+    services.settings = services.settings.model_copy(update={"json_numbers": "any"})
+    await chat(client, **json_schema(number))
+    assert "maximum" not in grammar_of(engine)["json_schema"]
+
+
+async def test_operator_chooses_white_space_that_requests_leave_open(
+    client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    services.settings = services.settings.model_copy(update={"json_whitespace": "one-line"})
+    await chat(client, **json_schema())
+    options = grammar_of(engine)["json_schema"]["x-guidance"]
+    assert options["item_separator"] == ", ?"
+    assert options["whitespace_flexible"] is False
+    services.settings = services.settings.model_copy(update={"json_whitespace": "any"})
+    await chat(client, **json_schema())
+    options = grammar_of(engine)["json_schema"]["x-guidance"]
+    assert options["whitespace_pattern"] == r"[ \t\r\n]+"
+    assert "item_separator" not in options
+    await chat(client, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True})
+    assert grammar_of(engine)["json_schema"]["x-guidance"]["whitespace_flexible"] is False
+    await chat(client, structured_outputs={"json": SCHEMA, "whitespace_pattern": " "})
+    assert grammar_of(engine)["json_schema"]["x-guidance"]["whitespace_pattern"] == " "
 
 
 async def test_what_cannot_be_enforced_is_refused_unless_strict_is_false(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ from loraserve.errors import (
     PayloadTooLarge,
     UnsupportedParameter,
 )
-from loraserve.text.answer_format import AnswerFormat, AnswerKind, grammar_of
+from loraserve.text.answer_format import ANY_WHITESPACE, ONE_LINE, AnswerFormat, AnswerKind, NamedSchema, grammar_of
 from loraserve.text.grammar import GrammarCompiler, grammar_error
 from loraserve.text.tokenizer import Tokenizer
 
@@ -135,10 +136,98 @@ def test_alternatives_that_refer_to_each_other_are_followed(compiler: GrammarCom
     assert not accepts(compiler, tokenizer, grammar, '{"kind":"node"}')
 
 
-def test_spaces_between_the_tokens_of_json_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["a", "b"],
+}
+COMPACT, PRETTY = '{"a":1,"b":[2,3]}', '{\n  "a": 1,\n  "b": [\n    2,\n    3\n  ]\n}'
+LOOSE = [
+    '{"a" : 1, "b": [2]}',
+    '{"a":  1, "b": [2]}',
+    '{"a": 1 , "b": [2]}',
+    '{ "a": 1, "b": [2]}',
+    '{"a": 1, "b": [2] }',
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "refused"),
+    [
+        ({}, [COMPACT, PRETTY, '{"a": 1, "b": [2, 3]}', '{"a":1,\n"b":[2,3]}'], LOOSE),
+        ({"whitespace": ANY_WHITESPACE}, [COMPACT, PRETTY, *LOOSE], []),
+        ({"whitespace": ONE_LINE}, [COMPACT, '{"a": 1, "b": [2, 3]}'], [PRETTY, *LOOSE, '{"a":1,\n"b":[2,3]}']),
+        ({"whitespace": None}, [COMPACT], [PRETTY, *LOOSE, '{"a": 1,"b":[2]}']),
+        ({"whitespace": "[ ]"}, [COMPACT, '{ "a" : 1 , "b" : [ 2 ] }'], [PRETTY, LOOSE[1]]),
+    ],
+    ids=["bounded", "any", "one line", "none", "own"],
+)
+def test_white_space_is_bounded_unless_asked_otherwise(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    fields: dict[str, Any],
+    taken: list[str],
+    refused: list[str],
+) -> None:
+    grammar = grammar_of(wanted("json_schema", PAIR, **fields))
+    assert [text for text in taken if not accepts(compiler, tokenizer, grammar, text)] == []
+    assert [text for text in refused if accepts(compiler, tokenizer, grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("own", "taken", "refused"),
+    [
+        ({"whitespace_flexible": False}, [COMPACT], [PRETTY, '{"a": 1, "b": [2]}']),
+        (
+            {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+            ['{"a": 1, "b": [2]}'],
+            [COMPACT],
+        ),
+        ({"whitespace_pattern": " "}, [LOOSE[0], COMPACT], [PRETTY]),
+        ({"coerce_one_of": True}, [PRETTY], [LOOSE[0]]),
+    ],
+)
+def test_options_of_schema_choose_white_space(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, own: dict[str, Any], taken: list[str], refused: list[str]
+) -> None:
+    grammar = grammar_of(wanted("json_schema", PAIR | {"x-guidance": own}))
+    assert [text for text in taken if not accepts(compiler, tokenizer, grammar, text)] == []
+    assert [text for text in refused if accepts(compiler, tokenizer, grammar, text)] == []
+
+
+def test_indentation_of_lines_is_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = grammar_of(wanted("json_schema", {"type": "array", "items": {"type": "integer"}}))
-    assert accepts(compiler, tokenizer, grammar, "[1,\n" + " " * 40 + "2]")
-    assert not accepts(compiler, tokenizer, grammar, "[1,\n" + " " * 41 + "2]")
+    assert accepts(compiler, tokenizer, grammar, "[1,\n" + " " * 24 + "2]")
+    assert not accepts(compiler, tokenizer, grammar, "[1,\n" + " " * 25 + "2]")
+    assert not accepts(compiler, tokenizer, grammar, "[1,\n\n2]")
+
+
+@pytest.mark.parametrize("pattern", ["^score$", "^(score)$", "^(?:score|rank)$"])
+def test_pattern_of_listed_names_leaves_no_dead_end(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, pattern: str
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer"}, "rank": {"type": "integer"}},
+        "patternProperties": {pattern: {"maximum": 9}},
+        "required": ["score", "rank"],
+        "additionalProperties": False,
+    }
+    grammar = grammar_of(wanted("json_schema", schema))
+    assert accepts(compiler, tokenizer, grammar, '{"score": 9, "rank": 9}')
+    assert not accepts(compiler, tokenizer, grammar, '{"score": 10, "rank": 9}')
+    matcher = compiler.compile(grammar)
+    matcher.consume_tokens(tokenizer.encode('{"score": 9, "rank": 9', add_special_tokens=False))
+    assert matcher.validate_tokens(tokenizer.encode(",", add_special_tokens=False)) == 0
+
+
+def test_numbers_of_tools_are_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schemas = (NamedSchema(name="n", value={"type": "number"}, param="tools"),)
+    lark = wanted("lark", 'start: "n=" @n', schemas=schemas)
+    unbounded = msgspec.structs.replace(lark, has_bounded_numbers=False)
+    for format, is_bounded in ((lark, True), (unbounded, False)):
+        assert accepts(compiler, tokenizer, grammar_of(format), "n=1.5")
+        assert accepts(compiler, tokenizer, grammar_of(format), "n=1.0123456789") is not is_bounded
 
 
 @pytest.mark.parametrize(

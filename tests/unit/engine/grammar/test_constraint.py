@@ -11,7 +11,7 @@ import pytest
 from loraserve.engine.grammar.constraint import Constraint
 from loraserve.engine.grammar.matchers import LEAST_BYTES, MatcherCache
 from loraserve.engine.grammar.threads import Lane, MaskThreads
-from loraserve.errors import EngineError, GrammarTooComplex
+from loraserve.errors import EngineError, GrammarDeadEnd, GrammarTooComplex
 from loraserve.text.grammar import GrammarCompiler
 from loraserve.text.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ def test_a_grammar_that_allows_nothing_ends_its_request(make_bench) -> None:
     bench.settle(constraint)
     constraint.advance([1])
     bench.settle(constraint)
-    assert isinstance(constraint.error, GrammarTooComplex)
+    assert isinstance(constraint.error, GrammarDeadEnd)
 
 
 def test_a_lexer_that_failed_under_another_request_is_made_anew(make_bench) -> None:
@@ -352,6 +352,9 @@ def test_masks_computed_together_are_those_computed_alone(begin, threads, betwee
             assert other.allows(other.wanted) == one.allows(other.wanted)
             # also where a step that wanted another token was dropped
             if draw.random() < 0.5:
+                if not other.start_over():
+                    # this machine is slow: a thread computes it
+                    between_steps.wait([other], 10)
                 assert np.array_equal(other.words, one.words)
     # most of them aren't what is said next
     assert num_permitted > 100
@@ -436,3 +439,32 @@ def test_masks_that_take_long_together_are_computed_alone_next(begin, between_st
     first.advance([min(allowed(first))])
     between_steps.wait([first], 10)
     assert not gathered
+
+
+def test_forced_tokens_are_not_searched_after_lexer_failed(compiler: GrammarCompiler, threads) -> None:
+    grammar = make_grammar("choice", ["the one answer"])
+    constraint = Constraint(grammar, [], compiler.vocab_size, MatcherCache(compiler, 1 << 30), threads)
+    threads.wait([constraint], 10)
+    # a machine that is slow leaves it to the threads
+    constraint._num_slow, constraint._compiled.is_slow = 0, False
+    assert constraint.forced(4)
+    constraint._num_restarts = 1
+    assert constraint.forced(4) == ()
+
+
+def test_answer_that_is_dead_ahead_fails_its_request(compiler: GrammarCompiler, tokenizer, between_steps) -> None:
+    """The steps' thread meets the dead end first, and says nothing of it."""
+    grammar = make_grammar("grammar", 'start: "ab" dead | "c"\ndead: "x" never\nnever: NEVER\nNEVER: /x+/ & /y+/')
+    cache = MatcherCache(compiler, 1 << 30)
+    constraint = Constraint(grammar, [], compiler.vocab_size, cache, between_steps)
+    between_steps.wait([constraint], 10)
+    said = tokenizer.encode("abx", add_special_tokens=False)
+    constraint._num_slow, constraint._compiled.is_slow = 0, False
+    assert constraint.start_over()
+    assert not constraint.look_ahead(said, None)
+    assert not constraint.look_ahead(said, tokenizer.eos_token_id)
+    constraint.advance(said)
+    between_steps.wait([constraint], 10)
+    assert isinstance(constraint.error, GrammarDeadEnd)
+    # found once with this lexer, and once by the request itself
+    assert cache.num_compiled == 1

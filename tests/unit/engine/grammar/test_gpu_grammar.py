@@ -77,7 +77,7 @@ def test_masks_are_applied_on_the_device_and_on_the_host(engine: Engine, world: 
     assert all(follows(outputs) for outputs in (greedy, drawn, on_host, unwanted))
     assert tokens(on_host)[0] == 40
     assert failed[-1].finish_reason is FinishReason.ERROR
-    assert failed[-1].error_code == "grammar_too_complex"
+    assert failed[-1].error_code == "grammar_dead_end"
     assert tokens(free) == tokens(alone)
     # of what the model said by itself: its likeliest token is no part of the answer
     first = greedy[0].logprobs[0]

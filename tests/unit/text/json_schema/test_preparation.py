@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from loraserve.errors import InvalidRequest, UnsupportedParameter
-from loraserve.text.json_schema import find_fault, has_exclusive_alternatives, place, prepare, subschemas
+from loraserve.text.json_schema.alternatives import has_exclusive_alternatives
+from loraserve.text.json_schema.nodes import find_fault, place, subschemas
+from loraserve.text.json_schema.preparation import prepare
 
 DEFS = {
     "cat": {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]},
