@@ -41,7 +41,13 @@ def raise_file_limit(num_connections: int) -> None:
 
 @contextlib.asynccontextmanager
 async def stalled(
-    url: str, data: bytes, count: int, *, source: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    url: str,
+    data: bytes,
+    count: int,
+    *,
+    source: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+    every_s: float = 0.0,
 ) -> AsyncIterator[list[Connection]]:
     """`count` connections that have sent `data` and stay open, for the length of the block;
     answers are noted as they come.
@@ -49,6 +55,7 @@ async def stalled(
     Args:
         source: the address that they come from: any of 127.0.0.0/8.
         tls: what they shake hands with; None: they don't.
+        every_s: between two of them.
     """
     raise_file_limit(2 * count)
     connections: list[Connection] = []
@@ -69,6 +76,7 @@ async def stalled(
             connections.append(connection)
             watchers.append(asyncio.create_task(_watch(connection)))
             writer.write(data)
+            await asyncio.sleep(every_s)
         yield connections
     finally:
         for task in watchers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import struct
 import time
 from collections.abc import Callable
 from enum import Enum, auto
@@ -26,6 +27,10 @@ from loraserve.tenancy.limits.shares import ConnectionSlot
 _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
 """Fewest bytes that a reader takes of a full buffer until it is written to again."""
+MAX_PIECE_BYTES = _WRITE_BUFFER_BYTES // 4
+"""Most that is written of an answer at once: the connection sees the pace of its reader by pieces
+that it takes, not by an answer's end.
+"""
 _SEND_BUFFER_BYTES = 256 * KIB
 HEAD_SLACK = 2
 """Factor over the bound of a head here.
@@ -36,6 +41,8 @@ _PIECE_BYTES = 8 * KIB
 """Bounds are looked at after so many bytes: a read of the socket may bring 256 KiB."""
 _TURN_S = 0.005
 """Longest time that one connection's bytes are parsed before other connections have their turn."""
+_TCP_INFO_BYTES, _ACKED_OFFSET = 128, 120
+"""Of Linux's struct tcp_info: up to tcpi_bytes_acked, and where that is."""
 _FRAMING_RATIO = 8
 """Bytes of chunk framing per byte of a body. A chunk of one byte has five around it."""
 _UNREAD_BYTES = 16 * MIB
@@ -169,6 +176,8 @@ class BoundedProtocol(asyncio.Protocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._paused_at = 0.0
+        self._num_acked_bytes = 0
+        """Bytes that the client's system had taken at `_paused_at`."""
         self._patience_s = LIMITS.stalled_reader_s
         """Time by which the reader may fall further behind."""
 
@@ -378,16 +387,45 @@ class BoundedProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_reader_timer()
-        self._paused_at = time.monotonic()
-        self._reader_timer = self.loop.call_later(max(0.0, self._patience_s), self.transport.abort)
+        self._num_acked_bytes = self._count_acked()
+        self._wait_for_reader()
 
     def resume_writing(self) -> None:
         if self._reader_timer is not None:
-            patience_s = self._patience_s - (time.monotonic() - self._paused_at)
-            patience_s += _DRAINED_BYTES / LIMITS.min_read_bytes_per_s
-            self._patience_s = min(LIMITS.stalled_reader_s, patience_s)
+            self._credit_reader(_DRAINED_BYTES)
         self._stop_reader_timer()
         super().resume_writing()
+
+    def _wait_for_reader(self) -> None:
+        self._paused_at = time.monotonic()
+        self._reader_timer = self.loop.call_later(max(0.0, self._patience_s), self._check_reader)
+
+    def _check_reader(self) -> None:
+        """Cut a reader that is behind: the system reports free space in large parts only."""
+        self._credit_reader()
+        if self._patience_s > 0:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _credit_reader(self, fewest_bytes: int = 0) -> None:
+        """Charge the time since writing paused, and credit what the client took meanwhile."""
+        num_before, self._num_acked_bytes = self._num_acked_bytes, self._count_acked()
+        num_taken = max(fewest_bytes, self._num_acked_bytes - num_before)
+        patience_s = self._patience_s - (time.monotonic() - self._paused_at)
+        self._patience_s = min(LIMITS.stalled_reader_s, patience_s + num_taken / LIMITS.min_read_bytes_per_s)
+
+    def _count_acked(self) -> int:
+        """Return the bytes that the client's system has taken; 0 where this system can't tell."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or not hasattr(socket, "TCP_INFO"):
+            return 0
+        try:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return 0
+        count: int = struct.unpack_from("Q", info, _ACKED_OFFSET)[0] if len(info) == _TCP_INFO_BYTES else 0
+        return count
 
     def _announce(self, scope: Any) -> None:
         """Let the functions above find this connection by a request's scope."""

@@ -24,7 +24,7 @@ from ulid import ULID
 
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_path, unforeseen
 from loraserve.api.http.client_address import TrustedProxies
-from loraserve.api.http.connection import connection_slot, note_refusal
+from loraserve.api.http.connection import MAX_PIECE_BYTES, connection_slot, note_refusal
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
@@ -318,8 +318,21 @@ class _Exchange:
         elif not self.record.status:
             return
         else:
-            self.record.note_piece(message.get("body", b""))
+            body = message.get("body", b"")
+            self.record.note_piece(body)
+            if len(body) > MAX_PIECE_BYTES:
+                await self._send_in_pieces(body, message)
+                return
         await self._send(message)
+
+    async def _send_in_pieces(self, body: bytes, message: Message) -> None:
+        """Send a message's body in pieces, each once the connection takes more."""
+        end = len(body)
+        for begin in range(0, end, MAX_PIECE_BYTES):
+            more_body = begin + MAX_PIECE_BYTES < end or message.get("more_body", False)
+            await self._send(
+                {"type": message["type"], "body": body[begin : begin + MAX_PIECE_BYTES], "more_body": more_body}
+            )
 
     async def fail(self, error: Exception) -> None:
         """Answer with the error if nothing was answered yet, otherwise close the connection."""

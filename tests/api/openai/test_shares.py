@@ -15,6 +15,8 @@ import pytest
 from stalled import head, stalled, statuses
 
 from loraserve.api.http import connection
+from loraserve.api.http.h11_connection import H11Connection
+from loraserve.api.http.httptools_connection import HttptoolsConnection
 from loraserve.api.services import Services
 from loraserve.limits import KIB, LIMITS, Limits
 from loraserve.registry.uploads import concurrency_limiter
@@ -151,10 +153,52 @@ async def test_a_reader_that_takes_a_little_now_and_then_is_dropped(
         # each time enough for the server to write on
         for _ in range(40):
             await loop.sock_recv(sock, 4 * KIB)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
         assert time.monotonic() - began < 5, "it holds its place"
     assert engine.num_aborted > 0
     sock.close()
+
+
+def large_answer(acme: Any) -> bytes:
+    """Return a request whose answer has some megabytes, in one piece."""
+    data = json.dumps({"prompt": "x" * 500_000, "return_token_strs": True}).encode()
+    return head("POST", "/tokenize", acme.headers | {"Connection": "close"}, length=len(data)) + data
+
+
+async def read_in_steps(url: str, data: bytes, step_bytes: int, pause_s: float) -> int:
+    """Return how much of an answer a reader gets that takes so much at a time."""
+    sock = socket.socket()
+    with sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", urlsplit(url).port))
+        await loop.sock_sendall(sock, data)
+        num_bytes = 0
+        try:
+            while piece := await loop.sock_recv(sock, step_bytes):
+                num_bytes += len(piece)
+                await asyncio.sleep(pause_s)
+        except ConnectionError:
+            pass
+        return num_bytes
+
+
+@pytest.mark.parametrize("http", [HttptoolsConnection, H11Connection])
+async def test_large_answer_is_held_to_its_readers_pace(
+    url: str, acme: Any, http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.5, min_read_bytes_per_s=32 * KIB))
+    whole = await read_in_steps(url, large_answer(acme), 1024 * KIB, 0)
+    assert whole > 3_000_000
+    began = time.monotonic()
+    # in far more than half a second, at far more than the least pace
+    assert await read_in_steps(url, large_answer(acme), 32 * KIB, 0.015) == whole
+    assert time.monotonic() - began > 1.0
+    # a reader that takes less is cut
+    began = time.monotonic()
+    assert await read_in_steps(url, large_answer(acme), 1 * KIB, 0.05) < whole
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("limits", [Limits(max_unproven_requests=8)])
