@@ -278,6 +278,10 @@ class Settings(BaseSettings):
     """Where trusted proxies say their client's address: in one of these headers, or before the
     connection's first byte (PROXY protocol, version 1 or 2).
     """
+    management_requests_per_minute: int = Field(default=3000, ge=0)
+    """Requests to /api/v1 per minute of a tenant, of which one key may make three quarters; 0: any
+    number. Operators' are not counted.
+    """
     cors_allow_origins: Origins = ()
     """Web pages that may call this server from a browser, by origin, separated by commas; *: all.
 

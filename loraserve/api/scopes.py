@@ -61,7 +61,8 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
         PermissionDenied: the key doesn't have the scope.
         TenantNotFound: the path or the header names a tenant that isn't the key's.
         InvalidRequest: an admin names two tenants.
-        RateLimited: as many of the tenant's requests are being answered as its share is.
+        RateLimited: as many of the tenant's requests are being answered as its share is, or it has
+            used its rate of management requests.
         Overloaded: no more requests are answered.
     """
     if scope not in SCOPES:
@@ -94,6 +95,9 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
         is_operators = caller.is_operator or scope == METRICS_READ
         holder = OPERATOR if is_operators else tenant_holder(caller.tenant, caller.key_id)
         claim.prove(holder, is_management=scope != INFERENCE)
+        if scope != INFERENCE and not is_operators:
+            services = services_of(request)
+            services.admissions.enter_management(caller, services.settings.management_requests_per_minute or None)
         return caller
 
     setattr(authenticate, _MARK, scope)

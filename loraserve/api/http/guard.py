@@ -309,7 +309,11 @@ class _Exchange:
             headers["x-request-id"] = self.request_id
             if is_messages_path(self._scope["path"]):
                 headers["request-id"] = self.request_id
-            rate_headers = self._scope.get("state", {}).get("rate_headers")
+            state = self._scope.get("state", {})
+            admitted = state.get("admitted")
+            if message["status"] >= 500 and admitted is not None:
+                admitted.uncount()
+            rate_headers = state.get("rate_headers")
             if rate_headers is not None:
                 headers.update(rate_headers())
             if self._is_unasked or self.claim.is_slot_refused:
