@@ -27,6 +27,8 @@ class Limits:
     A body of nothing else takes a second to read, and nothing else runs for half of it.
     """
     max_connections: int = 8192
+    handshake_s: float = 5.0
+    """Time for a connection's TLS handshake, and for a proxy's header before it."""
     max_unproven_requests: int = 4096
     """Requests whose key isn't looked at yet, by address."""
     max_lingering_requests: int = 256

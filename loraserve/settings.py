@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -117,6 +118,25 @@ def check_origins(values: tuple[str, ...]) -> tuple[str, ...]:
             )
     return values
 
+
+def check_networks(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the networks if each is an address or a CIDR.
+
+    Raises:
+        ValueError: one isn't.
+    """
+    for value in values:
+        try:
+            ip_network(value)
+        except ValueError:
+            raise ValueError(
+                "should be addresses or networks such as 10.0.0.7, 10.0.0.0/8 or fd00::/8, without bits beyond the "
+                f"prefix; found {value[:64]!r}"
+            ) from None
+    return values
+
+
+Networks = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_patterns), AfterValidator(check_networks)]
 
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_patterns), AfterValidator(check_origins)]
 
@@ -258,6 +278,18 @@ class Settings(BaseSettings):
     """Certificate chain in PEM: the server speaks HTTPS. Default: it speaks HTTP."""
     ssl_keyfile: Path | None = None
     """Key of the certificate in PEM, without a passphrase. Default: it is in --ssl-certfile."""
+    trusted_proxies: Networks = ()
+    """Proxies whose word on their clients' addresses is taken, by address or CIDR, separated by
+    commas. Default: none.
+    """
+    client_address_source: Literal["x-forwarded-for", "forwarded", "proxy-protocol"] = "x-forwarded-for"
+    """Where trusted proxies say their client's address: in one of these headers, or before the
+    connection's first byte (PROXY protocol, version 1 or 2).
+    """
+    management_requests_per_minute: int = Field(default=3000, ge=0)
+    """Requests to /api/v1 per minute of a tenant, of which one key may make three quarters; 0: any
+    number. Operators' are not counted.
+    """
     cors_allow_origins: Origins = ()
     """Web pages that may call this server from a browser, by origin, separated by commas; *: all.
 

@@ -75,6 +75,7 @@ def create_app(services: Services) -> FastAPI:
         metrics=services.metrics,
         limits=services.limits,
         rooms=services.rooms,
+        proxies=services.proxies,
         route_names=_route_names(app),
         has_access_log=lambda: services.settings.access_log,
         tracer=lambda: services.tracer,

@@ -26,6 +26,7 @@ LIVE_SETTINGS = frozenset(
         "trace_endpoint",
         "trace_sample",
         "cors_allow_origins",
+        "management_requests_per_minute",
         "ssl_certfile",
         "ssl_keyfile",
         "grace_s",

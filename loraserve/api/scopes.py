@@ -61,7 +61,8 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
         PermissionDenied: the key doesn't have the scope.
         TenantNotFound: the path or the header names a tenant that isn't the key's.
         InvalidRequest: an admin names two tenants.
-        RateLimited: as many of the tenant's requests are being answered as its share is.
+        RateLimited: as many of the tenant's requests are being answered as its share is, or it has
+            used its rate of management requests.
         Overloaded: no more requests are answered.
     """
     if scope not in SCOPES:
@@ -72,7 +73,7 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
         claim: Claim = request.state.claim
         caller: Caller | None = request.scope.get(GIVEN_CALLER)
         if caller is None:
-            caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder)
+            caller = await authenticator.authenticate(bearer_key(request), holder=claim.holder.name)
         if not caller.is_admin and scope not in caller.scopes:
             raise PermissionDenied(f"This key doesn't have the scope {scope!r}.", hint=_who_has(scope, caller))
         if is_tenants_own and caller.is_operator and not caller.is_admin:
@@ -92,8 +93,11 @@ def require(scope: str, *, is_tenants_own: bool = False) -> CallerDependency:
         request.state.caller = caller
         # a flood of the tenant that its key is of mustn't end the operator's scrapes
         is_operators = caller.is_operator or scope == METRICS_READ
-        holder = OPERATOR if is_operators else tenant_holder(caller.tenant)
+        holder = OPERATOR if is_operators else tenant_holder(caller.tenant, caller.key_id)
         claim.prove(holder, is_management=scope != INFERENCE)
+        if scope != INFERENCE and not is_operators:
+            services = services_of(request)
+            services.admissions.enter_management(caller, services.settings.management_requests_per_minute or None)
         return caller
 
     setattr(authenticate, _MARK, scope)

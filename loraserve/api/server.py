@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,7 +21,9 @@ from adapters_store.base import BlobStore
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.console.pages import PATH
-from loraserve.api.http.listener import connection_class, listener_url, open_listener, raise_file_limit
+from loraserve.api.http.acceptor import Acceptor, HTTPServer
+from loraserve.api.http.connection import BoundedProtocol
+from loraserve.api.http.listener import fastest_protocol, listener_url, open_listener, raise_file_limit
 from loraserve.api.http.tls import TlsFiles
 from loraserve.api.logs import configure_logging
 from loraserve.api.metrics.counters import ServerMetrics
@@ -45,6 +47,7 @@ from loraserve.tenancy.billing.meter import FOLDER, UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.servers import Servers
+from loraserve.tenancy.limits.shares import ConnectionSlot
 from loraserve.text.chat_format import ChatFormat
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.tokenizer import Tokenizer
@@ -265,16 +268,34 @@ def _show_admin_key(secret: str) -> None:
     sys.stderr.flush()
 
 
-def make_http_server(app: ASGIApp, services: Services, tls: TlsFiles | None = None) -> uvicorn.Server:
-    """Return an HTTP server whose connections take places in the services' rooms.
+def make_http_server(
+    app: ASGIApp, services: Services, tls: TlsFiles | None = None, *, protocol: type[BoundedProtocol] | None = None
+) -> HTTPServer:
+    """Return an HTTP server whose connections take slots in the services' rooms.
 
     As many as there can be open files for.
+
+    Args:
+        protocol: of its connections; None: the fastest.
     """
-    services.rooms.connections.capacity = raise_file_limit(services.limits)
-    return _Server(
+    budget = raise_file_limit(services.limits)
+    services.rooms.connections.capacity = budget.max_connections
+
+    def make_acceptor(listener: socket.socket, make_protocol: Callable[[ConnectionSlot], BoundedProtocol]) -> Acceptor:
+        return Acceptor(
+            listener,
+            make_protocol,
+            services.rooms.connections,
+            proxies=services.proxies,
+            tls=None if tls is None else tls.context,
+            first_reserved=budget.first_reserved,
+            limits=services.limits,
+        )
+
+    return HTTPServer(
         uvicorn.Config(
             app,
-            http=connection_class(services.rooms.connections),
+            http=protocol or fastest_protocol(),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -283,20 +304,9 @@ def make_http_server(app: ASGIApp, services: Services, tls: TlsFiles | None = No
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_S,
-            ssl_context_factory=None if tls is None else lambda *_: tls.context,
-        )
+        ),
+        make_acceptor,
     )
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers.
-
-    They would end the process by the signal instead of a drain.
-    """
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 @dataclass(slots=True)

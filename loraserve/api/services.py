@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import HTTPConnection
 
 from loraserve.api.grammar.checker import GrammarChecker
+from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.text_threads import TextThreads
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.api.metrics.routing import AdapterRouting
@@ -78,6 +79,7 @@ class Services:
     version_chats: VersionChats = field(init=False)
     shadows: ShadowRunner = field(init=False)
     rooms: Rooms = field(init=False)
+    proxies: TrustedProxies = field(init=False)
     pauses: Pauses = field(init=False)
     routing: AdapterRouting = field(init=False)
     files: StoredFiles = field(init=False)
@@ -88,6 +90,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.rooms = Rooms(self.limits)
+        self.proxies = TrustedProxies(self.settings.trusted_proxies, self.settings.client_address_source)
         self.residency = ResidencySnapshots(lambda: self.engine.residency())
         self.pauses = Pauses(self.limits.max_pause_s)
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)

@@ -55,7 +55,8 @@ class VersionRecord:
     """Digest of the base that the version was made for and is served on."""
     extras: VersionExtras | None = None
     """Its files beside the config and the weights; None: it has none."""
-    notes: str = ""
+    notes: str | None = ""
+    """Notes; None: they weren't asked for."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -89,7 +90,8 @@ class AdapterRecord:
     revision: int
     num_versions_by_base: Mapping[str, int]
     """Number of versions by the digest of their base."""
-    notes: str = ""
+    notes: str | None = ""
+    """Notes; None: they weren't asked for."""
     tags: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
     """Version number, alias or ``base`` that answers if the requested version can't;

@@ -369,13 +369,17 @@ class Registry:
             repository = AdapterRepository(session, tenant)
             return (await repository.adapter_records([await repository.adapter(name)]))[0]
 
-    async def list(self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None) -> Page[AdapterRecord]:
-        """Return a page of the tenant's adapters by name."""
+    async def list(
+        self, tenant: TenantId, *, limit: int = 50, cursor: str | None = None, with_notes: bool = False
+    ) -> Page[AdapterRecord]:
+        """Return a page of the tenant's adapters by name, without notes unless `with_notes`."""
         after = decode_cursor(cursor)
         check_limit(limit)
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
-            records = await repository.adapter_records(await repository.adapters(after=after, limit=limit + 1))
+            records = await repository.adapter_records(
+                await repository.adapters(after=after, limit=limit + 1, with_notes=with_notes)
+            )
         return make_page(records, limit, lambda record: record.name, lambda record: record)
 
     async def get_version(self, tenant: TenantId, name: str, number: int) -> VersionRecord:
@@ -391,9 +395,15 @@ class Registry:
             return await repository.version_record(adapter, await repository.version(adapter, number))
 
     async def list_versions(
-        self, tenant: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
+        self,
+        tenant: TenantId,
+        name: str,
+        *,
+        limit: int = 50,
+        cursor: str | None = None,
+        with_notes: bool = False,
     ) -> Page[VersionRecord]:
-        """Return a page of the adapter's versions, newest first.
+        """Return a page of the adapter's versions, newest first, without notes unless `with_notes`.
 
         Raises:
             AdapterNotFound
@@ -403,7 +413,7 @@ class Registry:
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name)
-            rows = await repository.versions(adapter, before=before, limit=limit + 1)
+            rows = await repository.versions(adapter, before=before, limit=limit + 1, with_notes=with_notes)
             records = await repository.version_records(adapter, rows)
         return make_page(records, limit, lambda record: str(record.version), lambda record: record)
 

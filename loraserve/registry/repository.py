@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, select, update
+from sqlalchemy import ColumnElement, Select, delete, func, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstanceState, defer
 from ulid import ULID
 
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
@@ -328,12 +329,16 @@ class AdapterRepository:
         users += [f"it is the shadow of the aliases {', '.join(shadowed)}"] if shadowed else []
         return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
 
-    async def adapters(self, *, after: str | None, limit: int) -> Sequence[Adapter]:
-        """Return live adapters by name, starting after `after`."""
+    async def adapters(self, *, after: str | None, limit: int, with_notes: bool) -> Sequence[Adapter]:
+        """Return live adapters by name, starting after `after`; `with_notes`, their notes too."""
         query = select(Adapter).where(self._mine(), Adapter.deleted_at.is_(None)).order_by(Adapter.name).limit(limit)
+        if not with_notes:
+            query = query.options(defer(Adapter.notes, raiseload=True))
         return (await self._session.scalars(query if after is None else query.where(Adapter.name > after))).all()
 
-    async def versions(self, adapter: Adapter, *, before: int | None, limit: int) -> Sequence[AdapterVersion]:
+    async def versions(
+        self, adapter: Adapter, *, before: int | None, limit: int, with_notes: bool
+    ) -> Sequence[AdapterVersion]:
         """Return the versions that aren't deleted, newest first, with numbers below `before`."""
         query = (
             select(AdapterVersion)
@@ -342,6 +347,8 @@ class AdapterRepository:
             .limit(limit)
         )
         query = query if before is None else query.where(AdapterVersion.number < before)
+        if not with_notes:
+            query = query.options(defer(AdapterVersion.notes, raiseload=True))
         return (await self._session.scalars(query)).all()
 
     # --- records ---
@@ -397,7 +404,7 @@ class AdapterRepository:
                 updated_at=row.updated_at,
                 revision=row.revision,
                 num_versions_by_base=by_base.get(row.id, {}),
-                notes=row.notes,
+                notes=_notes_of(row),
                 tags=dict(row.tags),
                 fallback=row.fallback,
                 splits=splits.get(row.id, {}),
@@ -437,7 +444,7 @@ class AdapterRepository:
             revision=adapter.revision,
             base_digest=Digest(row.base_digest),
             extras=extras_of(row),
-            notes=row.notes,
+            notes=_notes_of(row),
             tags=dict(row.tags),
         )
 
@@ -446,6 +453,12 @@ class AdapterRepository:
 
     def _mine(self) -> ColumnElement[bool]:
         return Adapter.tenant_id == self.tenant
+
+
+def _notes_of(row: Adapter | AdapterVersion) -> str | None:
+    """Return the row's notes; None: they weren't loaded."""
+    state: InstanceState[Adapter | AdapterVersion] = inspect(row)
+    return None if "notes" in state.unloaded else row.notes
 
 
 def _no_adapter(name: str) -> AdapterNotFound:

@@ -1,4 +1,6 @@
-"""nginx and Caddy, configured as deploy/ has them, hand on each event of a stream at once."""
+"""nginx and Caddy, configured as deploy/ has them, hand on each event of a stream at once, and
+leave tenants their answers while bodies of another one stall.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
-from server_process import free_port
+from campaigns import default_and_campaign
+from flood import run_flood
+from server_process import ServerProcess, free_port
 
 PROGRAMS = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin"
 NGINX, CADDY = (shutil.which(name, path=PROGRAMS) for name in ("nginx", "caddy"))
@@ -56,7 +60,8 @@ async def nginx(folder: Path, port: int, config: str) -> AsyncIterator[int]:
     user = "user root;" if os.geteuid() == 0 else ""
     (folder / "nginx.conf").write_text(
         f"daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log; {user}\n"
-        f"events {{}} http {{ access_log off; {paths}\n{config}\n}}\n"
+        f"worker_rlimit_nofile 18000; events {{ worker_connections 18000; }}\n"
+        f"http {{ access_log off; {paths}\n{config}\n}}\n"
     )
     command = [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf")]
     checked = await asyncio.to_thread(subprocess.run, [*command, "-t"], capture_output=True, text=True, check=False)
@@ -131,3 +136,57 @@ async def test_caddy_hands_on_events_one_by_one(tmp_path: Path) -> None:
     async with upstream() as port, caddy(tmp_path, port, config) as listen:
         assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
         assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403
+
+
+@pytest.fixture(params=default_and_campaign([400, 4300], default=[400]))
+def flooded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ServerProcess, int]]:
+    """A server that trusts no proxy, so that all have the proxy's address; and how many bodies of
+    one tenant stall.
+    """
+    count: int = request.param
+    max_files = 700 if count < 1000 else None
+    server = ServerProcess(tmp_path / "data", is_forked=max_files is None, max_files=max_files)
+    server.start()
+    yield server, count
+    server.kill()
+
+
+async def check_tenants_behind(listen: int, server: ServerProcess, count: int) -> None:
+    report = await run_flood(
+        server,
+        "bodies",
+        count,
+        key=server.make_tenant("acme"),
+        others_key=server.make_tenant("globex"),
+        url=f"http://127.0.0.1:{listen}",
+        # of a server with few connections: until its head is read, each is its address's
+        every_s=0.005 if count < 1000 else 0.0,
+    )
+    print(report)  # noqa: T201 - the campaign's figures
+    assert set(report.statuses) == {200}, str(report)
+    assert report.texts == {"[DONE]"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NGINX is None, reason="nginx isn't installed")
+@pytest.mark.parametrize("buffering", ["shipped", "off"])
+async def test_nginx_leaves_tenants_answers_beside_stalled_bodies(
+    flooded: tuple[ServerProcess, int], tmp_path: Path, buffering: str
+) -> None:
+    server, count = flooded
+    config = (DEPLOY / "nginx" / "loraserve.conf").read_text()
+    if buffering == "off":
+        # each stalled body takes a connection of the server, too
+        config = config.replace("proxy_buffering off;", "proxy_buffering off; proxy_request_buffering off;", 1)
+    async with nginx(tmp_path, server.port, config) as listen:
+        await check_tenants_behind(listen, server, count)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CADDY is None, reason="Caddy isn't installed")
+async def test_caddy_leaves_tenants_answers_beside_stalled_bodies(
+    flooded: tuple[ServerProcess, int], tmp_path: Path
+) -> None:
+    server, count = flooded
+    async with caddy(tmp_path, server.port, (DEPLOY / "caddy" / "Caddyfile").read_text()) as listen:
+        await check_tenants_behind(listen, server, count)

@@ -52,6 +52,8 @@ class ServerProcess:
     """Whether it starts as a fork of a process that has imported what it imports (`zygote`)."""
     ca: Path | None = None
     """Certificate to trust, if it speaks HTTPS."""
+    max_files: int | None = None
+    """Limit of its open files, of a server that isn't forked; None: this process's."""
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
@@ -77,7 +79,9 @@ class ServerProcess:
     @property
     def _command(self) -> list[str]:
         command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve", "--model", str(self.model)]
-        return [*command, "--port", str(self.port), "--data-dir", str(self.data_dir), *self.flags]
+        command += ["--port", str(self.port), "--data-dir", str(self.data_dir), *self.flags]
+        limit = [] if self.max_files is None else ["sh", "-c", f'ulimit -n {self.max_files} && exec "$@"', "serve"]
+        return [*limit, *command]
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -163,8 +167,9 @@ class ServerProcess:
     def make_tenant(self, name: str) -> str:
         """Make a tenant and return a key of it."""
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        httpx2.post(f"{self.url}/api/v1/tenants", json={"name": name}, headers=headers).raise_for_status()
-        answer = httpx2.post(f"{self.url}/api/v1/tenants/{name}/keys", json={"name": "tests"}, headers=headers)
+        with self.client() as client:
+            client.post(f"{self.url}/api/v1/tenants", json={"name": name}, headers=headers).raise_for_status()
+            answer = client.post(f"{self.url}/api/v1/tenants/{name}/keys", json={"name": "tests"}, headers=headers)
         key: str = answer.raise_for_status().json()["key"]
         return key
 

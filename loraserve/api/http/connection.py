@@ -9,23 +9,28 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import struct
 import time
 from collections.abc import Callable
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from loraserve.api.errors import error_response
-from loraserve.errors import HeadersTooLarge, InvalidRequest, LoraserveError, Overloaded, RateLimited
+from loraserve.errors import HeadersTooLarge, InvalidRequest, LoraserveError
 from loraserve.limits import KIB, LIMITS, MIB
-from loraserve.tenancy.limits.shares import Holder, Shares, address_holder
+from loraserve.tenancy.limits.shares import ConnectionSlot
 
 _WRITE_BUFFER_BYTES = 64 * KIB
 _DRAINED_BYTES = _WRITE_BUFFER_BYTES - _WRITE_BUFFER_BYTES // 4
 """Fewest bytes that a reader takes of a full buffer until it is written to again."""
+MAX_PIECE_BYTES = _WRITE_BUFFER_BYTES // 4
+"""Most that is written of an answer at once: the connection sees the pace of its reader by pieces
+that it takes, not by an answer's end.
+"""
 _SEND_BUFFER_BYTES = 256 * KIB
 HEAD_SLACK = 2
 """Factor over the bound of a head here.
@@ -36,10 +41,14 @@ _PIECE_BYTES = 8 * KIB
 """Bounds are looked at after so many bytes: a read of the socket may bring 256 KiB."""
 _TURN_S = 0.005
 """Longest time that one connection's bytes are parsed before other connections have their turn."""
+_TCP_INFO_BYTES, _ACKED_OFFSET = 128, 120
+"""Of Linux's struct tcp_info: up to tcpi_bytes_acked, and where that is."""
 _FRAMING_RATIO = 8
 """Bytes of chunk framing per byte of a body. A chunk of one byte has five around it."""
 _UNREAD_BYTES = 16 * MIB
 """The most of a body that is read on after its request was answered."""
+_REFUSED_UNREAD_S = 2.0
+"""Seconds for which it is read on if the answer is an error: its client should send no more."""
 
 _FORBIDDEN_IN_TRAILERS = frozenset({b"connection", b"content-length", b"host", b"transfer-encoding", b"upgrade"})
 """Header fields that decide how and where a message ends (RFC 9110, 6.5.1)."""
@@ -47,6 +56,8 @@ _FORBIDDEN_IN_TRAILERS = frozenset({b"connection", b"content-length", b"host", b
 CAN_SEND = "loraserve.can_send"
 """Entry of a request's scope that waits until its connection takes more, for `can_send`."""
 _PIECES = "loraserve.pieces"
+_SLOT = "loraserve.slot"
+_REFUSED = "loraserve.refused"
 
 
 async def can_send(scope: Scope) -> bool:
@@ -77,6 +88,17 @@ def piece_writer(scope: Scope) -> PieceWriter | None:
     """Return the writer of the answer to the scope's request; None: pieces are sent alone."""
     writer: PieceWriter | None = scope.get(_PIECES)
     return writer
+
+
+def connection_slot(scope: Scope) -> ConnectionSlot | None:
+    """Return the slot of the connection that the scope's request came on; None: it has none."""
+    slot: ConnectionSlot | None = scope.get(_SLOT)
+    return slot
+
+
+def note_refusal(scope: Scope) -> None:
+    """Note that the answer to the scope's request is an error."""
+    scope[_REFUSED] = True
 
 
 class MessageRefused(Exception):
@@ -116,10 +138,9 @@ class BoundedProtocol(asyncio.Protocol):
     - Trailers are counted and dropped: they are never headers. Those that decide where a message
       ends are refused.
     - A body whose request was answered comes to its end within `LIMITS.stalled_reader_s` and 16
-      MiB.
+      MiB; after an error, within 2 s.
     - Pipelined requests wait unparsed; parsing yields to other connections every 5 ms.
     - A reader that falls `LIMITS.stalled_reader_s` behind `LIMITS.min_read_bytes_per_s` is cut.
-    - An address over its share of all connections is refused and closed at once.
 
     A message over a bound is answered with an error where HTTP allows an answer, and its connection
     is closed. A closed connection cancels its request.
@@ -133,11 +154,10 @@ class BoundedProtocol(asyncio.Protocol):
     config: Any
     client: tuple[str, int] | None
 
-    connection_shares: ClassVar[Shares | None] = None
-    """Places for connections, divided among addresses; None: any number is taken."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, slot: ConnectionSlot | None = None, **kwargs: Any) -> None:
+        """Make the protocol of a connection that has `slot`, until the connection ends."""
         super().__init__(*args, **kwargs)
+        self._slot = slot
         self._part = MessagePart.NONE
         self._num_framing_bytes = 0
         """Bytes of the head, or of what stands around the body's own bytes."""
@@ -156,9 +176,10 @@ class BoundedProtocol(asyncio.Protocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._paused_at = 0.0
+        self._num_acked_bytes = 0
+        """Bytes that the client's system had taken at `_paused_at`."""
         self._patience_s = LIMITS.stalled_reader_s
         """Time by which the reader may fall further behind."""
-        self._holder: Holder | None = None
 
     # implemented by the two parsers
 
@@ -184,13 +205,14 @@ class BoundedProtocol(asyncio.Protocol):
         if sock is not None:
             # What a stalled reader can make the kernel hold: megabytes by default.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        if self._slot is not None and self.client is not None:
+            # a proxy's own, before it sent the client's
+            self.client = (self._slot.host, self.client[1])
         self._start_head_timer()
-        self._acquire_place()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.connection_shares is not None and self._holder is not None:
-            self.connection_shares.give_back(self._holder)
-            self._holder = None
+        if self._slot is not None:
+            self._slot.release()
         self._backlog.clear()
         if self._pump_handle is not None:
             self._pump_handle.cancel()
@@ -317,7 +339,9 @@ class BoundedProtocol(asyncio.Protocol):
 
     def on_response_complete(self) -> None:
         if self._part is MessagePart.BODY and not self._has_requests_ahead():
-            self._unread_timer = self.loop.call_later(LIMITS.stalled_reader_s, self.transport.abort)
+            is_refused = self.cycle is not None and _REFUSED in self.cycle.scope
+            seconds = min(_REFUSED_UNREAD_S if is_refused else math.inf, LIMITS.stalled_reader_s)
+            self._unread_timer = self.loop.call_later(seconds, self.transport.abort)
         # uvicorn's own, of which asyncio.Protocol knows nothing
         super().on_response_complete()  # type: ignore[misc]
         self._pump_soon()
@@ -363,37 +387,55 @@ class BoundedProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stop_reader_timer()
-        self._paused_at = time.monotonic()
-        self._reader_timer = self.loop.call_later(max(0.0, self._patience_s), self.transport.abort)
+        self._num_acked_bytes = self._count_acked()
+        self._wait_for_reader()
 
     def resume_writing(self) -> None:
         if self._reader_timer is not None:
-            patience_s = self._patience_s - (time.monotonic() - self._paused_at)
-            patience_s += _DRAINED_BYTES / LIMITS.min_read_bytes_per_s
-            self._patience_s = min(LIMITS.stalled_reader_s, patience_s)
+            self._credit_reader(_DRAINED_BYTES)
         self._stop_reader_timer()
         super().resume_writing()
 
+    def _wait_for_reader(self) -> None:
+        self._paused_at = time.monotonic()
+        self._reader_timer = self.loop.call_later(max(0.0, self._patience_s), self._check_reader)
+
+    def _check_reader(self) -> None:
+        """Cut a reader that is behind: the system reports free space in large parts only."""
+        self._credit_reader()
+        if self._patience_s > 0:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _credit_reader(self, fewest_bytes: int = 0) -> None:
+        """Charge the time since writing paused, and credit what the client took meanwhile."""
+        num_before, self._num_acked_bytes = self._num_acked_bytes, self._count_acked()
+        num_taken = max(fewest_bytes, self._num_acked_bytes - num_before)
+        patience_s = self._patience_s - (time.monotonic() - self._paused_at)
+        self._patience_s = min(LIMITS.stalled_reader_s, patience_s + num_taken / LIMITS.min_read_bytes_per_s)
+
+    def _count_acked(self) -> int:
+        """Return the bytes that the client's system has taken; 0 where this system can't tell."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is None or not hasattr(socket, "TCP_INFO"):
+            return 0
+        try:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return 0
+        count: int = struct.unpack_from("Q", info, _ACKED_OFFSET)[0] if len(info) == _TCP_INFO_BYTES else 0
+        return count
+
     def _announce(self, scope: Any) -> None:
-        """Let `can_send` and `piece_writer` find this connection by a request's scope."""
+        """Let the functions above find this connection by a request's scope."""
+        scope[_SLOT] = self._slot
         scope[CAN_SEND] = self._can_send
         scope[_PIECES] = self._piece_writer(scope)
 
     async def _can_send(self) -> bool:
         await self.flow.drain()
         return not self.transport.is_closing()
-
-    def _acquire_place(self) -> None:
-        if self.connection_shares is None:
-            return
-        holder = address_holder(self.client[0] if self.client else "")
-        try:
-            self.connection_shares.take(holder)
-        except (RateLimited, Overloaded) as error:
-            self.transport.write(_refusal(error))
-            self.transport.close()
-        else:
-            self._holder = holder
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:
@@ -426,11 +468,3 @@ def _trailers_too_large() -> HeadersTooLarge:
         f"The request's trailers exceed the limit of {LIMITS.max_headers} trailers and "
         f"{LIMITS.max_trailer_bytes} bytes."
     )
-
-
-def _refusal(error: LoraserveError) -> bytes:
-    """Return an answer that costs nothing: nothing of the request is read."""
-    is_share = isinstance(error, RateLimited)
-    retry_after_s = math.ceil(getattr(error, "retry_after_s", 1.0))
-    status = b"429 Too Many Requests" if is_share else b"503 Service Unavailable"
-    return b"HTTP/1.1 %s\r\nretry-after: %d\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % (status, retry_after_s)

@@ -23,6 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_path, unforeseen
+from loraserve.api.http.client_address import TrustedProxies
+from loraserve.api.http.connection import MAX_PIECE_BYTES, connection_slot, note_refusal
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
@@ -108,6 +110,7 @@ class Guard:
         limits: Limits = LIMITS,
         rooms: Rooms | None = None,
         *,
+        proxies: TrustedProxies | None = None,
         has_access_log: Callable[[], bool] = lambda: True,
         tracer: Callable[[], RequestTracer | None] = lambda: None,
     ) -> None:
@@ -116,6 +119,7 @@ class Guard:
         self._metrics = metrics
         self._limits = limits
         self._rooms = rooms or Rooms(limits)
+        self._proxies = proxies or TrustedProxies()
         self._has_access_log = has_access_log
         self._tracer = tracer
 
@@ -123,7 +127,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, self._limits, self._rooms)
+        exchange = _Exchange(scope, receive, send, self._limits, self._rooms, self._proxies)
         self._metrics.live_requests.inc()
         try:
             try:
@@ -177,12 +181,16 @@ class Guard:
 class _Exchange:
     """Exchange of one request and its response, with the bounds around both."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, rooms: Rooms) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: Limits, rooms: Rooms, proxies: TrustedProxies
+    ) -> None:
         self.request_id = _request_id(scope)
         self.record = RequestRecord(scope["method"], self.request_id)
         client = scope.get("client")
-        self._address = address_holder(client[0] if client else "")
-        self.claim = Claim(rooms, self._address, max_body_bytes=limits.max_body_bytes)
+        host = proxies.client_host(client[0] if client else "", scope["headers"])
+        self.claim = Claim(
+            rooms, address_holder(host), slot=connection_slot(scope), max_body_bytes=limits.max_body_bytes
+        )
         scope.setdefault("state", {}).update(
             request_id=self.request_id, claim=self.claim, sender=self, record=self.record
         )
@@ -295,21 +303,40 @@ class _Exchange:
                 # The application saw the refusal as some error of its own; ours names the reason.
                 return
             self.record.status = message["status"]
+            if message["status"] >= 400:
+                note_refusal(self._scope)
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.request_id
             if is_messages_path(self._scope["path"]):
                 headers["request-id"] = self.request_id
-            rate_headers = self._scope.get("state", {}).get("rate_headers")
+            state = self._scope.get("state", {})
+            admitted = state.get("admitted")
+            if message["status"] >= 500 and admitted is not None:
+                admitted.uncount()
+            rate_headers = state.get("rate_headers")
             if rate_headers is not None:
                 headers.update(rate_headers())
-            if self._is_unasked:
+            if self._is_unasked or self.claim.is_slot_refused:
                 # The body may never come: the next request's bytes would be taken for it.
                 headers["connection"] = "close"
         elif not self.record.status:
             return
         else:
-            self.record.note_piece(message.get("body", b""))
+            body = message.get("body", b"")
+            self.record.note_piece(body)
+            if len(body) > MAX_PIECE_BYTES:
+                await self._send_in_pieces(body, message)
+                return
         await self._send(message)
+
+    async def _send_in_pieces(self, body: bytes, message: Message) -> None:
+        """Send a message's body in pieces, each once the connection takes more."""
+        end = len(body)
+        for begin in range(0, end, MAX_PIECE_BYTES):
+            more_body = begin + MAX_PIECE_BYTES < end or message.get("more_body", False)
+            await self._send(
+                {"type": message["type"], "body": body[begin : begin + MAX_PIECE_BYTES], "more_body": more_body}
+            )
 
     async def fail(self, error: Exception) -> None:
         """Answer with the error if nothing was answered yet, otherwise close the connection."""
@@ -334,7 +361,7 @@ class _Exchange:
         # What it held is others' before the client takes notice.
         self.claim.release()
         headers = {}
-        if not self._has_whole_body and not await self._linger():
+        if not self._has_whole_body and not self.claim.is_slot_refused and not await self._linger():
             # the rest would be taken for the next request
             headers["connection"] = "close"
         response = error_response(error, path=self._scope["path"], request_id=self.request_id, headers=headers)
@@ -345,14 +372,14 @@ class _Exchange:
 
         Return whether it came to its end.
         """
-        lingering = self._rooms.lingering
-        if not lingering.has_room(self._address):
+        lingering, holder = self._rooms.lingering, self.claim.holder
+        if not lingering.has_room(holder):
             return False
-        lingering.take(self._address)
+        lingering.take(holder)
         try:
             return await self._discard_body()
         finally:
-            lingering.give_back(self._address)
+            lingering.give_back(holder)
 
     async def _discard_body(self) -> bool:
         """Discard the body for a moment.

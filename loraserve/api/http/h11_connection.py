@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -16,7 +18,7 @@ class H11Connection(BoundedProtocol, H11Protocol):
     h11 drops trailers, and gives its events one by one: they are counted before uvicorn sees them.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _Watched(self)
 

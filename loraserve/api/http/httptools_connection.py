@@ -18,7 +18,7 @@ class HttptoolsConnection(BoundedProtocol, HttpToolsProtocol):
     read as it says. Left to uvicorn, that body would be read as the next request.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unchanged_head: bytes | None = None
         """The head of a request to change the protocol, without that wish."""

@@ -5,14 +5,27 @@ from __future__ import annotations
 import importlib.util
 import resource
 import socket
+from dataclasses import dataclass
 
 from loraserve.api.http.connection import BoundedProtocol
 from loraserve.errors import ConfigError
 from loraserve.limits import LIMITS, Limits
-from loraserve.tenancy.limits.shares import Shares
 
 _FILES_BESIDE_CONNECTIONS = 256
-"""Open files for blobs, the database and the engine's sockets."""
+"""Open files for blobs, the database, the journal and the engine's sockets."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescriptorBudget:
+    """Budget of the process's descriptors.
+
+    Attributes:
+        max_connections: connections that it allows.
+        first_reserved: lowest descriptor that is kept for other files; None: there is no limit.
+    """
+
+    max_connections: int
+    first_reserved: int | None
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -42,31 +55,25 @@ def listener_url(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def raise_file_limit(limits: Limits = LIMITS) -> int:
-    """Raise the limit of open files towards one per connection.
+def raise_file_limit(limits: Limits = LIMITS) -> DescriptorBudget:
+    """Raise the limit of open files towards one per connection and ephemeral adapter.
 
-    Return the connections that it allows.
+    At least half of the limit is left to connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.max_connections + _FILES_BESIDE_CONNECTIONS
+    num_beside = _FILES_BESIDE_CONNECTIONS + limits.max_ephemeral_versions
+    wanted = limits.max_connections + num_beside
     if soft == resource.RLIM_INFINITY:
-        return limits.max_connections
+        return DescriptorBudget(limits.max_connections, None)
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(limits.max_connections, soft - _FILES_BESIDE_CONNECTIONS))
+    num_reserved = min(num_beside, soft // 2)
+    return DescriptorBudget(max(1, min(limits.max_connections, soft - num_reserved)), soft - num_reserved)
 
 
-def connection_class(connections: Shares, protocol: type[BoundedProtocol] | None = None) -> type[BoundedProtocol]:
-    """Return the protocol class for uvicorn. Each connection takes a place in `connections`.
-
-    Args:
-        protocol: None: httptools (llhttp), or h11 (pure Python) where httptools isn't installed.
-    """
-    return type("Connection", (protocol or _fastest_protocol(),), {"connection_shares": connections})
-
-
-def _fastest_protocol() -> type[BoundedProtocol]:
+def fastest_protocol() -> type[BoundedProtocol]:
+    """Return httptools' protocol (llhttp), or h11's, in Python, where httptools isn't installed."""
     if importlib.util.find_spec("httptools") is not None:
         from loraserve.api.http.httptools_connection import HttptoolsConnection
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraserve.api.errors import openai_envelope, unforeseen
-from loraserve.api.http.connection import PieceWriter, can_send, piece_writer
+from loraserve.api.http.connection import MAX_PIECE_BYTES, PieceWriter, can_send, piece_writer
 from loraserve.errors import LoraserveError
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class EventStream(Response):
             self._connect(pieces, self._on_deliver)
         try:
             async for data in self._events:
-                if pieces is not None and data and pieces.is_free():
+                if pieces is not None and 0 < len(data) <= MAX_PIECE_BYTES and pieces.is_free():
                     self._on_deliver()
                     pieces.write(data)
                     continue

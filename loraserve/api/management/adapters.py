@@ -110,13 +110,28 @@ def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
 
 @router.get("", response_model=PageResource[AdapterResource])
 async def list_adapters(
-    request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
+    request: Request,
+    limit: int = 50,
+    cursor: str | None = None,
+    include: str | None = None,
+    caller: Caller = Depends(_reader),
 ) -> Response:
-    """List the tenant's adapters by name."""
+    """List the tenant's adapters by name, with their notes if ``include`` is ``notes``."""
     registry = services_of(request).registry
-    page = await registry.list(caller.tenant, limit=limit, cursor=cursor)
+    page = await registry.list(caller.tenant, limit=limit, cursor=cursor, with_notes=_includes_notes(include))
     show = partial(AdapterResource.on_base, served=registry.served_base.digest)
     return answer(request, page_of(page, show))
+
+
+def _includes_notes(include: str | None) -> bool:
+    """Return whether a list has notes, which may be most of its bytes.
+
+    Raises:
+        InvalidRequest: `include` is something else.
+    """
+    if include not in (None, "", "notes"):
+        raise InvalidRequest("The parameter include should be notes, or absent.", param="include")
+    return bool(include)
 
 
 @router.get("/{name}", response_model=AdapterResource)
@@ -139,11 +154,18 @@ async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_
 
 @router.get("/{name}/versions", response_model=PageResource[VersionResource])
 async def list_versions(
-    name: str, request: Request, limit: int = 50, cursor: str | None = None, caller: Caller = Depends(_reader)
+    name: str,
+    request: Request,
+    limit: int = 50,
+    cursor: str | None = None,
+    include: str | None = None,
+    caller: Caller = Depends(_reader),
 ) -> Response:
-    """List the adapter's versions, newest first."""
+    """List the adapter's versions, newest first, with their notes if ``include`` is ``notes``."""
     registry = services_of(request).registry
-    page = await registry.list_versions(caller.tenant, name, limit=limit, cursor=cursor)
+    page = await registry.list_versions(
+        caller.tenant, name, limit=limit, cursor=cursor, with_notes=_includes_notes(include)
+    )
     show = partial(VersionResource.on_base, served=registry.served_base.digest)
     return answer(request, page_of(page, show))
 

@@ -26,7 +26,9 @@ SECTIONS = {
     "num_threads tensor_parallel pipeline_parallel loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
-    "Server": "host port ssl_certfile ssl_keyfile console router_metrics cors_allow_origins grace_s "
+    "Server": "host port ssl_certfile ssl_keyfile trusted_proxies client_address_source "
+    "management_requests_per_minute console router_metrics "
+    "cors_allow_origins grace_s "
     "engine_hang_timeout log_level access_log trace_endpoint trace_sample config",
 }
 """Flags of `serve`, by their section in its help.
@@ -53,12 +55,14 @@ VALUES = {
     "URL": "database_url store_url trace_endpoint",
     "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",
     "TOKENS": "max_model_len max_num_batched_tokens",
-    "N": "max_num_seqs num_threads tensor_parallel pipeline_parallel loader_threads port",
+    "N": "max_num_seqs num_threads tensor_parallel pipeline_parallel loader_threads port "
+    "management_requests_per_minute",
     "DIR|ID": "model",
     "NAME": "model_id",
     "NAME,…": "base_names",
     "PATTERN,…": "pull_allow",
     "ORIGIN,…": "cors_allow_origins",
+    "CIDR,…": "trusted_proxies",
     "ADDRESS": "host",
     "PARSER": "tool_call_parser",
 }

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from loraserve import errors
-from loraserve.sdk._async.paging import all_rows
+from loraserve.sdk._async.paging import NO_PARAMS, all_rows
 from loraserve.sdk._async.transfer import download, send_file
 from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
@@ -21,6 +21,7 @@ from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, T
 from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/adapters"
+_NOTES = {"include": "notes"}
 LIVE = "live"
 UNCHANGED = 200
 """Answer to a push whose bytes a version has already; a new version's is 201."""
@@ -179,9 +180,9 @@ class AsyncAdapters:
             Call("POST", f"{_path(name)}/pulls", read_into(Operation), headers=headers, body=body)
         )
 
-    def list(self) -> AsyncIterator[Adapter]:
+    def list(self, *, with_notes: bool = False) -> AsyncIterator[Adapter]:
         """Yield every adapter by name; pages are requested as they're needed."""
-        return all_rows(self._transport, ROOT, Adapter)
+        return all_rows(self._transport, ROOT, Adapter, _NOTES if with_notes else NO_PARAMS)
 
     async def get(self, name: str) -> Adapter:
         """Return the adapter.
@@ -205,9 +206,9 @@ class AsyncAdapters:
         body = encode({"fallback": None if fallback is None else str(fallback)})
         return await self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=body))
 
-    def versions(self, name: str) -> AsyncIterator[Version]:
+    def versions(self, name: str, *, with_notes: bool = False) -> AsyncIterator[Version]:
         """Yield every version of the adapter; pages are requested as they're needed."""
-        return all_rows(self._transport, f"{_path(name)}/versions", Version)
+        return all_rows(self._transport, f"{_path(name)}/versions", Version, _NOTES if with_notes else NO_PARAMS)
 
     async def version(self, name: str, version: int) -> Version:
         """Return the version.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from loraserve import errors
-from loraserve.sdk._sync.paging import all_rows
+from loraserve.sdk._sync.paging import NO_PARAMS, all_rows
 from loraserve.sdk._sync.transfer import download, send_file
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
@@ -22,6 +22,7 @@ from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, T
 from loraserve.sdk.types.operations import Operation
 
 ROOT = "/api/v1/adapters"
+_NOTES = {"include": "notes"}
 LIVE = "live"
 UNCHANGED = 200
 """Answer to a push whose bytes a version has already; a new version's is 201."""
@@ -180,9 +181,9 @@ class Adapters:
             Call("POST", f"{_path(name)}/pulls", read_into(Operation), headers=headers, body=body)
         )
 
-    def list(self) -> Iterator[Adapter]:
+    def list(self, *, with_notes: bool = False) -> Iterator[Adapter]:
         """Yield every adapter by name; pages are requested as they're needed."""
-        return all_rows(self._transport, ROOT, Adapter)
+        return all_rows(self._transport, ROOT, Adapter, _NOTES if with_notes else NO_PARAMS)
 
     def get(self, name: str) -> Adapter:
         """Return the adapter.
@@ -204,9 +205,9 @@ class Adapters:
         body = encode({"fallback": None if fallback is None else str(fallback)})
         return self._transport.send(Call("PATCH", _path(name), read_into(Adapter), body=body))
 
-    def versions(self, name: str) -> Iterator[Version]:
+    def versions(self, name: str, *, with_notes: bool = False) -> Iterator[Version]:
         """Yield every version of the adapter; pages are requested as they're needed."""
-        return all_rows(self._transport, f"{_path(name)}/versions", Version)
+        return all_rows(self._transport, f"{_path(name)}/versions", Version, _NOTES if with_notes else NO_PARAMS)
 
     def version(self, name: str, version: int) -> Version:
         """Return the version.

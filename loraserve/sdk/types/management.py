@@ -101,7 +101,8 @@ class Version(Result):
     dtype: str | None = None
     aliases: list[str]
     created_at: datetime
-    notes: str = ""
+    notes: str | None = ""
+    """Notes; None in lists that weren't asked for them."""
     tags: dict[str, str] = Field(default_factory=dict)
     checks: list[dict[str, Any]] = Field(default_factory=list)
     """The checks before publishing, and their findings."""
@@ -263,7 +264,8 @@ class Adapter(Result):
     and aren't served there.
     """
     latest_version: int | None
-    notes: str = ""
+    notes: str | None = ""
+    """Notes; None in lists that weren't asked for them."""
     tags: dict[str, str] = Field(default_factory=dict)
     fallback: str | None = None
     """Substitute when the requested version can't answer: a version's number, an alias,

@@ -17,7 +17,7 @@ from loraserve.tenancy.identity.policy import TenantLimits
 from loraserve.types import TenantId
 
 MINUTE_S = 60.0
-REASONS = ("requests", "tokens", "concurrency")
+REASONS = ("requests", "tokens", "concurrency", "management")
 """Reasons of refusals."""
 
 _MIN_WAIT_S, _MAX_WAIT_S = 0.05, 60.0
@@ -25,6 +25,8 @@ _SLACK_S = 1e-6
 """A wait shorter than this is rounding, not a rate."""
 _NEW_DURATION_WEIGHT = 0.2
 _MIN_SWEEP = 1024
+_KEY_PART = 0.75
+"""Part of a tenant's management requests that one key may make."""
 _LEFT_BY_BACKGROUND = 0.5
 """Part of a tenant's rates that requests in the background leave to its others."""
 
@@ -82,6 +84,8 @@ class _TenantUsage:
 
     requests: LeakyBucket
     tokens: LeakyBucket
+    management: dict[str, LeakyBucket] = field(default_factory=dict)
+    """Management requests of each key, and under the empty key of all."""
     num_running: int = 0
     num_in_background: int = 0
     duration_s: float | None = None
@@ -89,10 +93,16 @@ class _TenantUsage:
 
     def is_idle(self, limits: TenantLimits, share: float, now: float) -> bool:
         """Return whether it can be forgotten without loss."""
-        if self.num_running or self.num_in_background:
+        if self.num_running or self.num_in_background or not self._forget_idle_keys(now):
             return False
         rates = ((self.requests, limits.requests_per_minute), (self.tokens, limits.tokens_per_minute))
         return not any(limit is not None and bucket.drain(limit * share, now) for bucket, limit in rates)
+
+    def _forget_idle_keys(self, now: float) -> bool:
+        """Return whether there are no management requests left to remember."""
+        for key in [key for key, bucket in self.management.items() if now - bucket.at > MINUTE_S]:
+            del self.management[key]
+        return not self.management
 
 
 class Admissions:
@@ -144,6 +154,32 @@ class Admissions:
         standing.num_running += not caller.is_background
         standing.num_in_background += caller.is_background
         return Admitted(self, caller, standing, now)
+
+    def enter_management(self, caller: Caller, per_minute: int | None) -> None:
+        """Count a management request of the caller's tenant and key.
+
+        Args:
+            per_minute: requests of a tenant; one key has three quarters of them. None: any number.
+
+        Raises:
+            RateLimited: the tenant or the key has used its rate.
+        """
+        if per_minute is None:
+            return
+        now, rate = self._clock(), per_minute * self.share
+        buckets = self._usage_of(caller.tenant, caller.policy.limits, now).management
+        taken = []
+        for key, part, whose in (("", 1.0, "tenant"), (caller.key_id, _KEY_PART, "key")):
+            bucket = buckets.get(key)
+            if bucket is None:
+                bucket = buckets[key] = LeakyBucket(now)
+            wait_s = bucket.wait_s(1, max(1.0, rate * part), now)
+            if wait_s > _SLACK_S:
+                text = f"The {whose} has used its limit of {per_minute * part:g} management requests per minute."
+                raise self._refuse("management", RateLimited(text, retry_after_s=wait_s))
+            taken.append((bucket, max(1.0, rate * part)))
+        for bucket, key_rate in taken:
+            bucket.take(1, key_rate, now)
 
     def headers(self, caller: Caller) -> dict[str, str]:
         """Return the tenant's rate limit headers as OpenAI's API defines them.
@@ -255,6 +291,12 @@ class Admissions:
         if limit is not None and num_tokens:
             standing.tokens.take(num_tokens, limit * self.share, self._clock())
 
+    def _uncount(self, caller: Caller, standing: _TenantUsage) -> None:
+        """Return a request that was counted."""
+        limit = self._newest_limits(caller).requests_per_minute
+        if limit is not None:
+            standing.requests.take(-1, limit * self.share, self._clock())
+
     def _leave(self, caller: Caller, standing: _TenantUsage, entered_at: float) -> None:
         if caller.is_background:
             standing.num_in_background -= 1
@@ -299,6 +341,7 @@ class Admitted:
     _num_used: int = field(default=0, init=False)
     _num_prompt_tokens: int = field(default=0, init=False)
     _is_released: bool = field(default=False, init=False)
+    _is_uncounted: bool = field(default=False, init=False)
 
     def reserve(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
         """Reserve the tokens that the request may take; `count` replaces them by the actual number.
@@ -322,6 +365,12 @@ class Admitted:
         self._num_used += self._num_prompt_tokens + num_new_tokens
         self._num_prompt_tokens = 0
         self.admissions._charge(self.caller, self._standing, max(self._num_reserved, self._num_used) - before)
+
+    def uncount(self) -> None:
+        """Return the request to its tenant's rate, as the server can't serve it; no-op if repeated."""
+        if not self._is_uncounted:
+            self._is_uncounted = True
+            self.admissions._uncount(self.caller, self._standing)
 
     def release(self) -> None:
         """End the request and return its unused reserved tokens; no-op if called again."""

@@ -10,6 +10,8 @@ import httpx2
 import pytest
 
 from loraserve.api.management import adapters
+from loraserve.api.services import Services
+from loraserve.tenancy.limits.admission import Admissions
 
 CALLS = [
     ("GET", "/adapters/{name}", None),
@@ -288,3 +290,29 @@ async def test_the_audit_is_the_tenants_own_and_the_admins_is_everyones(
     assert mine[1]["detail"]["digest"]
     assert {one["tenant"] for one in mine} == {"acme"}
     assert {one["tenant"] for one in (await admin.get("/audit")).json()["data"]} == {"acme", "globex", "default"}
+
+
+async def test_lists_have_notes_on_request(acme: httpx2.AsyncClient, push: Any) -> None:
+    await push(acme, "sql")
+    for path in ("/adapters/sql", "/adapters/sql/versions/1"):
+        assert (await acme.patch(path, json={"notes": "long " * 100})).status_code == 200
+        assert (await acme.get(path)).json()["notes"] == "long " * 100
+        listed = path.removesuffix("/sql").removesuffix("/1")
+        assert [row["notes"] for row in (await acme.get(listed)).json()["data"]] == [None]
+        assert [row["notes"] for row in (await acme.get(f"{listed}?include=notes")).json()["data"]] == ["long " * 100]
+        refused = await acme.get(f"{listed}?include=weights")
+        assert refused.status_code == 400
+        assert "include" in refused.text
+
+
+async def test_management_rate_is_refused_with_retry_after(
+    acme: httpx2.AsyncClient, services: Services, admin: httpx2.AsyncClient
+) -> None:
+    services.settings = services.settings.model_copy(update={"management_requests_per_minute": 4})
+    # since the fixture's own requests
+    services.admissions = Admissions(monotonic=lambda: 100.0)
+    answers = [await acme.get("/adapters") for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert answers[-1].json()["code"] == "rate_limit_exceeded"
+    assert int(answers[-1].headers["retry-after"]) > 0
+    assert {(await admin.get("/tenants")).status_code for _ in range(9)} == {200}

@@ -24,7 +24,7 @@ async def test_an_adapter_says_what_is_written_on_it(sql: httpx2.AsyncClient) ->
     assert edited.status_code == 200
     assert {name: edited.json()[name] for name in body} == body | {"fallback": "1"}
     assert (await sql.get("/adapters/sql")).json() == edited.json()
-    assert (await sql.get("/adapters")).json()["data"] == [edited.json()]
+    assert (await sql.get("/adapters?include=notes")).json()["data"] == [edited.json()]
     kept = (await sql.patch("/adapters/sql", json={"tags": None})).json()
     assert (kept["notes"], kept["tags"], kept["fallback"]) == ("for tickets", {}, "1")
     emptied = (await sql.patch("/adapters/sql", json={"notes": None, "fallback": None})).json()

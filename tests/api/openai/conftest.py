@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import httpx2
 import msgspec
 import numpy as np
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -24,7 +24,9 @@ from adapters_store import LocalStore
 from loraserve.adapters.extra_files import ExtraFiles
 from loraserve.api.app import create_app
 from loraserve.api.http.connection import BoundedProtocol
-from loraserve.api.http.listener import connection_class
+from loraserve.api.http.listener import listener_url, open_listener
+from loraserve.api.http.tls import TlsFiles
+from loraserve.api.server import make_http_server
 from loraserve.api.services import Services
 from loraserve.conversations.stored_responses import StoredResponses
 from loraserve.db.session import Database
@@ -264,38 +266,44 @@ def http() -> type[BoundedProtocol] | None:
 
 
 @pytest.fixture
+def tls() -> TlsFiles | None:
+    """The server's certificate; None: it speaks HTTP."""
+    return None
+
+
+@pytest.fixture
 def app(services: Services) -> FastAPI:
     return create_app(services)
 
 
 @pytest.fixture
-async def url(app: FastAPI, services: Services, http: type[BoundedProtocol] | None) -> AsyncIterator[str]:
+async def url(
+    app: FastAPI, services: Services, http: type[BoundedProtocol] | None, tls: TlsFiles | None
+) -> AsyncIterator[str]:
     """A real server in this event loop."""
-    config = uvicorn.Config(
-        app,
-        http=connection_class(services.rooms.connections, http),
-        port=0,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        ws="none",
-    )
-    server = uvicorn.Server(config)
-    server.capture_signals = _no_signals  # type: ignore[method-assign]
-    task = asyncio.create_task(server.serve())
+    async with served(app, services, tls, http) as address:
+        yield address
+
+
+@asynccontextmanager
+async def served(
+    app: FastAPI,
+    services: Services,
+    tls: TlsFiles | None = None,
+    protocol: type[BoundedProtocol] | None = None,
+) -> AsyncIterator[str]:
+    server = make_http_server(app, services, tls, protocol=protocol)
+    listener = open_listener("127.0.0.1", 0)
+    address = listener_url(listener, "http" if tls is None else "https")
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    server.force_exit = True
-    await task
-
-
-class _no_signals:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    try:
+        yield address
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task
 
 
 @dataclass

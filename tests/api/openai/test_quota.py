@@ -310,3 +310,13 @@ async def test_an_admin_for_a_tenant_uses_that_tenants_share(
     headers = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20, "x-tenant": "acme"}
     async with httpx2.AsyncClient(base_url=url, headers=headers) as admin:
         assert (await complete(admin)).status_code == 429
+
+
+async def test_unserved_requests_use_nothing_of_the_rate(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
+    await limit(requests_per_minute=3)
+    engine.fail_after = 0
+    for _ in range(5):
+        answer = await complete(client)
+        assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (503, "3")
+    engine.fail_after = None
+    assert [(await complete(client)).status_code for _ in range(4)] == [200, 200, 200, 429]

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route, Router
 
+from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.listener import open_listener
 from loraserve.cluster import front_door
 from loraserve.cluster.front_door import FrontDoor
@@ -18,6 +19,11 @@ from loraserve.limits import LIMITS
 from loraserve.tenancy.limits.shares import Shares
 
 GRACE_S = 20.0
+
+
+def make_services() -> SimpleNamespace:
+    connections = Shares("c", "connections", 100)
+    return SimpleNamespace(limits=LIMITS, rooms=SimpleNamespace(connections=connections), proxies=TrustedProxies())
 
 
 class Application:
@@ -42,7 +48,7 @@ class Application:
 async def test_what_is_open_ends_and_what_comes_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_door, "_QUIET_S", 0.5)
     application = Application()
-    services = SimpleNamespace(limits=LIMITS, rooms=SimpleNamespace(connections=Shares("c", "connections", 100)))
+    services = make_services()
     listener = open_listener("127.0.0.1", 0)
     listener.listen()
     port = listener.getsockname()[1]
@@ -74,7 +80,7 @@ async def test_what_is_open_ends_and_what_comes_is_the_last(monkeypatch: pytest.
 
 async def test_idle_connections_end_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_door, "_QUIET_S", 0.2)
-    services = SimpleNamespace(limits=LIMITS, rooms=SimpleNamespace(connections=Shares("c", "connections", 100)))
+    services = make_services()
     listener = open_listener("127.0.0.1", 0)
     listener.listen()
     port = listener.getsockname()[1]

@@ -65,7 +65,8 @@ class VersionResource(Resource):
     target_modules: list[str]
     dtype: str
     aliases: list[str]
-    notes: str
+    notes: str | None
+    """null in lists, unless their URL has include=notes."""
     tags: dict[str, str]
     created_at: datetime
     checks: list[dict[str, Any]]
@@ -120,7 +121,8 @@ class AdapterResource(Resource):
     num_versions_of_another_base: int
     """Number of versions made for another base than this server's, which doesn't serve them."""
     latest_version: int | None
-    notes: str
+    notes: str | None
+    """null in lists, unless their URL has include=notes."""
     tags: dict[str, str]
     fallback: str | None
     """Answers if the requested version can't: a version's number, an alias, or ``base``. null:

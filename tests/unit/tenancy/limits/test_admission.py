@@ -201,7 +201,7 @@ def test_refusals_are_counted_by_what_for(admissions: Admissions) -> None:
         admissions.enter(caller).reserve(1, 10)
     refused(admissions, caller)
     refused(admissions, make_caller("globex", max_concurrent_requests=0))
-    assert admissions.num_refused == {"requests": 1, "tokens": 1, "concurrency": 1}
+    assert admissions.num_refused == {"requests": 1, "tokens": 1, "concurrency": 1, "management": 0}
 
 
 def test_tenants_that_use_nothing_any_more_are_forgotten(admissions: Admissions, clock: StoppedClock) -> None:
@@ -256,3 +256,46 @@ def test_requests_in_the_background_are_no_concurrent_ones(admissions: Admission
     assert admissions.num_running(client.tenant) == 0
     with pytest.raises(QuotaExceeded):
         admissions.enter(replace(make_caller("none", max_concurrent_requests=0), is_background=True))
+
+
+def test_unserved_request_is_returned_once(admissions: Admissions) -> None:
+    caller = make_caller(requests_per_minute=2)
+    for _ in range(20):
+        admitted = admissions.enter(caller)
+        admitted.uncount()
+        admitted.uncount()
+        admitted.release()
+    assert admissions.headers(caller)["x-ratelimit-remaining-requests"] == "2"
+    for _ in range(2):
+        admissions.enter(caller).release()
+    refused(admissions, caller)
+
+
+def test_management_requests_have_rates_of_tenant_and_key(admissions: Admissions, clock: StoppedClock) -> None:
+    first = make_caller(requests_per_minute=1)
+    second, other = replace(first, key_id="second"), make_caller("globex")
+
+    def fill(caller: Caller) -> tuple[int, float]:
+        for count in range(100):
+            try:
+                admissions.enter_management(caller, 8)
+            except RateLimited as error:
+                return count, round(error.retry_after_s or 0.0, 3)
+        return 100, 0.0
+
+    assert (fill(first), fill(second), fill(other)) == ((6, 10.0), (2, 7.5), (6, 10.0))
+    assert admissions.num_refused["management"] == 3
+    # inference has its own
+    admissions.enter(first)
+    clock.now_s += 60
+    assert fill(first) == (6, 10.0)
+    admissions.enter_management(first, None)
+
+
+def test_idle_management_rates_are_forgotten(admissions: Admissions, clock: StoppedClock) -> None:
+    for number in range(1023):
+        admissions.enter_management(make_caller(f"tenant-{number}"), 8)
+    clock.now_s += 61
+    for number in range(2):
+        admissions.enter_management(make_caller(f"other-{number}"), 8)
+    assert len(admissions) <= 2

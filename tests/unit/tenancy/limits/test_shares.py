@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from loraserve.errors import Overloaded, RateLimited
 from loraserve.limits import Limits
-from loraserve.tenancy.limits.shares import Claim, Holder, Rooms, Shares, address_holder
+from loraserve.tenancy.limits.shares import (
+    Claim,
+    ConnectionSlot,
+    Holder,
+    Rooms,
+    Shares,
+    address_holder,
+    tenant_holder,
+)
+from loraserve.types import TenantId
 
 ACME, GLOBEX = Holder("tenant:acme"), Holder("tenant:globex")
 HERE = Holder("address:here")
@@ -27,7 +36,7 @@ def test_one_holder_has_half_and_the_next_one_finds_room() -> None:
     with pytest.raises(RateLimited, match="You hold 6 of 12 things"):
         shares.take(ACME)
     assert fill(shares, GLOBEX) == 3
-    assert shares.num_refused == {"share": 1, "full": 0}
+    assert shares.num_refused == {"share": 1, "key": 0, "full": 0}
 
 
 def test_who_has_nothing_is_refused_only_when_nothing_is_free() -> None:
@@ -38,7 +47,7 @@ def test_who_has_nothing_is_refused_only_when_nothing_is_free() -> None:
         shares.take(ACME)
     with pytest.raises(RateLimited):
         shares.take(Holder("tenant:0"))
-    assert shares.num_refused == {"share": 1, "full": 1}
+    assert shares.num_refused == {"share": 1, "key": 0, "full": 1}
 
 
 def test_a_holder_is_bounded_beside_its_share() -> None:
@@ -104,6 +113,53 @@ def test_a_claim_that_is_refused_holds_nothing() -> None:
     assert (rooms.unproven.total, rooms.live.total, rooms.management.total) == (0, 1, 0)
 
 
+def test_key_leaves_part_of_its_tenant_share() -> None:
+    shares = Shares("things", "things", 70)
+    first, second = tenant_holder(TenantId("t"), "first"), tenant_holder(TenantId("t"), "second")
+    # of the 35 that a single tenant may have
+    assert fill(shares, first) == 30
+    with pytest.raises(RateLimited, match="Your key holds 30 of the 30 things of your tenant"):
+        shares.take(first)
+    assert fill(shares, second) == 30 + 5
+    assert fill(shares, ACME) == 18
+    assert shares.num_refused == {"share": 0, "key": 1, "full": 0}
+    for holder, amount in ((first, 30), (second, 5), (ACME, 18)):
+        shares.give_back(holder, amount)
+    assert (shares.total, len(shares._held), len(shares._held_by_key)) == (0, 0, 0)
+
+
+def test_connection_slot_moves_to_tenant_and_stays() -> None:
+    rooms = Rooms(Limits(max_connections=8))
+    here = address_holder("10.0.0.1")
+    slot = ConnectionSlot(rooms.connections, "10.0.0.1")
+    assert rooms.connections.held(here) == 1
+    claim = Claim(rooms, here, slot=slot)
+    claim.begin()
+    claim.prove(ACME, is_management=False)
+    claim.release()
+    # until another tenant's request comes on it
+    assert (rooms.connections.held(here), rooms.connections.held(ACME)) == (0, 1)
+    claim = Claim(rooms, here, slot=slot)
+    claim.prove(GLOBEX, is_management=False)
+    assert (rooms.connections.held(ACME), rooms.connections.held(GLOBEX)) == (0, 1)
+    for _ in range(2):
+        slot.release()
+    assert (rooms.connections.total, len(rooms.connections._held)) == (0, 0)
+
+
+def test_connection_slot_stays_where_a_move_is_refused() -> None:
+    rooms = Rooms(Limits(max_connections=4))
+    while rooms.connections.has_room(ACME):
+        rooms.connections.take(ACME)
+    here = address_holder("10.0.0.1")
+    slot = ConnectionSlot(rooms.connections, "10.0.0.1")
+    claim = Claim(rooms, here, slot=slot)
+    with pytest.raises(RateLimited, match="connections"):
+        claim.prove(ACME, is_management=False)
+    assert claim.is_slot_refused
+    assert (rooms.connections.held(here), rooms.connections.held(ACME), rooms.live.total) == (1, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("host", "holder"),
     [
@@ -116,4 +172,4 @@ def test_a_claim_that_is_refused_holds_nothing() -> None:
     ],
 )
 def test_an_address_is_who_its_network_gave_it_to(host: str, holder: str) -> None:
-    assert address_holder(host) == holder
+    assert address_holder(host) == Holder(holder)

@@ -15,7 +15,7 @@ export function Adapter({ rest }) {
   const loaded = useLoaded(async () => {
     const [adapter, versions, aliases] = await Promise.all([
       api.get(root),
-      all(`${root}/versions`, { most: 400 }),
+      all(`${root}/versions?include=notes`, { most: 400 }),
       all(`${root}/aliases`),
     ]);
     return { adapter, versions: versions.items, aliases: aliases.items };

@@ -8,7 +8,7 @@ import { dropped, publish, sorted } from "../lib/upload.js";
 const SHOWN = 200;
 
 export function Adapters({ me, tenant }) {
-  const loaded = useLoaded(() => all("/api/v1/adapters", { most: 5000 }), [], 15_000);
+  const loaded = useLoaded(() => all("/api/v1/adapters?include=notes", { most: 5000 }), [], 15_000);
   const [wanted, setWanted] = useState("");
   const whose = tenant ?? me.tenant;
   const found = (loaded.value?.items ?? []).filter((one) => matches(one, wanted.trim().toLowerCase()));
@@ -46,7 +46,7 @@ export function Adapters({ me, tenant }) {
 function matches(one, wanted) {
   if (!wanted) return true;
   const tags = Object.entries(one.tags).map(([name, value]) => `${name}=${value}`);
-  return [one.name, one.notes, ...tags].some((text) => text.toLowerCase().includes(wanted));
+  return [one.name, one.notes ?? "", ...tags].some((text) => text.toLowerCase().includes(wanted));
 }
 
 function Row({ one }) {
