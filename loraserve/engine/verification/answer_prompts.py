@@ -20,11 +20,10 @@ logger = logging.getLogger(__name__)
 MESSAGES = (
     "How many of our orders were late last month?",
     "Maria Lopez, 52, is a doctor in Lisbon.",
-    "What is the capital of Italy?",
     "Please tell me something about the spring.",
 )
 LARGE_PARAMETERS = 2_000_000_000
-"""Parameters from which a base gets half of the messages, and shorter answers."""
+"""Parameters from which a base gets two of the messages, and shorter answers."""
 _FILLER_TOKENS = 8
 _MAX_PROMPT_TOKENS = 96
 """Tokens of a prompt, from its end: a template's own instructions may be long."""
@@ -39,8 +38,8 @@ class AnswerPrompts:
 
     def __init__(self, model_dir: Path, base: BaseSpec) -> None:
         is_large = base.num_parameters > LARGE_PARAMETERS
-        self.max_answer_tokens = 10 if is_large else 16
-        self._messages = MESSAGES[::2] if is_large else MESSAGES
+        self.max_answer_tokens = 10 if is_large else 12
+        self._messages = MESSAGES[:2] if is_large else MESSAGES
         self._model_dir, self._base = model_dir, base
         self._prompts: tuple[tuple[int, ...], ...] | None = None
 

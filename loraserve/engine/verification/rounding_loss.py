@@ -43,7 +43,7 @@ def measure(
     lost = effect = divergence = base_divergence = 0.0
     num_agreed = num_base_agreed = num_tokens = 0
     for rows in _chunks(base, adapted, float_base, float_adapted):
-        served_base, served, base_before, before = (logits.double().log_softmax(1) for logits in rows)
+        served_base, served, base_before, before = (logits.log_softmax(1) for logits in rows)
         num_tokens += before.shape[0]
         divergence += float((before.exp() * (before - served)).sum())
         base_divergence += float((base_before.exp() * (base_before - served_base)).sum())

@@ -223,11 +223,15 @@ class Verifier(StepListener):
         self._evaluating = self._beside(self._evaluator.make, [v.reference for v in together], known)
 
     def _begin_float(self) -> None:
-        """Begin evaluating by the checkpoint's own weights what is ready for it, together."""
+        """Begin evaluating by the checkpoint's own weights what is ready for it, together.
+
+        It waits for those that are being probed: each pass costs as much as two adapters' rows.
+        """
         if self._evaluating_float is not None and not self._evaluating_float.done():
             return
         ready = [v for v in self._active if v.float_reference is not None and not v.float_reference.sequences.done()]
-        if ready:
+        is_more_coming = any(v.float_reference is None for v in self._active)
+        if ready and (len(ready) >= MAX_TOGETHER or not is_more_coming):
             references = [v.float_reference for v in ready[:MAX_TOGETHER] if v.float_reference is not None]
             self._evaluating_float = self._beside(self._evaluator.make, references, {})
 

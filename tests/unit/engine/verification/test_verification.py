@@ -584,7 +584,7 @@ def test_what_can_never_be_served_is_told_from_what_can_not_be_now(
 
 def test_loss_of_rounded_base_is_measured(world: World, make_engine: Callable[..., Engine]) -> None:
     found = certificate(make_engine(quantize="int8"), world.refs["r8"])
-    assert (found.verdict, found.rounding_note, found.num_answer_tokens) == ("passed", "", 64)
+    assert (found.verdict, found.rounding_note, found.num_answer_tokens) == ("passed", "", 36)
     assert found.effect_kept is not None
     assert found.min_effect_kept is not None
     assert found.min_effect_kept <= found.effect_kept < 1
@@ -668,10 +668,10 @@ def test_losses_are_measured_together(
     kept = [reply.certificate.effect_kept for reply in found if reply.certificate is not None]
     assert len(set(kept)) == 4
     assert None not in kept
-    # the first pass has the weights that are served; of the others one at least has several
+    # the other pass has the weights that are served
     passes = [subjects for subjects in evaluated if subjects[0].starts is not None]
     assert sum(map(len, passes)) == 4
-    assert len(passes) < 4
+    assert len(passes) == 1
     # each adapter's own prompts and answers
     texts = [tuple(subject.sequences) for subjects in passes for subject in subjects]
     assert len(set(texts)) == 4
