@@ -143,6 +143,10 @@ class Certificate(Struct, frozen=True):
     middle between two, where they are rounded: the base may differ from its reference by four times
     that.
     """
+    module_difference: float | None = None
+    """The largest relative difference of what a module adds to random inputs, in the engine's
+    kernels and in float32; None: not compared, as on GPUs.
+    """
     effect_kept: float | None = None
     """The part of the adapter's effect that is left on the served base (1: all of it); None: not
     measured, as the six below.

@@ -45,9 +45,18 @@ CERTIFICATE_DETAILS = (
     Column("effect kept", lambda one: _effect(one)),
     Column("same answers", lambda one: _answers(one)),
     Column("divergence", lambda one: _divergence(one)),
+    Column(
+        "each module",
+        lambda one: (
+            f"off by at most {_number(one.module_difference)} of what it adds"
+            if one.module_difference is not None
+            else None
+        ),
+    ),
     Column("largest difference", lambda one: f"{_number(one.max_difference)} of {_number(one.tolerance)} allowed"),
     Column("mean difference", lambda one: _number(one.mean_difference)),
     Column("the base's own", lambda one: _number(one.base_difference)),
+    Column("next codes", lambda one: f"{_number(one.base_spread)} rms on the base alone" if one.base_spread else None),
     Column("largest effect", lambda one: f"{_number(one.max_effect)} on a logit of the base"),
     Column("same token", lambda one: f"{_share(one.top1_agreement)} of {one.num_probe_tokens} positions"),
     Column("precision loss", lambda one: _share(one.precision_loss)),

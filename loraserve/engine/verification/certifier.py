@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from loraserve.engine.probe import Probe
-from loraserve.engine.verification.comparison import NOT_POSSIBLE, Answers, judge, spread_of, unanswered
+from loraserve.engine.verification.comparison import FAILED, NOT_POSSIBLE, PASSED, Answers, judge, spread_of, unanswered
+from loraserve.engine.verification.module_changes import worst_difference
 from loraserve.engine.verification.rounding_loss import add_loss, measure
 from loraserve.engine.verification.verification import BaseLogits, Verification
 from loraserve.errors import AdapterNumerics, AdapterUnavailable, InvariantViolation, LoraserveError, error_from_code
@@ -19,6 +20,12 @@ from loraserve.model.reference_model import Evaluation
 from loraserve.types import BaseSpec, Certificate
 
 logger = logging.getLogger(__name__)
+
+
+_EXACT_MODULE = 1e-4
+"""Cap on the relative difference of a module's change: two dot products, summed in float32."""
+_LOSS_FACTOR = 4.0
+"""Factor by which a random input may show more of a precision loss than its mean."""
 
 
 class Certifier:
@@ -51,9 +58,23 @@ class Certifier:
                 precision_loss=v.precision_loss or 0.0,
                 seconds=self._clock() - v.started_s,
             )
+            certificate = self._with_modules(v, certificate)
         if certificate.verdict == NOT_POSSIBLE:
             logger.error("no adapter can be verified on this base: %s", certificate.reason)
         return self._signed(msgspec.structs.replace(certificate, rounding_note=self._note))
+
+    def _with_modules(self, v: Verification, certificate: Certificate) -> Certificate:
+        """Return the certificate with the comparison of each module's change."""
+        packed, expected, v.packed = v.packed, v.reference.changes, None
+        if packed is None or expected is None or certificate.verdict != PASSED:
+            return certificate
+        found, (layer, module) = worst_difference(packed, expected, self._base)
+        certificate = msgspec.structs.replace(certificate, module_difference=found)
+        allowed = _EXACT_MODULE + _LOSS_FACTOR * certificate.precision_loss
+        if found <= allowed:
+            return certificate
+        reason = f"What {module} of layer {layer} adds is off by {found:.4g} of it; {allowed:.4g} is allowed."
+        return msgspec.structs.replace(certificate, verdict=FAILED, reason=reason)
 
     def price(self, v: Verification, certificate: Certificate, floats: Evaluation) -> Certificate:
         """Return the certificate with what rounding costs the adapter, on a background thread.

@@ -122,6 +122,11 @@ class Noise:
         means = squares / vocab_size
         return cls(float(largest.max()), float(means.mean().sqrt()), float(means.max().sqrt()))
 
+    @property
+    def halved(self) -> Noise:
+        """Half of it: the spread has several next codes in each row, where an engine has few."""
+        return Noise(self.largest / 2, self.rms / 2, self.token_rms / 2)
+
     def at_least(self, other: Noise) -> Noise:
         """Return the larger of both, number by number."""
         return Noise(max(self.largest, other.largest), max(self.rms, other.rms), max(self.token_rms, other.token_rms))
@@ -158,10 +163,10 @@ def judge(
     What is left of the base's difference is the engine's own rounding, so bounds on adapters are as
     tight as that and `spread` allow. Each round is checked for:
 
-    - every logit: |difference| ≤ floor + 5 · (largest difference of the base or the spread)
+    - every logit: |difference| ≤ floor + 5 · (largest difference of the base, or half the spread's)
       + ε · (largest effect);
     - the effect, which the adapter adds to the base's logits, over all tokens and at each token:
-      rms error ≤ floor + 4 · (rms difference of the base or the spread) + ε · (rms effect);
+      rms error ≤ floor + 4 · (rms difference of the base, or half the spread's) + ε · (rms effect);
     - the size of the effect as a multiple of the reference's: |multiple - 1| ≤ ε + 8 standard
       errors (from its scatter over the tokens) + floor / (rms effect). Rounding averages out here,
       so effects show that single logits hide.
@@ -203,7 +208,7 @@ def judge(
         return unanswered(base_problem, verdict=NOT_POSSIBLE, precision_loss=precision_loss, seconds=seconds)
     epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * precision_loss
     floor = _FLOORS[dtype] * float(tokens.largest.max())
-    bounds = _Bounds(floor, noise.at_least(spread), epsilon, tokens, vocab_size)
+    bounds = _Bounds(floor, noise.at_least(spread.halved), epsilon, tokens, vocab_size)
     rounds = [
         _joined(_RoundSums, [_RoundSums.of(*some) for some in _chunks(answers.base, reference, rows)])
         for rows in answers.adapted

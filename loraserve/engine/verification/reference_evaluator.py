@@ -22,6 +22,7 @@ from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thr
 from loraserve.engine.verification.answer_prompts import AnswerPrompts
 from loraserve.engine.verification.comparison import probe_sequences
 from loraserve.engine.verification.float_base import FloatBase, TooSlow
+from loraserve.engine.verification.module_changes import Place, expected_changes
 from loraserve.errors import InvariantViolation
 from loraserve.limits import MIB
 from loraserve.memory.loading.base_weights import background_compute
@@ -72,6 +73,7 @@ class Reference:
             (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
         prompts: prompts that the engine answers with the adapter; known with the sequences.
+        changes: what its modules add to random inputs; known with the sequences, on a CPU.
         evaluation: logits of the sequences.
         is_wanted: set to False to let the evaluation stop.
     """
@@ -79,6 +81,7 @@ class Reference:
     ref: AdapterRef
     texts: Sequence[tuple[Sequence[int], int]] = ()
     prompts: Sequences = ()
+    changes: Mapping[Place, Tensor | None] | None = None
     sequences: Future[Sequences] = field(default_factory=Future)
     evaluation: Future[Evaluation] = field(default_factory=Future)
     is_wanted: bool = True
@@ -209,6 +212,9 @@ class ReferenceEvaluator:
             else:
                 sequences = tuple(probe_sequences(self._spec, adapters))
                 reference.prompts = () if self._prompts is None else self._prompts.of(adapters)
+                if self._base.device.type == "cpu":
+                    with background_compute(self._base.device):
+                        reference.changes = expected_changes(terms, self._spec)
         except Exception as error:
             reference.sequences.set_exception(error)
             return None

@@ -11,6 +11,7 @@ from loraserve.engine.probe import Probe
 from loraserve.engine.verification.comparison import Noise
 from loraserve.engine.verification.reference_evaluator import Reference
 from loraserve.types import AdapterRef, Certificate, FinishReason
+from loraserve_kernels.common.packed import PackedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Verification:
 
     Attributes:
         verdict: set once the comparison has begun, of the engine with its reference.
+        packed: adapter as it is on the device, where that is a CPU, until its modules are compared.
         answers: probes of the adapter's answers to prompts.
         base_answers: probes of the base's logits of the same texts.
         float_reference: the texts by the checkpoint's own weights, once its evaluation is queued.
@@ -54,6 +56,7 @@ class Verification:
     mixed: list[Probe] = field(default_factory=list)
     base: list[Probe] = field(default_factory=list)
     beside: list[Probe] = field(default_factory=list)
+    packed: PackedAdapter | None = None
     answers: list[Probe] = field(default_factory=list)
     base_answers: list[Probe] = field(default_factory=list)
     float_reference: Reference | None = None

@@ -45,6 +45,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.model.reference_model import ReferenceBase
 from loraserve.types import AdapterRef, Certificate, TokenOutput
+from loraserve_kernels.common.packed import PackedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +255,8 @@ class Verifier(StepListener):
         if not v.is_mixed:
             self._prober.mix(v, sequences)
             if v.is_mixed:
+                handle = self._engine.pager.handle(v.ref.digest)
+                v.packed = handle if isinstance(handle, PackedAdapter) else None
                 self._prober.answer(v)
             return None
         if v.is_answered:

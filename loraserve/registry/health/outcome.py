@@ -123,8 +123,15 @@ def words_of(one: Certificate) -> str:
         return ""
     computed = (
         f"on the weights that are served its logits are within {one.max_difference:.2g} of a float32 evaluation's"
-        f" ({one.tolerance:.2g} is allowed)"
+        f" ({one.tolerance:.2g} is allowed"
+        + (
+            f"; where activations are rounded, next codes alone make {one.base_spread:.2g} rms)"
+            if one.base_spread
+            else ")"
+        )
     )
+    if one.module_difference is not None:
+        computed = f"each of its modules adds what it should, to {one.module_difference:.2g} of it; {computed}"
     if one.answer_divergence is None or one.base_divergence is None:
         return f"{computed}; {one.rounding_note}" if one.rounding_note else computed
     kept = (

@@ -29,6 +29,7 @@ from loraserve.engine.execution import cpu_runner as runner_module
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.scheduling import adapter_pinning
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS
+from loraserve.engine.verification import comparison
 from loraserve.engine.verification import reference_evaluator as references
 from loraserve.engine.verification.verifier import MAX_PROBING, MAX_TOGETHER, Verifier
 from loraserve.engine.worker.startup import build_engine
@@ -603,6 +604,23 @@ def test_version_that_rounding_breaks_is_degraded(world: World, make_engine: Cal
     assert "Rounding the base leaves" in found.reason
     # it is computed right all the same
     assert found.max_difference < 1e-4
+
+
+def test_modules_are_compared_where_answers_say_little(
+    world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, pack = make_engine(), CpuDevice.pack
+    monkeypatch.setattr(comparison._Bounds, "broken_by", lambda *_: "")
+    assert 0 < (certificate(engine, world.refs["r8"]).module_difference or 0) < 1e-6
+    for number, (name, mutant) in enumerate(MUTANTS.items(), 1):
+        monkeypatch.setattr(
+            CpuDevice,
+            "pack",
+            lambda self, modules, *rest, _=mutant, **named: pack(self, _(list(modules)), *rest, **named),
+        )
+        found = certificate(engine, edited(world, "r8", scaled(1 + 1e-4 * number)))
+        assert found.verdict == "failed", name
+        assert " of layer " in found.reason
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

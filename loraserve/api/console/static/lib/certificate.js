@@ -35,7 +35,7 @@ export function Certificate({ version }) {
     html`<p>
       The engine computes it as it should: on ${facts.num_probe_tokens} positions of test texts, a logit differs from a
       plain float32 evaluation on the same weights by at most <strong class="num">${figure(facts.max_difference)}</strong>,
-      of <span class="num">${figure(facts.tolerance)}</span> allowed; the likeliest token is the same in
+      of <span class="num">${figure(facts.tolerance)}</span> allowed${typeof facts.module_difference === "number" ? html`, and what a module adds by at most <strong class="num">${figure(facts.module_difference)}</strong> of it` : ""}; the likeliest token is the same in
       <strong class="num">${percent(facts.top1_agreement, facts.top1_agreement === 1 ? 0 : 1)}</strong> of the positions.
     </p>
     <p class="muted small">
