@@ -11,10 +11,11 @@ from torch import Tensor
 
 from loraserve.engine.probe import Probe
 from loraserve.engine.verification.comparison import FAILED, NOT_POSSIBLE, PASSED, Answers, judge, spread_of, unanswered
+from loraserve.engine.verification.float_base import FloatsUnavailable
 from loraserve.engine.verification.module_changes import worst_difference
 from loraserve.engine.verification.rounding_loss import add_loss, measure
 from loraserve.engine.verification.verification import BaseLogits, Verification
-from loraserve.errors import AdapterNumerics, AdapterUnavailable, InvariantViolation, LoraserveError, error_from_code
+from loraserve.errors import AdapterNumerics, AdapterUnavailable, InvariantViolation, error_from_code
 from loraserve.memory.loading.base_weights import background_compute
 from loraserve.model.reference_model import Evaluation
 from loraserve.types import BaseSpec, Certificate
@@ -95,9 +96,12 @@ class Certifier:
         """
         if isinstance(error, AdapterUnavailable):
             raise error
-        if not isinstance(error, LoraserveError):
+        why = "The checkpoint's own weights can't be read."
+        if isinstance(error, FloatsUnavailable):
+            why = error.message
+        else:
+            # it may name the server's folders, which are none of tenants' business
             logger.error("the checkpoint's own weights can't be evaluated", exc_info=error)
-        why = error.message if isinstance(error, LoraserveError) else f"{type(error).__name__}: {error}"
         return msgspec.structs.replace(
             certificate,
             verdict=NOT_POSSIBLE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from loraserve.errors import LoraserveError, ModelError
+from loraserve.errors import LoraserveError
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.types import BaseSpec
 
@@ -25,7 +25,6 @@ class FloatBase:
             base: as it is served.
             device: where blocks of weights are multiplied.
         """
-        self._model_dir = model_dir
         self._base = OriginalBase(model_dir, device)
         self._files = self._stamps()
         self.note = ""
@@ -39,14 +38,14 @@ class FloatBase:
         """Return the base.
 
         Raises:
-            ModelError: its files aren't those that it was loaded from any more.
+            FloatsUnavailable: its files aren't those that it was loaded from any more.
         """
         try:
             found = self._stamps()
         except OSError as error:
-            raise ModelError(f"The base's files in {self._model_dir} can't be read: {error.strerror}.") from error
+            raise FloatsUnavailable(f"The base's files can't be read: {error.strerror}.") from error
         if found != self._files:
-            raise ModelError(f"The base's files in {self._model_dir} have changed since it was loaded.")
+            raise FloatsUnavailable("The base's files have changed since it was loaded.")
         return self._base
 
     def _stamps(self) -> list[tuple[str, int, int]]:
@@ -54,7 +53,7 @@ class FloatBase:
         return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-class TooSlow(LoraserveError):
-    """Measuring would take longer than a certificate may."""
+class FloatsUnavailable(LoraserveError):
+    """The checkpoint's own weights can't be compared with; the message is for tenants."""
 
     code = "engine_error"

@@ -21,7 +21,7 @@ from loraserve.adapters.ir import AdapterIR
 from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thread_priority
 from loraserve.engine.verification.answer_prompts import AnswerPrompts
 from loraserve.engine.verification.comparison import probe_sequences
-from loraserve.engine.verification.float_base import FloatBase, TooSlow
+from loraserve.engine.verification.float_base import FloatBase, FloatsUnavailable
 from loraserve.engine.verification.module_changes import Place, expected_changes
 from loraserve.errors import InvariantViolation
 from loraserve.limits import MIB
@@ -227,7 +227,7 @@ class ReferenceEvaluator:
         """Return the base that a reference is evaluated on.
 
         Raises:
-            ModelError: it is the checkpoint's own, and that can't be read.
+            FloatsUnavailable: it is the checkpoint's own, and that can't be read.
         """
         if not reference.texts:
             return self._base
@@ -282,13 +282,13 @@ class ReferenceEvaluator:
 
         Raises:
             Stopped: no reference is wanted any more, or `may_go_on` returned False.
-            TooSlow: the checkpoint's own weights take too long.
+            FloatsUnavailable: the checkpoint's own weights take too long.
         """
         base, begun_s = read[0].base, thread_time()
 
         def is_wanted() -> bool:
             if read[0].reference.texts and thread_time() - begun_s > MAX_FLOAT_S:
-                raise TooSlow(f"On this base it takes over {MAX_FLOAT_S:g} s of a core.")
+                raise FloatsUnavailable(f"On this base it takes over {MAX_FLOAT_S:g} s of a core.")
             return any(one.reference.is_wanted for one in read) and may_go_on()
 
         with background_compute(base.device):

@@ -11,8 +11,12 @@ from torch import Tensor
 from loraserve.engine.verification.comparison import DEGRADED
 from loraserve.types import Certificate
 
-MIN_EFFECT_KEPT = 0.8
-"""Part of an adapter's effect that must be left on the served base."""
+MIN_EFFECT_KEPT = 0.9
+"""Part of an adapter's effect that must be left on the served base.
+
+Measured with three trained adapters of a base of 135M parameters in five formats: with 0.91 and
+more each answered 15 of 15 questions as it did in float32, with 0.87 and less 4 to 14 of them.
+"""
 
 _ROWS_AT_A_TIME = 8
 

@@ -131,7 +131,7 @@ def words_of(one: Certificate) -> str:
         )
     )
     if one.module_difference is not None:
-        computed = f"each of its modules adds what it should, to {one.module_difference:.2g} of it; {computed}"
+        computed = f"what a module adds is off by at most {one.module_difference:.2g} of it; {computed}"
     if one.answer_divergence is None or one.base_divergence is None:
         return f"{computed}; {one.rounding_note}" if one.rounding_note else computed
     kept = (
