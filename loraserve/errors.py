@@ -44,7 +44,8 @@ status.
     │   ├── AdapterFormatError      the files aren't what they claim to be
     │   ├── AdapterUnsupported      a config field that isn't implemented
     │   ├── AdapterBaseMismatch     shapes or layers that the base doesn't have
-    │   └── AdapterNotFinite        NaN or infinity in the weights
+    │   ├── AdapterNotFinite        NaN or infinity in the weights
+    │   └── AdapterUncertified      its certificate isn't passed, and the server asks for that
     ├── AdapterUnavailable          a published adapter can't be served now
     │   ├── AdapterCorrupt          its bytes no longer hash to its digest
     │   ├── AdapterNotReady         not on the device by the deadline: still loading, or no room
@@ -295,6 +296,12 @@ class AdapterBaseMismatch(AdapterRejected):
 
 class AdapterNotFinite(AdapterRejected):
     code = "adapter_not_finite"
+
+
+class AdapterUncertified(AdapterRejected):
+    """An upload without a passed certificate, to a server that asks for one."""
+
+    code = "adapter_uncertified"
 
 
 class AdapterUnavailable(LoraserveError):

@@ -360,6 +360,10 @@ class Settings(BaseSettings):
     """When adapters are certified: uploads wait for a pass over the base's weights, or `adapter
     verify` runs it.
     """
+    strict_certificates: bool = False
+    """Reject adapters whose certificate isn't passed: rounding the base takes too much of their
+    effect, or that can't be measured.
+    """
     cuda_graphs: bool = True
     """Capture a GPU's decode steps as CUDA graphs."""
     host_cache: Size = 4 * GIB
@@ -428,6 +432,12 @@ class Settings(BaseSettings):
     def _check_tls(self) -> Self:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate that it belongs to")
+        return self
+
+    @model_validator(mode="after")
+    def _check_certificates(self) -> Self:
+        if self.strict_certificates and self.certify == "on-request":
+            raise ValueError("--strict-certificates needs --certify at-upload: uploads get no certificate otherwise")
         return self
 
     @property

@@ -108,12 +108,16 @@ class AdapterPart(Struct, frozen=True):
 class Certificate(Struct, frozen=True):
     """Distance of an adapter's answers on this engine from a plain float32 evaluation's.
 
-    Both are on the same (dequantised) base. Differences are of logits, over all tokens of the
-    vocabulary at every probe position, the adapter alone and in a mixed batch.
+    First on the same weights, those that the base is served with: differences are of logits, over
+    all tokens of the vocabulary at every probe position, the adapter alone and in a mixed batch.
+    They show whether the engine computes right. Then on the weights as they were before they were
+    rounded, on the adapter's own answers: what rounding the base costs this adapter.
     """
 
     verdict: str
-    """passed, or failed."""
+    """passed; degraded: computed right, but rounding the base takes too much of the adapter's
+    effect; failed: computed wrong; not_possible: a comparison couldn't be made.
+    """
     max_difference: float
     mean_difference: float
     base_difference: float
@@ -133,7 +137,35 @@ class Certificate(Struct, frozen=True):
     num_probe_tokens: int
     seconds: float
     reason: str = ""
-    """Why it failed, for people."""
+    """Why it isn't passed, for people."""
+    base_spread: float = 0.0
+    """The rms change of the base's logits by the next code for activations that lie next to the
+    middle between two, where they are rounded: the base may differ from its reference by four times
+    that.
+    """
+    module_difference: float | None = None
+    """The largest relative difference of what a module adds to random inputs, in the engine's
+    kernels and in float32; None: not compared, as on GPUs.
+    """
+    effect_kept: float | None = None
+    """The part of the adapter's effect that is left on the served base (1: all of it); None: not
+    measured, as the six below.
+    """
+    min_effect_kept: float | None = None
+    """The least `effect_kept` that passes."""
+    answer_divergence: float | None = None
+    """Mean KL divergence, in nats, of the adapter's answers on the served base from those on the
+    float base, by token.
+    """
+    answer_agreement: float | None = None
+    """The part of the answers' tokens at which the two have the same likeliest token."""
+    base_divergence: float | None = None
+    """`answer_divergence` of the base alone, on the same texts."""
+    base_agreement: float | None = None
+    """`answer_agreement` of the base alone, on the same texts."""
+    num_answer_tokens: int = 0
+    rounding_note: str = ""
+    """Why the cost of rounding isn't measured on this base; empty if it is."""
     base_digest: str = ""
     """The digest of the base that it holds for.
 

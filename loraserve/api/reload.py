@@ -34,6 +34,7 @@ LIVE_SETTINGS = frozenset(
         "base_names",
         "strict_base",
         "certify",
+        "strict_certificates",
         "retention_s",
         "lora_dir",
         "pull_allow",
@@ -115,6 +116,7 @@ class SettingsReload:
         registry = self._services.registry
         registry.base_names.change(new.base_names, is_strict=new.strict_base)
         registry.certificates.is_at_upload = new.certify == "at-upload"
+        registry.certificates.is_strict = new.strict_certificates
         registry.retain_deleted(new.retention_s)
         registry.local_folders.root = new.lora_dir
         registry.pulls.allowed = new.pull_allow

@@ -197,6 +197,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
             is_serving=lambda: engine.is_computing_here, threads=background_threads("upload", MAX_INSPECTIONS)
         ),
         is_certified_at_upload=settings.certify == "at-upload",
+        is_certified_strictly=settings.strict_certificates,
         retention_s=settings.retention_s,
         pull_allow=settings.pull_allow,
         claim=claim,

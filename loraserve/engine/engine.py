@@ -263,7 +263,7 @@ class Engine:
             request_id=probe.request_id,
             tenant=tenant,
             adapter=adapter,
-            params=SamplingParams(max_tokens=probe.max_tokens, temperature=0.0, ignore_eos=True),
+            params=SamplingParams(max_tokens=probe.max_tokens, temperature=0.0, ignore_eos=not probe.max_answer_tokens),
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             priority=0,

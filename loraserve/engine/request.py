@@ -138,7 +138,9 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Return whether prompt logits are still needed; scores go out with the first token."""
-        is_wanted = self.params.prompt_logprobs is not None or self.is_internal
+        is_wanted = self.params.prompt_logprobs is not None or (
+            self.probe is not None and not self.probe.max_answer_tokens
+        )
         return is_wanted and self.num_tokens == self.num_prompt_tokens
 
     @property

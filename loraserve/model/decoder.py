@@ -19,7 +19,7 @@ from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer,
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs, PooledRows
 from loraserve.model.layers.experts import MixtureOfExperts
-from loraserve.model.layers.linears import Linear, float_rows
+from loraserve.model.layers.linears import Linear, activation_levels, float_rows
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
 from loraserve.model.parallel.rank_part import RankPart
@@ -128,6 +128,12 @@ class Decoder:
             return None
         linear, start = self._linear(layer, module)
         return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
+
+    def activation_levels(self, layer: int, module: str) -> int | None:
+        """Return the largest code that a module's products round their input to; None: to none."""
+        if module == "lm_head":
+            return activation_levels(self._head_of().base, 0)
+        return activation_levels(*self._linear(layer, module))
 
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, by the name of its tensor in the checkpoint.

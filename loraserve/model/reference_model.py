@@ -6,7 +6,12 @@ packed or lowered weight, no plan, no page and no cache. Of the resident base it
 as they are computed with (dequantised), a block of rows at a time: beside them it needs memory for
 a few dozen rows. Several short sequences go through in one pass over the weights, each by the base
 alone and with the adapter, and so do several adapters with theirs: reading the weights is half of
-the work.
+the work. A beginning that sequences share is computed once.
+
+Where the base's products round their input to integers, so does this evaluation. Rounding is a
+step: a number that differs in its last bit may land on the next code, and after some layers the
+logits differ by nearly as much as rounding costs. `Evaluation.nudged` says by how much: the base
+again, with other codes for numbers that lie next to the middle between two.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from torch.nn import functional as F
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.layers.experts import MixtureOfExperts
-from loraserve.model.layers.linears import Linear
+from loraserve.model.layers.linears import Linear, activation_levels
 from loraserve.model.layers.rotary import rope_frequencies
 
 _BLOCK_WEIGHTS = 1 << 22
@@ -49,6 +54,13 @@ class ReferenceBase(Protocol):
 
     def bias(self, layer: int, module: str) -> Tensor | None:
         """Return a linear's bias, float32; None where it has none."""
+        ...
+
+    def activation_levels(self, layer: int, module: str) -> int | None:
+        """Return the largest code that the module's products round a row of their input to.
+
+        None: they take it in the dtype of the activations.
+        """
         ...
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
@@ -77,10 +89,13 @@ class Evaluation:
     Attributes:
         base: of the base alone.
         adapted: of the base with the adapter.
+        nudged: of the base alone, with inputs that are moved by 1/4096 before they are rounded to
+            integers; empty where no product rounds its input so, or the base's logits were known.
     """
 
     base: tuple[Tensor, ...]
     adapted: tuple[Tensor, ...]
+    nudged: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +108,25 @@ class Subject:
             add up, module by module.
         known_base: the sequences' logits by the base, from an earlier evaluation: they aren't
             computed again.
+        starts: each sequence's first token whose logits are wanted; None: all tokens' are.
     """
 
     sequences: Sequence[Sequence[int]]
     terms: Sequence[tuple[AdapterIR, float]]
     known_base: tuple[Tensor, ...] | None = None
+    starts: Sequence[int] | None = None
+
+    @property
+    def placed(self) -> list[tuple[tuple[int, ...], int]]:
+        """Each sequence with its first token whose logits are wanted."""
+        starts = self.starts or [0] * len(self.sequences)
+        return [(tuple(sequence), start) for sequence, start in zip(self.sequences, starts, strict=True)]
 
 
 def evaluate(
     base: ReferenceBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
 ) -> list[Evaluation]:
-    """Return the logits of every token of each subject's sequences.
+    """Return the logits of each subject's sequences.
 
     One pass over the base's weights computes them.
 
@@ -134,7 +157,7 @@ class _Term:
     """Adapter with the rows that it acts on."""
 
     def __init__(self, ir: AdapterIR, weight: float, rows: Tensor | slice) -> None:
-        self.weight, self.rows = weight, rows
+        self.weight, self.rows, self._ir = weight, rows, ir
         self._modules: Mapping[tuple[int, str], ModuleIR] = {(m.layer, m.module): m for m in ir.modules}
         self._norms: Mapping[tuple[int, str], NormIR] = {(n.layer, n.norm): n for n in ir.norms}
 
@@ -144,43 +167,98 @@ class _Term:
     def norm(self, layer: int, norm: str) -> NormIR | None:
         return self._norms.get((layer, norm))
 
+    def among(self, rows: Tensor, num_rows: int) -> _Term:
+        """Return the term on those of its rows that are kept, counted among these.
+
+        Args:
+            rows: kept rows, [num_kept], ascending.
+            num_rows: number of all rows.
+        """
+        is_own = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
+        is_own[self.rows] = True
+        return _Term(self._ir, self.weight, is_own[rows].nonzero()[:, 0])
+
+
+class _Rows:
+    """Rows of a pass: tokens with what comes before them.
+
+    Attributes:
+        tokens, positions: of each row.
+        sequences: rows of each sequence that was added.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.sequences: list[list[int]] = []
+
+    def add(self, sequence: Sequence[int], starts: Sequence[int | None], known: dict[_Prefix, int]) -> list[int]:
+        """Add a sequence, and return its rows.
+
+        Args:
+            starts: token from which each of the adapters acts on it; None: none.
+            known: rows of the sequences that it may share its beginning with.
+        """
+        rows: list[int] = []
+        for position, token in enumerate(sequence):
+            is_active = tuple(start is not None and position >= start for start in starts)
+            prefix = (rows[-1] if rows else None, token, is_active)
+            if prefix not in known:
+                known[prefix] = len(self.tokens)
+                self.tokens.append(token)
+                self.positions.append(position)
+            rows.append(known[prefix])
+        self.sequences.append(rows)
+        return rows
+
+
+_Prefix = tuple[int | None, int, tuple[bool, ...]]
+"""Row before, token, and whether each adapter acts on it."""
+
 
 class _Pass:
     """Pass through the layers.
 
-    Its rows are the sequences' by the base, each once and those alone that aren't known, then every
-    subject's sequences' with its adapter.
+    Its rows are the sequences' by the base, each once and those alone that aren't known, then the
+    same from a nudged input where products round theirs, then every subject's sequences' with its
+    adapter.
     """
 
     def __init__(self, base: ReferenceBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
         self._subjects = subjects
-        unknown = [sequence for one in subjects if one.known_base is None for sequence in one.sequences]
-        self._by_base = list(dict.fromkeys(map(tuple, unknown)))
-        evaluated = [*self._by_base, *(sequence for one in subjects for sequence in one.sequences)]
-        self._lengths = [len(sequence) for sequence in evaluated]
-        self._tokens = torch.tensor([token for sequence in evaluated for token in sequence], device=self._device)
-        self._positions = torch.cat([torch.arange(length) for length in self._lengths]).to(self._device)
-        self._terms = [*self._placed_terms(sum(map(len, self._by_base)))]
+        self._by_base: dict[tuple[int, ...], int] = {}
+        for sequence, start in (pair for one in subjects if one.known_base is None for pair in one.placed):
+            self._by_base[sequence] = min(start, self._by_base.get(sequence, start))
+        rows, self._wanted = _Rows(), list[list[int]]()
+        self._is_nudging = any(base.activation_levels(0, module) is not None for module in ("q_proj", "lm_head"))
+        nudged = 0
+        for _ in range(2 if self._is_nudging else 1):
+            nudged, known = len(rows.tokens), dict[_Prefix, int]()
+            for sequence, start in self._by_base.items():
+                self._wanted.append(rows.add(sequence, (), known)[start:])
+        self._nudged = self._indices(range(nudged, len(rows.tokens) if self._is_nudging else nudged))
+        terms = []
+        for one in subjects:
+            first, known = len(rows.tokens), {}
+            acting: list[set[int]] = [set() for _ in one.terms]
+            for sequence, start in one.placed:
+                starts = [invocation_start(sequence, ir.invocation_token_ids) for ir, _ in one.terms]
+                added = rows.add(sequence, starts, known)
+                self._wanted.append(added[start:])
+                for own, begin in zip(acting, starts, strict=True):
+                    own.update(added[len(added) if begin is None else begin :])
+            for (ir, weight), own in zip(one.terms, acting, strict=True):
+                is_all = not ir.invocation_token_ids
+                place = slice(first, len(rows.tokens)) if is_all else self._indices(sorted(own))
+                terms.append(_Term(ir, weight, place))
+        self._terms = terms
+        self._tokens, self._positions = self._indices(rows.tokens), self._indices(rows.positions)
+        self._sequences = [self._indices(one) for one in rows.sequences]
 
-    def _placed_terms(self, start: int) -> Iterator[_Term]:
-        """Yield the subjects' terms, each on its rows; the first subject's begin at `start`."""
-        for one in self._subjects:
-            for ir, weight in one.terms:
-                yield _Term(ir, weight, self._rows_of(start, one.sequences, ir))
-            start += sum(map(len, one.sequences))
-
-    def _rows_of(self, end: int, sequences: Sequence[Sequence[int]], ir: AdapterIR) -> Tensor | slice:
-        if not ir.invocation_token_ids:
-            return slice(end, end + sum(map(len, sequences)))
-        rows: list[int] = []
-        for sequence in sequences:
-            end += len(sequence)
-            start = invocation_start(sequence, ir.invocation_token_ids)
-            if start is not None:
-                rows += range(end - len(sequence) + start, end)
-        return torch.tensor(rows, dtype=torch.int64, device=self._device)
+    def _indices(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def run(self) -> list[Evaluation]:
         config, architecture = self._config, self._config.architecture
@@ -196,22 +274,47 @@ class _Pass:
             delta = self._norm(self._mlp(x, layer), layer, "mlp_out_norm", architecture.mlp_out_norm)
             hidden = hidden + config.residual_scale * delta
         x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
+        x = self._keep_wanted(x)
         logits = self._linear(x, 0, "lm_head")
         if config.logits_scale != 1:
             logits = logits * config.logits_scale
         if config.logits_cap is not None:
             logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
-        return self._evaluations(iter(self._split(logits.cpu())))
+        return self._evaluations(logits.cpu())
 
-    def _evaluations(self, parts: Iterator[Tensor]) -> list[Evaluation]:
+    def _keep_wanted(self, x: Tensor) -> Tensor:
+        """Return the rows whose logits are wanted, and place sequences and terms among them."""
+        kept = self._indices(sorted({row for rows in self._wanted for row in rows}))
+        if len(kept) == x.shape[0]:
+            return x
+        self._terms = [term.among(kept, x.shape[0]) for term in self._terms]
+        places = {row: place for place, row in enumerate(kept.tolist())}
+        self._nudged = self._indices([places[row] for row in self._nudged.tolist() if row in places])
+        self._wanted = [[places[row] for row in rows] for rows in self._wanted]
+        return x[kept]
+
+    def _evaluations(self, logits: Tensor) -> list[Evaluation]:
         # copies: whoever keeps them for the next evaluation doesn't keep all the others
-        by_base = {sequence: rows.clone() for sequence, rows in zip(self._by_base, parts, strict=False)}
+        parts = iter([logits[torch.tensor(rows, dtype=torch.int64)] for rows in self._wanted])
+        plain, nudged = (
+            dict(zip(self._by_base, itertools.islice(parts, len(self._by_base)), strict=True))
+            if is_there
+            else dict[tuple[int, ...], Tensor]()
+            for is_there in (True, self._is_nudging)
+        )
         found = []
         for one in self._subjects:
-            base = one.known_base
-            if base is None:
-                base = tuple(by_base[tuple(sequence)] for sequence in one.sequences)
-            found.append(Evaluation(base, tuple(itertools.islice(parts, len(one.sequences)))))
+            adapted = tuple(itertools.islice(parts, len(one.sequences)))
+            if one.known_base is not None:
+                found.append(Evaluation(one.known_base, adapted))
+                continue
+            base, again = (
+                tuple(by_base[sequence][start - self._by_base[sequence] :] for sequence, start in one.placed)
+                if by_base
+                else ()
+                for by_base in (plain, nudged)
+            )
+            found.append(Evaluation(base, adapted, again))
         return found
 
     # a layer's parts
@@ -230,12 +333,10 @@ class _Pass:
         # each key and value serves a group of heads
         k, v = (y.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for y in (k, v))
         window = config.sliding_windows[layer]
-        parts = zip(self._split(q), self._split(k), self._split(v), strict=True)
-        return torch.cat([self._attend_alone(*part, window) for part in parts]).flatten(1)
-
-    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return the attention of all sequences' rows."""
-        return torch.split(rows, self._lengths)
+        attended = torch.empty_like(q)
+        for rows in self._sequences:
+            attended[rows] = self._attend_alone(q[rows], k[rows], v[rows], window)
+        return attended.flatten(1)
 
     def _attend_alone(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """Return a sequence's attention; all tensors are [num_tokens, num_heads, head_dim]."""
@@ -331,7 +432,19 @@ class _Pass:
     def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
         if not self._is_wanted():
             raise Stopped
+        levels = {module: self._base.activation_levels(layer, module) for module in modules}
+        if len(set(levels.values())) > 1:
+            return torch.cat([self._multiply(x, layer, module) for module in modules], dim=1)
+        x = self._rounded(x, levels[modules[0]])
         return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
+
+    def _rounded(self, x: Tensor, levels: int | None) -> Tensor:
+        """Return x as products take it; nudged rows are moved a little before they are rounded."""
+        if levels is None or not len(self._nudged):
+            return _rounded(x, levels)
+        moved = x.clone()
+        moved[self._nudged] *= 1 + (torch.arange(x.shape[1], device=x.device) % 2 * 2 - 1) / 4096
+        return _rounded(moved, levels)
 
     def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
         """Return a module's output.
@@ -455,7 +568,19 @@ class _Pass:
 
 
 def _multiply(x: Tensor, linear: Linear) -> Tensor:
-    return torch.cat([x @ block.T for block in linear.rows(0, linear.out_features)], dim=1)
+    parts, start = [], 0
+    for block in linear.rows(0, linear.out_features):
+        parts.append(_rounded(x, activation_levels(linear, start)) @ block.T)
+        start += block.shape[0]
+    return torch.cat(parts, dim=1)
+
+
+def _rounded(x: Tensor, levels: int | None) -> Tensor:
+    """Return x with each row rounded to integers from -levels to levels of its largest value."""
+    if levels is None:
+        return x
+    step = x.abs().amax(1, keepdim=True) / levels
+    return torch.where(step > 0, torch.round(x / step) * step, 0.0)
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

@@ -77,6 +77,7 @@ class Registry:
         certify: verification by the engine; None: versions have no certificates.
         is_certified_at_upload: whether uploads wait for a certificate; otherwise versions are
             verified on request.
+        is_certified_strictly: whether an upload is refused unless its certificate is passed.
         retention_s: time for which deleted versions can be restored.
         pull_allow: patterns of the sources that adapters may be pulled from.
         pinning: engine that holds operators' pins; None: nothing does.
@@ -99,6 +100,7 @@ class Registry:
         *,
         certify: Certify | None = None,
         is_certified_at_upload: bool = True,
+        is_certified_strictly: bool = False,
         retention_s: float = DEFAULT_RETENTION_S,
         pull_allow: Sequence[str] = (),
         pinning: PinningEngine | None = None,
@@ -132,6 +134,7 @@ class Registry:
             self.forget,
             names=names,
             is_at_upload=is_certified_at_upload,
+            is_strict=is_certified_strictly,
             clock=clock,
         )
         self.certificate_backfill = CertificateBackfill(

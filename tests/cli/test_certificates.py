@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,18 @@ COMPLETE = {
 def quarantining_url() -> Iterator[str]:
     """A server that has every upload already, and all of whose versions are in quarantine."""
 
+    with serving(QUARANTINED) as url:
+        yield url
+
+
+@contextmanager
+def serving(version: dict[str, Any]) -> Iterator[str]:
+    """Serve this version, whatever is pushed or verified."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))
-            body = json.dumps(COMPLETE if self.path == "/api/v1/uploads" else QUARANTINED).encode()
+            body = json.dumps(COMPLETE if self.path == "/api/v1/uploads" else version).encode()
             self.send_response(201)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
@@ -125,3 +134,43 @@ def test_a_quarantine_is_shown_with_its_numbers_and_fails_the_command(
     assert ["mean", "difference", "not", "finite"] in shown
     assert ["same", "token", "99.96", "%", "of", "64", "positions"] in shown
     assert done.stderr == "sql@2 is in quarantine: it isn't served, and no alias was moved to it.\n"
+
+
+REASON = "Rounding the base leaves 41% of the adapter's effect; at least 80% is expected."
+FIGURES = {
+    "effect_kept": 0.41,
+    "min_effect_kept": 0.8,
+    "answer_divergence": 0.366,
+    "answer_agreement": 0.827,
+    "base_divergence": 1.35,
+    "base_agreement": 0.365,
+    "num_answer_tokens": 52,
+}
+
+
+def of_verdict(verdict: str, **fields: object) -> dict[str, Any]:
+    certificate = {**CERTIFICATE, "mean_difference": 0.1, "verdict": verdict, **fields}
+    check = {"name": "parity", "status": verdict, "detail": "why", "certificate": certificate}
+    return {**QUARANTINED, "state": "ready", "checks": [check], "warnings": ["why"]}
+
+
+def test_degraded_version_is_shown_as_warning(run_here: Run) -> None:
+    with serving(of_verdict("degraded", reason=REASON, **FIGURES)) as url:
+        done = run_here("adapter", "verify", "sql@2", LORASERVE_URL=url, LORASERVE_API_KEY="k" * 32)
+    assert (done.code, done.stderr) == (0, "Warning: why.\n")
+    lines = {title: text for title, _, text in (line.strip().partition("  ") for line in done.stdout.splitlines())}
+    assert lines["parity"].strip() == f"degraded: {REASON}"
+    assert lines["effect kept"].strip() == "41% after rounding the base; 80% is expected"
+    assert lines["same answers"].strip() == "83% of 52 likeliest tokens stay; of the base alone, 36%"
+    assert lines["divergence"].strip() == "0.37 nats from the float base; of the base alone, 1.4"
+
+
+def test_unmeasured_loss_is_shown_with_reason(run_here: Run) -> None:
+    reason = "The cost of rounding can't be measured. The files have changed."
+    with serving(of_verdict("not_possible", reason=reason)) as url:
+        done = run_here("adapter", "verify", "sql@2", LORASERVE_URL=url, LORASERVE_API_KEY="k" * 32)
+    assert f"not_possible: {reason}" in done.stdout
+    assert "effect kept" not in done.stdout
+    with serving(of_verdict("passed", reason="", rounding_note="nothing is rounded")) as url:
+        done = run_here("adapter", "verify", "sql@2", LORASERVE_URL=url, LORASERVE_API_KEY="k" * 32)
+    assert "not measured: nothing is rounded" in done.stdout

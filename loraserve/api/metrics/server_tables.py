@@ -15,8 +15,8 @@ from loraserve.api.metrics.table import Table, counter, gauge, histogram
 from loraserve.api.version_chat import formats, renderer
 from loraserve.batches.records import ENDED_STATES
 from loraserve.batches.runner import LINE_OUTCOMES
-from loraserve.registry.health.certificates import REJECTED, VERDICTS
-from loraserve.registry.health.checks import FAILED, PASSED
+from loraserve.registry.health.certificates import VERDICTS
+from loraserve.registry.health.checks import SKIPPED
 from loraserve.registry.operations import ENDED
 
 if TYPE_CHECKING:
@@ -157,7 +157,9 @@ REGISTRY: Table[Registry] = (
     counter(
         "loraserve_late_certificates",
         "Certificates for versions that had none for how this server computes its base.",
-        lambda r: {verdict: r.certificate_backfill.num_by_verdict[verdict] for verdict in (PASSED, FAILED, REJECTED)},
+        lambda r: {
+            verdict: r.certificate_backfill.num_by_verdict[verdict] for verdict in VERDICTS if verdict != SKIPPED
+        },
         "verdict",
     ),
     counter(

@@ -42,9 +42,21 @@ VERSION_DETAILS = (
     Column("parity", lambda version: _parity(version)),
 )
 CERTIFICATE_DETAILS = (
+    Column("effect kept", lambda one: _effect(one)),
+    Column("same answers", lambda one: _answers(one)),
+    Column("divergence", lambda one: _divergence(one)),
+    Column(
+        "each module",
+        lambda one: (
+            f"off by at most {_number(one.module_difference)} of what it adds"
+            if one.module_difference is not None
+            else None
+        ),
+    ),
     Column("largest difference", lambda one: f"{_number(one.max_difference)} of {_number(one.tolerance)} allowed"),
     Column("mean difference", lambda one: _number(one.mean_difference)),
     Column("the base's own", lambda one: _number(one.base_difference)),
+    Column("next codes", lambda one: f"{_number(one.base_spread)} rms on the base alone" if one.base_spread else None),
     Column("largest effect", lambda one: f"{_number(one.max_effect)} on a logit of the base"),
     Column("same token", lambda one: f"{_share(one.top1_agreement)} of {one.num_probe_tokens} positions"),
     Column("precision loss", lambda one: _share(one.precision_loss)),
@@ -58,9 +70,10 @@ def _details(version: Version) -> list[Column]:
     certificate = version.certificate
     if certificate is None:
         return list(VERSION_DETAILS)
+    shown = [(column.title, column.of(certificate)) for column in CERTIFICATE_DETAILS]
     return [
         *VERSION_DETAILS,
-        *(Column(f"  {column.title}", _fixed(column.of(certificate))) for column in CERTIFICATE_DETAILS),
+        *(Column(f"  {title}", _fixed(found)) for title, found in shown if found != "-"),
     ]
 
 
@@ -83,6 +96,28 @@ def _number(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "not finite" if value is None else f"{100 * value:.4g} %"
+
+
+def _effect(one: Certificate) -> str | None:
+    """Return what rounding the base leaves of the adapter's effect; why not, where not measured."""
+    if one.effect_kept is None or one.min_effect_kept is None:
+        return f"not measured: {one.rounding_note}" if one.rounding_note else None
+    return f"{one.effect_kept:.0%} after rounding the base; {one.min_effect_kept:.0%} is expected"
+
+
+def _answers(one: Certificate) -> str | None:
+    if one.answer_agreement is None or one.base_agreement is None:
+        return None
+    return (
+        f"{one.answer_agreement:.0%} of {one.num_answer_tokens} likeliest tokens stay; of the base alone,"
+        f" {one.base_agreement:.0%}"
+    )
+
+
+def _divergence(one: Certificate) -> str | None:
+    if one.answer_divergence is None or one.base_divergence is None:
+        return None
+    return f"{one.answer_divergence:.2g} nats from the float base; of the base alone, {one.base_divergence:.2g}"
 
 
 def _subject(certificate: Certificate) -> str:

@@ -21,9 +21,9 @@ SERVE = "As for serve"
 SECTIONS = {
     "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len "
     "tool_call_parser reasoning_parser json_whitespace json_numbers",
-    "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify host_cache "
-    "max_num_seqs max_num_batched_tokens enable_prefix_cache speculation draft_model draft_quantize cuda_graphs "
-    "num_threads tensor_parallel pipeline_parallel loader_threads",
+    "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
+    "strict_certificates host_cache max_num_seqs max_num_batched_tokens enable_prefix_cache speculation draft_model "
+    "draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
     "Server": "host port ssl_certfile ssl_keyfile trusted_proxies client_address_source "
@@ -38,6 +38,7 @@ The admin key isn't a flag: a process list would show it.
 SWITCHES = frozenset(
     {
         "strict_base",
+        "strict_certificates",
         "store_responses",
         "ephemeral_loads",
         "enable_prefix_cache",

@@ -138,7 +138,7 @@ class Sampler:
         """
         request = entry.request
         if request.probe is not None:
-            token_id = request.probe.next_token(entry.end) if entry.is_sampled else None
+            token_id = request.probe.next_token(entry.end, greedy[end - 1]) if entry.is_sampled else None
             return StepResult(() if token_id is None else (token_id,), logits=logits[start:end].clone())
         prompt_logprobs = _score_prompt(entry, logits[start:end]) if entry.is_scored else ()
         if not entry.is_sampled or request.params.max_tokens == 0:

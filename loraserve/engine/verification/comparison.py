@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from loraserve.adapters.ir import AdapterIR
-from loraserve.errors import EngineError
 from loraserve.model.reference_model import Evaluation
 from loraserve.types import BaseSpec, Certificate
 
 SumsT = TypeVar("SumsT", "_TokenSums", "_RoundSums")
+
+PASSED, DEGRADED, FAILED, NOT_POSSIBLE = "passed", "degraded", "failed", "not_possible"
+"""Verdicts of certificates."""
 
 _LENGTHS = (13, 17)
 _MAX_SPECIAL = 4
@@ -32,7 +34,14 @@ It covers the rounding of weights that an adapter hardly changes and, in float32
 all layers.
 """
 _MAX_BASE_NOISE = 0.35
-"""Cap on the base's own rms difference, as a part of the logits' standard deviation."""
+"""Cap on the rms difference of a base in half precision, of the logits' standard deviation."""
+_EXACT_BASE = 1e-3
+"""Cap on the difference of a logit of a base whose weights are float32.
+
+Ours are within 1e-4 of transformers'.
+"""
+_ROUNDED_BASE = 1e-4
+"""Cap on the rms difference of a base with rounded weights in float32, of its largest logit."""
 _CHUNK_LOGITS = 1 << 17
 """Logits compared at a time: half a MiB of each tensor."""
 
@@ -50,8 +59,8 @@ def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
     for number, length in enumerate(_LENGTHS):
         # from both ends of the trained tokens
         special = own[:_MAX_SPECIAL] if number == 0 else own[-_MAX_SPECIAL:]
-        filler = _filler(base.vocab_size, number, length - len(special), invocation)
-        tokens = [*filler[:2], *special, *filler[2:]]
+        arbitrary = filler(base.vocab_size, number, length - len(special), invocation)
+        tokens = [*arbitrary[:2], *special, *arbitrary[2:]]
         if number == 1 and len(invocation) < length:
             tokens[1:1] = invocation
         tokens[4:4] = invocation
@@ -59,7 +68,7 @@ def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
     return sequences
 
 
-def _filler(vocab_size: int, seed: int, count: int, avoided: Sequence[int]) -> list[int]:
+def filler(vocab_size: int, seed: int, count: int, avoided: Sequence[int]) -> list[int]:
     """Return arbitrary token ids, from SplitMix64."""
     tokens: list[int] = []
     state = seed
@@ -88,15 +97,76 @@ class Answers:
     adapted: Sequence[Sequence[Tensor]]
 
 
-def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss: float, seconds: float) -> Certificate:
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Differences of the base's logits that are no adapter's fault.
+
+    Attributes:
+        largest: largest difference.
+        rms: rms over all tokens.
+        token_rms: rms of the token where it is largest.
+    """
+
+    largest: float = 0.0
+    rms: float = 0.0
+    token_rms: float = 0.0
+
+    @classmethod
+    def of(cls, largest: Tensor, squares: Tensor, vocab_size: int) -> Noise:
+        """Return the noise of tokens.
+
+        Args:
+            largest: each token's largest difference.
+            squares: its sum of squares.
+        """
+        means = squares / vocab_size
+        return cls(float(largest.max()), float(means.mean().sqrt()), float(means.max().sqrt()))
+
+    @property
+    def halved(self) -> Noise:
+        """Half of it: the spread has several next codes in each row, where an engine has few."""
+        return Noise(self.largest / 2, self.rms / 2, self.token_rms / 2)
+
+    def at_least(self, other: Noise) -> Noise:
+        """Return the larger of both, number by number."""
+        return Noise(max(self.largest, other.largest), max(self.rms, other.rms), max(self.token_rms, other.token_rms))
+
+
+def spread_of(reference: Evaluation) -> Noise:
+    """Return the differences of the base's nudged logits; none where nothing is nudged."""
+    if not reference.nudged:
+        return Noise()
+    differences = torch.cat([a - b for a, b in zip(reference.nudged, reference.base, strict=True)])
+    return Noise.of(differences.abs().amax(1), _squares(differences), differences.shape[1])
+
+
+def judge(
+    answers: Answers,
+    reference: Evaluation,
+    *,
+    dtype: str,
+    precision_loss: float,
+    seconds: float,
+    spread: Noise = Noise(),
+    is_quantized: bool = False,
+) -> Certificate:
     """Compare an adapter's logits with their reference and return its certificate.
 
-    The base alone shows the engine's own rounding, so bounds are as tight as the base allows. Each
-    round is checked for:
+    The reference has the weights that the engine computes with, and rounds activations where the
+    engine does. So the base alone must equal its reference: in float32 to 0.001 if no weight is
+    rounded, else to an rms of 0.0001 of the largest logit. Where activations are rounded, four
+    times the rms of `spread` is added: the change by inputs that round to the next code because
+    they lie next to the middle, which is what the order of a sum costs there. In half precision it
+    is 0.35 of the logits' standard deviation. A base that differs by more makes no verdict
+    possible.
 
-    - every logit: |difference| ≤ floor + 5 · (base's largest difference) + ε · (largest effect);
+    What is left of the base's difference is the engine's own rounding, so bounds on adapters are as
+    tight as that and `spread` allow. Each round is checked for:
+
+    - every logit: |difference| ≤ floor + 5 · (largest difference of the base, or half the spread's)
+      + ε · (largest effect);
     - the effect, which the adapter adds to the base's logits, over all tokens and at each token:
-      rms error ≤ floor + 4 · (base's rms difference) + ε · (rms effect);
+      rms error ≤ floor + 4 · (rms difference of the base, or half the spread's) + ε · (rms effect);
     - the size of the effect as a multiple of the reference's: |multiple - 1| ≤ ε + 8 standard
       errors (from its scatter over the tokens) + floor / (rms effect). Rounding averages out here,
       so effects show that single logits hide.
@@ -122,8 +192,9 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     of seven modules or the last of eight ranks left out. int8 rounds activations too. int4 rounds
     as NF4 does; only correctly served adapters were measured on it.
 
-    Raises:
-        EngineError: the base alone is too far from its reference for a verdict.
+    Args:
+        spread: `spread_of` the base's reference.
+        is_quantized: whether any of the base's weights is.
     """
     tokens = _joined(_TokenSums, [_TokenSums.of(*some) for some in _chunks(answers.base, reference)])
     if not bool(tokens.is_finite.all()):
@@ -131,14 +202,13 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
             "Its reference logits, in float32, aren't finite.", precision_loss=precision_loss, seconds=seconds
         )
     vocab_size = reference.base[0].shape[1]
-    noise = _Noise.of(tokens, vocab_size)
-    if not noise.rms <= _MAX_BASE_NOISE * float(tokens.deviation.mean()):
-        raise EngineError(
-            f"The base's logits differ from the reference's by {noise.largest:.3g}, too much to verify an adapter."
-        )
+    noise = Noise.of(tokens.largest_noise, tokens.noise, vocab_size)
+    base_problem = _base_problem(noise, tokens, spread, dtype, is_quantized=is_quantized)
+    if base_problem:
+        return unanswered(base_problem, verdict=NOT_POSSIBLE, precision_loss=precision_loss, seconds=seconds)
     epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * precision_loss
     floor = _FLOORS[dtype] * float(tokens.largest.max())
-    bounds = _Bounds(floor, noise, epsilon, tokens, vocab_size)
+    bounds = _Bounds(floor, noise.at_least(spread.halved), epsilon, tokens, vocab_size)
     rounds = [
         _joined(_RoundSums, [_RoundSums.of(*some) for some in _chunks(answers.base, reference, rows)])
         for rows in answers.adapted
@@ -146,7 +216,7 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
     problems = [problem for one in rounds if (problem := bounds.broken_by(one))]
     every = _joined(_RoundSums, rounds)
     return Certificate(
-        verdict="failed" if problems else "passed",
+        verdict=FAILED if problems else PASSED,
         max_difference=float(every.largest.max()),
         mean_difference=float(every.total.mean() / vocab_size),
         base_difference=noise.largest,
@@ -157,6 +227,24 @@ def judge(answers: Answers, reference: Evaluation, *, dtype: str, precision_loss
         num_probe_tokens=tokens.largest.shape[0],
         seconds=seconds,
         reason=problems[0] if problems else "",
+        base_spread=spread.rms,
+    )
+
+
+def _base_problem(noise: Noise, tokens: _TokenSums, spread: Noise, dtype: str, *, is_quantized: bool) -> str:
+    """Return how the base alone differs too much from its reference; empty if it doesn't."""
+    found, kind = noise.rms, "rms"
+    if dtype != "float32":
+        allowed = _MAX_BASE_NOISE * float(tokens.deviation.mean())
+    elif is_quantized:
+        allowed = _ROUNDED_BASE * float(tokens.largest.max()) + 4 * spread.rms
+    else:
+        found, kind, allowed = noise.largest, "at most", _EXACT_BASE
+    if found <= allowed:
+        return ""
+    return (
+        f"The base's own logits differ from those of its weights in float32 by {found:.3g} ({kind});"
+        f" {allowed:.3g} is allowed: on this server the base itself isn't computed as it should be."
     )
 
 
@@ -244,26 +332,6 @@ def _squares(x: Tensor) -> Tensor:
     return x.square().sum(1).double()
 
 
-@dataclass(frozen=True, slots=True)
-class _Noise:
-    """Differences of the base's logits to their reference, caused by the engine's rounding.
-
-    Attributes:
-        largest: largest difference.
-        rms: rms over all tokens.
-        token_rms: rms of the token where it is largest.
-    """
-
-    largest: float
-    rms: float
-    token_rms: float
-
-    @classmethod
-    def of(cls, tokens: _TokenSums, vocab_size: int) -> _Noise:
-        squares = tokens.noise / vocab_size
-        return cls(float(tokens.largest_noise.max()), float(squares.mean().sqrt()), float(squares.max().sqrt()))
-
-
 class _Bounds:
     """Bounds on the differences of a round, as `judge` explains them.
 
@@ -271,7 +339,7 @@ class _Bounds:
         largest: bound on the difference of any logit.
     """
 
-    def __init__(self, floor: float, noise: _Noise, epsilon: float, tokens: _TokenSums, vocab_size: int) -> None:
+    def __init__(self, floor: float, noise: Noise, epsilon: float, tokens: _TokenSums, vocab_size: int) -> None:
         self._floor, self._noise, self._epsilon = floor, noise, epsilon
         self._effect, self._vocab_size = tokens.effect, vocab_size
         self.largest = floor + 5 * noise.largest + epsilon * float(tokens.largest_effect.max())
@@ -318,10 +386,10 @@ class _Bounds:
         return float((squares.mean() / self._vocab_size).sqrt())
 
 
-def unanswered(reason: str, *, precision_loss: float, seconds: float) -> Certificate:
-    """Return the certificate of an adapter that failed before any comparison."""
+def unanswered(reason: str, *, verdict: str = FAILED, precision_loss: float, seconds: float) -> Certificate:
+    """Return the certificate of an adapter that was never compared."""
     return Certificate(
-        verdict="failed",
+        verdict=verdict,
         max_difference=0.0,
         mean_difference=0.0,
         base_difference=0.0,

@@ -2,7 +2,8 @@
 
 A probe is a request like any other: it pins its adapter and has rows in steps. An adapter's probes
 run first in steps without other rows, then mixed with rows of the base, of another adapter and of
-whatever is running. They neither use nor fill the prefix cache.
+whatever is running. They neither use nor fill the prefix cache. Where the base is rounded the
+adapter then answers a few prompts, and the base computes the same texts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ BESIDE_END = 6
 class Prober:
     """Add a verification's probes to the engine and take their outputs, on the steps' thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, max_answer_tokens: int = 0) -> None:
+        """Add nothing yet.
+
+        Args:
+            max_answer_tokens: cap on the tokens of each answer to a prompt.
+        """
         self._engine = engine
         self._probes: dict[RequestId, Probe] = {}
         self._numbers = itertools.count()
+        self._max_answer_tokens = max_answer_tokens
 
     def begin(self, v: Verification, sequences: Sequences) -> None:
         """Queue the first round's probes, or while requests run one in a mixed batch."""
@@ -57,11 +64,25 @@ class Prober:
         has_other = bool(served - {None, v.ref.digest})
         other = None if has_other else self._engine.pager.other_resident(v.ref.digest)
         if other is not None:
-            probe = self._new_probe(sequences[-1][1:BESIDE_END])
+            probe = Probe(self._next_id(), list(sequences[-1][1:BESIDE_END]))
+            self._probes[probe.request_id] = probe
             self._engine.add_probe_of_resident(probe, other)
             v.beside.append(probe)
         # last, so that the others are in its batches even if a step takes only a few rows
         v.mixed += [self._probe(sequence, v.ref) for sequence in sequences[len(v.mixed) :]]
+
+    def answer(self, v: Verification) -> None:
+        """Queue the adapter's answers to its prompts."""
+        v.answers = [
+            self._add(Probe.of_answer(self._next_id(), prompt, self._max_answer_tokens), v.ref)
+            for prompt in v.reference.prompts
+        ]
+
+    def repeat_by_base(self, v: Verification) -> None:
+        """Queue the adapter's prompts and answers for the base, whose logits of them are wanted."""
+        v.base_answers = [
+            self._add(Probe.of_text(self._next_id(), probe.token_ids[:-1], probe.start), None) for probe in v.answers
+        ]
 
     def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Take the outputs of probes; return the others."""
@@ -85,11 +106,12 @@ class Prober:
                 self._engine.abort(probe.request_id)
 
     def _probe(self, sequence: Sequence[int], ref: AdapterRef | None, *, has_own_step: bool = False) -> Probe:
-        probe = self._new_probe(sequence, has_own_step=has_own_step)
+        return self._add(Probe(self._next_id(), list(sequence), has_own_step), ref)
+
+    def _add(self, probe: Probe, ref: AdapterRef | None) -> Probe:
+        self._probes[probe.request_id] = probe
         self._engine.add_probe(probe, ref)
         return probe
 
-    def _new_probe(self, sequence: Sequence[int], *, has_own_step: bool = False) -> Probe:
-        probe = Probe(RequestId(f"verification-{next(self._numbers)}"), sequence, has_own_step)
-        self._probes[probe.request_id] = probe
-        return probe
+    def _next_id(self) -> RequestId:
+        return RequestId(f"verification-{next(self._numbers)}")

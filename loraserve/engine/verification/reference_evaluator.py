@@ -1,4 +1,8 @@
-"""Reference logits: adapters read from the store, several evaluated in one float32 pass."""
+"""Reference logits: adapters read from the store, several evaluated in one float32 pass.
+
+One pass has the weights that the base is served with, and shows whether the engine computes right;
+another has the checkpoint's own, and shows what rounding them costs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ from adapters_store import BlobStore
 from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thread_priority
+from loraserve.engine.verification.answer_prompts import AnswerPrompts
 from loraserve.engine.verification.comparison import probe_sequences
+from loraserve.engine.verification.float_base import FloatBase, FloatsUnavailable
+from loraserve.engine.verification.module_changes import Place, expected_changes
+from loraserve.errors import InvariantViolation
 from loraserve.limits import MIB
 from loraserve.memory.loading.base_weights import background_compute
 from loraserve.memory.loading.load import read_blobs
@@ -37,6 +45,13 @@ MAX_THROTTLED_S = 30.0
 Large bases on few cores would never finish otherwise.
 """
 
+MAX_FLOAT_S = 60.0
+"""Processor seconds that a pass over the checkpoint's own weights may take.
+
+Twice what a base of 8B parameters takes on one core: without a bound, a larger one would hold up
+all certificates behind it.
+"""
+
 STARVED_AFTER_S = 5.0
 """Seconds after which a thread may be found starved."""
 STARVED_SHARE = 0.05
@@ -52,14 +67,21 @@ class Reference:
     """The reference evaluation of one adapter or composition.
 
     Attributes:
-        sequences: probe sequences, once the adapter is read; or the error: it doesn't fit this base
+        texts: sequences to evaluate by the checkpoint's own weights, each with its first token
+            whose logits are wanted; empty: its probe sequences, by the weights that are served.
+        sequences: sequences, once the adapter is read; or the error: it doesn't fit this base
             (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
+        prompts: prompts that the engine answers with the adapter; known with the sequences.
+        changes: what its modules add to random inputs; known with the sequences, on a CPU.
         evaluation: logits of the sequences.
         is_wanted: set to False to let the evaluation stop.
     """
 
     ref: AdapterRef
+    texts: Sequence[tuple[Sequence[int], int]] = ()
+    prompts: Sequences = ()
+    changes: Mapping[Place, Tensor | None] | None = None
     sequences: Future[Sequences] = field(default_factory=Future)
     evaluation: Future[Evaluation] = field(default_factory=Future)
     is_wanted: bool = True
@@ -74,6 +96,7 @@ class _Read:
     """
 
     reference: Reference
+    base: ReferenceBase
     subject: Subject
     num_bytes: int
 
@@ -85,15 +108,26 @@ class ReferenceEvaluator:
     """
 
     def __init__(
-        self, base: ReferenceBase, spec: BaseSpec, store: BlobStore, when_read: Callable[[], None], throttle: Throttle
+        self,
+        base: ReferenceBase,
+        spec: BaseSpec,
+        store: BlobStore,
+        when_read: Callable[[], None],
+        throttle: Throttle,
+        *,
+        float_base: FloatBase | None = None,
+        prompts: AnswerPrompts | None = None,
     ) -> None:
         """Make an evaluator without work.
 
         Args:
             when_read: called when the sequences of a reference are known.
             throttle: pauses the evaluations.
+            float_base: checkpoint's own weights; None: no reference has texts.
+            prompts: prompts of references; None: they have none.
         """
         self._base, self._spec, self._store, self._when_read, self._throttle = base, spec, store, when_read, throttle
+        self._float_base, self._prompts = float_base, prompts
         # one for evaluations, and one for short work that needn't wait for them
         self._idle, self._briefly_idle = (
             ThreadPoolExecutor(
@@ -134,7 +168,7 @@ class ReferenceEvaluator:
     def make(self, references: Sequence[Reference], known: Mapping[Sequences, tuple[Tensor, ...]]) -> None:
         """Read references and evaluate them in one pass, or in a few if they are large.
 
-        Errors go to their own reference.
+        Either all of them have texts or none. Errors go to their own reference.
 
         Args:
             known: the base's logits of sequences that were evaluated before.
@@ -162,21 +196,44 @@ class ReferenceEvaluator:
         ref, num_bytes = reference.ref, 0
         terms: list[tuple[AdapterIR, float]] = []
         try:
+            base = self._base_of(reference)
             for adapter, weight in [(part.adapter, part.weight) for part in ref.parts] or [(ref, 1.0)]:
                 config, weights = read_blobs(self._store, adapter)
                 num_bytes += len(weights)
                 ir = open_adapter(config, weights, self._spec)
                 if ir.saved_base:
-                    with background_compute(self._base.device):
-                        ir = with_saved_base(ir, self._spec, self._base)
+                    with background_compute(base.device):
+                        ir = with_saved_base(ir, self._spec, base)
                 terms.append((ir, weight))
-            sequences = tuple(probe_sequences(self._spec, [ir for ir, _ in terms]))
+            adapters = [ir for ir, _ in terms]
+            sequences: Sequences
+            if reference.texts:
+                sequences = tuple(tuple(text) for text, _ in reference.texts)
+            else:
+                sequences = tuple(probe_sequences(self._spec, adapters))
+                reference.prompts = () if self._prompts is None else self._prompts.of(adapters)
+                if self._base.device.type == "cpu":
+                    with background_compute(self._base.device):
+                        reference.changes = expected_changes(terms, self._spec)
         except Exception as error:
             reference.sequences.set_exception(error)
             return None
         reference.sequences.set_result(sequences)
         self._when_read()
-        return _Read(reference, Subject(sequences, terms, known.get(sequences)), num_bytes)
+        starts = [start for _, start in reference.texts] or None
+        return _Read(reference, base, Subject(sequences, terms, known.get(sequences), starts), num_bytes)
+
+    def _base_of(self, reference: Reference) -> ReferenceBase:
+        """Return the base that a reference is evaluated on.
+
+        Raises:
+            FloatsUnavailable: it is the checkpoint's own, and that can't be read.
+        """
+        if not reference.texts:
+            return self._base
+        if self._float_base is None:
+            raise InvariantViolation("A reference has texts, and there is no float base.")
+        return self._float_base.open()
 
     def _evaluate(self, read: Sequence[_Read]) -> None:
         if not read:
@@ -225,13 +282,17 @@ class ReferenceEvaluator:
 
         Raises:
             Stopped: no reference is wanted any more, or `may_go_on` returned False.
+            FloatsUnavailable: the checkpoint's own weights take too long.
         """
-        with background_compute(self._base.device):
-            return evaluate(
-                self._base,
-                [one.subject for one in read],
-                is_wanted=lambda: any(one.reference.is_wanted for one in read) and may_go_on(),
-            )
+        base, begun_s = read[0].base, thread_time()
+
+        def is_wanted() -> bool:
+            if read[0].reference.texts and thread_time() - begun_s > MAX_FLOAT_S:
+                raise FloatsUnavailable(f"On this base it takes over {MAX_FLOAT_S:g} s of a core.")
+            return any(one.reference.is_wanted for one in read) and may_go_on()
+
+        with background_compute(base.device):
+            return evaluate(base, [one.subject for one in read], is_wanted=is_wanted)
 
 
 class _Share:

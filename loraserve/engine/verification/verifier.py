@@ -4,7 +4,8 @@
 compares the logits. While requests run, no step is computed for probes alone: their rows are added
 to others' steps a few at a time. The base's logits of a sequence don't change, so they are computed
 once, in the engine and in the reference. Waiting verifications are evaluated together, in one pass
-over the base's weights.
+over the base's weights. Those that pass are then compared with the weights as they were before they
+were rounded (`float_base`), on the adapter's own answers: a second pass, over the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from loraserve.background import BACKGROUND_NICENESS, Throttle, lower_thread_pri
 from loraserve.engine.engine import Engine
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.step_hooks import StepListener
+from loraserve.engine.verification.answer_prompts import AnswerPrompts
 from loraserve.engine.verification.certifier import Certifier
+from loraserve.engine.verification.comparison import PASSED
+from loraserve.engine.verification.float_base import FloatBase
 from loraserve.engine.verification.prober import Prober
 from loraserve.engine.verification.reference_evaluator import Reference, ReferenceEvaluator, Sequences
 from loraserve.engine.verification.verification import BaseLogits, Verification
@@ -41,6 +45,7 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.model.reference_model import ReferenceBase
 from loraserve.types import AdapterRef, Certificate, TokenOutput
+from loraserve_kernels.common.packed import PackedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,8 @@ class Verifier(StepListener):
         base: ReferenceBase,
         store: BlobStore,
         *,
+        float_base: FloatBase | None = None,
+        prompts: AnswerPrompts | None = None,
         throttle: Throttle | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -86,6 +93,8 @@ class Verifier(StepListener):
         """Make a verifier without work.
 
         Args:
+            float_base: checkpoint's own weights; None: what rounding costs isn't measured.
+            prompts: prompts that adapters answer for that.
             throttle: pauses evaluations on the processors that steps compute on; None: they compute
                 elsewhere.
             wake: called on another thread when there is something for `poll`.
@@ -93,19 +102,30 @@ class Verifier(StepListener):
         """
         self._engine, self._base, self._wake, self._clock = engine, base, wake, clock
         self.throttle = throttle or Throttle.beside_steps(math.inf)
-        self._evaluator = ReferenceEvaluator(base, engine.base, store, wake, self.throttle)
+        is_rounded = float_base is not None and not float_base.note
+        self._evaluator = ReferenceEvaluator(
+            base,
+            engine.base,
+            store,
+            wake,
+            self.throttle,
+            float_base=float_base,
+            prompts=prompts if is_rounded else None,
+        )
         self._waiting: deque[Verification] = deque()
         self._active: list[Verification] = []
         self._evaluating: Future[None] | None = None
-        self._prober = Prober(engine)
-        self._certifier = Certifier(engine.base, base.device, clock)
+        self._evaluating_float: Future[None] | None = None
+        self._prober = Prober(engine, 0 if prompts is None else prompts.max_answer_tokens)
+        note = "this engine doesn't measure it" if float_base is None else float_base.note
+        self._certifier = Certifier(engine.base, base.device, clock, note)
         self._replies: list[m.VerifyReply] = []
         self._known: LRUCache[Sequences, BaseLogits] = LRUCache(MAX_KNOWN_SEQUENCES)
-        # Two, of which one mostly waits for the thread that evaluates. Evaluating between steps
+        # Three, of which two mostly wait for the thread that evaluates. Evaluating between steps
         # instead, in a twentieth of their time, a certificate took 15 s instead of 3, and 0.65 s of
         # the steps instead of about 0.2 (two cores, 32 sequences, 110M parameters in float32).
         self._executor = ThreadPoolExecutor(
-            2, thread_name_prefix="verification", initializer=lower_thread_priority, initargs=(BACKGROUND_NICENESS,)
+            3, thread_name_prefix="verification", initializer=lower_thread_priority, initargs=(BACKGROUND_NICENESS,)
         )
 
     @property
@@ -172,6 +192,7 @@ class Verifier(StepListener):
                     self._replies.append(m.VerifyReply(call_id=verification.call_id, certificate=certificate))
         # after the verdicts, which make room
         self._begin()
+        self._begin_float()
         replies, self._replies = self._replies, []
         return replies
 
@@ -202,6 +223,19 @@ class Verifier(StepListener):
         known = {sequences: answers.reference for sequences, answers in self._known.items()}
         self._evaluating = self._beside(self._evaluator.make, [v.reference for v in together], known)
 
+    def _begin_float(self) -> None:
+        """Begin evaluating by the checkpoint's own weights what is ready for it, together.
+
+        It waits for those that are being probed: each pass costs as much as two adapters' rows.
+        """
+        if self._evaluating_float is not None and not self._evaluating_float.done():
+            return
+        ready = [v for v in self._active if v.float_reference is not None and not v.float_reference.sequences.done()]
+        is_more_coming = any(v.float_reference is None for v in self._active)
+        if ready and (len(ready) >= MAX_TOGETHER or not is_more_coming):
+            references = [v.float_reference for v in ready[:MAX_TOGETHER] if v.float_reference is not None]
+            self._evaluating_float = self._beside(self._evaluator.make, references, {})
+
     def _advance(self, v: Verification) -> Certificate | None:
         """Advance a verification; return the certificate once it is there.
 
@@ -218,9 +252,15 @@ class Verifier(StepListener):
             self._prober.begin(v, sequences)
         if (failed := v.failed_probe) is not None:
             return self._certifier.certify_failure(v, failed)
-        if v.precision_loss is None:
+        if not v.is_mixed:
             self._prober.mix(v, sequences)
+            if v.is_mixed:
+                handle = self._engine.pager.handle(v.ref.digest)
+                v.packed = handle if isinstance(handle, PackedAdapter) else None
+                self._prober.answer(v)
             return None
+        if v.is_answered:
+            self._prober.repeat_by_base(v)
         if v.is_probing or not v.reference.evaluation.done():
             return None
         if v.verdict is None:
@@ -231,13 +271,41 @@ class Verifier(StepListener):
         certificate = v.verdict.result()
         if v.known_base is not None:
             self._known[sequences] = v.known_base
-        return certificate
+        if certificate.verdict != PASSED or not v.answers:
+            return certificate
+        return self._compare_float(v, certificate)
+
+    def _compare_float(self, v: Verification, certificate: Certificate) -> Certificate | None:
+        """Advance the comparison with the checkpoint's own weights; return the whole certificate.
+
+        Args:
+            certificate: what the comparison with the weights that are served has found.
+        """
+        reference = v.float_reference
+        if reference is None:
+            v.drop_logits()
+            texts = [(probe.token_ids, probe.start) for probe in v.base_answers]
+            v.float_reference = Reference(v.ref, texts)
+            return None
+        if not (reference.sequences.done() and reference.evaluation.done()):
+            error = reference.sequences.exception() if reference.sequences.done() else None
+            return None if error is None else self._certifier.leave_open(v, certificate, error)
+        error = reference.evaluation.exception()
+        if error is not None:
+            return self._certifier.leave_open(v, certificate, error)
+        if v.loss is None:
+            price = partial(self._certifier.price, v, certificate, reference.evaluation.result())
+            v.loss = self._beside(self._evaluator.in_idle_time, price)
+        return v.loss.result() if v.loss.done() else None
 
     def _end(self, v: Verification) -> None:
         """Free what a verification holds."""
-        v.reference.is_wanted = False
-        if v.verdict is not None:
-            v.verdict.cancel()
+        for reference in (v.reference, v.float_reference):
+            if reference is not None:
+                reference.is_wanted = False
+        for comparison in (v.verdict, v.loss):
+            if comparison is not None:
+                comparison.cancel()
         self._prober.abort(v)
         if v in self._active:
             self._active.remove(v)

@@ -164,7 +164,7 @@ def _served_logits(engine: Engine, inputs: Sequence[Sequence[int]]) -> Tensor:
     Raises:
         EngineError: a step failed.
     """
-    probes = [Probe(RequestId(f"rounding-{number}"), tokens) for number, tokens in enumerate(inputs)]
+    probes = [Probe(RequestId(f"rounding-{number}"), list(tokens)) for number, tokens in enumerate(inputs)]
     for probe in probes:
         engine.add_probe(probe, None)
     while engine.has_requests:

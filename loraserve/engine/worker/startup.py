@@ -26,7 +26,10 @@ from loraserve.engine.parallel.kernel_choices import adopt_kernels, chosen_kerne
 from loraserve.engine.speculation.draft_base import DraftBase
 from loraserve.engine.speculation.drafting import MAX_DRAFT_REQUESTS, Drafting
 from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
+from loraserve.engine.verification.answer_prompts import AnswerPrompts
+from loraserve.engine.verification.float_base import FloatBase
 from loraserve.engine.verification.verifier import Verifier
+from loraserve.engine.worker.first_step import check_first_step
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
 from loraserve.limits import GIB
@@ -185,7 +188,21 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         progress=progress,
         more_stats=dict if group is None else group.stats,
     )
-    engine.listener = verifier = Verifier(engine, weights, store, throttle=throttle, wake=wake)
+    progress.begin("computing a first step")
+    try:
+        check_first_step(engine, weights)
+    except BaseException:
+        engine.close()
+        raise
+    engine.listener = verifier = Verifier(
+        engine,
+        weights,
+        store,
+        float_base=FloatBase(Path(config.model_dir), decoder.spec, weights.device),
+        prompts=AnswerPrompts(Path(config.model_dir), decoder.spec),
+        throttle=throttle,
+        wake=wake,
+    )
     ready = m.Ready(
         base=decoder.spec,
         num_kv_blocks=runner.num_blocks,

@@ -56,6 +56,16 @@ class OriginalBase:
         for plan in self._blueprint.sites:
             self._add(plan)
 
+    @property
+    def stored_formats(self) -> list[str]:
+        """Formats that the checkpoint is quantized to; empty if its weights are floats."""
+        return self._blueprint.stored_formats
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that hold the weights."""
+        return sorted({stored.file for stored in self._checkpoint.tensors.values()})
+
     def _add(self, plan: SitePlan) -> None:
         linear = StreamedLinear(plan, self._blueprint, self._checkpoint, self.device)
         match plan.kind:
@@ -92,6 +102,10 @@ class OriginalBase:
         site, start = self._site(layer, module)
         bias = site.bias
         return None if bias is None else bias[start : start + self.config.module_shapes[module][0]]
+
+    def activation_levels(self, layer: int, module: str) -> int | None:
+        """Return None: no product rounds its input."""
+        return None
 
     def experts(self, layer: int) -> MixtureOfExperts | None:
         """Return what stands in the place of a layer's MLP; None where that is an MLP."""

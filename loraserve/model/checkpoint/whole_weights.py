@@ -26,6 +26,7 @@ from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.linear.chooser import chooser
+from loraserve_kernels.cpu.linear.gemm import LEVELS
 from loraserve_kernels.cpu.lora.layout import SITES
 
 
@@ -51,7 +52,7 @@ class WholeWeights:
         self.config: ModelConfig = read_config(model_dir)
         self._checkpoint: Checkpoint = open_checkpoint(model_dir)
         self._blueprint: Blueprint = draw(self.config, self._checkpoint.tensors, quantize)
-        self._gated, self._dtype = decoder.backend.gated, dtype
+        self._decoder, self._gated, self._dtype = decoder, decoder.backend.gated, dtype
         self._gather_dtype = dtype if self._blueprint.quantize == "none" else torch.float32
         self._sites = {(plan.layer, plan.name): plan for plan in self._blueprint.sites if plan.name}
         self._routers = {plan.layer: plan for plan in self._blueprint.sites if plan.kind is SiteKind.ROUTER}
@@ -76,6 +77,17 @@ class WholeWeights:
             return None
         bias = self.read(plan).bias
         return None if bias is None else bias[start : start + self.config.module_shapes[module][0]].float()
+
+    def activation_levels(self, layer: int, module: str) -> int | None:
+        """Return the largest code that a module's products round their input to; None: they don't.
+
+        All layers are computed as those that this process has; it may not have the head.
+        """
+        if module != "lm_head":
+            return self._decoder.activation_levels(0, module)
+        if self._blueprint.head_quantize != "int8":
+            return None
+        return next((LEVELS[name] for name in self._decoder.spec.arithmetic.split("+") if name in LEVELS), None)
 
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, by the name of its tensor in the checkpoint."""

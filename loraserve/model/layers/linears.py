@@ -379,6 +379,22 @@ RoundingLinear = Int8Linear | Int4Linear
 """Linear that rounds each row of x by the row's largest magnitude."""
 
 
+def activation_levels(linear: Linear, row: int) -> int | None:
+    """Return the largest code that the products of an output round their input to, by row.
+
+    None: x isn't rounded to integers.
+
+    Args:
+        row: the output's number; linears that were joined may differ.
+    """
+    if isinstance(linear, JoinedLinear):
+        for part in linear.parts:
+            if row < part.out_features:
+                return activation_levels(part, row)
+            row -= part.out_features
+    return next((LEVELS.get(arithmetic.name) for arithmetic in linear.arithmetics), None)
+
+
 OwnWeight = DotWeight | GroupDotWeight | DecodedWeight
 """Weight as our own kernels multiply it."""
 

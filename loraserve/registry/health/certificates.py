@@ -20,6 +20,7 @@ from loraserve.db.models import Adapter, AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import (
     AdapterRejected,
+    AdapterUncertified,
     Conflict,
     EngineDied,
     EngineUnavailable,
@@ -32,7 +33,9 @@ from loraserve.registry.changes import record_change
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.health.checks import (
     CERTIFICATE,
+    DEGRADED,
     FAILED,
+    NOT_POSSIBLE,
     NUMERICS,
     PASSED,
     SKIPPED,
@@ -49,7 +52,7 @@ from loraserve.types import AdapterRef, BaseSpec, Certificate, Digest, TenantId
 
 Certify = Callable[[AdapterRef], Awaitable[Certificate]]
 REJECTED = "rejected"
-VERDICTS = (PASSED, FAILED, SKIPPED, REJECTED)
+VERDICTS = (PASSED, DEGRADED, NOT_POSSIBLE, FAILED, SKIPPED, REJECTED)
 """Verdicts that are counted; with `REJECTED`, the engine can never serve the version."""
 
 
@@ -70,6 +73,7 @@ class Certificates:
         served_base: base that the engine verifies on.
         names: names of that base.
         is_at_upload: whether uploads are verified; otherwise versions are verified on request.
+        is_strict: whether an upload is refused unless its certificate is passed.
         on_change: called with tenant and adapter name after a new state is durable.
     """
 
@@ -83,6 +87,7 @@ class Certificates:
         names: BaseNames,
         is_at_upload: bool,
         clock: Clock,
+        is_strict: bool = False,
     ) -> None:
         self.num_by_verdict: Counter[str] = Counter()
         """Verifications since the start, by verdict."""
@@ -91,6 +96,8 @@ class Certificates:
         self._served_base = served_base
         self._names = names
         self._is_at_upload = is_at_upload
+        self.is_strict = is_strict
+        """Whether an upload is refused unless its certificate is passed."""
         self._on_change = on_change
         self._clock = clock
         self._num_running: Counter[TenantId] = Counter()
@@ -117,13 +124,21 @@ class Certificates:
 
         Return None if nothing is verified. If the engine is unreachable or busy, the upload isn't
         refused: the outcome is `SKIPPED` with the reason, and `CertificateBackfill` asks again,
-        with a limit if the engine died.
+        with a limit if the engine died. A strict server refuses it, and an upload whose certificate
+        is degraded or wasn't possible.
 
         Raises:
             AdapterRejected: the engine can never serve the adapter.
+            AdapterUncertified: the server is strict, and the certificate isn't passed.
+            EngineUnavailable, Overloaded: the server is strict, and there is no certificate now.
         """
         if self._certify is None:
             return None
+        if self.is_strict:
+            outcome = await self._ask(ref)
+            if outcome.status in (DEGRADED, NOT_POSSIBLE):
+                raise _uncertified(outcome)
+            return outcome
         if not self._is_at_upload:
             self.num_by_verdict[SKIPPED] += 1
             return CertificateOutcome(SKIPPED, ON_REQUEST)
@@ -297,6 +312,9 @@ class Certificates:
             raise type(error)(f"{stays}: on {base.id}, {error.message}", problems=error.problems) from error
         if outcome.status == FAILED:
             raise AdapterRejected(f"{stays}: its certificate on {base.id} failed, {outcome.detail}.")
+        if self.is_strict and outcome.status != PASSED:
+            refusal = _uncertified(outcome)
+            raise AdapterUncertified(f"{stays}: {refusal.message}", hint=refusal.hint)
         return outcome
 
     async def _ask(self, ref: AdapterRef) -> CertificateOutcome:
@@ -332,6 +350,16 @@ class Certificates:
             if not self._num_running[tenant]:
                 # one entry per verifying tenant, not per tenant ever seen
                 del self._num_running[tenant]
+
+
+def _uncertified(outcome: CertificateOutcome) -> AdapterUncertified:
+    verdict = outcome.status.replace("_", " ")
+    return AdapterUncertified(
+        f"Its certificate is {verdict}, and this server accepts passed ones only (--strict-certificates):"
+        f" {outcome.detail}.",
+        hint="Serve the base with a finer --quantize (int8, or none), or start the server without "
+        "--strict-certificates.",
+    )
 
 
 def _moved(checks: list[Mapping[str, Any]], row: AdapterVersion, base: BaseSpec) -> list[Mapping[str, Any]]:

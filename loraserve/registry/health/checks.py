@@ -25,6 +25,10 @@ NUMERICS = "numerics"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 WARNED = "warned"
 """Status of a check that found something but doesn't keep the version from being served."""
+DEGRADED, NOT_POSSIBLE = "degraded", "not_possible"
+"""Statuses of a certificate that isn't passed, of a version that is served all the same."""
+WARNINGS = (WARNED, DEGRADED, NOT_POSSIBLE)
+"""Statuses of checks that are told as warnings."""
 
 
 def state_of(checks: Iterable[Mapping[str, Any]]) -> str:

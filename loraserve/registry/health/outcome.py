@@ -12,11 +12,21 @@ from typing import Any
 
 import msgspec
 
-from loraserve.registry.health.checks import CERTIFICATE, FAILED, PASSED, SKIPPED, find_check
+from loraserve.registry.health.checks import (
+    CERTIFICATE,
+    DEGRADED,
+    FAILED,
+    NOT_POSSIBLE,
+    PASSED,
+    SKIPPED,
+    find_check,
+)
 from loraserve.types import BaseSpec, Certificate
 
 ON_REQUEST = "this server verifies versions on request only"
 """Detail of a certificate that the operator chose to skip; any other skip is the engine's."""
+_RULES = "certificate 2"
+"""Rules of certificates: those by other rules, as of older releases, are renewed once."""
 MAX_SETUPS = 16
 """Maximum number of setups that a version's check remembers; the oldest is verified again."""
 DIED_ONCE = "the engine died while it verified this version"
@@ -31,20 +41,23 @@ class CertificateOutcome:
     """Outcome of asking the engine for a certificate."""
 
     status: str
-    """`PASSED`, `FAILED`, or `SKIPPED` if there is no certificate."""
+    """`PASSED`, `DEGRADED`, `NOT_POSSIBLE`, `FAILED`, or `SKIPPED` if there is no certificate."""
     detail: str
     certificate: Certificate | None = None
     holds_for: tuple[str, ...] = ()
-    """Setups (`setup_of`) on which the version passed, the certificate's own last."""
+    """Setups (`setup_of`) on which the version was verified and didn't fail, the certificate's own
+    last.
+    """
 
     @classmethod
     def of(cls, certificate: Certificate, setup: str) -> CertificateOutcome:
         """Return the outcome that a certificate from this setup states."""
-        # Any verdict but PASSED is a failure.
-        if certificate.verdict == PASSED:
-            return cls(PASSED, _numbers(certificate), certificate, (setup,))
-        why = f"{certificate.reason.rstrip('.')}: " if certificate.reason else ""
-        return cls(FAILED, why + _numbers(certificate), certificate)
+        why = certificate.reason.rstrip(".")
+        detail = ": ".join(part for part in (why, words_of(certificate)) if part)
+        if certificate.verdict in (PASSED, DEGRADED, NOT_POSSIBLE):
+            return cls(certificate.verdict, detail, certificate, (setup,))
+        # any other verdict is a failure
+        return cls(FAILED, detail, certificate)
 
     def as_check(self) -> dict[str, Any]:
         """Return the entry among a version's checks.
@@ -61,12 +74,12 @@ class CertificateOutcome:
         return {**check, "holds_for": list(self.holds_for)} if self.holds_for else check
 
     def after(self, checks: Iterable[Mapping[str, Any]]) -> CertificateOutcome:
-        """Return the same outcome with the setups on which the version passed before.
+        """Return the same outcome with the setups on which the version was verified before.
 
         Its old checks say which. Otherwise servers that compute one base in different ways would
         verify the version in turns, forever. A failure clears all of them.
         """
-        if self.status != PASSED:
+        if not self.holds_for:
             return self
         before = (find_check(checks, CERTIFICATE) or {}).get("holds_for", ())
         others = [setup for setup in before if setup not in self.holds_for]
@@ -74,11 +87,11 @@ class CertificateOutcome:
 
 
 def setup_of(base: BaseSpec) -> str:
-    """Describe how a server computes its base.
+    """Describe how a server computes its base, and by which rules it certifies.
 
     Certificates hold for each other where the description is the same.
     """
-    return f"{base.quantization} {base.dtype}, {base.arithmetic} ({base.instructions}) on {base.device}"
+    return f"{_RULES}: {base.quantization} {base.dtype}, {base.arithmetic} ({base.instructions}) on {base.device}"
 
 
 def is_due(check: Mapping[str, Any], setup: str) -> bool:
@@ -89,7 +102,7 @@ def is_due(check: Mapping[str, Any], setup: str) -> bool:
     """
     if check["name"] != CERTIFICATE:
         return False
-    if check["status"] == PASSED:
+    if check["status"] in (PASSED, DEGRADED, NOT_POSSIBLE):
         return setup not in check.get("holds_for", ())
     return check["status"] == SKIPPED and check["detail"] not in (ON_REQUEST, DIED_TWICE)
 
@@ -104,8 +117,30 @@ def after_death(check: Mapping[str, Any], setup: str) -> dict[str, Any]:
     return CertificateOutcome(SKIPPED, DIED_TWICE if check["detail"] == DIED_ONCE else DIED_ONCE).as_check()
 
 
-def _numbers(one: Certificate) -> str:
+def words_of(one: Certificate) -> str:
+    """Return what a certificate found, in words and figures; empty if it compared nothing."""
+    if not one.num_probe_tokens:
+        return ""
+    computed = (
+        f"on the weights that are served its logits are within {one.max_difference:.2g} of a float32 evaluation's"
+        f" ({one.tolerance:.2g} is allowed"
+        + (
+            f"; where activations are rounded, next codes alone make {one.base_spread:.2g} rms)"
+            if one.base_spread
+            else ")"
+        )
+    )
+    if one.module_difference is not None:
+        computed = f"what a module adds is off by at most {one.module_difference:.2g} of it; {computed}"
+    if one.answer_divergence is None or one.base_divergence is None:
+        return f"{computed}; {one.rounding_note}" if one.rounding_note else computed
+    kept = (
+        "it changes no answer"
+        if one.effect_kept is None
+        else f"rounding the base leaves {one.effect_kept:.0%} of its effect"
+    )
     return (
-        f"logits differ from the reference's by at most {one.max_difference:.3g} ({one.tolerance:.3g} is allowed), "
-        f"the likeliest token is the same at {one.top1_agreement:.1%} of {one.num_probe_tokens} positions"
+        f"{computed}; {kept}: over {one.num_answer_tokens} tokens of its own answers, {one.answer_agreement:.0%} of the"
+        f" likeliest tokens stay ({one.base_agreement:.0%} without it), at {one.answer_divergence:.2g} nats of"
+        f" divergence ({one.base_divergence:.2g} without it)"
     )

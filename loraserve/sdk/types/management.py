@@ -56,7 +56,35 @@ class Certificate(Result):
     num_probe_tokens: int
     seconds: float | None
     reason: str = ""
-    """The reason of a failure."""
+    """The reason why it isn't passed."""
+    base_spread: float | None = 0.0
+    """The rms change of the base's logits by the next code for activations that lie next to the
+    middle between two, where they are rounded: the base may differ from its reference by four times
+    that.
+    """
+    module_difference: float | None = None
+    """The largest relative difference of what a module adds to random inputs, in the engine's
+    kernels and in float32; None: not compared, as on GPUs.
+    """
+    effect_kept: float | None = None
+    """The part of the adapter's effect that is left on the served base (1: all of it); None: not
+    measured, as the six below.
+    """
+    min_effect_kept: float | None = None
+    """The least `effect_kept` that passes."""
+    answer_divergence: float | None = None
+    """Mean KL divergence, in nats, of the adapter's answers on the served base from those on the
+    float base, by token.
+    """
+    answer_agreement: float | None = None
+    """The part of the answers' tokens at which the two have the same likeliest token."""
+    base_divergence: float | None = None
+    """`answer_divergence` of the base alone, on the same texts."""
+    base_agreement: float | None = None
+    """`answer_agreement` of the base alone, on the same texts."""
+    num_answer_tokens: int = 0
+    rounding_note: str = ""
+    """Why the cost of rounding isn't measured on this base; empty if it is."""
     base_digest: str = ""
     """The digest of the base that it holds for.
 
@@ -139,9 +167,11 @@ class Version(Result):
 
     @property
     def verdict(self) -> str | None:
-        """passed, failed, or skipped: there is no certificate.
+        """passed, degraded, not_possible, failed, or skipped: there is no certificate.
 
-        None: the server verifies nothing.
+        degraded: it is served, but rounding the base takes too much of its effect. not_possible:
+        it is served, and that, or whether it is computed right, couldn't be measured. None: the
+        server verifies nothing.
         """
         return self.detail_of("parity", "status")
 

@@ -104,6 +104,35 @@ async def test_a_retried_verification_gets_the_first_answer(
     assert (await acme.get("/adapters/sql/versions/1")).json()["state"] == "ready"
 
 
+async def test_degraded_upload_is_published_with_warning(
+    push: Any, acme: httpx2.AsyncClient, engine: Any, make_certificate: Callable[..., Certificate]
+) -> None:
+    reason = "Rounding the base leaves 41% of the adapter's effect; at least 80% is expected."
+    engine.certificate = make_certificate(verdict="degraded", reason=reason, effect_kept=0.41, min_effect_kept=0.8)
+    version = (await push(acme)).json()
+    assert (version["state"], version["aliases"], len(version["warnings"])) == ("ready", ["live"], 1)
+    assert version["warnings"][0].startswith(reason.rstrip("."))
+    assert version["checks"][-1]["status"] == "degraded"
+    assert version["checks"][-1]["certificate"]["effect_kept"] == 0.41
+
+
+@pytest.mark.parametrize("verdict", ["degraded", "not_possible"])
+async def test_strict_server_answers_degraded_upload_with_422(
+    verdict: str,
+    push: Any,
+    acme: httpx2.AsyncClient,
+    services: Services,
+    engine: Any,
+    make_certificate: Callable[..., Certificate],
+) -> None:
+    services.registry.certificates.is_strict = True
+    engine.certificate = make_certificate(verdict=verdict, reason="Rounding takes too much.")
+    refused = await push(acme)
+    assert (refused.status_code, refused.json()["code"]) == (422, "adapter_uncertified")
+    assert "Rounding takes too much" in refused.json()["detail"]
+    assert (await acme.get("/adapters/sql")).status_code == 404
+
+
 async def test_certificates_are_counted(
     push: Any, acme: httpx2.AsyncClient, services: Services, engine: Any, failed: Certificate
 ) -> None:

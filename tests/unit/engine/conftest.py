@@ -101,7 +101,7 @@ def make_request(
 
 def as_probe(request: Request, token_ids: Sequence[int] | None = None) -> Request:
     """Return the same request, made by the engine for the logits of these tokens or its prompt."""
-    probe = Probe(request.request_id, request.token_ids if token_ids is None else token_ids)
+    probe = Probe(request.request_id, list(request.token_ids if token_ids is None else token_ids))
     return dataclasses.replace(request, probe=probe)
 
 

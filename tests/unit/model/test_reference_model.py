@@ -144,9 +144,53 @@ def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_pa
                 linear = model.model.layers[layer].get_submodule(decoder.spec.module_paths[module])
                 linear.weight.copy_(torch.cat(list(decoder.weight_rows(layer, module))))
         model.lm_head.weight.copy_(torch.cat(list(decoder.weight_rows(0, "lm_head"))))
+    # its head has int8 weights, whose products round their input
+    assert decoder.activation_levels(0, "lm_head") == 127
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: rounded_to_int8(inputs[0]))
     evaluation = evaluate_alone(decoder, PROMPTS, [])
     for prompt, base in zip(PROMPTS, evaluation.base, strict=True):
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
+
+
+def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / step) * step
+
+
+def test_activations_are_rounded_where_products_round_them(tmp_path: Path) -> None:
+    model = build_model("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=1)
+    decoder = load(save_model(model, tmp_path), quantize="int8")
+    with torch.no_grad():
+        for module in LINEARS:
+            linear = model.model.layers[0].get_submodule(decoder.spec.module_paths[module])
+            linear.weight.copy_(torch.cat(list(decoder.weight_rows(0, module))))
+            linear.register_forward_pre_hook(lambda _, inputs: rounded_to_int8(inputs[0]))
+        model.lm_head.weight.copy_(torch.cat(list(decoder.weight_rows(0, "lm_head"))))
+        model.lm_head.register_forward_pre_hook(lambda _, inputs: rounded_to_int8(inputs[0]))
+    evaluation = evaluate_alone(decoder, PROMPTS, [])
+    for prompt, base, nudged in zip(PROMPTS, evaluation.base, evaluation.nudged, strict=True):
+        torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
+        assert 0 < float((nudged - base).square().mean().sqrt()) < 0.05
+
+
+def test_floats_are_nudged_by_nothing(small_llama: tuple[Any, Path]) -> None:
+    assert evaluate_alone(load(small_llama[1]), PROMPTS, []).nudged == ()
+
+
+def test_beginning_is_computed_once_for_all_sequences(tmp_path: Path) -> None:
+    model = build_model("qwen2", num_hidden_layers=2)
+    save_model(model, tmp_path / "base")
+    prompts = [PROMPTS[1], [*PROMPTS[1][:9], *PROMPTS[0]], PROMPTS[1][:12]]
+    for kind in ("lora", "activated"):
+        save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / kind)
+        adapted = peft.PeftModel.from_pretrained(open_model(tmp_path / "base"), tmp_path / kind).eval()
+        decoder = load(tmp_path / "base")
+        subject = Subject(prompts, [(compile_saved(tmp_path / kind, decoder.spec), 1.0)], starts=[16, 4, 0])
+        assert len(_Pass(decoder, [subject], lambda: True)._tokens) == 2 * (17 + 5)
+        (found,) = evaluate(decoder, [subject])
+        for prompt, start, own, base in zip(prompts, (16, 4, 0), found.adapted, found.base, strict=True):
+            torch.testing.assert_close(own, reference_logits(adapted, prompt)[start:], atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(base, reference_logits(model, prompt)[start:], atol=TOLERANCE, rtol=0)
 
 
 def test_what_is_evaluated_together_is_what_each_gets_alone(tmp_path: Path) -> None:
@@ -179,7 +223,7 @@ def test_what_is_evaluated_together_is_what_each_gets_alone(tmp_path: Path) -> N
 def test_the_bases_answers_are_computed_once_for_all(small_llama: tuple[Any, Path]) -> None:
     prompts = [tuple(prompt) for prompt in PROMPTS]
     both = _Pass(load(small_llama[1]), [Subject(prompts, []), Subject(prompts[1:], [])], lambda: True)
-    assert both._lengths == [5, 17, 5, 17, 17]
+    assert [len(rows) for rows in both._sequences] == [5, 17, 5, 17, 17]
 
 
 def test_evaluation_that_nobody_wants_stops(small_llama: tuple[Any, Path]) -> None:

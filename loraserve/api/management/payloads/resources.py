@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from loraserve.adapters.extra_files import FILE_NAMES
-from loraserve.registry.health.checks import WARNED
+from loraserve.registry.health.checks import WARNINGS
 from loraserve.registry.records import OTHER_BASE
 from loraserve.types import Digest, VersionExtras
 
@@ -86,7 +86,7 @@ class VersionResource(Resource):
         None: its base isn't loaded yet.
         """
         state = record.state if served in (None, record.base_digest) else OTHER_BASE
-        warnings = [check["detail"] for check in record.checks if check["status"] == WARNED]
+        warnings = [check["detail"] for check in record.checks if check["status"] in WARNINGS]
         extras = record.extras or VersionExtras()
         files = [
             ExtraFileResource(name=FILE_NAMES[part], size_bytes=file.num_bytes, sha256=file.blob)

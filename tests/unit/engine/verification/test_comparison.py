@@ -9,8 +9,7 @@ import torch
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.engine.probe import NUM_DECODED
-from loraserve.engine.verification.comparison import Answers, judge, probe_sequences
-from loraserve.errors import EngineError
+from loraserve.engine.verification.comparison import Answers, Noise, judge, probe_sequences, spread_of
 from loraserve.model.reference_model import Evaluation, invocation_start
 from loraserve.types import BaseSpec, Certificate
 
@@ -51,6 +50,8 @@ def test_probes_fit_a_short_model(small_base: BaseSpec) -> None:
 
 BASE = torch.randn(12, 100, generator=torch.Generator().manual_seed(0))
 EFFECT = 0.5 * torch.randn(12, 100, generator=torch.Generator().manual_seed(1))
+# a base that rounds activations
+INT8 = {"is_quantized": True, "spread": Noise(0.05, 0.02, 0.02)}
 NOISE = torch.randn(12, 100, generator=torch.Generator().manual_seed(2))
 
 
@@ -76,15 +77,29 @@ def test_one_token_that_differs_fails() -> None:
 
 def test_bounds_are_as_wide_as_the_base_rounds() -> None:
     noisy = BASE + 0.02 * NOISE
-    assert judged(noisy, BASE + EFFECT + 0.03 * NOISE.flip(0)).verdict == "passed"
-    assert judged(BASE, BASE + EFFECT + 0.03 * NOISE.flip(0)).verdict == "failed"
-    assert judged(noisy, BASE + EFFECT + 0.2 * NOISE.flip(0)).verdict == "failed"
+    assert judged(noisy, BASE + EFFECT + 0.03 * NOISE.flip(0), **INT8).verdict == "passed"
+    assert judged(BASE, BASE + EFFECT + 0.03 * NOISE.flip(0), is_quantized=True).verdict == "failed"
+    assert judged(noisy, BASE + EFFECT + 0.2 * NOISE.flip(0), **INT8).verdict == "failed"
+
+
+def test_rounded_weights_alone_widen_no_bound() -> None:
+    found = judged(BASE + 0.02 * NOISE, BASE + EFFECT, is_quantized=True)
+    assert found.verdict == "not_possible"
+    assert "differ from those of its weights in float32 by 0.0" in found.reason
+    assert judged(BASE + 1e-4 * NOISE, BASE + EFFECT, is_quantized=True).verdict == "passed"
+
+
+def test_spread_is_what_nudge_changes() -> None:
+    assert spread_of(Evaluation((BASE,), (BASE,))) == Noise()
+    nudged = Evaluation((BASE, BASE), (BASE, BASE), nudged=(BASE + 0.1, BASE - 0.1))
+    found = spread_of(nudged)
+    assert (found.largest, found.rms, found.token_rms) == pytest.approx((0.1, 0.1, 0.1), rel=1e-4)
 
 
 def test_size_of_an_effect_below_the_rounding_is_judged_too() -> None:
     noisy, effect = BASE + 0.02 * NOISE, 0.02 * EFFECT
-    assert judged(noisy, noisy + effect, effect).verdict == "passed"
-    assert "0.5 times the reference's" in judged(noisy, noisy + 0.5 * effect, effect).reason
+    assert judged(noisy, noisy + effect, effect, **INT8).verdict == "passed"
+    assert "0.5 times the reference's" in judged(noisy, noisy + 0.5 * effect, effect, **INT8).reason
 
 
 def test_precision_that_operators_allow_is_allowed() -> None:
@@ -99,5 +114,7 @@ def test_evaluation_that_is_not_finite_fails() -> None:
 
 @pytest.mark.parametrize("wrong", [BASE.flip(0), BASE * torch.nan], ids=["another", "NaN"])
 def test_nothing_is_said_on_a_base_that_is_wrong_itself(wrong: torch.Tensor) -> None:
-    with pytest.raises(EngineError, match="too much to verify an adapter"):
-        judged(wrong, BASE + EFFECT)
+    for options in ({}, INT8, {"dtype": "bfloat16"}):
+        found = judged(wrong, BASE + EFFECT, **options)
+        assert found.verdict == "not_possible"
+        assert "the base itself isn't computed as it should be" in found.reason

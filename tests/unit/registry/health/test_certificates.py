@@ -12,16 +12,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import select
 
 from adapters_store import LocalStore
 from loraserve import faults
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.db.idempotency import Once, Replay, StoredResponse
+from loraserve.db.models import AdapterVersion
 from loraserve.errors import (
     AdapterCorrupt,
     AdapterNotFound,
     AdapterQuarantined,
     AdapterRejected,
+    AdapterUncertified,
     AdapterUnsupported,
     EngineUnavailable,
     LoraserveError,
@@ -34,6 +37,7 @@ from loraserve.registry.health import certificates, inspection
 from loraserve.registry.model_name import parse_model
 from loraserve.registry.records import AliasTarget, VersionRecord
 from loraserve.registry.registry import Registry
+from loraserve.sdk.types import management as sdk
 from loraserve.types import Certificate, TenantId
 
 SQL = parse_model("sql", "base")
@@ -354,3 +358,102 @@ async def test_a_version_that_is_deleted_while_its_bytes_come_again_takes_its_qu
     assert (await certified.list_versions(acme, "sql")).items == ()
     again = (await publish(via=certified)).version
     assert (again.version, again.state, parity_of(again)["status"]) == (2, "quarantined", "failed")
+
+
+@pytest.fixture
+def degraded(make_certificate: Make) -> Certificate:
+    return make_certificate(
+        verdict="degraded",
+        reason="Rounding the base leaves 41% of the adapter's effect; at least 80% is expected.",
+        effect_kept=0.41,
+        min_effect_kept=0.8,
+        answer_divergence=0.37,
+        answer_agreement=0.83,
+        base_divergence=1.3,
+        base_agreement=0.37,
+        num_answer_tokens=52,
+    )
+
+
+async def test_degraded_version_is_served_with_its_figures(
+    publish: Any, certified: Registry, certifying: Any, acme: TenantId, degraded: Certificate
+) -> None:
+    certifying.outcome = degraded
+    version = (await publish(via=certified)).version
+    assert (version.state, version.aliases) == ("ready", ("live",))
+    check = parity_of(version)
+    assert (check["status"], check["certificate"]["effect_kept"]) == ("degraded", 0.41)
+    for text in ("leaves 41% of", "83% of the likeliest tokens stay (37% without it)", "0.37 nats", "(1.3 without it)"):
+        assert text in check["detail"]
+    assert (await certified.resolve(acme, SQL)).version == 1
+    assert certified.certificates.num_by_verdict == {"degraded": 1}
+    # it holds for this way of computing the base, and isn't made again
+    await certified.certificate_backfill.sweep()
+    assert len(certifying.asked) == 1
+
+
+async def test_certificate_that_is_not_possible_is_settled(
+    publish: Any, certified: Registry, certifying: Any, make_certificate: Make
+) -> None:
+    reason = "The cost of rounding can't be measured. The base's files have changed since it was loaded."
+    certifying.outcome = make_certificate(verdict="not_possible", reason=reason)
+    version = (await publish(via=certified)).version
+    assert (version.state, parity_of(version)["status"]) == ("ready", "not_possible")
+    assert reason.rstrip(".") in parity_of(version)["detail"]
+    await certified.certificate_backfill.sweep()
+    assert len(certifying.asked) == 1
+
+
+@pytest.mark.parametrize("verdict", ["degraded", "not_possible"])
+async def test_strict_server_refuses_degraded_upload(
+    verdict: str,
+    publish: Any,
+    database: Any,
+    store: LocalStore,
+    small_base: Any,
+    certifying: Any,
+    acme: TenantId,
+    degraded: Certificate,
+) -> None:
+    registry = Registry(database, store, lambda: small_base, certify=certifying, is_certified_strictly=True)
+    certifying.outcome = msgspec.structs.replace(degraded, verdict=verdict)
+    with pytest.raises(AdapterUncertified, match="--strict-certificates") as caught:
+        await publish(via=registry)
+    assert "leaves 41% of" in caught.value.message
+    with pytest.raises(AdapterNotFound):
+        await registry.get(acme, "sql")
+    certifying.outcome = msgspec.structs.replace(degraded, verdict="passed")
+    assert (await publish(via=registry)).version.state == "ready"
+
+
+async def test_strict_server_refuses_upload_without_engine(
+    publish: Any, database: Any, store: LocalStore, small_base: Any, certifying: Any, acme: TenantId
+) -> None:
+    registry = Registry(database, store, lambda: small_base, certify=certifying, is_certified_strictly=True)
+    certifying.outcome = Overloaded("Sixty-four verifications are running.")
+    with pytest.raises(Overloaded, match="Sixty-four"):
+        await publish(via=registry)
+    with pytest.raises(AdapterNotFound):
+        await registry.get(acme, "sql")
+
+
+async def test_certificate_of_older_release_is_renewed_once(
+    publish: Any, certified: Registry, certifying: Any, database: Any, acme: TenantId
+) -> None:
+    await publish(via=certified)
+    known = {
+        "verdict", "max_difference", "mean_difference", "base_difference", "tolerance", "max_effect",
+        "top1_agreement", "precision_loss", "num_probe_tokens", "seconds", "reason", "base_digest",
+    }  # fmt: skip
+    async with database.write() as session:
+        row = (await session.execute(select(AdapterVersion))).scalar_one()
+        checks = [dict(check) for check in row.checks]
+        old = next(check for check in checks if check["name"] == "parity")
+        old["certificate"] = {name: value for name, value in old["certificate"].items() if name in known}
+        old["holds_for"] = [old["holds_for"][0].partition(": ")[2]]
+        row.checks = checks
+    (version,) = (await certified.list_versions(acme, "sql")).items
+    assert sdk.Certificate.model_validate(parity_of(version)["certificate"]).effect_kept is None
+    for _ in range(2):
+        await certified.certificate_backfill.sweep()
+    assert len(certifying.asked) == 2

@@ -56,6 +56,8 @@ const TIMES = [
 function certificateOf(version) {
   const check = version?.checks?.find((one) => one.name === "parity");
   if (!check) return "–";
+  const kept = check.certificate?.effect_kept;
+  if (typeof kept === "number") return `${check.status}, ${Math.round(100 * kept)} % of its effect kept`;
   const difference = check.certificate?.max_difference;
   return difference === undefined || difference === null ? check.status : `${check.status}, off by ${difference.toPrecision(2)}`;
 }

@@ -1,6 +1,6 @@
 // One adapter: its versions with their certificates, and its aliases with their splits and shadows.
 import { all, api, path } from "../lib/api.js";
-import { Certificate } from "../lib/certificate.js";
+import { Certificate, checkOf } from "../lib/certificate.js";
 import { Compare, isCompared, useTraffic } from "../lib/compare.js";
 import { bytes, day, number, percent, seconds } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
@@ -85,6 +85,9 @@ export function Adapter({ rest }) {
 }
 
 function VersionState({ version }) {
+  const verdict = checkOf(version, "parity")?.status;
+  if (version.state === "ready" && verdict === "degraded") return html`<${Chip} kind="warn">degraded<//>`;
+  if (version.state === "ready" && verdict === "not_possible") return html`<${Chip} kind="warn">not certified<//>`;
   if (version.state === "ready") return html`<${Chip} kind="good">ready<//>`;
   if (version.state === "quarantined") return html`<${Chip} kind="bad">quarantined<//>`;
   return html`<${Chip} kind="warn">${version.state === "other_base" ? "of another base" : version.state}<//>`;

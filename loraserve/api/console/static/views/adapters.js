@@ -1,5 +1,6 @@
 // The tenant's adapters, and the way to upload one.
 import { all } from "../lib/api.js";
+import { checkOf } from "../lib/certificate.js";
 import { bytes, day, number } from "../lib/format.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { Chip, Empty, Failure, Heading, Loading, useLoaded } from "../lib/ui.js";
@@ -156,10 +157,10 @@ export function Upload({ name: fixedName, onPublished }) {
     </form>`}
     <div aria-live="polite">
       ${outcome &&
-      html`<div class=${`note ${outcome.state === "quarantined" ? "note-bad" : "note-info"}`}>
+      html`<div class=${`note ${outcome.state === "quarantined" ? "note-bad" : outcome.warnings.length ? "note-warn" : "note-info"}`}>
         <p>${outcome.state === "quarantined"
           ? html`Published <strong>${outcome.name}@${outcome.version}</strong>, but its certificate failed: it is in quarantine and isn't served.`
-          : html`Published <a href=${`#/adapters/${encodeURIComponent(outcome.name)}`}>${outcome.name}@${outcome.version}</a>, and verified it.`}</p>
+          : html`Published <a href=${`#/adapters/${encodeURIComponent(outcome.name)}`}>${outcome.name}@${outcome.version}</a>${checkOf(outcome, "parity")?.status === "passed" ? ", and verified it" : ""}.`}</p>
         ${outcome.warnings.map((warning) => html`<p class="small">Warning: ${warning}.</p>`)}
       </div>`}
       ${error && html`<${Failure} error=${error} />`}

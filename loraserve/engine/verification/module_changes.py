@@ -1,0 +1,93 @@
+"""Change that each of an adapter's modules makes to random inputs, in the engine's kernels.
+
+Whole answers can't show a small mistake where activations are rounded: the next code of a number
+moves logits by as much. One module has no such steps behind it, so its change is compared tightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
+from loraserve.memory.loading.lowering import as_tensor
+from loraserve.types import BaseSpec
+from loraserve_kernels.common.packed import PackedAdapter
+from loraserve_kernels.common.plan import make_plan
+from loraserve_kernels.common.sites import LAYER_SITES, SITES
+from loraserve_kernels.ops import apply_lora
+
+Place = tuple[int, str]
+"""Layer and module."""
+
+NUM_ROWS = 2
+_PLAIN = {"lora_a", "lora_b"}
+
+
+def expected_changes(terms: Sequence[tuple[AdapterIR, float]], base: BaseSpec) -> dict[Place, Tensor | None]:
+    """Return what the modules of layers add to their outputs for `input_of` their site, in float32.
+
+    A module that isn't there adds nothing. None: it is more than a LoRA of the base's weight, and
+    isn't compared here.
+    """
+    found: dict[Place, Tensor | None] = {}
+    for ir, weight in terms:
+        for m in ir.modules:
+            if m.module not in base.modules or m.module in ("lm_head", "embed_tokens"):
+                continue
+            place = (m.layer, m.module)
+            before = found.get(place, torch.zeros(NUM_ROWS, base.modules[m.module][0]))
+            change = _change(m, base)
+            found[place] = None if before is None or change is None else before + weight * change
+    return found
+
+
+def worst_difference(
+    handle: PackedAdapter, expected: Mapping[Place, Tensor | None], base: BaseSpec
+) -> tuple[float, Place]:
+    """Return the largest relative difference of a module's change, and where it is.
+
+    Of a module that should add nothing, all of what it adds is the difference. Uses the caller's
+    thread, where that computes alone.
+    """
+    worst: tuple[float, Place] = (0.0, (0, "q_proj"))
+    plan = make_plan([(handle, 0, NUM_ROWS)], NUM_ROWS)
+    for layer in range(base.num_layers):
+        for site in LAYER_SITES:
+            modules = SITES[site]
+            widths = [base.modules[module][0] if module in base.modules else 0 for module in modules]
+            if not all(widths):
+                continue
+            y = torch.zeros(NUM_ROWS, sum(widths))
+            if plan is not None:
+                apply_lora(input_of(layer, site, base.modules[modules[0]][1]), y, plan, site, layer)
+            for module, found in zip(modules, torch.split(y, widths, 1), strict=True):
+                wanted = expected.get((layer, module), torch.zeros(()))
+                if wanted is None:
+                    continue
+                size = float(wanted.norm())
+                difference = float((found - wanted).norm()) / size if size > 0 else float(found.norm())
+                # NaN is no smaller than any number
+                if not difference <= worst[0]:
+                    worst = (difference, (layer, module))
+    return worst
+
+
+def input_of(layer: int, site: str, in_features: int) -> Tensor:
+    """Return a site's random input, [NUM_ROWS, in_features] float32; the same each time."""
+    generator = torch.Generator().manual_seed(layer * len(LAYER_SITES) + LAYER_SITES.index(site))
+    return torch.randn(NUM_ROWS, in_features, generator=generator)
+
+
+def _change(m: ModuleIR, base: BaseSpec) -> Tensor | None:
+    if not m.tensors.keys() <= _PLAIN or m.lora_a is None or m.lora_b is None:
+        return None
+    site = next(site for site in LAYER_SITES if m.module in SITES[site])
+    x = input_of(m.layer, site, base.modules[m.module][1])
+    return m.scaling * ((x @ _of(m.lora_a).T) @ _of(m.lora_b).T)
+
+
+def _of(view: TensorView) -> Tensor:
+    return as_tensor(view).float()
