@@ -126,7 +126,7 @@ async def test_attacks_of_all_kinds_leave_another_tenants_streams_and_the_store_
             ("eight texts of 1 MiB to tokenize", lambda: prompts(server, attackers[0], "/tokenize")),
         ):
             before, resident = streams.num_answered, resident_bytes(server.process.pid)
-            async with watch(server.url) as seen:
+            async with watch(server.url, pid=server.process.pid) as seen:
                 await asyncio.sleep(0.5)
                 outcome = await attack()
                 # what an attack leaves behind delays probes too

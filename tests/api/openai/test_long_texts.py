@@ -133,10 +133,10 @@ async def test_eight_long_texts_of_one_tenant_hold_up_nobody_and_leave_no_memory
         running = [asyncio.create_task(attack.send(url, [data], rest_s=60)) for data in flood]
         async with httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=30) as other:
             while not all(task.done() for task in running):
-                began = time.monotonic()
+                began = attack.scheduled_s()
                 body = {"model": base.id, "prompt": "x" * 100, "user": "u" * 3000, "max_tokens": 4}
                 assert (await other.post("/v1/completions", json=body)).status_code == 200
-                latencies.append(time.monotonic() - began)
+                latencies.append(attack.scheduled_s() - began)
                 await asyncio.sleep(0.02)
     outcomes = [task.result() for task in running]
     assert [outcome.status for outcome in outcomes[:4]] == [200] * 4
