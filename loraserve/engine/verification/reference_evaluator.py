@@ -73,7 +73,7 @@ class Reference:
             (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
         prompts: prompts that the engine answers with the adapter; known with the sequences.
-        changes: what its modules add to random inputs; known with the sequences, on a CPU.
+        changes: what its modules add to random inputs; known before the evaluation, on a CPU.
         evaluation: logits of the sequences.
         is_wanted: set to False to let the evaluation stop.
     """
@@ -212,14 +212,18 @@ class ReferenceEvaluator:
             else:
                 sequences = tuple(probe_sequences(self._spec, adapters))
                 reference.prompts = () if self._prompts is None else self._prompts.of(adapters)
-                if self._base.device.type == "cpu":
-                    with background_compute(self._base.device):
-                        reference.changes = expected_changes(terms, self._spec)
         except Exception as error:
             reference.sequences.set_exception(error)
             return None
         reference.sequences.set_result(sequences)
         self._when_read()
+        if not reference.texts and self._base.device.type == "cpu":
+            try:
+                with background_compute(self._base.device):
+                    reference.changes = expected_changes(terms, self._spec)
+            except Exception as error:
+                reference.evaluation.set_exception(error)
+                return None
         starts = [start for _, start in reference.texts] or None
         return _Read(reference, base, Subject(sequences, terms, known.get(sequences), starts), num_bytes)
 

@@ -374,7 +374,7 @@ def test_probes_meet_the_base_and_other_adapters(
     assert [sum(entry.num_tokens for entry in batch.entries) for batch in batches[:1]] == [10 + 14]
     assert len(batches[0].adapters) == 1
     batches.clear()
-    request = add(engine, world, PROMPT, max_tokens=100)
+    request = add(engine, world, PROMPT, max_tokens=240)
     for _ in range(3):
         engine.step()
     certificate(engine, world.refs["r8"])
