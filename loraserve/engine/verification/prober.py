@@ -45,15 +45,15 @@ class Prober:
         else:
             v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in sequences]
 
-    def mix(self, v: Verification, sequences: Sequences) -> None:
+    def mix(self, v: Verification, sequences: Sequences) -> bool:
         """Queue the mixed round: sequences of the adapter, the base, and another resident adapter.
 
-        No-op until the prompts of the first probes are computed. Where the base's logits are known,
-        a short sequence of it will do. Short ones are left out if requests of their kind are in the
-        steps anyway, since each row costs those time.
+        Return whether it is queued: not until the prompts of the first probes are computed. Where
+        the base's logits are known, a short sequence of it will do. Short ones are left out if
+        requests of their kind are in the steps anyway, since each row costs those time.
         """
         if any(probe.num_captured < probe.num_prompt_tokens for probe in v.alone or v.mixed):
-            return
+            return False
         # the adapter is resident, and the first probes pin it
         v.precision_loss = self._engine.pager.metadata(v.ref.digest).precision_loss
         served = self._engine.adapters_served
@@ -70,6 +70,7 @@ class Prober:
             v.beside.append(probe)
         # last, so that the others are in its batches even if a step takes only a few rows
         v.mixed += [self._probe(sequence, v.ref) for sequence in sequences[len(v.mixed) :]]
+        return True
 
     def answer(self, v: Verification) -> None:
         """Queue the adapter's answers to its prompts."""

@@ -253,8 +253,7 @@ class Verifier(StepListener):
         if (failed := v.failed_probe) is not None:
             return self._certifier.certify_failure(v, failed)
         if not v.is_mixed:
-            self._prober.mix(v, sequences)
-            if v.is_mixed:
+            if self._prober.mix(v, sequences):
                 handle = self._engine.pager.handle(v.ref.digest)
                 v.packed = handle if isinstance(handle, PackedAdapter) else None
                 self._prober.answer(v)
