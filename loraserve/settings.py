@@ -222,9 +222,9 @@ class Settings(BaseSettings):
     reasoning_parser: ReasoningParserName = "auto"
     """Format of the base's reasoning; auto: recognized in its chat template; none: reasoning stays
     in the answer."""
-    json_whitespace: Literal["bounded", "one-line", "any"] = "bounded"
-    """White space in answers that are JSON: single spaces and indented lines, single spaces alone,
-    or as much as JSON allows.
+    json_whitespace: Literal["one-line", "bounded", "any"] = "one-line"
+    """White space in answers that are JSON: single spaces after commas and colons, these and
+    indented lines, or as much as JSON allows.
     """
     json_numbers: Literal["bounded", "any"] = "bounded"
     """Digits of numbers in answers that are JSON, where a schema doesn't bound them: at most 19

@@ -24,7 +24,7 @@ from loraserve.batches.runner import BatchRunner
 from loraserve.batches.stored_files import StoredFiles
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
-from loraserve.planning.device_fit import DeviceFit
+from loraserve.planning.adapters import DeviceFit
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.pauses import Pauses
 from loraserve.tenancy.limits.shares import Rooms

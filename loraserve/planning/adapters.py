@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,26 +13,24 @@ from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.config import EngineConfig
-from loraserve.errors import AdapterRejected, ConfigError
+from loraserve.errors import AdapterRejected, AdapterUnsupported, ConfigError
 from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.planning.base import BasePlan
 from loraserve.planning.memory import ArenaPlan
-from loraserve.types import BaseSpec
+from loraserve.types import BaseSpec, EngineStats
 from loraserve_kernels.common.sites import LAYER_MODULES
 from loraserve_kernels.common.sizes import MAX_RANK, ItemSized, ModuleSize, lay_out, num_pages_of, num_tiles_of
 from loraserve_kernels.errors import TensorMismatch
 
-ITEMS: dict[str, ItemSized] = {
+_ITEMS: dict[str, ItemSized] = {
     "fp32": np.dtype(np.float32),
     # numpy has no bfloat16; only its size counts here
     "bf16": np.dtype(np.float16),
     "fp16": np.dtype(np.float16),
     "int8": np.dtype(np.int8),
 }
-"""Item of an adapter's matrices, by the name of the dtype that they are held in."""
-STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-"""Name of the dtype of an adapter's file, as the device's dtypes are named."""
+_STORED = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 _OF_ACTIVATIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -152,7 +150,7 @@ def plan_ranks(
         sizes = tuple(ModuleSize(layer, module, rank) for layer, module in _places(base.spec, modules))
         num_weights = sum(rank * sum(base.spec.modules[size.module]) for size in sizes)
         # names, shapes and offsets of two matrices take about 250 bytes of a file's header
-        file_bytes = num_weights * ITEMS[STORED[stored]].itemsize + 250 * len(sizes)
+        file_bytes = num_weights * _ITEMS[_STORED[stored]].itemsize + 250 * len(sizes)
         name = f"rank {rank} on {','.join(modules) if list(targets) != ['all'] else 'all'}"
         plans.append(plan_shape(name, part, file_bytes, Shape(sizes, stored), base, config, arena))
     return [plan for plan in plans if plan.count]
@@ -163,15 +161,15 @@ def plan_shape(
 ) -> AdapterPlan:
     """Plan an adapter by its shape."""
     held = held_dtype(config.adapter_dtype, base, shape.stored)
-    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": ITEMS[held]}
+    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": _ITEMS[held]}
     rank_bytes: tuple[int, ...] = ()
     try:
         if base.grid.size > 1:
-            rank_bytes = tuple(_rank_bytes(shape, place, base.grid, ITEMS[held]) for place in base.places)
+            rank_bytes = tuple(_rank_bytes(shape, place, base.grid, _ITEMS[held]) for place in base.places)
             packed = sum(rank_bytes)
             num_pages, num_tiles = packed // arena.page_bytes, 0
         elif base.device == "cpu":
-            packed = lay_out(shape.sizes, **where).num_bytes(ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
+            packed = lay_out(shape.sizes, **where).num_bytes(_ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
             num_pages, num_tiles = -(-packed // arena.page_bytes), 0
         else:
             if shape.num_norm_weights:
@@ -218,7 +216,7 @@ def held_dtype(name: str, base: BasePlan, stored: str) -> str:
         ConfigError: 16 bits of the other kind than a GPU's activations'.
     """
     if base.device == "cpu":
-        return STORED[stored] if name == "auto" else name
+        return _STORED[stored] if name == "auto" else name
     of_activations = _OF_ACTIVATIONS[base.dtype]
     if name not in ("auto", "int8", of_activations):
         raise ConfigError(
@@ -258,3 +256,46 @@ def _places(base: BaseSpec, modules: Sequence[str]) -> Iterator[tuple[int, str]]
 
 def _refused(name: str, count: int, file_bytes: int, reason: str) -> AdapterPlan:
     return AdapterPlan(name, count, file_bytes, None, 0, 0, 0, refusal=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """Refuse adapters that an engine on one process' CPU can never hold.
+
+    A file says little about it: LoKr of 0.75 MB takes 108 MB as the low-rank update that steps
+    compute. Other devices find out when they load the adapter for its certificate.
+
+    Args:
+        stats: the engine's, of which the budget for adapters counts.
+        adapter_dtype: as `EngineConfig.adapter_dtype`.
+        has_one_process: whether one process has the whole base.
+    """
+
+    stats: Callable[[], EngineStats]
+    adapter_dtype: str
+    has_one_process: bool
+
+    def check(self, ir: AdapterIR, base: BaseSpec) -> None:
+        """Return if the adapter may fit.
+
+        Raises:
+            AdapterUnsupported: it needs more bytes than the memory for adapters has.
+        """
+        budget_bytes = self.stats().device_adapter_budget_bytes
+        shape = shape_of(ir, base)
+        # of whole weights only the rows count that aren't the base's: a load tells
+        if base.device != "cpu" or not self.has_one_process or not budget_bytes or shape.is_upper_bound:
+            return
+        dtype = _ITEMS[_STORED[shape.stored] if self.adapter_dtype == "auto" else self.adapter_dtype]
+        try:
+            layout = lay_out(shape.sizes, num_layers=base.num_layers, module_shapes=base.modules, dtype=dtype)
+        except TensorMismatch:
+            # the load's error says more
+            return
+        num_bytes = layout.num_bytes(dtype, shape.num_norm_weights)
+        if num_bytes > budget_bytes:
+            raise AdapterUnsupported(
+                f"This adapter needs {num_bytes:,} bytes on the device; the memory for adapters has {budget_bytes:,}.",
+                hint="Train it with a lower rank or on fewer modules; or the server's operator starts it with a "
+                "larger --memory-budget, or a smaller --max-model-len.",
+            )

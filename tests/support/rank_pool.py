@@ -153,7 +153,7 @@ class RankPool:
         for connection in self.connections:
             connection.close()
         for process in self._processes:
-            process.wait(10)
+            process.wait(120)
 
 
 @pytest.fixture(scope="module")

@@ -154,11 +154,15 @@ async def test_numbers_are_bounded_unless_asked_otherwise(
 async def test_operator_chooses_white_space_that_requests_leave_open(
     client: httpx2.AsyncClient, engine: Any, services: Services
 ) -> None:
-    services.settings = services.settings.model_copy(update={"json_whitespace": "one-line"})
     await chat(client, **json_schema())
     options = grammar_of(engine)["json_schema"]["x-guidance"]
     assert options["item_separator"] == ", ?"
     assert options["whitespace_flexible"] is False
+    services.settings = services.settings.model_copy(update={"json_whitespace": "bounded"})
+    await chat(client, **json_schema())
+    options = grammar_of(engine)["json_schema"]["x-guidance"]
+    assert options["whitespace_pattern"].startswith(r"\n")
+    assert options["item_separator"] == ", ?"
     services.settings = services.settings.model_copy(update={"json_whitespace": "any"})
     await chat(client, **json_schema())
     options = grammar_of(engine)["json_schema"]["x-guidance"]

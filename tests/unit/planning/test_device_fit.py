@@ -10,7 +10,7 @@ import pytest
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.errors import AdapterUnsupported
-from loraserve.planning.device_fit import DeviceFit
+from loraserve.planning.adapters import DeviceFit
 from loraserve.types import BaseSpec, EngineStats
 
 

@@ -156,12 +156,15 @@ async def test_a_name_outside_the_pattern_is_refused(publish: Any, name: str) ->
     assert caught.value.param == "name"
 
 
-async def test_more_uploads_than_the_bound_are_told_to_wait(registry: Registry) -> None:
+async def test_more_uploads_than_the_bound_are_told_to_wait(registry: Registry, database: Database) -> None:
+    authenticator = Authenticator(database, admin_key="a" * 32)
+    await authenticator.open()
     # tenants enough that none reaches its own bound
-    tenants = [TenantId(f"tenant-{number}") for number in range(LIMITS.max_concurrent_uploads)]
+    names = [f"tenant-{number}" for number in range(LIMITS.max_concurrent_uploads + 1)]
+    *tenants, another = [(await authenticator.tenants.create(name, actor="test")).id for name in names]
     staged = [await registry.uploads.stage(tenant) for tenant in tenants]
     with pytest.raises(Overloaded):
-        await registry.uploads.stage(TenantId("another"))
+        await registry.uploads.stage(another)
     for tenant, blob in zip(tenants, staged, strict=True):
         await registry.uploads.release(tenant, blob)
     await registry.uploads.release(tenants[0], await registry.uploads.stage(tenants[0]))
