@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,7 +119,8 @@ async def get_tokenizer_info(request: Request) -> Response:
     """
     state = request.app.state
     if not hasattr(state, "tokenizer_info"):
-        state.tokenizer_info = orjson.dumps(_tokenizer_info(services_of(request)))
+        # not orjson: transformers writes an endless model_max_length as 10^30, beyond its 64 bits
+        state.tokenizer_info = json.dumps(_tokenizer_info(services_of(request)), ensure_ascii=False).encode()
     return _json(state.tokenizer_info)
 
 

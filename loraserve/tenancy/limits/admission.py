@@ -367,7 +367,7 @@ class Admitted:
         self.admissions._charge(self.caller, self._standing, max(self._num_reserved, self._num_used) - before)
 
     def uncount(self) -> None:
-        """Return the request to its tenant's rate, as the server can't serve it; no-op if repeated."""
+        """Return the request, which the server can't serve, to its tenant's rate; idempotent."""
         if not self._is_uncounted:
             self._is_uncounted = True
             self.admissions._uncount(self.caller, self._standing)
