@@ -17,6 +17,7 @@ status.
     │   ├── GrammarCrashed          a grammar over which its compiler crashed: a bug
     │   ├── PayloadTooLarge         a body, a header or a list is over its bound
     │   │   └── HeadersTooLarge
+    │   ├── ContentEncodingUnsupported
     │   ├── MethodNotAllowed        the route exists, for other methods
     │   └── RequestTimeout          the request's body stopped coming
     ├── AuthenticationError         no key, a bad key, a revoked key
@@ -159,6 +160,10 @@ class GrammarCrashed(InvalidRequest):
 
 class PayloadTooLarge(InvalidRequest):
     code = "payload_too_large"
+
+
+class ContentEncodingUnsupported(InvalidRequest):
+    code = "unsupported_content_encoding"
 
 
 class HeadersTooLarge(PayloadTooLarge):

@@ -28,6 +28,7 @@ MANAGEMENT_PREFIX = "/api/v1"
 _STATUS: dict[type[LoraserveError], int] = {
     errors.HeadersTooLarge: 431,
     errors.PayloadTooLarge: 413,
+    errors.ContentEncodingUnsupported: 415,
     errors.MethodNotAllowed: 405,
     errors.RequestTimeout: 408,
     errors.InvalidRequest: 400,

@@ -234,6 +234,7 @@ async def _open_registry(settings: Settings) -> tuple[Database, BlobStore, Store
         logger.info("registry created")
     await migrate.check(settings.resolved_database_url)
     database = Database(settings.resolved_database_url)
+    database.reserve_space()
     claim = StoreClaim(database, store, where=f"the store {settings.resolved_store_url}")
     try:
         await claim.open()

@@ -150,7 +150,7 @@ class StoredFiles:
             FileNotFound
         """
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             row = await find_file(session, tenant, file_id, now, is_locking=True)
             await session.delete(row)
             await add_gc_candidates(session, [Digest(row.blob)], now)
@@ -165,7 +165,7 @@ class StoredFiles:
         num_deleted = 0
         while True:
             now = self._clock()
-            async with self._database.write() as session:
+            async with self._database.write(frees_space=True) as session:
                 query = select(FileRow).where(FileRow.expires_at <= now).limit(_EXPIRED_AT_ONCE)
                 rows = (await session.scalars(query.with_for_update(skip_locked=True))).all()
                 await session.execute(delete(FileRow).where(FileRow.id.in_([row.id for row in rows])))

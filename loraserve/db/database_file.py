@@ -29,6 +29,8 @@ class DatabaseFile:
         self._opened = _make_private_file(self.path)
         # SQLite puts the log beside the file itself, where the path is a link to it
         self._log_path = Path(f"{os.path.realpath(self.path)}-wal")
+        self.reserve_path = Path(f"{os.path.realpath(self.path)}-reserve")
+        """File of the space that is kept for deletions."""
         self._log: tuple[int, int] | None = None
         self._num_connections = 0
 

@@ -26,6 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from loraserve.db.database_file import DatabaseFile
+from loraserve.db.space_reserve import SpaceReserve
 from loraserve.errors import ConfigError, DatabaseDamaged, DatabaseUnavailable, LoraserveError, Overloaded, StorageFull
 
 logger = logging.getLogger(__name__)
@@ -247,6 +248,7 @@ class Database:
         parsed = parse_database_url(url)
         is_sqlite = parsed.drivername.startswith("sqlite")
         self._file = DatabaseFile(Path(parsed.database or "")) if is_sqlite else None
+        self._reserve = None if self._file is None else SpaceReserve(self._file.reserve_path)
         self._has_failed = False
         self._engine = make_engine(url, busy_timeout_s=busy_timeout_s, file=self._file)
         self._is_sqlite = self._engine.dialect.name == "sqlite"
@@ -263,6 +265,11 @@ class Database:
         @event.listens_for(self._engine.sync_engine, "after_cursor_execute")
         def note_answer(*_: Any) -> None:
             self._answered_at = time.monotonic()
+
+    def reserve_space(self) -> None:
+        """Reserve space for deletions on the disk of a SQLite database."""
+        if self._reserve is not None:
+            self._reserve.hold()
 
     @property
     def is_cancellable(self) -> bool:
@@ -346,8 +353,12 @@ class Database:
                 yield connection
 
     @asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncSession]:
+    async def write(self, *, frees_space: bool = False) -> AsyncIterator[AsyncSession]:
         """Open a session whose changes are durable after the block, or undone if it raises.
+
+        Args:
+            frees_space: whether they delete something, and so may use what is reserved for that on
+                a full disk.
 
         Raises:
             DatabaseUnavailable: no connection, it broke, another writer held the lock too long, or
@@ -360,6 +371,10 @@ class Database:
                     if self._is_sqlite:
                         await stack.enter_async_context(self._write_lock)
                     self._check_file()
+                    if self._reserve is not None:
+                        if frees_space:
+                            self._reserve.release()
+                        stack.callback(self._reserve.restore)
                     session = await stack.enter_async_context(self._writers())
                     await stack.enter_async_context(session.begin())
                     # The lock is taken now, not at the first statement.

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,14 @@ _ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """Defaults for the environment of the engine's process."""
+
+_KEPT_PREFIXES = ("LORASERVE_TEST_",)
+_KEPT = frozenset({"LORASERVE_LOG_LEVEL", "LORASERVE_FAULTS"})
+_SECRETS = frozenset(
+    {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"}
+    | {f"OTEL_EXPORTER_OTLP_{kind}HEADERS" for kind in ("", "TRACES_", "METRICS_", "LOGS_")}
+)
+"""Variables that the server alone needs. The bucket's credentials are the engine's too."""
 
 KILL_PATIENCE_S = 10.0
 """Seconds that a killed process may take to end.
@@ -124,7 +132,7 @@ class EngineProcess:
             str(os.getpid()),
             str(self._stacks_path),
             stdin=asyncio.subprocess.PIPE,
-            env={**_ENVIRONMENT, **os.environ},
+            env={**_ENVIRONMENT, **_without_secrets(os.environ)},
         )
         stdin = self._process.stdin
         if stdin is not None:
@@ -327,3 +335,13 @@ class EngineProcess:
                     self._ready.set_exception(error)
             case _:
                 self._on_message(message)
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the engine may have: no key, and none of the server's settings."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _SECRETS
+        and (not name.upper().startswith("LORASERVE_") or name in _KEPT or name.startswith(_KEPT_PREFIXES))
+    }

@@ -490,7 +490,7 @@ class Registry:
             AdapterNotFound
         """
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
             await repository.delete_adapter(adapter, now)
@@ -506,7 +506,7 @@ class Registry:
             Conflict: an alias, a shadow or the fallback uses the version; the message says which.
         """
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
             row = await repository.version(adapter, number)

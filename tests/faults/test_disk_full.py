@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from server_process import ServerProcess
+from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client, errors
 from loraserve.demo.pack import adapter_dirs
@@ -52,7 +52,10 @@ def test_on_a_full_disk_answers_go_on_writes_are_refused_and_nothing_needs_a_res
             Client(server.url, api_key=key) as client,
             httpx2.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as raw,
         ):
-            client.adapters.push(str(adapter_dirs()["sql"]), name="sql")
+            for name in ("sql", "spare"):
+                client.adapters.push(str(adapter_dirs()[name if name == "sql" else "french"]), name=name)
+            server.make_tenant("spare")
+            admin = {"authorization": f"Bearer {ADMIN_KEY}", "x-tenant": "acme"}
 
             def complete(model: str) -> int:
                 body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
@@ -66,6 +69,11 @@ def test_on_a_full_disk_answers_go_on_writes_are_refused_and_nothing_needs_a_res
             assert raw.get("/api/v1/adapters/sql").status_code == 200
             assert raw.get("/api/v1/adapters/french").status_code == 404
             assert list((small_disk / "blobs" / "staging").iterdir()) == []
+            # reading reads, and deleting makes room
+            assert raw.get("/api/v1/usage").status_code == 200
+            assert raw.get("/api/v1/usage?group_by=adapter,hour").status_code == 200
+            for path in ("adapters/spare", "tenants/spare"):
+                assert raw.delete(f"/api/v1/{path}", headers=admin).status_code == 204
             (small_disk / "ballast").unlink()
             client.adapters.push(str(adapter_dirs()["french"]), name="french")
             assert complete("french") == 200

@@ -28,6 +28,7 @@ from loraserve.api.http.connection import MAX_PIECE_BYTES, connection_slot, note
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
+    ContentEncodingUnsupported,
     HeadersTooLarge,
     InvalidRequest,
     LoraserveError,
@@ -234,6 +235,7 @@ class _Exchange:
         Raises:
             HeadersTooLarge, InvalidRequest, PayloadTooLarge: a header is too large, odd, or
                 announces too much.
+            ContentEncodingUnsupported: the body is compressed.
         """
         headers = self._scope["headers"]
         num_bytes = sum(len(name) + len(value) + 4 for name, value in headers) + len(self._scope.get("raw_path") or b"")
@@ -251,6 +253,12 @@ class _Exchange:
                         f"The request has the header {name.decode().title()} twice.", hint="Send each header once."
                     )
                 seen.add(name)
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise ContentEncodingUnsupported(
+                    f"The request's body has the Content-Encoding {value[:32].decode('latin-1')!r}; this server reads "
+                    "bodies as they are.",
+                    hint="Send the body without compression and without the header Content-Encoding.",
+                )
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._max_body_bytes:
                 raise self._too_large()
 
@@ -307,6 +315,7 @@ class _Exchange:
                 note_refusal(self._scope)
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.request_id
+            headers["x-content-type-options"] = "nosniff"
             if is_messages_path(self._scope["path"]):
                 headers["request-id"] = self.request_id
             state = self._scope.get("state", {})

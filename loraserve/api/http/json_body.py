@@ -8,6 +8,7 @@ import re
 from functools import partial
 from typing import Any, NoReturn
 
+import orjson
 from starlette.requests import Request
 
 from loraserve.api.http.text_threads import TextThreads
@@ -43,6 +44,27 @@ async def json_object_of(body: bytes, text_threads: TextThreads, tenant: str) ->
         value = await text_threads.run(tenant, len(body), partial(parse_json, body))
     if not isinstance(value, dict):
         raise InvalidRequest("The body should be a JSON object.")
+    return value
+
+
+def dump_json(value: Any) -> bytes:
+    """Return the value as JSON, with integers of any length.
+
+    Clients' schemas and transformers' configs have some beyond the 64 bits that orjson writes.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return orjson.dumps(_with_long_integers(value))
+
+
+def _with_long_integers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_long_integers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_long_integers(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return orjson.Fragment(str(value).encode())
     return value
 
 

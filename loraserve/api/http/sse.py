@@ -12,13 +12,13 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from loraserve.api.errors import openai_envelope, unforeseen
 from loraserve.api.http.connection import MAX_PIECE_BYTES, PieceWriter, can_send, piece_writer
+from loraserve.api.http.json_body import dump_json
 from loraserve.errors import LoraserveError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """Return one ``data:`` line. Clients look for the space after the colon."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    return b"data: " + dump_json(payload) + b"\n\n"
 
 
 class EventTemplate:
@@ -41,16 +41,16 @@ class EventTemplate:
         """Make a template of the payload with a string in it."""
         # nothing that a client names, such as a model, can have it
         place = secrets.token_hex()
-        self._before, self._after = event(payload(place)).split(orjson.dumps(place))
+        self._before, self._after = event(payload(place)).split(dump_json(place))
 
     def event(self, text: str) -> bytes:
         """Return the event with `text` as its string."""
-        return self._before + orjson.dumps(text) + self._after
+        return self._before + dump_json(text) + self._after
 
 
 def named_event(name: str, payload: Mapping[str, Any]) -> bytes:
     """Return an event with a name, whose payload repeats it as its type."""
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps({"type": name, **payload}))
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), dump_json({"type": name, **payload}))
 
 
 def error_event(error: LoraserveError) -> bytes:

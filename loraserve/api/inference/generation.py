@@ -10,10 +10,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from loraserve.api.http.json_body import dump_json
 from loraserve.api.http.request_record import ChoiceRecord, InferenceRecord, RequestRecord
 from loraserve.api.http.sse import DONE, EventStream, JSONAnswer, error_event
 from loraserve.api.inference.metering import RequestUsage
@@ -502,7 +502,7 @@ async def answer(
         await generation.close()
         if finish is not None:
             await while_connected(request, finish())
-        data = await generation.run(lambda: orjson.dumps(whole()))
+        data = await generation.run(lambda: dump_json(whole()))
         return JSONAnswer(data, {**headers(first), **generation.headers}, usage.bill_all, end)
     except BaseException:
         await close()

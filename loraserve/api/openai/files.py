@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -32,7 +33,10 @@ _FORM = Form(
     ("file", "purpose"),
     "Send multipart/form-data with the parts file and purpose.",
 )
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\"]|[\ud800-\udfff]")
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode's categories of what a file name may not have: controls, such as those that turn the
+direction of writing, and what no reader can see.
+"""
 MAX_PAGE = 10_000
 
 
@@ -192,4 +196,6 @@ def check_ttl(seconds: int, param: str) -> int:
 def _plain_name(given: bytes) -> str:
     """Return the last part of the client's file name, in plain characters; it never is a path."""
     name = re.split(r"[/\\]", given.decode("utf-8", "replace"))[-1]
-    return _UNPRINTABLE.sub("", name)[: LIMITS.max_file_name_length] or "file"
+    name = "".join(letter for letter in name if letter != '"' and unicodedata.category(letter) not in _UNPRINTABLE)
+    name = name.strip()[: LIMITS.max_file_name_length]
+    return "file" if name in ("", ".", "..") else name

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.json_body import dump_json
 from loraserve.api.inference.chat.tools import read_tools
 from loraserve.api.inference.context import resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
@@ -118,7 +119,8 @@ async def get_tokenizer_info(request: Request) -> Response:
     """
     state = request.app.state
     if not hasattr(state, "tokenizer_info"):
-        state.tokenizer_info = orjson.dumps(_tokenizer_info(services_of(request)))
+        # transformers writes an endless model_max_length as 10^30
+        state.tokenizer_info = dump_json(_tokenizer_info(services_of(request)))
     return _json(state.tokenizer_info)
 
 

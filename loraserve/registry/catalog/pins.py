@@ -134,7 +134,7 @@ class Pins:
         with self._change(ref.digest):
             is_done = self._engine is not None and await _within(wait_s, self._pin(self._engine, ref))
             # if this can't be written, the next sync unpins it again
-            async with self._database.write() as session:
+            async with self._database.write(frees_space=True) as session:
                 if once is not None:
                     await once.begin(session)
                 repository = AdapterRepository(session, tenant)

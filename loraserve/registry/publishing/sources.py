@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import Protocol
 
 import httpx2
@@ -29,6 +32,7 @@ _HUB = re.compile(
     r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?!refs(/|$))(?P<revision>[\w][\w./-]{0,127}))?",
     re.ASCII,
 )
+_MAX_REDIRECTS = 8
 _TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
 _EXPECTED = "Expected hf://ORG/NAME, hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX."
 
@@ -165,11 +169,7 @@ def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes
     try:
         # Encoded data could go on forever without yielding a byte.
         headers = {**headers, "Accept-Encoding": "identity"}
-        # The client drops our token when it follows a redirect to another host.
-        with (
-            httpx2.Client(timeout=_TIMEOUT, follow_redirects=True) as client,
-            client.stream("GET", url, headers=headers) as answer,
-        ):
+        with httpx2.Client(timeout=_TIMEOUT) as client, closing(_follow(client, url, headers, address)) as answer:
             answer.raise_for_status()
             if (encoding := answer.headers.get("content-encoding", "identity")) != "identity":
                 raise StorageError(
@@ -178,6 +178,46 @@ def _download(url: str, headers: dict[str, str], address: str) -> Iterator[bytes
             yield from answer.iter_raw()
     except httpx2.HTTPError as error:
         raise StorageError(f"{address} can't be read: {type(error).__name__}.", hint="Try again.") from error
+
+
+def _follow(client: httpx2.Client, url: str, headers: dict[str, str], address: str) -> httpx2.Response:
+    """Return the answer at the end of the redirects, which lead to no private address.
+
+    The source's own host may be one: the operator named it.
+
+    Raises:
+        StorageError: they lead to one, to plain HTTP, or on and on.
+    """
+    request = client.build_request("GET", url, headers=headers)
+    source = request.url
+    for _ in range(_MAX_REDIRECTS):
+        answer = client.send(request, stream=True)
+        if answer.next_request is None:
+            return answer
+        answer.close()
+        # the client has dropped our token from it if its host is another one
+        request = answer.next_request
+        _check_redirect(source, request.url, address)
+    raise StorageError(f"{address} can't be read: it redirects more than {_MAX_REDIRECTS} times.")
+
+
+def _check_redirect(source: httpx2.URL, target: httpx2.URL, address: str) -> None:
+    if (target.host, target.port) == (source.host, source.port) and target.scheme == source.scheme:
+        return
+    if target.scheme not in ("https", source.scheme):
+        raise StorageError(f"{address} can't be read: it redirects from {source.scheme} to {target.scheme:.16}.")
+    try:
+        found = socket.getaddrinfo(target.host, target.port or target.scheme, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise StorageError(f"{address} can't be read: it redirects to a host that has no address.") from error
+    for *_, (host, *_) in found:
+        place = ip_address(str(host).partition("%")[0])
+        place = getattr(place, "ipv4_mapped", None) or place
+        if not place.is_global or place.is_multicast:
+            raise StorageError(
+                f"{address} can't be read: it redirects to an address that isn't public.",
+                hint="If this server may read from there, name that host as the source (HF_ENDPOINT).",
+            )
 
 
 class NoSuchFile(AdapterFormatError):

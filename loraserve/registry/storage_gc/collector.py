@@ -165,7 +165,7 @@ class Collector:
     async def _delete_expired_uploads(self) -> None:
         while True:
             now = self._clock()
-            async with self._database.write() as session:
+            async with self._database.write(frees_space=True) as session:
                 query = select(Upload).where(Upload.expires_at <= now).limit(_EXPIRED_AT_ONCE)
                 rows = (await session.scalars(query.with_for_update(skip_locked=True))).all()
                 for row in rows:
@@ -184,7 +184,7 @@ class Collector:
             async with self._database.read() as session:
                 needless = set(batch) - await referenced(session, batch, now, self.retention)
             if needless:
-                async with self._database.write() as session:
+                async with self._database.write(frees_space=True) as session:
                     await add_gc_candidates(session, needless, now)
             if not await self._renew():
                 return False

@@ -119,7 +119,7 @@ class DeletionLocks:
     async def _begin(
         self, lock: DeletionLock, digests: Collection[Digest], cutoff: datetime, retention: timedelta
     ) -> None:
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             query = select(GcCandidate.digest).where(
                 GcCandidate.digest.in_(digests), GcCandidate.listed_at <= cutoff, GcCandidate.deleting_at.is_(None)
             )
@@ -136,7 +136,7 @@ class DeletionLocks:
         if not lock.digests:
             return
         mine = GcCandidate.digest.in_(lock.digests) & (GcCandidate.deleting_at == lock.at)
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             # lock in the same order as `retain` does
             await session.execute(select(GcCandidate.digest).where(mine).order_by(GcCandidate.digest).with_for_update())
             await session.execute(delete(GcCandidate).where(mine, GcCandidate.digest.in_(lock.gone)))
@@ -157,7 +157,7 @@ class DeletionLocks:
         mine = None if self._current is None else self._current.at
         over = [(digest, at) for digest, at in sorted(found & abandoned) if at != mine]
         if over:
-            async with self._database.write() as session:
+            async with self._database.write(frees_space=True) as session:
                 for digest, at in over:
                     row = GcCandidate.digest == digest, GcCandidate.deleting_at == at
                     await session.execute(update(GcCandidate).where(*row).values(deleting_at=None))

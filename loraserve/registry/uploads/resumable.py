@@ -163,7 +163,7 @@ class ResumableUploads:
             UploadNotFound
         """
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             row = await self._row(session, tenant, upload_id, is_locking=True)
             _record(session, "upload.delete", row, actor, now)
             await remove_upload(session, row, now)
@@ -347,7 +347,7 @@ class ResumableUploads:
         So it must be uploaded again.
         """
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             query = select(Upload).where(Upload.tenant_id == tenant, Upload.sha256 == sha256).with_for_update()
             for row in (await session.scalars(query)).all():
                 await remove_upload(session, row, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -17,12 +18,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import NAME_LENGTH, Tenant, UsageHour
 from loraserve.db.paging import Page, check_limit
-from loraserve.errors import InvalidRequest
+from loraserve.errors import InvalidRequest, StorageFull
 from loraserve.limits import LIMITS
 from loraserve.tenancy.billing.journal import Amounts
 from loraserve.tenancy.billing.meter import UsageMeter, read_price_tag
 from loraserve.tenancy.identity.tenants import tenant_not_found
 from loraserve.types import TenantId
+
+logger = logging.getLogger(__name__)
 
 GROUPS = ("tenant", "adapter", "version", "hour", "day")
 _MAX_CURSOR_BYTES = 2048
@@ -89,6 +92,7 @@ class UsageReports:
     """Reports of usage.
 
     They have this server's up to now, and that of other servers up to `LIMITS.usage_flush_s` ago.
+    While the database's disk is full they lack what it can't store.
     """
 
     def __init__(self, meter: UsageMeter) -> None:
@@ -111,6 +115,13 @@ class UsageReports:
             raise tenant_not_found()
         return TenantId(found)
 
+    async def _flush(self) -> None:
+        try:
+            await self._meter.flush()
+        except StorageFull as error:
+            # it stays in the journal; what is stored can be read all the same
+            logger.warning("a report of usage lacks what isn't stored yet: %s", error)
+
     async def page(self, query: UsageQuery, *, limit: int = 50, cursor: str | None = None) -> Page[UsageSum]:
         """Return a page of sums by group.
 
@@ -121,7 +132,7 @@ class UsageReports:
         """
         check_limit(limit)
         position = _read_cursor(cursor, query)
-        await self._meter.flush()
+        await self._flush()
         return await self._page(query, limit, position)
 
     async def all(self, query: UsageQuery) -> list[UsageSum]:
@@ -130,7 +141,7 @@ class UsageReports:
         Raises:
             InvalidRequest: there are more than `LIMITS.max_usage_rows`.
         """
-        await self._meter.flush()
+        await self._flush()
         page = await self._page(query, LIMITS.max_usage_rows, None)
         if page.next_cursor is not None:
             raise InvalidRequest(

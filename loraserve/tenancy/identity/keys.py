@@ -274,7 +274,7 @@ class Keys:
         absent = KeyNotFound("There is no such key.", hint="See: loraserve key list --tenant NAME")
         if not (key_id.isascii() and key_id.isalnum()):
             raise absent
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             query = select(ApiKey).where(ApiKey.tenant_id == tenant, ApiKey.id == key_id).with_for_update()
             row = (await session.scalars(query)).one_or_none()
             if row is None:

@@ -285,7 +285,7 @@ class Tenants:
         if name == DEFAULT_TENANT:
             raise Conflict(f'The tenant "{DEFAULT_TENANT}" can\'t be deleted: admin keys act for it by default.')
         now = self._clock()
-        async with self._database.write() as session:
+        async with self._database.write(frees_space=True) as session:
             row = await find_tenant(session, name, is_locking=True)
             row.deleted_at = now
             audit.record(session, "tenant.delete", name, actor=actor, tenant=row.id, at=now)

@@ -184,9 +184,9 @@ class Admissions:
     def headers(self, caller: Caller) -> dict[str, str]:
         """Return the tenant's rate limit headers as OpenAI's API defines them.
 
-        They are for limited rates only. ``limit`` is the tenant's limit on all servers together,
-        ``remaining`` the amount that passes on this server now, and ``reset`` the time until this
-        server's part is unused again.
+        They are for limited rates only. ``limit`` is this server's part of the tenant's limit,
+        ``remaining`` the amount that passes here now, and ``reset`` the time until the part is
+        unused again.
         """
         now = self._clock()
         standing, limits = self._usages.get(caller.tenant) or (
@@ -201,7 +201,7 @@ class Admissions:
             if limit is None:
                 continue
             rate = limit * self.share
-            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+            headers[f"x-ratelimit-limit-{kind}"] = str(math.floor(rate + 1e-9))
             headers[f"x-ratelimit-remaining-{kind}"] = str(bucket.remaining(rate, now))
             headers[f"x-ratelimit-reset-{kind}"] = format_duration(bucket.reset_s(rate, now))
         return headers
@@ -367,7 +367,7 @@ class Admitted:
         self.admissions._charge(self.caller, self._standing, max(self._num_reserved, self._num_used) - before)
 
     def uncount(self) -> None:
-        """Return the request to its tenant's rate, as the server can't serve it; no-op if repeated."""
+        """Return the request, which the server can't serve, to its tenant's rate; idempotent."""
         if not self._is_uncounted:
             self._is_uncounted = True
             self.admissions._uncount(self.caller, self._standing)

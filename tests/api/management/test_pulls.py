@@ -388,6 +388,8 @@ class Hub(ThreadingHTTPServer):
         self.files = files
         self.asked: list[str] = []
         self.encoding: str | None = None
+        self.redirect: str | None = None
+        """Where a file is instead, as the hub's are at a CDN."""
         self.gate = threading.Event()
         """For the rest of a body, after its first bytes."""
         self.gate.set()
@@ -404,6 +406,12 @@ class _HubHandler(BaseHTTPRequestHandler):
 
     def answer(self, *, with_body: bool) -> None:
         self.server.asked.append(self.path)
+        if with_body and self.server.redirect is not None:
+            self.send_response(302)
+            self.send_header("Location", self.server.redirect.replace("{path}", self.path))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         data = self.server.files.get(self.path.rpartition("/")[2])
         if data is None or not self.path.startswith("/acme/sql/resolve/"):
             self.send_response(404)
@@ -452,6 +460,32 @@ def test_a_repository_of_the_hub_is_read_at_one_commit(hub: Hub, files: dict[str
     assert {file: read(source, file) for file in files} == files
     assert source.revision == COMMIT
     assert [path for path in hub.asked if "/resolve/main/" in path] == [f"/acme/sql/resolve/main/{CONFIG}"]
+
+
+@pytest.mark.parametrize(
+    ("redirect", "found"),
+    [
+        ("http://127.0.0.1:9/latest", "isn't public"),
+        ("http://169.254.169.254/latest/meta-data", "isn't public"),
+        ("http://[::1]:9/", "isn't public"),
+        ("http://[::ffff:10.0.0.1]/", "isn't public"),
+        ("http://localhost:9/", "isn't public"),
+        ("ftp://203.0.113.7/x", "to ftp"),
+        # to itself, without an end
+        ("{path}", "more than 8 times"),
+    ],
+)
+def test_redirect_to_private_address_is_refused(hub: Hub, redirect: str, found: str) -> None:
+    hub.redirect = redirect
+    with pytest.raises(StorageError, match=found):
+        read(sources.parse_source("hf://acme/sql"), CONFIG)
+
+
+def test_redirect_from_https_to_http_is_refused() -> None:
+    secure, plain = httpx2.URL("https://hub.example.org/x"), httpx2.URL("http://hub.example.org/x")
+    with pytest.raises(StorageError, match="from https to http"):
+        sources._check_redirect(secure, plain, "hf://acme/sql")
+    sources._check_redirect(plain, httpx2.URL("https://1.1.1.1/x"), "hf://acme/sql")
 
 
 def test_a_file_that_the_hub_does_not_have_is_said_so(hub: Hub) -> None:

@@ -20,6 +20,7 @@ from sqlalchemy import update
 from loraserve import faults
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.inference.context import LAST_PRIORITY
+from loraserve.api.openai.files import _plain_name
 from loraserve.api.services import Services
 from loraserve.batches import stored_files
 from loraserve.db.models import FileRow
@@ -390,3 +391,24 @@ async def test_a_key_without_the_scope_makes_no_batch(
     )
     answer = await client.get("/v1/files", headers={"authorization": f"Bearer {key.secret}"})
     assert answer.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("in.jsonl", "in.jsonl"),
+        ("../../etc/passwd", "passwd"),
+        ("..", "file"),
+        (".", "file"),
+        ("a/..", "file"),
+        (" .. ", "file"),
+        # shown as exe.jsonl, turned around
+        ("invoice\u202elnosj.exe", "invoicelnosj.exe"),
+        ("\u2066x\u2069\u200f\ufeff", "x"),
+        ('a\x00\r\nb\x7f\x85c"', "abc"),
+        ("\u2028", "file"),
+        ("données 東京.jsonl", "données 東京.jsonl"),
+    ],
+)
+def test_file_name_keeps_nothing_but_visible_letters(given: str, kept: str) -> None:
+    assert _plain_name(given.encode()) == kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import os
 import socket
 import ssl
@@ -206,3 +207,19 @@ async def test_an_address_leaves_connections_to_others(
         assert (await answers(globex, base.id)).status_code == 200
         await until(lambda: sum(connection.is_closed for connection in connections) == 6)
     await until(lambda: services.rooms.connections.total <= 1)
+
+
+async def test_compressed_body_is_refused_by_its_encoding(url: str, globex: httpx2.AsyncClient) -> None:
+    body = gzip.compress(b'{"prompt": "x"}')
+    for path in ("/tokenize", "/api/v1/uploads"):
+        answer = await globex.post(path, content=body, headers={"Content-Encoding": "gzip"})
+        assert answer.status_code == 415, answer.text
+        assert "Content-Encoding" in answer.text
+        assert "unsupported_content_encoding" in answer.text
+    plain = await globex.post("/tokenize", json={"prompt": "x"}, headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/livez", "/v1/models", "/nowhere", "/api/v1/limits", "/openapi.json", "/console/"])
+async def test_answer_of_any_route_is_not_sniffed(globex: httpx2.AsyncClient, path: str) -> None:
+    assert (await globex.get(path)).headers["x-content-type-options"] == "nosniff"

@@ -543,3 +543,13 @@ async def test_a_long_conversation_is_bounded(
         ids.append((await answer_of(client, max_output_tokens=1, previous_response_id=ids[-1]))["id"])
     answer = await ask(client, previous_response_id=ids[-1])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_long_integers_of_schemas_are_echoed(client: httpx2.AsyncClient, is_stream: bool) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**30, "minimum": -(2**63) - 1}}}
+    tool = {"type": "function", "name": "f", "parameters": schema}
+    body = {"model": "sql", "input": "x", "tools": [tool], "tool_choice": "none", "stream": is_stream}
+    answer = await client.post("/v1/responses", json=body | {"max_output_tokens": 4})
+    assert answer.status_code == 200, answer.text
+    assert '"maximum":1000000000000000000000000000000,"minimum":-9223372036854775809' in answer.text

@@ -365,7 +365,8 @@ async def test_tokenizer_info_is_the_config_with_plain_tokens_and_the_template(
     services.tokenizer.config = {
         "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False},
         "added_tokens_decoder": {"7": {"content": "<|x|>", "special": True}},
-        "model_max_length": 4096,
+        # transformers' word for none
+        "model_max_length": 1000000000000000019884624838656,
         "name_or_path": "/home/someone/model",
         "vocab_file": "/home/someone/vocab.json",
         "chat_template": "an older one",
@@ -374,7 +375,7 @@ async def test_tokenizer_info_is_the_config_with_plain_tokens_and_the_template(
     assert info == {
         "bos_token": "<s>",
         "added_tokens_decoder": {"7": "<|x|>"},
-        "model_max_length": 4096,
+        "model_max_length": 1000000000000000019884624838656,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": (services.tokenizer.model_dir / "chat_template.jinja").read_text(),
     }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from loraserve.api.errors import openai_envelope
+from loraserve.api.http.json_body import dump_json
 from loraserve.api.inference.chat.turn import ChatTurn
 from loraserve.api.openai.responses.body import ResponseBody
 from loraserve.api.openai.responses.output import ResponseOutput
@@ -67,7 +66,7 @@ class ResponseAnswer:
         """Return the JSON to store: the whole response without its log probabilities."""
         response = self.final()
         response["output"] = [_without_logprobs(item) for item in response["output"]]
-        return orjson.dumps(response)
+        return dump_json(response)
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body, context = self._body, self._turn.context

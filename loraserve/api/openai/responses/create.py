@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.errors import openai_envelope
+from loraserve.api.http.json_body import dump_json
 from loraserve.api.http.sse import named_event
 from loraserve.api.inference.chat.turn import ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
@@ -139,7 +140,7 @@ class _Exchange:
         response = ResponseRecord(
             self.turn.context.id,
             answer.previous_id,
-            orjson.dumps(_with_ids(self.items, self.turn.context.id)),
+            dump_json(_with_ids(self.items, self.turn.context.id)),
             answer.as_stored(),
         )
         answer.is_stored = await self.store.save(self.caller.tenant, response)

@@ -143,10 +143,10 @@ def test_servers_that_share_a_tenant_grant_a_part_each(clock: StoppedClock) -> N
         admissions.enter(caller)
     assert refused(admissions, caller).retry_after_s == pytest.approx(3.0)
     assert admissions.headers(caller) == {
-        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-limit-requests": "20",
         "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1m0s",
-        "x-ratelimit-limit-tokens": "300",
+        "x-ratelimit-limit-tokens": "100",
         "x-ratelimit-remaining-tokens": "100",
         "x-ratelimit-reset-tokens": "0ms",
     }
