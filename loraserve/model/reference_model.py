@@ -124,7 +124,11 @@ class Subject:
 
 
 def evaluate(
-    base: ReferenceBase, subjects: Sequence[Subject], *, is_wanted: Callable[[], bool] = lambda: True
+    base: ReferenceBase,
+    subjects: Sequence[Subject],
+    *,
+    is_wanted: Callable[[], bool] = lambda: True,
+    is_rounding: bool = True,
 ) -> list[Evaluation]:
     """Return the logits of each subject's sequences.
 
@@ -132,12 +136,13 @@ def evaluate(
 
     Args:
         is_wanted: asked before each weight is read.
+        is_rounding: whether products round their input where the base's do.
 
     Raises:
         Stopped: it was asked and said no.
     """
     with torch.inference_mode():
-        return _Pass(base, subjects, is_wanted).run()
+        return _Pass(base, subjects, is_wanted, is_rounding=is_rounding).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -224,7 +229,15 @@ class _Pass:
     adapter.
     """
 
-    def __init__(self, base: ReferenceBase, subjects: Sequence[Subject], is_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        base: ReferenceBase,
+        subjects: Sequence[Subject],
+        is_wanted: Callable[[], bool],
+        *,
+        is_rounding: bool = True,
+    ) -> None:
+        self._is_rounding = is_rounding
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
         self._subjects = subjects
@@ -232,7 +245,7 @@ class _Pass:
         for sequence, start in (pair for one in subjects if one.known_base is None for pair in one.placed):
             self._by_base[sequence] = min(start, self._by_base.get(sequence, start))
         rows, self._wanted = _Rows(), list[list[int]]()
-        self._is_nudging = any(base.activation_levels(0, module) is not None for module in ("q_proj", "lm_head"))
+        self._is_nudging = any(self._levels(0, module) is not None for module in ("q_proj", "lm_head"))
         nudged = 0
         for _ in range(2 if self._is_nudging else 1):
             nudged, known = len(rows.tokens), dict[_Prefix, int]()
@@ -369,7 +382,7 @@ class _Pass:
 
         No adapter acts on them.
         """
-        probabilities = _multiply(x, mixture.router).softmax(1)
+        probabilities = self._multiply_by(x, mixture.router).softmax(1)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool)
         chosen.scatter_(1, probabilities.topk(mixture.num_chosen).indices, True)
         weights = probabilities * chosen
@@ -380,8 +393,8 @@ class _Pass:
             rows = chosen[:, i].nonzero()[:, 0]
             if not len(rows):
                 continue
-            gate, up = _multiply(x[rows], expert.gate_up).chunk(2, 1)
-            out[rows] += weights[rows, i : i + 1] * _multiply(self._activate(gate) * up, expert.down)
+            gate, up = self._multiply_by(x[rows], expert.gate_up).chunk(2, 1)
+            out[rows] += weights[rows, i : i + 1] * self._multiply_by(self._activate(gate) * up, expert.down)
         return out
 
     def _activate(self, gate: Tensor) -> Tensor:
@@ -432,11 +445,22 @@ class _Pass:
     def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
         if not self._is_wanted():
             raise Stopped
-        levels = {module: self._base.activation_levels(layer, module) for module in modules}
+        levels = {module: self._levels(layer, module) for module in modules}
         if len(set(levels.values())) > 1:
             return torch.cat([self._multiply(x, layer, module) for module in modules], dim=1)
         x = self._rounded(x, levels[modules[0]])
         return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
+
+    def _multiply_by(self, x: Tensor, linear: Linear) -> Tensor:
+        parts, start = [], 0
+        for block in linear.rows(0, linear.out_features):
+            levels = activation_levels(linear, start) if self._is_rounding else None
+            parts.append(_rounded(x, levels) @ block.T)
+            start += block.shape[0]
+        return torch.cat(parts, dim=1)
+
+    def _levels(self, layer: int, module: str) -> int | None:
+        return self._base.activation_levels(layer, module) if self._is_rounding else None
 
     def _rounded(self, x: Tensor, levels: int | None) -> Tensor:
         """Return x as products take it; nudged rows are moved a little before they are rounded."""
@@ -565,14 +589,6 @@ class _Pass:
 
     def _of(self, view: TensorView) -> Tensor:
         return _tensor(view, self._device)
-
-
-def _multiply(x: Tensor, linear: Linear) -> Tensor:
-    parts, start = [], 0
-    for block in linear.rows(0, linear.out_features):
-        parts.append(_rounded(x, activation_levels(linear, start)) @ block.T)
-        start += block.shape[0]
-    return torch.cat(parts, dim=1)
 
 
 def _rounded(x: Tensor, levels: int | None) -> Tensor:
