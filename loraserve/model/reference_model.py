@@ -128,7 +128,7 @@ def evaluate(
     subjects: Sequence[Subject],
     *,
     is_wanted: Callable[[], bool] = lambda: True,
-    is_rounding_inputs: bool = True,
+    is_rounding: bool = True,
 ) -> list[Evaluation]:
     """Return the logits of each subject's sequences.
 
@@ -136,14 +136,13 @@ def evaluate(
 
     Args:
         is_wanted: asked before each weight is read.
-        is_rounding_inputs: whether inputs are rounded to integers where the base's products do so;
-            otherwise its weights alone are rounded.
+        is_rounding: whether products round their input where the base's do.
 
     Raises:
         Stopped: it was asked and said no.
     """
     with torch.inference_mode():
-        return _Pass(base, subjects, is_wanted, is_rounding_inputs).run()
+        return _Pass(base, subjects, is_wanted, is_rounding=is_rounding).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -235,9 +234,10 @@ class _Pass:
         base: ReferenceBase,
         subjects: Sequence[Subject],
         is_wanted: Callable[[], bool],
-        is_rounding_inputs: bool = True,
+        *,
+        is_rounding: bool = True,
     ) -> None:
-        self._is_rounding_inputs = is_rounding_inputs
+        self._is_rounding = is_rounding
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
         self._subjects = subjects
@@ -382,7 +382,7 @@ class _Pass:
 
         No adapter acts on them.
         """
-        probabilities = self._by_linear(x, mixture.router).softmax(1)
+        probabilities = self._multiply_by(x, mixture.router).softmax(1)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool)
         chosen.scatter_(1, probabilities.topk(mixture.num_chosen).indices, True)
         weights = probabilities * chosen
@@ -393,8 +393,8 @@ class _Pass:
             rows = chosen[:, i].nonzero()[:, 0]
             if not len(rows):
                 continue
-            gate, up = self._by_linear(x[rows], expert.gate_up).chunk(2, 1)
-            out[rows] += weights[rows, i : i + 1] * self._by_linear(self._activate(gate) * up, expert.down)
+            gate, up = self._multiply_by(x[rows], expert.gate_up).chunk(2, 1)
+            out[rows] += weights[rows, i : i + 1] * self._multiply_by(self._activate(gate) * up, expert.down)
         return out
 
     def _activate(self, gate: Tensor) -> Tensor:
@@ -451,17 +451,16 @@ class _Pass:
         x = self._rounded(x, levels[modules[0]])
         return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
 
-    def _by_linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Return an expert's or the router's product."""
+    def _multiply_by(self, x: Tensor, linear: Linear) -> Tensor:
         parts, start = [], 0
         for block in linear.rows(0, linear.out_features):
-            levels = activation_levels(linear, start) if self._is_rounding_inputs else None
+            levels = activation_levels(linear, start) if self._is_rounding else None
             parts.append(_rounded(x, levels) @ block.T)
             start += block.shape[0]
         return torch.cat(parts, dim=1)
 
     def _levels(self, layer: int, module: str) -> int | None:
-        return self._base.activation_levels(layer, module) if self._is_rounding_inputs else None
+        return self._base.activation_levels(layer, module) if self._is_rounding else None
 
     def _rounded(self, x: Tensor, levels: int | None) -> Tensor:
         """Return x as products take it; nudged rows are moved a little before they are rounded."""

@@ -16,6 +16,7 @@ from loraserve.engine.probe import Probe
 from loraserve.engine.verification.reference_evaluator import Sequences
 from loraserve.engine.verification.verification import Verification
 from loraserve.types import AdapterRef, RequestId, TokenOutput
+from loraserve_kernels.common.packed import PackedAdapter
 
 BESIDE_END = 6
 """End of the token range of probes that only fill the batch and aren't compared."""
@@ -45,15 +46,17 @@ class Prober:
         else:
             v.alone = [self._probe(sequence, v.ref, has_own_step=True) for sequence in sequences]
 
-    def mix(self, v: Verification, sequences: Sequences) -> bool:
+    def mix(self, v: Verification, sequences: Sequences) -> None:
         """Queue the mixed round: sequences of the adapter, the base, and another resident adapter.
 
-        Return whether it is queued: not until the prompts of the first probes are computed. Where
-        the base's logits are known, a short sequence of it will do. Short ones are left out if
-        requests of their kind are in the steps anyway, since each row costs those time.
+        The adapter's answers to its prompts are queued with it.
+
+        No-op until the prompts of the first probes are computed. Where the base's logits are known,
+        a short sequence of it will do. Short ones are left out if requests of their kind are in the
+        steps anyway, since each row costs those time.
         """
         if any(probe.num_captured < probe.num_prompt_tokens for probe in v.alone or v.mixed):
-            return False
+            return
         # the adapter is resident, and the first probes pin it
         v.precision_loss = self._engine.pager.metadata(v.ref.digest).precision_loss
         served = self._engine.adapters_served
@@ -70,10 +73,8 @@ class Prober:
             v.beside.append(probe)
         # last, so that the others are in its batches even if a step takes only a few rows
         v.mixed += [self._probe(sequence, v.ref) for sequence in sequences[len(v.mixed) :]]
-        return True
-
-    def answer(self, v: Verification) -> None:
-        """Queue the adapter's answers to its prompts."""
+        handle = self._engine.pager.handle(v.ref.digest)
+        v.packed = handle if isinstance(handle, PackedAdapter) else None
         v.answers = [
             self._add(Probe.of_answer(self._next_id(), prompt, self._max_answer_tokens), v.ref)
             for prompt in v.reference.prompts

@@ -45,7 +45,6 @@ from loraserve.errors import (
 from loraserve.limits import LIMITS
 from loraserve.model.reference_model import ReferenceBase
 from loraserve.types import AdapterRef, Certificate, TokenOutput
-from loraserve_kernels.common.packed import PackedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -253,10 +252,7 @@ class Verifier(StepListener):
         if (failed := v.failed_probe) is not None:
             return self._certifier.certify_failure(v, failed)
         if not v.is_mixed:
-            if self._prober.mix(v, sequences):
-                handle = self._engine.pager.handle(v.ref.digest)
-                v.packed = handle if isinstance(handle, PackedAdapter) else None
-                self._prober.answer(v)
+            self._prober.mix(v, sequences)
             return None
         if v.is_answered:
             self._prober.repeat_by_base(v)

@@ -30,7 +30,8 @@ def check_first_step(engine: Engine, weights: ReferenceBase) -> None:
     """
     base = engine.base
     size = max(1, min(_NUM_TOKENS, base.max_model_len - 1))
-    probe = Probe(RequestId("first-step"), [token * base.vocab_size // size for token in range(size)])
+    tokens = [token * base.vocab_size // size for token in range(size)]
+    probe = Probe.of_text(RequestId("first-step"), tokens, size - 1)
     before, listener = engine.listener, _Outputs()
     engine.listener = listener
     engine.add_probe(probe, None)

@@ -154,7 +154,7 @@ def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:
 def _reference_logits(base: ReferenceBase, inputs: Sequence[Sequence[int]]) -> Tensor:
     """Return every position's logits, [num_positions, vocab_size], in the host's memory."""
     # a subject without terms is the base, whose logits needn't be computed a second time
-    (found,) = evaluate(base, [Subject(inputs, (), known_base=())], is_rounding_inputs=False)
+    (found,) = evaluate(base, [Subject(inputs, (), known_base=())], is_rounding=False)
     return torch.cat(found.adapted)
 
 

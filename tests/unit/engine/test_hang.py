@@ -125,7 +125,8 @@ async def test_an_engine_whose_watcher_slept_as_well_is_left_alone(world: World)
 async def test_a_step_that_hangs_is_reported_with_its_stack_and_the_request_goes_on(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(world, faults="model.layer=delay:3600@9") as client:
+    # the first step, before the engine is ready, has 28
+    async with running(world, faults="model.layer=delay:3600@37") as client:
         async with asyncio.timeout(60):
             _text, tokens, _ = await test_client.collect(client, make(world, 5))
         assert tokens == world.expected(None, test_client.prompt(5), 40)
