@@ -146,6 +146,20 @@ class WorkerProcess:
     async def _running(self, timeout_s: float) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
+        try:
+            return await self._start(timeout_s)
+        except WorkerStartFailed as error:
+            # something outside may have killed it, as the system does for lack of memory
+            if not isinstance(error.__cause__, _BROKEN):
+                raise
+        return await self._start(timeout_s)
+
+    async def _start(self, timeout_s: float) -> asyncio.subprocess.Process:
+        """Start a process in the place of any that there is.
+
+        Raises:
+            WorkerStartFailed
+        """
         await self.close()
         try:
             self._words = os.memfd_create("worker-stderr")

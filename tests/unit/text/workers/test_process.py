@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loraserve.text.workers.process import Death, WorkerDied, WorkerProcess
+from loraserve.text.workers.process import Death, WorkerDied, WorkerProcess, WorkerStartFailed
 
 WORKER = """
 import ctypes, os, signal, sys
@@ -100,3 +100,19 @@ async def test_no_descriptor_is_left(process: WorkerProcess) -> None:
         with pytest.raises(WorkerDied):
             await process.ask(b"abort", 20, 20)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_process_killed_at_its_start_is_started_again(process: WorkerProcess, tmp_path: Path) -> None:
+    mark = tmp_path / "was-killed"
+    kill = f"import os, pathlib\nmark = pathlib.Path({str(mark)!r})\n"
+    kill += "if not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n"
+    (tmp_path / "dying_worker.py").write_text(kill + WORKER)
+    assert await process.ask(b"anything", 60, 60) == b"done"
+    assert process.num_starts == 2
+
+
+async def test_process_that_always_dies_at_its_start_fails(process: WorkerProcess, tmp_path: Path) -> None:
+    (tmp_path / "dying_worker.py").write_text("import os\nos._exit(1)\n")
+    with pytest.raises(WorkerStartFailed):
+        await process.ask(b"anything", 60, 60)
+    assert process.num_starts == 2
