@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import socket
 import sys
 import time
@@ -22,6 +21,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from core_clock import scheduled_s
 
 KIB, MIB = 1 << 10, 1 << 20
 PIECE_BYTES = 64 * KIB
@@ -189,22 +190,6 @@ class Watch:
         return f"/livez ({len(self.latencies_s)} probes): {kept}, {longest}; {self.num_failed} failed"
 
 
-def scheduled_s(pid: int | None = None) -> float:
-    """Return seconds of a clock that stands still while a main thread waits for a core.
-
-    A busy machine makes everything late; what holds up the server's own loop does so on this clock
-    too.
-
-    Args:
-        pid: the server's process, beside this one; None: it runs in this one.
-    """
-    waited_ns = 0
-    for process in {os.getpid(), pid or os.getpid()}:
-        with contextlib.suppress(OSError, IndexError):
-            waited_ns += int(Path(f"/proc/{process}/schedstat").read_text().split()[1])
-    return time.monotonic() - waited_ns * 1e-9
-
-
 @contextlib.asynccontextmanager
 async def watch(
     url: str, every_s: float = 0.02, timeout_s: float = 30.0, pid: int | None = None
@@ -212,7 +197,7 @@ async def watch(
     """Ask /livez again and again, over one connection, until the block ends.
 
     Args:
-        pid: as for `scheduled_s`, by which the latencies are.
+        pid: the server's process, whose waits for a core don't count; None: this one.
     """
     seen = Watch()
     task = asyncio.create_task(_watch(url, seen, every_s, timeout_s, pid))
@@ -230,12 +215,12 @@ async def _watch(url: str, seen: Watch, every_s: float, timeout_s: float, pid: i
             reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
             try:
                 while True:
-                    began = scheduled_s(pid)
+                    began = scheduled_s(*(() if pid is None else (pid,)))
                     writer.write(probe)
                     async with asyncio.timeout(timeout_s):
                         answer = await reader.readuntil(b"\r\n\r\n")
                         await reader.readexactly(_length(answer))
-                    seen.latencies_s.append(scheduled_s(pid) - began)
+                    seen.latencies_s.append(scheduled_s(*(() if pid is None else (pid,))) - began)
                     await asyncio.sleep(every_s)
             finally:
                 writer.transport.abort()

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx2
 import pytest
+from core_clock import scheduled_s
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -260,9 +260,9 @@ async def test_misspelt_fields_are_named_with_what_may_be_meant(client: httpx2.A
 
 async def test_many_long_unknown_fields_are_answered_at_once(client: httpx2.AsyncClient) -> None:
     names = {f"temperatur_{'e' * 45}{number}": 1 for number in range(500)}
-    began = time.perf_counter()
+    began = scheduled_s()
     response = await complete(client, **names, **{"temperature\r\nx-evil": 1, "temperature,": 1})
-    assert time.perf_counter() - began < 2
+    assert scheduled_s() - began < 2
     assert response.status_code == 200
     assert "evil" not in str(response.headers)
     assert response.headers["x-loraserve-ignored"].endswith("(482 more)")

@@ -15,6 +15,7 @@ import attack
 import httpx2
 import pytest
 from attack import KIB, MIB
+from core_clock import scheduled_s
 
 from loraserve.api.http import text_threads
 
@@ -133,10 +134,10 @@ async def test_eight_long_texts_of_one_tenant_hold_up_nobody_and_leave_no_memory
         running = [asyncio.create_task(attack.send(url, [data], rest_s=60)) for data in flood]
         async with httpx2.AsyncClient(base_url=url, headers=globex.headers, timeout=30) as other:
             while not all(task.done() for task in running):
-                began = attack.scheduled_s()
+                began = scheduled_s()
                 body = {"model": base.id, "prompt": "x" * 100, "user": "u" * 3000, "max_tokens": 4}
                 assert (await other.post("/v1/completions", json=body)).status_code == 200
-                latencies.append(attack.scheduled_s() - began)
+                latencies.append(scheduled_s() - began)
                 await asyncio.sleep(0.02)
     outcomes = [task.result() for task in running]
     assert [outcome.status for outcome in outcomes[:4]] == [200] * 4
