@@ -216,7 +216,7 @@ class Limits:
     max_tenants: int = 100_000
     min_tenant_weight: float = 0.001
     max_tenant_weight: float = 1000.0
-    server_beat_s: float = 2.0
+    server_beat_s: float = 1.0
     """How often a server says that it lives, to those that share its tenants' limits."""
     server_silence_s: float = 10.0
     """After which one counts no more."""

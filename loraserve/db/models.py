@@ -466,6 +466,8 @@ class ServerRow(Base):
     which needn't agree.
     """
     started_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    rates: Mapped[dict[str, list[float]]] = mapped_column(JSON, server_default="{}")
+    """Parts of its requests and tokens per minute that each tenant has used here lately, by id."""
 
 
 class RegistryIdentity(Base):

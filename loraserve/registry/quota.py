@@ -115,24 +115,16 @@ async def check_upload_quota(session: AsyncSession, tenant: TenantId, limits: Li
 async def room_bytes(
     session: AsyncSession, tenant: TenantId, limits: Limits, now: datetime, *, is_adapter: bool
 ) -> int | None:
-    """Return how many bytes the tenant may upload now; None: any number.
+    """Return how many bytes of running uploads the tenant may have; None: any number.
 
-    They are those that it may store beside what it stores; but an adapter may be as large as the
-    largest version, which is sent again to repair it.
+    They are those that it may store beside what it stores. Adapters may have as many as the whole
+    limit: a version is sent again to repair it.
     """
     max_bytes = limits.get("max_stored_bytes")
-    if max_bytes is None:
-        return None
+    if max_bytes is None or is_adapter:
+        return max_bytes
     totals = await read_totals(session, tenant, deleted_since=now)
-    room = max(0, max_bytes - sum(await _stored_bytes(session, tenant, totals, now)))
-    if not is_adapter:
-        return room
-    largest = (
-        select(func.max(AdapterVersion.size_bytes))
-        .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
-        .where(Adapter.tenant_id == tenant, AdapterVersion.deleted_at.is_(None))
-    )
-    return max(room, int(await session.scalar(largest) or 0))
+    return max(0, max_bytes - sum(await _stored_bytes(session, tenant, totals, now)))
 
 
 async def check_stored_bytes(session: AsyncSession, tenant: TenantId, limits: Limits, size: int, now: datetime) -> None:

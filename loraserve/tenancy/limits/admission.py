@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loraserve.errors import QuotaExceeded, RateLimited
 from loraserve.tenancy.billing.meter import CollectedUsage
@@ -25,6 +26,10 @@ _SLACK_S = 1e-6
 """A wait shorter than this is rounding, not a rate."""
 _NEW_DURATION_WEIGHT = 0.2
 _MIN_SWEEP = 1024
+_IN_USE_S = 10.0
+"""Seconds after a tenant's last request for which a server keeps its part of the tenant's rates."""
+_MAX_USES = 1000
+"""Tenants whose use a heartbeat carries: of others the servers don't hear."""
 _KEY_PART = 0.75
 """Part of a tenant's management requests that one key may make."""
 _LEFT_BY_BACKGROUND = 0.5
@@ -78,6 +83,13 @@ class LeakyBucket:
         return self.drain(per_minute, now) * MINUTE_S / per_minute if per_minute > 0 else MINUTE_S
 
 
+class RateUse(NamedTuple):
+    """Parts of a server's requests and tokens per minute that a tenant has used, 1 being all."""
+
+    requests: float
+    tokens: float
+
+
 @dataclass(slots=True)
 class _TenantUsage:
     """Usage of one tenant on this server."""
@@ -86,6 +98,8 @@ class _TenantUsage:
     tokens: LeakyBucket
     management: dict[str, LeakyBucket] = field(default_factory=dict)
     """Management requests of each key, and under the empty key of all."""
+    last_used_at: float = -math.inf
+    """Time of its last request here."""
     num_running: int = 0
     num_in_background: int = 0
     duration_s: float | None = None
@@ -108,17 +122,25 @@ class _TenantUsage:
 class Admissions:
     """Usage of tenants on this server against their limits, in memory only.
 
-    Each of several servers grants its part, the limit divided by the number of servers, and at
-    least one concurrent request.
+    Each of several servers grants its part of a limit on concurrent requests, and at least one. Of
+    rates the servers on which the tenant makes requests have equal parts: the others lend theirs.
+    One that begins to be used starts with what is used elsewhere, so that the tenant gets its rate
+    and no more, but for what two servers grant until they hear of each other.
 
     Args:
         num_servers: returns the present number of servers, this one included.
+        uses_elsewhere: returns what a tenant has lately used on each of the others; None: nothing
+            is known, and each has its part of every rate.
     """
 
     def __init__(
-        self, *, num_servers: Callable[[], int] = lambda: 1, monotonic: Callable[[], float] = time.monotonic
+        self,
+        *,
+        num_servers: Callable[[], int] = lambda: 1,
+        uses_elsewhere: Callable[[TenantId], Sequence[RateUse]] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count_servers = num_servers
+        self._count_servers, self._uses_elsewhere = num_servers, uses_elsewhere
         self._clock = monotonic
         # limits are stored with the usage to decide when it can be forgotten
         self._usages: dict[TenantId, tuple[_TenantUsage, TenantLimits]] = {}
@@ -140,8 +162,9 @@ class Admissions:
         standing = self._usage_of(caller.tenant, limits, now)
         if not caller.is_background or limits.max_concurrent_requests == 0:
             self._check_concurrency(standing, limits.max_concurrent_requests)
+        self._begin_use(caller.tenant, standing, limits, now)
         if limits.requests_per_minute is not None:
-            rate = limits.requests_per_minute * self.share
+            rate = limits.requests_per_minute * self._share_of(caller.tenant)
             wait_s = standing.requests.wait_s(1 + _left_by(caller, rate), rate, now)
             if math.isinf(wait_s):
                 raise self._refuse(
@@ -200,7 +223,7 @@ class Admissions:
         ):
             if limit is None:
                 continue
-            rate = limit * self.share
+            rate = limit * self._share_of(caller.tenant)
             headers[f"x-ratelimit-limit-{kind}"] = str(math.floor(rate + 1e-9))
             headers[f"x-ratelimit-remaining-{kind}"] = str(bucket.remaining(rate, now))
             headers[f"x-ratelimit-reset-{kind}"] = format_duration(bucket.reset_s(rate, now))
@@ -208,8 +231,46 @@ class Admissions:
 
     @property
     def share(self) -> float:
-        """Part of each limit that this server grants."""
+        """Part of each limit that this server grants where no other lends its own."""
         return 1 / self.num_servers
+
+    def uses(self) -> dict[TenantId, RateUse]:
+        """Return the parts of their rates that tenants have used here lately."""
+        now = self._clock()
+        found = [
+            (standing.last_used_at, tenant, limits, standing)
+            for tenant, (standing, limits) in self._usages.items()
+            if now - standing.last_used_at <= _IN_USE_S
+            and (limits.requests_per_minute is not None or limits.tokens_per_minute is not None)
+        ]
+        found.sort(key=lambda one: one[0], reverse=True)
+        uses = {}
+        for _, tenant, limits, standing in found[:_MAX_USES]:
+            share = self._share_of(tenant)
+            uses[tenant] = RateUse(
+                _part_used(standing.requests, limits.requests_per_minute, share, now),
+                _part_used(standing.tokens, limits.tokens_per_minute, share, now),
+            )
+        return uses
+
+    def _share_of(self, tenant: TenantId) -> float:
+        """Return the part of the tenant's rates that this server grants now."""
+        return self.share if self._uses_elsewhere is None else 1 / (1 + len(self._uses_elsewhere(tenant)))
+
+    def _begin_use(self, tenant: TenantId, standing: _TenantUsage, limits: TenantLimits, now: float) -> None:
+        """Take over what the tenant has used elsewhere where it hasn't used this server lately."""
+        is_new, standing.last_used_at = now - standing.last_used_at > _IN_USE_S, now
+        uses = self._uses_elsewhere(tenant) if is_new and self._uses_elsewhere is not None else ()
+        if not uses:
+            return
+        share = self._share_of(tenant)
+        for bucket, limit, part in (
+            (standing.requests, limits.requests_per_minute, max(use.requests for use in uses)),
+            (standing.tokens, limits.tokens_per_minute, max(use.tokens for use in uses)),
+        ):
+            if limit:
+                rate = limit * share
+                bucket.take(max(0.0, min(1.0, part) * rate - bucket.drain(rate, now)), rate, now)
 
     @property
     def num_servers(self) -> int:
@@ -277,7 +338,7 @@ class Admissions:
             )
             raise self._refuse("tokens", error)
         now = self._clock()
-        rate = limit * self.share
+        rate = limit * self._share_of(caller.tenant)
         wait_s = standing.tokens.wait_s(num_tokens + _left_by(caller, rate), rate, now)
         if wait_s > _SLACK_S:
             text = f"The tenant has used its limit of {limit} tokens per minute; the request may use {num_tokens}."
@@ -289,13 +350,13 @@ class Admissions:
         """Charge tokens beyond those reserved, or return them if negative."""
         limit = self._newest_limits(caller).tokens_per_minute
         if limit is not None and num_tokens:
-            standing.tokens.take(num_tokens, limit * self.share, self._clock())
+            standing.tokens.take(num_tokens, limit * self._share_of(caller.tenant), self._clock())
 
     def _uncount(self, caller: Caller, standing: _TenantUsage) -> None:
         """Return a request that was counted."""
         limit = self._newest_limits(caller).requests_per_minute
         if limit is not None:
-            standing.requests.take(-1, limit * self.share, self._clock())
+            standing.requests.take(-1, limit * self._share_of(caller.tenant), self._clock())
 
     def _leave(self, caller: Caller, standing: _TenantUsage, entered_at: float) -> None:
         if caller.is_background:
@@ -379,6 +440,10 @@ class Admitted:
         self._is_released = True
         self.admissions._charge(self.caller, self._standing, min(0, self._num_used - self._num_reserved))
         self.admissions._leave(self.caller, self._standing, self._entered_at)
+
+
+def _part_used(bucket: LeakyBucket, limit: int | None, share: float, now: float) -> float:
+    return min(1.0, bucket.drain(limit * share, now) / (limit * share)) if limit else 0.0
 
 
 def _left_by(caller: Caller, rate: float) -> float:

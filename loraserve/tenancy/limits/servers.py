@@ -1,4 +1,4 @@
-"""Number of live servers on this database; each grants its part of the tenants' limits."""
+"""Live servers on this database, and what tenants use on each: they share the tenants' limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from sqlalchemy import delete, select, update
 from ulid import ULID
@@ -17,6 +17,8 @@ from loraserve.db.models import ServerRow
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import LoraserveError
 from loraserve.limits import LIMITS
+from loraserve.tenancy.limits.admission import RateUse
+from loraserve.types import TenantId
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +36,30 @@ class Servers:
     """
 
     def __init__(
-        self, database: Database, *, clock: Clock = utc_now, monotonic: Callable[[], float] = time.monotonic
+        self,
+        database: Database,
+        *,
+        uses: Callable[[], Mapping[TenantId, RateUse]] = dict,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Make a server that counts itself alone until it beats.
+
+        Args:
+            uses: returns what tenants have used of their rates here lately, which heartbeats carry.
+        """
         self.id = str(ULID())
+        self.uses = uses
+        self._rates: dict[str, dict[str, list[float]]] = {}
+        """What tenants use on the other servers, by their ids, as of the last look."""
         self.num_live = 1
         """Number of live servers, this one included."""
         self._database = database
         self._clock = clock
         self._num_beats: dict[str, int] = {}
         """Heartbeats of the other servers, by id, as of the last look."""
+        self._live: set[str] = set()
+        """Ids of the other live servers."""
         self._has_beaten: set[str] = set()
         """Ids of servers whose heartbeats were seen to grow;
         other rows may belong to killed servers.
@@ -57,6 +74,11 @@ class Servers:
             logger=logger,
             logs_once=True,
         )
+
+    def uses_elsewhere(self, tenant: TenantId) -> list[RateUse]:
+        """Return what the tenant has lately used of its rates on each other live server."""
+        rates = (self._rates.get(ident, {}).get(tenant) for ident in self._live)
+        return [RateUse(*use) for use in rates if use is not None]
 
     def start(self) -> None:
         """Send heartbeats and count the servers from now on."""
@@ -80,20 +102,27 @@ class Servers:
         Raises:
             DatabaseUnavailable
         """
+        rates = {str(tenant): list(use) for tenant, use in self.uses().items()}
         async with self._database.write() as session:
             mine = ServerRow.id == self.id
             beaten = await session.execute(
-                update(ServerRow).where(mine).values(num_beats=ServerRow.num_beats + 1).returning(ServerRow.id)
+                update(ServerRow)
+                .where(mine)
+                .values(num_beats=ServerRow.num_beats + 1, rates=rates)
+                .returning(ServerRow.id)
             )
             if beaten.first() is None:
-                session.add(ServerRow(id=self.id, num_beats=1, started_at=self._clock()))
+                session.add(ServerRow(id=self.id, num_beats=1, started_at=self._clock(), rates=rates))
                 await session.flush()
-            rows = (await session.execute(select(ServerRow.id, ServerRow.num_beats).where(~mine))).all()
+            rows = (
+                await session.execute(select(ServerRow.id, ServerRow.num_beats, ServerRow.rates).where(~mine))
+            ).all()
             found = {row.id: row.num_beats for row in rows}
             self._ages.update(found.items())
             silent = {ident for ident, _ in self._ages.older_than(_FORGET_S)}
             if silent:
                 await session.execute(delete(ServerRow).where(ServerRow.id.in_(silent)))
+        self._rates = {row.id: row.rates for row in rows}
         self._count({ident: num_beats for ident, num_beats in found.items() if ident not in silent})
 
     def _count(self, found: dict[str, int]) -> None:
@@ -102,4 +131,5 @@ class Servers:
         self._num_beats = found
         self._ages.update(found.items())
         silent = {ident for ident, _ in self._ages.older_than(LIMITS.server_silence_s)}
-        self.num_live = 1 + len(self._has_beaten - silent)
+        self._live = self._has_beaten - silent
+        self.num_live = 1 + len(self._live)

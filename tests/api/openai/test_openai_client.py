@@ -150,7 +150,7 @@ def test_vllms_fields_change_what_the_engine_does(client: openai.OpenAI) -> None
     [
         ({"model": "nobody"}, openai.NotFoundError, "model_not_found"),
         ({"prompt": "word " * 5000}, openai.BadRequestError, "context_length_exceeded"),
-        ({"n": 99}, openai.BadRequestError, "invalid_value"),
+        ({"n": 999}, openai.BadRequestError, "invalid_value"),
         ({"suffix": "x"}, openai.BadRequestError, "unsupported_parameter"),
         ({"extra_body": {"guided_regex": "("}}, openai.BadRequestError, "invalid_value"),
     ],

@@ -64,7 +64,7 @@ def test_uploads_share_bytes_of_server(make: Callable[..., BoundedBlob]) -> None
             other.write(bytes(250))
         with make(budget, OTHER) as other, pytest.raises(Overloaded):
             other.write(bytes(501))
-    assert budget.shares.num_refused == {"share": 1, "full": 1}
+    assert budget.shares.num_refused == {"share": 1, "key": 0, "full": 1}
 
 
 def test_body_is_refused_by_its_length() -> None:

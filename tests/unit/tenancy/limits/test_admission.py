@@ -10,7 +10,7 @@ from stopped_clock import StoppedClock
 from loraserve.errors import QuotaExceeded, RateLimited
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.tenancy.identity.policy import TenantLimits, TenantPolicy
-from loraserve.tenancy.limits.admission import Admissions, format_duration
+from loraserve.tenancy.limits.admission import Admissions, RateUse, format_duration
 from loraserve.types import TenantId
 
 
@@ -150,6 +150,51 @@ def test_servers_that_share_a_tenant_grant_a_part_each(clock: StoppedClock) -> N
         "x-ratelimit-remaining-tokens": "100",
         "x-ratelimit-reset-tokens": "0ms",
     }
+
+
+def test_idle_servers_lend_their_part_of_rates(clock: StoppedClock) -> None:
+    elsewhere: list[RateUse] = []
+    admissions = Admissions(num_servers=lambda: 2, uses_elsewhere=lambda _: elsewhere, monotonic=clock)
+    caller = make_caller(requests_per_minute=60, tokens_per_minute=600)
+    for _ in range(60):
+        admissions.enter(caller)
+    assert refused(admissions, caller).retry_after_s == pytest.approx(1.0)
+    assert admissions.headers(caller)["x-ratelimit-limit-requests"] == "60"
+    assert admissions.uses() == {caller.tenant: RateUse(1.0, 0.0)}
+    # the tenant begins to use the other one
+    elsewhere.append(RateUse(0.5, 0.0))
+    assert admissions.headers(caller)["x-ratelimit-limit-requests"] == "30"
+    clock.now_s += 121
+    for _ in range(15):
+        admissions.enter(caller)
+    refused(admissions, caller)
+    elsewhere.clear()
+    clock.now_s += 11
+    assert admissions.uses() == {}
+
+
+def test_server_begins_with_what_is_used_elsewhere(clock: StoppedClock) -> None:
+    """Else a tenant would have its whole rate again on each server that it turns to."""
+    elsewhere = [RateUse(0.8, 1.0)]
+    admissions = Admissions(num_servers=lambda: 2, uses_elsewhere=lambda _: elsewhere, monotonic=clock)
+    caller = make_caller(requests_per_minute=100, tokens_per_minute=600)
+    for _ in range(10):
+        admissions.enter(caller)
+    refused(admissions, caller)
+    clock.now_s += 2
+    with pytest.raises(RateLimited, match="600 tokens per minute"):
+        admissions.enter(caller).reserve(40, 0)
+    # and once only: what it uses here counts from then on
+    for _ in range(12):
+        clock.now_s += 6
+        admissions.enter(caller)
+    assert admissions.uses()[caller.tenant].requests < 0.1
+
+
+def test_tenant_without_rates_is_in_no_heartbeat(clock: StoppedClock) -> None:
+    admissions = Admissions(num_servers=lambda: 2, uses_elsewhere=lambda _: [], monotonic=clock)
+    admissions.enter(make_caller(max_concurrent_requests=5))
+    assert admissions.uses() == {}
 
 
 def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock: StoppedClock) -> None:

@@ -13,7 +13,9 @@ from loraserve.db.models import ServerRow
 from loraserve.db.session import Database
 from loraserve.errors import DatabaseUnavailable
 from loraserve.limits import LIMITS
+from loraserve.tenancy.limits.admission import RateUse
 from loraserve.tenancy.limits.servers import Servers
+from loraserve.types import TenantId
 
 
 @pytest.fixture
@@ -33,6 +35,31 @@ async def test_servers_that_beat_are_counted_by_each(database: Database, clock: 
         for server in servers:
             await server.beat()
     assert [server.num_live for server in servers] == [3, 3, 3]
+
+
+@pytest.mark.postgres
+async def test_heartbeats_carry_uses_of_rates(database: Database, clock: StoppedClock) -> None:
+    acme, globex = TenantId("a" * 26), TenantId("b" * 26)
+    uses = {acme: RateUse(0.25, 1.0)}
+    here = Servers(database, monotonic=clock)
+    there = Servers(database, uses=lambda: uses, monotonic=clock)
+    for _ in range(2):
+        await there.beat()
+        await here.beat()
+    assert here.uses_elsewhere(acme) == [RateUse(0.25, 1.0)]
+    assert here.uses_elsewhere(globex) == there.uses_elsewhere(acme) == []
+    uses.clear()
+    await there.beat()
+    await here.beat()
+    assert here.uses_elsewhere(acme) == []
+    uses[acme] = RateUse(0.5, 0.5)
+    await there.beat()
+    await here.beat()
+    assert here.uses_elsewhere(acme) == [RateUse(0.5, 0.5)]
+    # of a killed one nothing counts
+    clock.now_s += LIMITS.server_silence_s + 1
+    await here.beat()
+    assert here.uses_elsewhere(acme) == []
 
 
 async def test_one_that_was_killed_counts_no_more_after_a_while(database: Database, clock: StoppedClock) -> None:
