@@ -96,6 +96,7 @@ async def running(command: list[str], listen: int, env: dict[str, str] | None = 
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", listen)
             except OSError:
+                assert process.returncode is None, f"{command[0]} ended with {process.returncode}"
                 assert time.monotonic() < end
                 await asyncio.sleep(0.05)
             else:
@@ -103,7 +104,8 @@ async def running(command: list[str], listen: int, env: dict[str, str] | None = 
                 break
         yield
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
 
 

@@ -5,8 +5,10 @@ On the loopback, on a free port.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import ssl
@@ -32,11 +34,19 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | variables
 
 
+_PORTS = range(15_000, 30_000)
+"""Below those that Linux gives to clients: floods of other tests take thousands of these, and one
+that was free would be a client's before it is listened at.
+"""
+
+
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port that nothing listens at, and that no client gets."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
