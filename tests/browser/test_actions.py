@@ -232,7 +232,7 @@ def test_the_map_follows_what_is_published_and_loaded(
         client.adapters.push(str(changed_adapter(tmp_path)), name="latecomer")
         client.completions.create(model="latecomer", prompt="list", max_tokens=2)
     page.get_by_role("button", name="latecomer@1 of acme, on the device").click()
-    console.dialog().get_by_text("was compared with a plain float32").wait_for()
+    console.dialog().get_by_text("The engine computes it as it should").wait_for()
     assert "last used" in console.dialog().inner_text().lower()
 
 
