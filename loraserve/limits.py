@@ -242,7 +242,7 @@ class Limits:
     """Adapters that vllm:lora_adapter_loaded names: those that were requested last."""
     max_listed_models: int = 10_000
     max_staged_bytes: int = 16 * GIB
-    """Of all running uploads on this server, which a tenant fills no more than half."""
+    """Bytes of all running uploads on this server; one tenant gets half of them at most."""
     live_load_wait_s: float = 30.0
     """Longest wait of a load by vLLM's or SGLang's route for an upload's slot."""
     max_concurrent_uploads: int = 16

@@ -9,7 +9,7 @@ from pathlib import Path
 from loraserve.limits import KIB, MIB
 
 _RESERVE_BYTES = 2 * MIB
-"""Of some hundred deletions, each of which appends its pages to the log."""
+"""Bytes of some hundred deletions, each of which appends its pages to the log."""
 _LEAST_BYTES = 64 * KIB
 
 

@@ -11,7 +11,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Literal
 
 Source = Literal["x-forwarded-for", "forwarded", "proxy-protocol"]
-"""Where trusted proxies write a client's address."""
+"""Sources of a client's address that trusted proxies write."""
 
 _V2_SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
 _MAX_V1_BYTES = 107
@@ -25,7 +25,7 @@ _WITH_PORT = re.compile(r"\[([0-9A-Fa-f:.%\w]+)\](?::\d+)?|(\d+\.\d+\.\d+\.\d+):
 
 
 class ProxyHeaderInvalid(Exception):
-    """What a trusted proxy sent first isn't a header of the PROXY protocol."""
+    """Report that a trusted proxy's first bytes are no header of the PROXY protocol."""
 
 
 class TrustedProxies:

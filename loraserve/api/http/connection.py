@@ -42,7 +42,7 @@ _PIECE_BYTES = 8 * KIB
 _TURN_S = 0.005
 """Longest time that one connection's bytes are parsed before other connections have their turn."""
 _TCP_INFO_BYTES, _ACKED_OFFSET = 128, 120
-"""Of Linux's struct tcp_info: up to tcpi_bytes_acked, and where that is."""
+"""Bytes of Linux's struct tcp_info up to tcpi_bytes_acked, and that field's place."""
 _FRAMING_RATIO = 8
 """Bytes of chunk framing per byte of a body. A chunk of one byte has five around it."""
 _UNREAD_BYTES = 16 * MIB

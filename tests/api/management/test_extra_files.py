@@ -233,7 +233,7 @@ async def test_tokenizer_is_refused_by_strict_server(acme: httpx2.AsyncClient, p
     assert "tokenizer.json isn't used" in made.json()["detail"]
 
 
-async def test_tokenizer_that_is_no_identity_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
+async def test_malformed_tokenizer_identity_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
     for data in (b"{}", b"[]", b'{"num_tokens": "8"}', b"x", b"[" * 900, json.dumps(tokenizer_definition()).encode()):
         made = await push(acme, extras={"tokenizer": data})
         assert made.status_code in (413, 422), made.text

@@ -306,7 +306,7 @@ async def test_zeros_are_refused_at_their_beginning(acme: httpx2.AsyncClient, st
     assert list((store.root / "staging").iterdir()) == []
 
 
-async def test_body_over_quota_is_refused_before_it_is_read(
+async def test_body_over_quota_is_refused_unread(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, services: Services
 ) -> None:
     assert (await admin.patch("/tenants/acme", json={"limits": {"max_stored_bytes": 1000}})).status_code == 200

@@ -259,7 +259,7 @@ SWITCHED_OFF: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
-async def test_field_that_switches_something_on_is_refused(client: httpx2.AsyncClient, engine: Any, route: str) -> None:
+async def test_field_with_effect_is_refused_when_empty(client: httpx2.AsyncClient, engine: Any, route: str) -> None:
     body = {"model": "sql", "max_tokens": 3}
     body |= {"prompt": "list"} if route == "completions" else {"messages": [{"role": "user", "content": "list"}]}
     for name, value in SWITCHED_ON.items():
@@ -271,7 +271,7 @@ async def test_field_that_switches_something_on_is_refused(client: httpx2.AsyncC
     assert "x-loraserve-ignored" not in answer.headers
 
 
-async def test_refusal_names_field_that_does_the_same(client: httpx2.AsyncClient) -> None:
+async def test_refusal_names_equivalent_field(client: httpx2.AsyncClient) -> None:
     for name, instead in (("min_new_tokens", "min_tokens"), ("sampling_seed", "seed")):
         body = {"model": "sql", "prompt": "list", name: 3}
         error = (await client.post("/v1/completions", json=body)).json()["error"]
