@@ -317,7 +317,12 @@ def _tables(
     yield Grant, _grants(filled, now)
     yield AuditRow, _audit(found[AuditRow], versions)
     yield UsageHour, _usage(filled, now)
-    yield ServerRow, ({"id": _id(now - one), "num_beats": 1, "started_at": _time(now)} for one in range(NUM_SERVERS))
+    yield ServerRow, _servers(now)
+
+
+def _servers(now: float) -> Iterator[dict[str, Any]]:
+    for number in range(NUM_SERVERS):
+        yield {"id": _id(now - number), "num_beats": 1, "started_at": _time(now), "rates": {}}
 
 
 def _adapter(row: dict[str, Any], one: OneAdapter, now: float) -> dict[str, Any]:

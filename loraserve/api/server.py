@@ -115,7 +115,11 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
     services, database = await _make_services(settings, make_engine)
     registry, usage, responses = services.registry, services.usage, services.responses
     servers = Servers(database)
-    admissions = Admissions(num_servers=lambda: servers.num_live, uses_elsewhere=servers.uses_elsewhere)
+    admissions = Admissions(
+        num_servers=lambda: servers.num_live,
+        uses_elsewhere=servers.uses_elsewhere,
+        told_at=lambda: servers.told_at,
+    )
     services.admissions, servers.uses = admissions, admissions.uses
     # ended from the last to the first, each also when another's end fails
     async with contextlib.AsyncExitStack() as ending:

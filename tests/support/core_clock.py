@@ -7,6 +7,9 @@ import os
 import time
 from pathlib import Path
 
+_waited_ns: dict[Path, int] = {}
+"""What each thread had waited for a core when it was last looked at: one that has ended counts on."""
+
 
 def scheduled_s(*pids: int) -> float:
     """Return seconds of a clock without those in which threads were ready to run and had no core.
@@ -18,9 +21,10 @@ def scheduled_s(*pids: int) -> float:
     Args:
         pids: processes beside this one whose threads count.
     """
-    waited_ns = 0
-    for pid in {os.getpid(), *pids}:
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+    processes = {f"/proc/{pid}/task" for pid in (os.getpid(), *pids)}
+    for process in processes:
+        for path in Path(process).glob("*/schedstat"):
             with contextlib.suppress(OSError, IndexError):
-                waited_ns += int(path.read_text().split()[1])
+                _waited_ns[path] = int(path.read_text().split()[1])
+    waited_ns = sum(waited for path, waited in _waited_ns.items() if str(path.parents[1]) in processes)
     return time.monotonic() - waited_ns * 1e-9

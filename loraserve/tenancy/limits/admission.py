@@ -100,6 +100,8 @@ class _TenantUsage:
     """Management requests of each key, and under the empty key of all."""
     last_used_at: float = -math.inf
     """Time of its last request here."""
+    began_at: float = -math.inf
+    """Time of the first of the requests of which none was more than `_IN_USE_S` after another."""
     num_running: int = 0
     num_in_background: int = 0
     duration_s: float | None = None
@@ -123,14 +125,18 @@ class Admissions:
     """Usage of tenants on this server against their limits, in memory only.
 
     Each of several servers grants its part of a limit on concurrent requests, and at least one. Of
-    rates the servers on which the tenant makes requests have equal parts: the others lend theirs.
-    One that begins to be used starts with what is used elsewhere, so that the tenant gets its rate
-    and no more, but for what two servers grant until they hear of each other.
+    rates it grants its part at once, and the parts of servers on which the tenant is idle from the
+    first heartbeat on that told the others of the tenant's requests here. A server that begins to
+    be used starts with what is used elsewhere. So a burst gets no more than the rate on all servers
+    together, and at most one other part of each server on which it begins before that server heard
+    of what others lent.
 
     Args:
         num_servers: returns the present number of servers, this one included.
         uses_elsewhere: returns what a tenant has lately used on each of the others; None: nothing
             is known, and each has its part of every rate.
+        told_at: returns the time as of which the others know of the use here, and this server of
+            theirs, in seconds of `monotonic`.
     """
 
     def __init__(
@@ -138,9 +144,10 @@ class Admissions:
         *,
         num_servers: Callable[[], int] = lambda: 1,
         uses_elsewhere: Callable[[TenantId], Sequence[RateUse]] | None = None,
+        told_at: Callable[[], float] = lambda: math.inf,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count_servers, self._uses_elsewhere = num_servers, uses_elsewhere
+        self._count_servers, self._uses_elsewhere, self._told_at = num_servers, uses_elsewhere, told_at
         self._clock = monotonic
         # limits are stored with the usage to decide when it can be forgotten
         self._usages: dict[TenantId, tuple[_TenantUsage, TenantLimits]] = {}
@@ -255,11 +262,16 @@ class Admissions:
 
     def _share_of(self, tenant: TenantId) -> float:
         """Return the part of the tenant's rates that this server grants now."""
-        return self.share if self._uses_elsewhere is None else 1 / (1 + len(self._uses_elsewhere(tenant)))
+        entry = self._usages.get(tenant)
+        if self._uses_elsewhere is None or entry is None or entry[0].began_at >= self._told_at():
+            return self.share
+        return 1 / (1 + len(self._uses_elsewhere(tenant)))
 
     def _begin_use(self, tenant: TenantId, standing: _TenantUsage, limits: TenantLimits, now: float) -> None:
         """Take over what the tenant has used elsewhere where it hasn't used this server lately."""
         is_new, standing.last_used_at = now - standing.last_used_at > _IN_USE_S, now
+        if is_new:
+            standing.began_at = now
         uses = self._uses_elsewhere(tenant) if is_new and self._uses_elsewhere is not None else ()
         if not uses:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -50,12 +51,14 @@ class Servers:
         """
         self.id = str(ULID())
         self.uses = uses
+        self.told_at = -math.inf
+        """Time of the last heartbeat: the others know what was used here before it."""
         self._rates: dict[str, dict[str, list[float]]] = {}
         """What tenants use on the other servers, by their ids, as of the last look."""
         self.num_live = 1
         """Number of live servers, this one included."""
         self._database = database
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
         self._num_beats: dict[str, int] = {}
         """Heartbeats of the other servers, by id, as of the last look."""
         self._live: set[str] = set()
@@ -102,7 +105,7 @@ class Servers:
         Raises:
             DatabaseUnavailable
         """
-        rates = {str(tenant): list(use) for tenant, use in self.uses().items()}
+        at, rates = self._monotonic(), {str(tenant): list(use) for tenant, use in self.uses().items()}
         async with self._database.write() as session:
             mine = ServerRow.id == self.id
             beaten = await session.execute(
@@ -122,7 +125,7 @@ class Servers:
             silent = {ident for ident, _ in self._ages.older_than(_FORGET_S)}
             if silent:
                 await session.execute(delete(ServerRow).where(ServerRow.id.in_(silent)))
-        self._rates = {row.id: row.rates for row in rows}
+        self.told_at, self._rates = at, {row.id: row.rates for row in rows}
         self._count({ident: num_beats for ident, num_beats in found.items() if ident not in silent})
 
     def _count(self, found: dict[str, int]) -> None:

@@ -154,9 +154,18 @@ def test_servers_that_share_a_tenant_grant_a_part_each(clock: StoppedClock) -> N
 
 def test_idle_servers_lend_their_part_of_rates(clock: StoppedClock) -> None:
     elsewhere: list[RateUse] = []
-    admissions = Admissions(num_servers=lambda: 2, uses_elsewhere=lambda _: elsewhere, monotonic=clock)
+    admissions = Admissions(
+        num_servers=lambda: 2, uses_elsewhere=lambda _: elsewhere, told_at=lambda: told_at, monotonic=clock
+    )
     caller = make_caller(requests_per_minute=60, tokens_per_minute=600)
-    for _ in range(60):
+    told_at = clock.now_s
+    for _ in range(30):
+        admissions.enter(caller)
+    # a burst has this server's part until the others have heard of it
+    assert admissions.headers(caller)["x-ratelimit-limit-requests"] == "30"
+    refused(admissions, caller)
+    told_at += 0.1
+    for _ in range(30):
         admissions.enter(caller)
     assert refused(admissions, caller).retry_after_s == pytest.approx(1.0)
     assert admissions.headers(caller)["x-ratelimit-limit-requests"] == "60"

@@ -46,6 +46,7 @@ async def test_heartbeats_carry_uses_of_rates(database: Database, clock: Stopped
     for _ in range(2):
         await there.beat()
         await here.beat()
+    assert here.told_at == clock.now_s
     assert here.uses_elsewhere(acme) == [RateUse(0.25, 1.0)]
     assert here.uses_elsewhere(globex) == there.uses_elsewhere(acme) == []
     uses.clear()
