@@ -25,7 +25,7 @@ help:
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
-	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, structured, swaps, speculation, token_costs or cluster_tokens (ARGS='registered --quick')"
+	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, long_prompt, structured, swaps, speculation, token_costs or cluster_tokens (ARGS='registered --quick')"
 	@echo "make bench ARGS=placement  replicas simulated: where requests go, beside other policies (ARGS='placement --quick')"
 	@echo "make bench ARGS=cluster    two replicas on Ray Serve: our routing beside one replica, serve.multiplexed and chance (ARGS='cluster --quick')"
 	@echo "make bench ARGS=peers beside llama.cpp, vLLM and PEFT, each in an environment or build of its own below .peers (ARGS='peers --size M --peers llama.cpp')"

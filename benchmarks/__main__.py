@@ -12,6 +12,7 @@ PARTS = (
     "trace",
     "metering",
     "fairness",
+    "long_prompt",
     "structured",
     "swaps",
     "speculation",

@@ -66,6 +66,10 @@ class EngineConfig(Struct, frozen=True):
     """None: what the model's config says."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_inter_token_s: float | None = None
+    """Seconds that a step with prompts should take beside running streams; None: by what their
+    tokens take without; infinite: no bound.
+    """
     block_size: int = 16
     enable_prefix_cache: bool = True
     speculation: str = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -15,6 +16,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PositiveFloat,
     SecretStr,
     ValidationError,
     field_validator,
@@ -374,6 +376,10 @@ class Settings(BaseSettings):
     """Most sequences in one step."""
     max_num_batched_tokens: int = Field(default=512, ge=16, le=1 << 20)
     """Most tokens in one step."""
+    max_inter_token_ms: Literal["auto", "off"] | PositiveFloat = "auto"  # noqa: S105 - no secret
+    """Milliseconds between a running stream's tokens while prompts are read, which are spread over
+    more steps; auto: four times what streams take without prompts, and at least 30; off: no bound.
+    """
     enable_prefix_cache: bool = True
     """Reuse the KV blocks of equal prompt prefixes."""
     speculation: Literal["auto", "off"] = "auto"
@@ -488,6 +494,7 @@ class Settings(BaseSettings):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_inter_token_s=self._max_inter_token_s(),
             enable_prefix_cache=self.enable_prefix_cache,
             speculation=self.speculation,
             draft_model_dir=None if self.draft_model is None else str(self.draft_model.absolute()),
@@ -497,6 +504,15 @@ class Settings(BaseSettings):
             pipeline_parallel=self.pipeline_parallel,
             loader_threads=self.loader_threads,
         )
+
+    def _max_inter_token_s(self) -> float | None:
+        match self.max_inter_token_ms:
+            case "auto":
+                return None
+            case "off":
+                return math.inf
+            case milliseconds:
+                return milliseconds / 1e3
 
     def _check_draft(self) -> None:
         """Refuse a draft base that could never be asked.

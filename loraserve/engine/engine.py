@@ -101,6 +101,7 @@ class Engine:
             pager,
             max_num_seqs=config.max_num_seqs,
             token_budget=config.max_num_batched_tokens,
+            max_inter_token_s=config.max_inter_token_s,
             eos_token_ids=base.eos_token_ids,
             clock=clock,
             on_end=self._end_constraint,
@@ -157,9 +158,13 @@ class Engine:
         self._progress.begin(f"computing step {self._timer.num_steps + 1} of {len(scheduled)} requests")
         outputs += self._scheduler.take_failed()
         if scheduled or self._pipeline:
+            in_flight = self._pipeline.entries
             outputs += self._pipeline.launch(scheduled)
             outputs += self._pipeline.collect(scheduled)
             elapsed_s = self._timer.end(scheduled)
+            awaited = in_flight or scheduled
+            if bool(in_flight) + bool(scheduled) - len(self._pipeline) == 1:
+                self._scheduler.prompt_share.note(awaited, elapsed_s)
             if self._speculation is not None and scheduled:
                 self._speculation.note_step(scheduled, elapsed_s)
         return self._finish_step(outputs)

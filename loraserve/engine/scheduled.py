@@ -69,6 +69,11 @@ class ScheduledRequest:
         """Position up to which the entry's tokens are the request's own: `end` before proposals."""
         return self.end - len(self.proposed)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether the request was one token short: the step gives it its next one."""
+        return self.known_end - self.start == 1
+
     def without_proposed(self) -> ScheduledRequest:
         """Return the entry with the request's own tokens alone."""
         return replace(self, num_tokens=self.known_end - self.start, proposed=()) if self.proposed else self

@@ -16,7 +16,7 @@ from loraserve.demo.pack import base_dir
 from loraserve.engine.engine import Engine
 from loraserve.engine.grammar.constraints import Constraints
 from loraserve.engine.speculation.speculation import Speculation
-from loraserve.engine.speculation.step_costs import StepCosts
+from loraserve.engine.step_costs import StepCosts
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.live_request import LiveRequest
 from loraserve.engine_client.messages import GenerateRequest

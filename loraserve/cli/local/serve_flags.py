@@ -22,8 +22,8 @@ SECTIONS = {
     "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len "
     "tool_call_parser reasoning_parser json_whitespace json_numbers",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
-    "strict_certificates host_cache max_num_seqs max_num_batched_tokens enable_prefix_cache speculation draft_model "
-    "draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
+    "strict_certificates host_cache max_num_seqs max_num_batched_tokens max_inter_token_ms enable_prefix_cache "
+    "speculation draft_model draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
     "Storage": "data_dir database_url store_url retention_s store_responses pull_allow lora_dir ephemeral_loads "
     "ephemeral_ttl_s ephemeral_memory result_cache_bytes",
     "Server": "host port ssl_certfile ssl_keyfile trusted_proxies client_address_source "
@@ -56,6 +56,7 @@ VALUES = {
     "URL": "database_url store_url trace_endpoint",
     "FRACTION": "memory_utilization adapter_rank_error max_adapter_loss trace_sample",
     "TOKENS": "max_model_len max_num_batched_tokens",
+    "MS|auto|off": "max_inter_token_ms",
     "N": "max_num_seqs num_threads tensor_parallel pipeline_parallel loader_threads port "
     "management_requests_per_minute",
     "DIR|ID": "model",

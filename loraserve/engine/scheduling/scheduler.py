@@ -28,6 +28,7 @@ from loraserve.engine.scheduling.adapter_pinning import AdapterPinning
 from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST, FairQueue
 from loraserve.engine.scheduling.preemption import Preemption
 from loraserve.engine.scheduling.prompt_admission import PromptAdmission
+from loraserve.engine.scheduling.prompt_share import PromptShare
 from loraserve.engine.scheduling.queue import WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
 from loraserve.engine.scheduling.results import ResultProcessor, failed_output, numerics_error
@@ -58,6 +59,7 @@ class Scheduler:
         max_num_seqs: int,
         token_budget: int,
         eos_token_ids: Sequence[int],
+        max_inter_token_s: float | None = None,
         adapter_deadline_s: float = LIMITS.adapter_load_deadline_s,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda request: None,
@@ -66,6 +68,7 @@ class Scheduler:
         """Begin without requests.
 
         Args:
+            max_inter_token_s: see `PromptShare`.
             on_end: told of each request that has ended, however it did.
             speculation: proposes tokens that steps verify; None: none are proposed.
         """
@@ -104,6 +107,7 @@ class Scheduler:
             token_budget=token_budget,
             clock=clock,
         )
+        self.prompt_share = PromptShare(token_budget, max_inter_token_s)
         self._deadlines = RequestDeadlines()
         self._prefetch = AdapterPrefetch(adapters, self._queue)
         self._probe_budget = ProbeBudget(token_budget)
@@ -220,7 +224,8 @@ class Scheduler:
         1. Running requests that are one token short.
         2. Prompts, begun or waiting, in the order of a `SchedulingPass`: next is always the tenant
            with the least counter. Tenants over their share fill only a part of the step, so that a
-           request that comes meanwhile doesn't wait for a long step.
+           request that comes meanwhile doesn't wait for a long step. Beside streams, all prompts
+           have as much of it as `prompt_share` says, so that tokens keep coming.
         3. Without any prompt: proposed tokens of the running requests, where that pays.
 
         A tenant below its quota of slots or KV blocks takes what it needs from one above, which
@@ -249,7 +254,8 @@ class Scheduler:
                 return step.scheduled
         prefilling = self._schedule_decodes(step)
         if prefilling or (self._queue.has_shared and not step.is_out_of_blocks):
-            self._admission.schedule_prompts(step, prefilling)
+            with step.limited_to(self.prompt_share.tokens(step.num_serving_rows)):
+                self._admission.schedule_prompts(step, prefilling)
         if self._speculation is not None and not step.num_prompt_tokens and not step.is_out_of_blocks:
             self._schedule_proposals(step, self._speculation)
         self._waits.renew()

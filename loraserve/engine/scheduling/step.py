@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loraserve.engine.request import Request
@@ -50,6 +51,19 @@ class Step:
 
     def __post_init__(self) -> None:
         self.budget = self.token_budget
+
+    @property
+    def num_serving_rows(self) -> int:
+        """Rows of tenants' requests."""
+        return sum(entry.num_tokens for entry in self.scheduled if not entry.request.is_internal)
+
+    @contextlib.contextmanager
+    def limited_to(self, num_tokens: int) -> Iterator[None]:
+        """Have room for at most so many more tokens within the block."""
+        held_back = max(0, self.budget - num_tokens)
+        self.budget -= held_back
+        yield
+        self.budget += held_back
 
     def room(self, request: Request) -> int:
         """Return how many of the request's tokens the step has room for."""

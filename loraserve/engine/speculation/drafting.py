@@ -12,7 +12,7 @@ from loraserve.engine.request import Request
 from loraserve.engine.speculation.draft import DRAFTED, Rate, Rates
 from loraserve.engine.speculation.draft_base import DraftBase
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
-from loraserve.engine.speculation.step_costs import MAX_ROWS, StepCosts
+from loraserve.engine.step_costs import MAX_ROWS, StepCosts
 from loraserve.memory.memory_plan import DRAFT_SEQUENCES
 
 T = TypeVar("T")

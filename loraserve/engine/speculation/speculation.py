@@ -15,7 +15,7 @@ from loraserve.engine.speculation.draft import FORCED, Draft, Rates
 from loraserve.engine.speculation.drafting import DraftCandidate, Drafting
 from loraserve.engine.speculation.history import History, HistoryKey, history_key
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
-from loraserve.engine.speculation.step_costs import BOUNDS, MAX_ROWS, StepCosts
+from loraserve.engine.step_costs import BOUNDS, MAX_ROWS, StepCosts
 from loraserve.limits import LIMITS
 from loraserve.types import Digest, TenantId
 

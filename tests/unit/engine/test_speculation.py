@@ -12,7 +12,7 @@ from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.speculation.draft import Rates
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
 from loraserve.engine.speculation.speculation import Speculation
-from loraserve.engine.speculation.step_costs import StepCosts
+from loraserve.engine.step_costs import StepCosts
 from loraserve.types import FinishReason, TenantId
 
 from .conftest import make_ref

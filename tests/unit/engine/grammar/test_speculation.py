@@ -17,7 +17,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.grammar.constraints import Constraints
 from loraserve.engine.grammar.cursor import GrammarCursor, MatcherFailed
 from loraserve.engine.speculation.speculation import Speculation
-from loraserve.engine.speculation.step_costs import StepCosts
+from loraserve.engine.step_costs import StepCosts
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
 from loraserve.limits import MIB

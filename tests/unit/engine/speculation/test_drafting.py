@@ -14,7 +14,7 @@ from loraserve.engine.speculation.draft import DRAFTED, Rates
 from loraserve.engine.speculation.drafting import MAX_DRAFTED, MIN_PLAIN_STEPS, STALE_STEPS, DraftCandidate, Drafting
 from loraserve.engine.speculation.proposal import Proposal, ProposalSource
 from loraserve.engine.speculation.speculation import MIN_GAIN
-from loraserve.engine.speculation.step_costs import MAX_ROWS, StepCosts
+from loraserve.engine.step_costs import MAX_ROWS, StepCosts
 
 from ..conftest import make_request
 

@@ -13,7 +13,7 @@ from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.speculation.draft import MAX_PATIENCE, Rate, Rates
 from loraserve.engine.speculation.proposal import ProposalSource
 from loraserve.engine.speculation.speculation import MAX_PROPOSED, Speculation
-from loraserve.engine.speculation.step_costs import MAX_ROWS, STALE_STEPS, StepCosts
+from loraserve.engine.step_costs import MAX_ROWS, STALE_STEPS, StepCosts
 
 from ..conftest import make_request
 

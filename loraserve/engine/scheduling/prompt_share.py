@@ -1,0 +1,72 @@
+"""How many prompt tokens a step takes beside running streams, so that these go on at their pace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from loraserve.engine.scheduled import ScheduledRequest
+from loraserve.engine.step_costs import MAX_ROWS, StepCosts
+
+AUTO_FACTOR = 4.0
+"""Times that a step with prompts may take what its streams' rows alone do."""
+AUTO_FLOOR_S = 0.03
+"""Seconds that it may take in any case: a gap that readers don't see."""
+MIN_TOKENS = 16
+"""Prompt tokens that a step may have whatever the target: a prompt goes on in each step."""
+_GUESSED_TOKENS = 64
+"""Prompt tokens beside streams until a step with a prompt was measured."""
+_WEIGHT = 0.5
+"""Part of the way to a measurement that the average goes."""
+_MAX_JUMP = 4.0
+"""Cap on a measurement by the average before it: a step may have waited for other work."""
+
+
+class PromptShare:
+    """Learn what steps take, and bound the prompt tokens of those that also carry streams.
+
+    A step's seconds are taken to be those of its streams' rows, as measured in steps without
+    prompts, and so many for each prompt token, as measured in the last steps with some. Tokens far
+    behind in a long prompt take longer, since they attend to more: the average follows.
+    """
+
+    def __init__(self, token_budget: int, target_s: float | None) -> None:
+        """Begin without measurements.
+
+        Args:
+            token_budget: tokens of a step, at most.
+            target_s: seconds that a step beside streams should take at most; None: `AUTO_FACTOR`
+                times what it takes without prompts, and at least `AUTO_FLOOR_S`; infinite: any.
+        """
+        self._token_budget, self._target_s = token_budget, target_s
+        self._decode_costs = StepCosts()
+        self._token_s = 0.0
+
+    def tokens(self, num_rows: int) -> int:
+        """Return how many prompt tokens a step with `num_rows` rows of streams may have."""
+        if num_rows == 0 or self._target_s == math.inf:
+            return self._token_budget
+        if not self._token_s or not self._decode_costs.is_measured:
+            return min(_GUESSED_TOKENS, self._token_budget)
+        base_s = self._decode_costs.of(min(num_rows, MAX_ROWS))
+        target_s = max(AUTO_FLOOR_S, AUTO_FACTOR * base_s) if self._target_s is None else self._target_s
+        tokens = int((target_s - base_s) / self._token_s) // MIN_TOKENS * MIN_TOKENS
+        return min(max(MIN_TOKENS, tokens), self._token_budget)
+
+    def note(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
+        """Note what a step took that was computed alone."""
+        if seconds <= 0:
+            return
+        num_rows = sum(entry.num_tokens for entry in scheduled if entry.is_decode)
+        num_prompt_tokens = sum(entry.num_tokens for entry in scheduled if not entry.is_decode)
+        if not num_prompt_tokens:
+            self._decode_costs.note(min(num_rows, MAX_ROWS), seconds)
+            return
+        if num_prompt_tokens < MIN_TOKENS:
+            return
+        if num_rows and self._decode_costs.is_measured:
+            # at least a part: an old measurement of the rows may be too long
+            seconds = max(0.25 * seconds, seconds - self._decode_costs.of(min(num_rows, MAX_ROWS)))
+        token_s = seconds / num_prompt_tokens
+        before = self._token_s or token_s
+        self._token_s = before + _WEIGHT * (min(token_s, _MAX_JUMP * before) - before)
