@@ -1,16 +1,19 @@
-"""A soak: streams of base and adapters, uploads and deletions, clients that leave, and engine and
-server killed and frozen beside them.
+"""A soak: streams of base and adapters, some under a grammar, clients that leave, uploads and
+deletions, batches, stored responses, live adapters and a tenant at its limits, while engine and
+server are killed and frozen.
 
 Every answer equals what the same request said alone, what ended holds nothing, and after the last
 disturbance memory stays level. LORASERVE_SOAK_S says how long (default: a minute; 1800 for the
-whole of it), LORASERVE_SOAK_SIZE of which base: tiny, or S.
+whole of it), LORASERVE_SOAK_SIZE of which base: tiny, or S. LORASERVE_SOAK_MODEL names the folder
+of a Llama of your own instead, LORASERVE_SOAK_QUANTIZE its format.
 
-    LORASERVE_SOAK_S=1800 LORASERVE_SOAK_SIZE=S python -P -m pytest tests/e2e/test_soak.py -s
+    LORASERVE_SOAK_S=1800 LORASERVE_SOAK_MODEL=DIR python -P -m pytest --all tests/e2e/test_soak.py
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -27,6 +30,7 @@ import httpx2
 import psutil
 import pytest
 from server_process import ServerProcess, events
+from soak_beside import LIMITS, Beside
 
 from loraserve import AsyncClient, errors
 
@@ -34,12 +38,15 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
-from benchmarks.make_model import MODULES, SIZES  # noqa: E402
+from benchmarks.make_model import MODULES, SIZES, Size  # noqa: E402
 from benchmarks.serving import make_base  # noqa: E402
 from benchmarks.synthetic import Adapters  # noqa: E402
 
 DURATION_S = float(os.environ.get("LORASERVE_SOAK_S", "60"))
-SIZE = os.environ.get("LORASERVE_SOAK_SIZE", "tiny")
+MODEL = os.environ.get("LORASERVE_SOAK_MODEL")
+SIZE = "S" if MODEL else os.environ.get("LORASERVE_SOAK_SIZE", "tiny")
+"""Of a base of one's own it says how long things may take."""
+QUANTIZE = os.environ.get("LORASERVE_SOAK_QUANTIZE", "none")
 SEED = int(os.environ.get("LORASERVE_SOAK_SEED", "20261123"))
 NUM_STREAMS, NUM_ADAPTERS, NUM_UPLOADED = 24, 12, 12
 """Streams at once; adapters that are asked for all the time;
@@ -63,6 +70,29 @@ MAX_OPEN_FILES_MORE = 16
 """The database's connections are opened as they're needed."""
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def shape_of(model: Path) -> Size:
+    """Return the shape of a Llama in a folder."""
+    config = json.loads((model / "config.json").read_text())
+    fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return Size(*(config[field] for field in fields), config["vocab_size"])
+
+
+def has_template(model: Path) -> bool:
+    """Return whether a base in a folder has a chat template."""
+    return (model / "chat_template.jinja").exists() or "chat_template" in (model / "tokenizer_config.json").read_text()
+
+
+SHAPE = SIZES[SIZE] if MODEL is None else shape_of(Path(MODEL))
+
+
 @dataclass
 class Work:
     """A request, and the text that it was answered with when it was alone; None:
@@ -80,6 +110,7 @@ class Soak:
     key: str
     adapters: Adapters
     folder: Path
+    has_chats: bool
     rng: random.Random = field(default_factory=lambda: random.Random(SEED))
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -105,12 +136,14 @@ class Soak:
         return httpx2.AsyncClient(base_url=self.server.url, headers=headers, timeout=300, limits=limits)
 
     def make_work(self, model: str, number: int) -> Work:
-        vocab = SIZES[SIZE].vocab
+        vocab = SHAPE.vocab
         drawn = random.Random(SEED + number)
         prompt = [drawn.randrange(4, vocab) for _ in range(drawn.choice((3, 17, 40, 120)))]
         body: dict[str, object] = {"prompt": prompt, "max_tokens": drawn.choice((16, 48, 96)), "temperature": 0}
         if number % 4 == 3:
             body |= {"temperature": 1.0, "seed": number}
+        if number % 5 == 2:
+            return Work(model, {**body, "structured_outputs": {"json": SCHEMA}, "max_tokens": 64})
         return Work(model, {**body, "ignore_eos": True})
 
     async def ask(self, client: httpx2.AsyncClient, work: Work, leave_after: int | None = None) -> str | None:
@@ -317,12 +350,13 @@ def budgeted_bytes(metrics: dict[str, float]) -> float:
 @pytest.fixture
 def soak(tmp_path: Path) -> Iterator[Soak]:
     flags = ("--model-id", "base", "--memory-budget", BUDGETS[SIZE], "--host-cache", "128MiB")
-    flags += ("--engine-hang-timeout", str(HANG_TIMEOUT_S), "--retention-s", "0")
-    server = ServerProcess(tmp_path / "data", make_base(SIZE), flags, is_forked=False)
+    flags += ("--engine-hang-timeout", str(HANG_TIMEOUT_S), "--retention-s", "0", "--quantize", QUANTIZE)
+    base = make_base(SIZE) if MODEL is None else Path(MODEL)
+    server = ServerProcess(tmp_path / "data", base, flags, is_forked=False)
     server.start()
-    adapters = Adapters(SIZES[SIZE], ranks=RANKS, targets=MODULES)
+    adapters = Adapters(SHAPE, ranks=RANKS, targets=MODULES)
     try:
-        yield Soak(server, server.make_tenant("acme"), adapters, tmp_path / "adapters")
+        yield Soak(server, server.make_tenant("acme"), adapters, tmp_path / "adapters", has_template(base))
         assert server.stop() == 0
     finally:
         server.kill()
@@ -361,6 +395,7 @@ async def test_whatever_happens_beside_them_answers_stay_the_same_and_nothing_is
         for work in pool:
             work.text = await soak.ask(client, work)
             assert work.text, soak.wrong
+    beside = Beside(soak, pool, soak.server.make_tenant("globex", limits=LIMITS))
     open_files = soak.num_open_files()
     soak.counts.clear()
     soak.end_s = time.monotonic() + DURATION_S
@@ -368,6 +403,7 @@ async def test_whatever_happens_beside_them_answers_stay_the_same_and_nothing_is
         for i in range(NUM_STREAMS):
             group.create_task(soak.stream(pool, i))
         group.create_task(soak.upload_and_delete())
+        group.create_task(beside.run(soak.has_chats))
         group.create_task(soak.disturb())
         group.create_task(soak.watch())
     metrics = await settled(soak)
@@ -383,6 +419,8 @@ async def test_whatever_happens_beside_them_answers_stay_the_same_and_nothing_is
     assert soak.counts["kill server"] == 1
     assert soak.counts["answered"] > NUM_STREAMS
     assert soak.counts["uploaded"] > 1
+    assert all(soak.counts[name] for name in ("batches", "live adapters", "limited", "limited: 429")), soak.counts
+    assert bool(soak.counts["responses"]) == soak.has_chats
     assert num_connections == 0
     for name, num_files in left.items():
         assert num_files <= open_files[name] + MAX_OPEN_FILES_MORE, (name, open_files, left)

@@ -174,11 +174,11 @@ class ServerProcess:
     def admin(self) -> Client:
         return Client(self.url, api_key=ADMIN_KEY)
 
-    def make_tenant(self, name: str) -> str:
+    def make_tenant(self, name: str, limits: dict[str, int] | None = None) -> str:
         """Make a tenant and return a key of it."""
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        headers, body = {"Authorization": f"Bearer {ADMIN_KEY}"}, {"name": name, "limits": limits or {}}
         with self.client() as client:
-            client.post(f"{self.url}/api/v1/tenants", json={"name": name}, headers=headers).raise_for_status()
+            client.post(f"{self.url}/api/v1/tenants", json=body, headers=headers).raise_for_status()
             answer = client.post(f"{self.url}/api/v1/tenants/{name}/keys", json={"name": "tests"}, headers=headers)
         key: str = answer.raise_for_status().json()["key"]
         return key
