@@ -174,6 +174,8 @@ class Limits:
     """How often versions are looked for that were published without a certificate,
     since the engine was away.
     """
+    base_precision_interval_s: float = 10.0
+    """How often the server looks whether what rounding costs its base is known."""
     adapter_load_deadline_s: float = 60.0
     """For so long a request waits for its adapter: for its load,
     or for a place when everything on the device is in use.

@@ -263,6 +263,20 @@ class Rounding(Struct, frozen=True):
     """The mean Kullback-Leibler divergence from the evaluation that was expected, in nats."""
 
 
+class BasePrecision(Struct, frozen=True):
+    """What rounding costs a base: its next tokens on a text, compared with the float base's."""
+
+    num_positions: int
+    top1_agreement: float
+    """The part of positions at which both have the same likeliest token."""
+    mean_divergence: float
+    """The mean Kullback-Leibler divergence from the float base, in nats."""
+    loss: float
+    """Mean of -log p of the text's own next token, by the float base; in nats."""
+    served_loss: float
+    """The same by the base as it is served."""
+
+
 class RoundingCost(Struct, frozen=True):
     """Cost of rounding a base as it is served, against the same checkpoint computed in float32."""
 

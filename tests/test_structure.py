@@ -48,7 +48,7 @@ SQL = {
     "loraserve.doctor": "storage",
     "loraserve.registry": "blob_references changes operations quota repository residency routing storage_totals",
     "loraserve.registry.catalog": "aliases grants pins shadow_hours",
-    "loraserve.registry.health": "certificate_backfill certificates",
+    "loraserve.registry.health": "base_precision certificate_backfill certificates",
     "loraserve.registry.publishing": "push",
     "loraserve.registry.storage_gc": "collector deletion_locks store_claim",
     "loraserve.registry.uploads": "chunks resumable",

@@ -133,6 +133,7 @@ def _collectors(services: Services) -> tuple[Collector, ...]:
         TableCollector(server_tables.VERSION_CHATS, lambda: services.version_chats),
         TableCollector(server_tables.RESULT_CACHE, lambda: services.result_cache),
         TableCollector(server_tables.ADMISSIONS, lambda: services.admissions),
+        TableCollector(server_tables.BASE_PRECISIONS, lambda: services.registry.base_precisions),
         TableCollector(server_tables.PAUSES, lambda: services.pauses),
         TableCollector(server_tables.SHARES, shares),
         TableCollector(server_tables.REGISTRY, lambda: services.registry),

@@ -141,6 +141,7 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
             services.close_tracer,
             services.engine.stop,
             registry.pins.close,
+            registry.base_precisions.close,
             registry.certificate_backfill.close,
             services.batch_runner.close,
         ):
@@ -151,6 +152,7 @@ async def open_services(settings: Settings, make_engine: EngineMaker) -> AsyncIt
         registry.pins.start()
         registry.ephemeral.start()
         registry.certificate_backfill.start()
+        registry.base_precisions.start()
         services.files.start()
         if usage is not None:
             usage.start()
@@ -196,6 +198,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         store,
         lambda: engine.base,
         certify=engine.verify,
+        measure_base=engine.measure_base,
         pinning=engine,
         base_names=BaseNames(settings.base_names, source=settings.model, is_strict=settings.strict_base),
         throttle=Throttle(

@@ -32,7 +32,10 @@ COLUMNS = (
     Column("LAST USE", lambda row: None if row.last_used_s is None else f"{row.last_used_s:.0f} s ago"),
     Column("USES", lambda row: None if row.uses_per_s is None else f"{row.uses_per_s * 60:.1f}/min"),
 )
-_BASE_FIELDS = ("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device")
+_BASE_FIELDS = (
+    *("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
+    *("precision", "precision_note"),
+)
 _TIERS = ("device", "loading", "host", "disk")
 
 
@@ -105,7 +108,7 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
     if look.stats is None or look.memory is None:
         output.note("The engine's numbers are shown only to admin keys.")
     if output.format is Format.HUMAN:
-        known = {"base": base_in_words(look.base)}
+        known = {"base": base_in_words(look.base), "rounding": precision_in_words(look.base)}
         if look.stats is not None and look.memory is not None:
             known |= _in_words(summary(look.stats), look.memory)
         output.pairs(known)
@@ -119,6 +122,18 @@ def base_in_words(base: Base) -> str:
     if not base.arithmetic:
         return f"{base.id} in {kept}"
     return f"{base.id} in {kept} on {base.device}: {base.arithmetic} ({base.kernels}, {base.instructions})"
+
+
+def precision_in_words(base: Base) -> str:
+    """Return what rounding costs the base, as one line."""
+    one = base.precision
+    if one is None:
+        return base.precision_note or "not measured yet"
+    words = (
+        f"the likeliest token of float32 at {one.top1_agreement:.1%} of positions, "
+        f"{one.mean_divergence:.2g} nats from it, perplexity {one.perplexity_ratio:.3f} times as high"
+    )
+    return f"{words}. To keep more: {one.advice}" if one.advice else words
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:

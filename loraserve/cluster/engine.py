@@ -29,6 +29,7 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
     AdapterResidency,
+    BasePrecision,
     BaseSpec,
     Certificate,
     Digest,
@@ -338,3 +339,10 @@ class ClusterEngine:
         if not isinstance(reply, m.VerifyReply) or reply.certificate is None:
             raise EngineError(f"The replica answered a verification with {type(reply).__name__}.")
         return reply.certificate
+
+    async def measure_base(self) -> BasePrecision | str:
+        """Return what rounding costs the base of a replica, or why nothing is measured."""
+        reply = await self._calls.ask(m.MeasureBase(call_id=0), limit_s=LIMITS.verification_timeout_s)
+        if not isinstance(reply, m.BaseMeasured):
+            raise EngineError(f"The replica answered a measurement with {type(reply).__name__}.")
+        return reply.precision or reply.note

@@ -177,6 +177,11 @@ class EngineReplica:
                 return m.ResidencyReply(call_id=0, adapters=await engine.residency(only))
             case m.VerifyAdapter(adapter=ref):
                 return m.VerifyReply(call_id=0, certificate=await engine.verify(ref))
+            case m.MeasureBase():
+                found = await engine.measure_base()
+                if isinstance(found, str):
+                    return m.BaseMeasured(call_id=0, note=found)
+                return m.BaseMeasured(call_id=0, precision=found)
             case _:
                 raise InvariantViolation(f"a replica takes no {type(message).__name__}")
         return m.CallReply(call_id=0)

@@ -470,6 +470,24 @@ class ServerRow(Base):
     """Parts of its requests and tokens per minute that each tenant has used here lately, by id."""
 
 
+class BasePrecisionRow(Base):
+    """What rounding costs a base in one arithmetic, against its checkpoint in float32."""
+
+    __tablename__ = "base_precisions"
+
+    base_digest: Mapped[str] = mapped_column(String(DIGEST_LENGTH), primary_key=True)
+    quantization: Mapped[str] = mapped_column(String(32), primary_key=True)
+    dtype: Mapped[str] = mapped_column(String(32), primary_key=True)
+    arithmetic: Mapped[str] = mapped_column(String(200), primary_key=True)
+    device: Mapped[str] = mapped_column(String(16), primary_key=True)
+    num_positions: Mapped[int] = mapped_column(Integer)
+    top1_agreement: Mapped[float] = mapped_column(Float)
+    mean_divergence: Mapped[float] = mapped_column(Float)
+    loss: Mapped[float] = mapped_column(Float)
+    served_loss: Mapped[float] = mapped_column(Float)
+    measured_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
 class RegistryIdentity(Base):
     """Identity of this database's registry, in a single row.
 

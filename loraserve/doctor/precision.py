@@ -15,6 +15,7 @@ import msgspec
 from loraserve.config import EngineConfig
 from loraserve.doctor.checks import Check, fail, ok, warn
 from loraserve.limits import GIB
+from loraserve.planning.precision import MAX_DIVERGENCE, MIN_AGREEMENT, better_choice, is_low
 from loraserve.types import Rounding, RoundingCost
 
 TIMEOUT_S = 3600.0
@@ -25,11 +26,6 @@ BESIDE_BASE_BYTES = 2 * GIB
 """Memory that measuring takes beside the base: blocks of weights, KV of 256 positions,
 and their logits three times.
 """
-MIN_AGREEMENT, MAX_DIVERGENCE = 0.9, 0.1
-"""Bounds on what rounding may cost without a warning: a tenth of the likeliest tokens,
-or 0.1 nats.
-"""
-
 _MODULE = "loraserve.engine.worker.rounding"
 
 
@@ -99,12 +95,12 @@ def _total(cost: RoundingCost) -> Check:
     how = f"{cost.arithmetic} ({cost.kernels}, {cost.instructions}) on {cost.device}"
     loss = f"loss {cost.loss:.4f} in float32, {cost.served_loss:.4f} served"
     found = f"{how}: {_words(cost.total)}, over {cost.num_positions} positions of text; {loss}"
-    if cost.total.top1_agreement >= MIN_AGREEMENT and cost.total.mean_divergence <= MAX_DIVERGENCE:
+    if not is_low(cost.total.top1_agreement, cost.total.mean_divergence):
         return ok("precision", found)
     expected = f"the same likeliest token at {MIN_AGREEMENT:.0%}, and {MAX_DIVERGENCE:g} nats of divergence at most"
-    is_of_weights = cost.weights.mean_divergence >= cost.activations.mean_divergence
-    advice = "Use --quantize int8 or fp8, or none." if is_of_weights else "Use --activation-dtype float."
-    return warn("precision", found, expected, advice)
+    is_of_activations = cost.activations.mean_divergence > cost.weights.mean_divergence
+    advice = better_choice(cost.quantization, cost.arithmetic, is_of_activations=is_of_activations)
+    return warn("precision", found, expected, f"Use {advice}.")
 
 
 def _words(one: Rounding) -> str:

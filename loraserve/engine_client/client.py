@@ -29,6 +29,7 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
     AdapterResidency,
+    BasePrecision,
     BaseSpec,
     Certificate,
     Digest,
@@ -292,6 +293,18 @@ class EngineClient:
             ) from None
         return certificate
 
+    async def measure_base(self) -> BasePrecision | str:
+        """Return what rounding costs the base, or the reason why nothing is measured.
+
+        Measured beside serving, in idle time: it may take minutes, and isn't bounded.
+
+        Raises:
+            EngineUnavailable: the engine isn't there, or ended meanwhile.
+            LoraserveError: it can't be measured.
+        """
+        found: BasePrecision | str = await self._call(lambda call_id: m.MeasureBase(call_id=call_id))
+        return found
+
     # requests
 
     def _admit(self, request: GenerateRequest) -> LiveRequest:
@@ -343,6 +356,10 @@ class EngineClient:
                 self._calls.answer(call_id, adapters)
             case m.VerifyReply(call_id=call_id, certificate=Certificate() as certificate):
                 self._calls.answer(call_id, certificate)
+            case m.BaseMeasured(call_id=call_id, error_code=str(code), error_message=text):
+                self._calls.refuse(call_id, error_from_code(code, text or ""))
+            case m.BaseMeasured(call_id=call_id):
+                self._calls.answer(call_id, message.precision or message.note)
             case m.VerifyReply(call_id=call_id):
                 self._calls.refuse(call_id, _verification_error(message))
             case _:

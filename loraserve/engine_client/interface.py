@@ -9,7 +9,16 @@ from loraserve.config import EngineConfig
 from loraserve.engine_client.chunk import Chunk
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.text.tokenizer import Tokenizer
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, TenantId
+from loraserve.types import (
+    AdapterRef,
+    AdapterResidency,
+    BasePrecision,
+    BaseSpec,
+    Certificate,
+    Digest,
+    EngineStats,
+    TenantId,
+)
 
 
 class ServingEngine(Protocol):
@@ -46,6 +55,7 @@ class ServingEngine(Protocol):
     def forget_texts(self, owner: TenantId, name: str | None = None, version: int | None = None) -> None: ...
     async def residency(self, only: Collection[Digest] | None = None) -> tuple[AdapterResidency, ...]: ...
     async def verify(self, ref: AdapterRef) -> Certificate: ...
+    async def measure_base(self) -> BasePrecision | str: ...
 
 
 class EngineMaker(Protocol):

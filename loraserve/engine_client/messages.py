@@ -9,6 +9,7 @@ import msgspec
 from loraserve.types import (
     AdapterRef,
     AdapterResidency,
+    BasePrecision,
     BaseSpec,
     Certificate,
     Digest,
@@ -138,6 +139,12 @@ class AbortVerification(Struct, frozen=True, tag="abort_verify"):
     call_id: int
 
 
+class MeasureBase(Struct, frozen=True, tag="measure_base"):
+    """Measure what rounding costs the base, beside serving; answered by BaseMeasured."""
+
+    call_id: int
+
+
 class QueryResidency(Struct, frozen=True, tag="residency"):
     """Ask which adapters are in memory; answered by ResidencyReply.
 
@@ -162,6 +169,7 @@ EngineInput = (
     | ForgetTexts
     | VerifyAdapter
     | AbortVerification
+    | MeasureBase
     | QueryResidency
     | Shutdown
 )
@@ -240,6 +248,20 @@ class VerifyReply(Struct, frozen=True, tag="verify"):
     is_permanent: bool = False
 
 
+class BaseMeasured(Struct, frozen=True, tag="base_measured"):
+    """Answer MeasureBase with what was found, or the reason why there is nothing, or the error.
+
+    Attributes:
+        note: reason why nothing is measured: there is no float base, or nothing is rounded.
+    """
+
+    call_id: int
+    precision: BasePrecision | None = None
+    note: str = ""
+    error_code: str | None = None
+    error_message: str | None = None
+
+
 class ResidencyReply(Struct, frozen=True, tag="residency"):
     """Answer QueryResidency."""
 
@@ -255,7 +277,16 @@ class AdapterDamaged(Struct, frozen=True, tag="damaged"):
 
 
 EngineOutput = (
-    Ready | Fatal | StepOutputs | Heartbeat | Pulse | CallReply | VerifyReply | ResidencyReply | AdapterDamaged
+    Ready
+    | Fatal
+    | StepOutputs
+    | Heartbeat
+    | Pulse
+    | CallReply
+    | VerifyReply
+    | BaseMeasured
+    | ResidencyReply
+    | AdapterDamaged
 )
 
 encode_input = msgspec.msgpack.Encoder().encode

@@ -33,6 +33,7 @@ from loraserve.registry.catalog.shadow_hours import ShadowHours
 from loraserve.registry.changes import record_change
 from loraserve.registry.composition import compose
 from loraserve.registry.health.base_names import BaseNames
+from loraserve.registry.health.base_precision import BasePrecisions, MeasureBase
 from loraserve.registry.health.certificate_backfill import CertificateBackfill
 from loraserve.registry.health.certificates import Certificates, Certify
 from loraserve.registry.health.corruption import CorruptionQuarantine
@@ -99,6 +100,7 @@ class Registry:
         base: Callable[[], BaseSpec],
         *,
         certify: Certify | None = None,
+        measure_base: MeasureBase | None = None,
         is_certified_at_upload: bool = True,
         is_certified_strictly: bool = False,
         retention_s: float = DEFAULT_RETENTION_S,
@@ -140,6 +142,7 @@ class Registry:
         self.certificate_backfill = CertificateBackfill(
             database, self.certificates, base, clock=clock, monotonic=monotonic
         )
+        self.base_precisions = BasePrecisions(database, base, measure_base, clock=clock)
         throttle = throttle or Throttle()
         self.claim = claim or StoreClaim(database, store, clock=clock)
         self.collector = Collector(

@@ -154,7 +154,7 @@ def main() -> None:
     from loraserve.engine_client.output import Chunk
     from loraserve.faults import arm
     from loraserve.settings import Settings
-    from loraserve.types import AdapterRef, AdapterResidency, Certificate, Digest, FinishReason
+    from loraserve.types import AdapterRef, AdapterResidency, BasePrecision, Certificate, Digest, FinishReason
 
     base = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=BaseSpec)
     settings = Settings.load(**given)
@@ -185,6 +185,9 @@ def main() -> None:
                     adapter_s=0.0,
                     prefill_s=0.0,
                 )
+
+        async def measure_base(self) -> BasePrecision | str:
+            return "this engine is a test's"
 
         async def verify(self, ref: AdapterRef) -> Certificate:
             return Certificate(

@@ -42,6 +42,7 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import (
     AdapterRef,
     AdapterResidency,
+    BasePrecision,
     BaseSpec,
     Certificate,
     Digest,
@@ -96,6 +97,9 @@ class StillEngine:
     async def pin(self, ref: AdapterRef) -> None: ...
 
     async def unpin(self, ref: AdapterRef) -> None: ...
+
+    async def measure_base(self) -> BasePrecision | str:
+        return "this engine is a test's"
 
     async def verify(self, ref: AdapterRef) -> Certificate:
         return self.certificate

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 
 import pytest
 from fastapi import FastAPI
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from loraserve.registry.health.base_precision import KnownPrecision, MeasuredPrecision
+from loraserve.types import BasePrecision
+
 OPEN_ENDED = frozenset(
-    ("max_lora", "running_lora_adapters", "waiting_lora_adapters", "adapter_name", "block_size", "num_gpu_blocks")
+    (
+        "quantization",
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
+        "adapter_name",
+        "block_size",
+        "num_gpu_blocks",
+    )
 )
 """Labels whose values are names or numbers of a deployment."""
 
@@ -22,6 +34,9 @@ def families(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> list[Metric]:
     """
     loaded = {("<adapter_name>", level, "false"): 1.0 for level in ("cpu", "gpu")}
     monkeypatch.setattr(app.state.services.routing, "loaded", lambda: loaded)
+    measured = MeasuredPrecision(BasePrecision(256, 0.95, 0.01, 3.0, 3.01), datetime.now(UTC))
+    precisions = app.state.services.registry.base_precisions
+    monkeypatch.setattr(type(precisions), "current", KnownPrecision("int8", measured))
     registry = app.state.services.metrics.registry
     for metric in list(registry._collector_to_names):
         if isinstance(metric, MetricWrapperBase) and metric._labelnames and not metric._metrics:

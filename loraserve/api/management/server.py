@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -14,11 +15,42 @@ from loraserve.api import scopes
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.management.payloads.responses import answer
 from loraserve.api.services import services_of
+from loraserve.registry.health.base_precision import KnownPrecision
 from loraserve.tenancy.identity.auth import Caller
 
 router = APIRouter()
 
 _reader = scopes.require(scopes.ADAPTERS_READ)
+
+
+class PrecisionResource(Resource):
+    """What rounding costs the base: its next tokens on a text, compared with the float base's."""
+
+    num_positions: int
+    top1_agreement: float
+    """The part of positions at which both have the same likeliest token."""
+    mean_divergence: float
+    """The mean Kullback-Leibler divergence from the float base, in nats."""
+    perplexity_ratio: float
+    """Perplexity of the text, in terms of the float base's."""
+    measured_at: datetime
+    advice: str
+    """Flags that keep more of the base's answers; empty where rounding costs little."""
+
+    @classmethod
+    def of_known(cls, known: KnownPrecision | None) -> PrecisionResource | None:
+        """Return what was measured; None where nothing is."""
+        if known is None or known.measured is None:
+            return None
+        one = known.measured.precision
+        return cls(
+            num_positions=one.num_positions,
+            top1_agreement=one.top1_agreement,
+            mean_divergence=one.mean_divergence,
+            perplexity_ratio=math.exp(one.served_loss - one.loss),
+            measured_at=known.measured.at,
+            advice=known.advice,
+        )
 
 
 class BaseResource(Resource):
@@ -50,6 +82,10 @@ class BaseResource(Resource):
     """cpu or cuda."""
     num_parameters: int
     size_bytes: int
+    precision: PrecisionResource | None = None
+    """What rounding costs it; null: it isn't measured yet, or nothing is (`precision_note`)."""
+    precision_note: str = ""
+    """Reason why nothing is measured: it is served as it is stored, or there is no float base."""
 
 
 class LimitsResource(Resource):
@@ -104,8 +140,12 @@ async def get_whoami(request: Request, caller: Caller = Depends(_reader)) -> Res
 @router.get("/base", response_model=BaseResource)
 async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Response:
     """Return the resident base model, with the shapes that an adapter must have."""
-    base = services_of(request).engine.base
-    return answer(request, BaseResource.of(base))
+    services = services_of(request)
+    known = services.registry.base_precisions.current
+    resource = BaseResource.of(services.engine.base).model_copy(
+        update={"precision": PrecisionResource.of_known(known), "precision_note": known.note if known else ""}
+    )
+    return answer(request, resource)
 
 
 @router.get("/limits", response_model=LimitsResource)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from loraserve.api.version_chat.renderer import TemplateRenderer
     from loraserve.batches.runner import BatchRunner
     from loraserve.conversations.stored_responses import StoredResponses
+    from loraserve.registry.health.base_precision import BasePrecisions
     from loraserve.registry.registry import Registry
     from loraserve.tenancy.billing.meter import UsageMeter
     from loraserve.tenancy.limits.admission import Admissions
@@ -130,6 +131,30 @@ ADMISSIONS: Table[Admissions] = (
         lambda a: a.num_servers,
     ),
 )
+
+BASE_PRECISIONS: Table[BasePrecisions] = (
+    gauge(
+        "loraserve_base_top1_agreement",
+        "Part of a text's positions at which the served base has the float base's likeliest token; none: not measured.",
+        lambda p: _measured(p, "top1_agreement"),
+        "quantization",
+    ),
+    gauge(
+        "loraserve_base_divergence_nats",
+        "Mean KL divergence of the served base's next tokens from the float base's; none: not measured.",
+        lambda p: _measured(p, "mean_divergence"),
+        "quantization",
+    ),
+    counter("loraserve_base_measurements", "Measurements of what rounding costs the base.", lambda p: p.num_measured),
+)
+
+
+def _measured(precisions: BasePrecisions, field: str) -> dict[str, float]:
+    known = precisions.current
+    if known is None or known.measured is None:
+        return {}
+    return {known.quantization: getattr(known.measured.precision, field)}
+
 
 SHARES: Table[Iterable[Shares]] = (
     counter(

@@ -9,7 +9,7 @@ adapter then answers a few prompts, and the base computes the same texts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from loraserve.engine.engine import Engine
 from loraserve.engine.probe import Probe
@@ -86,6 +86,10 @@ class Prober:
             self._add(Probe.of_text(self._next_id(), probe.token_ids[:-1], probe.start), None) for probe in v.answers
         ]
 
+    def probe_base(self, texts: Sequences) -> list[Probe]:
+        """Queue texts for the base, whose logits of them are wanted."""
+        return [self._add(Probe(self._next_id(), list(text)), None) for text in texts]
+
     def take_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Take the outputs of probes; return the others."""
         if not self._probes:
@@ -102,7 +106,11 @@ class Prober:
 
     def abort(self, v: Verification) -> None:
         """Abort those of its probes that run."""
-        for probe in v.probes:
+        self.abort_probes(v.probes)
+
+    def abort_probes(self, probes: Iterable[Probe]) -> None:
+        """Abort those that run."""
+        for probe in probes:
             if probe.output is None:
                 self._probes.pop(probe.request_id, None)
                 self._engine.abort(probe.request_id)

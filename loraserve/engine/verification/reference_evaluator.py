@@ -192,6 +192,16 @@ class ReferenceEvaluator:
                 if not future.done():
                     future.set_exception(error)
 
+    def make_base(self, reference: Reference) -> None:
+        """Evaluate a reference's texts by the float base alone; an error goes to the reference."""
+        self._throttled_until_s = monotonic() + MAX_THROTTLED_S
+        try:
+            base, (texts, starts) = self._base_of(reference), zip(*reference.texts, strict=True)
+            self._evaluate([_Read(reference, base, Subject(texts, (), known_base=(), starts=starts), 0)])
+        except Exception as error:
+            if not reference.evaluation.done():
+                reference.evaluation.set_exception(error)
+
     def _read(self, reference: Reference, known: Mapping[Sequences, tuple[Tensor, ...]]) -> _Read | None:
         ref, num_bytes = reference.ref, 0
         terms: list[tuple[AdapterIR, float]] = []

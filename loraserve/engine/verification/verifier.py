@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from cachetools import LRUCache
@@ -27,6 +28,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.step_hooks import StepListener
 from loraserve.engine.verification.answer_prompts import AnswerPrompts
+from loraserve.engine.verification.base_precision import BaseMeasurements
 from loraserve.engine.verification.certifier import Certifier
 from loraserve.engine.verification.comparison import PASSED
 from loraserve.engine.verification.float_base import FloatBase
@@ -83,6 +85,7 @@ class Verifier(StepListener):
         base: ReferenceBase,
         store: BlobStore,
         *,
+        model_dir: Path = Path(),
         float_base: FloatBase | None = None,
         prompts: AnswerPrompts | None = None,
         throttle: Throttle | None = None,
@@ -92,6 +95,7 @@ class Verifier(StepListener):
         """Make a verifier without work.
 
         Args:
+            model_dir: directory of the base, whose tokenizer the measured text needs.
             float_base: checkpoint's own weights; None: what rounding costs isn't measured.
             prompts: prompts that adapters answer for that.
             throttle: pauses evaluations on the processors that steps compute on; None: they compute
@@ -118,6 +122,9 @@ class Verifier(StepListener):
         self._prober = Prober(engine, 0 if prompts is None else prompts.max_answer_tokens)
         note = "this engine doesn't measure it" if float_base is None else float_base.note
         self._certifier = Certifier(engine.base, base.device, clock, note)
+        self._measurements = BaseMeasurements(
+            model_dir, engine.base, base.device, self._evaluator, self._prober, note, self._beside
+        )
         self._replies: list[m.VerifyReply] = []
         self._known: LRUCache[Sequences, BaseLogits] = LRUCache(MAX_KNOWN_SEQUENCES)
         # Three, of which two mostly wait for the thread that evaluates. Evaluating between steps
@@ -135,7 +142,7 @@ class Verifier(StepListener):
     @property
     def is_active(self) -> bool:
         """Whether `poll` will return anything, sooner or later."""
-        return bool(self._active or self._waiting or self._replies)
+        return bool(self._active or self._waiting or self._replies) or self._measurements.is_active
 
     def start(self, call_id: int, ref: AdapterRef) -> None:
         """Queue a verification.
@@ -147,6 +154,10 @@ class Verifier(StepListener):
             self._replies.append(_refused(call_id, error))
             return
         self._waiting.append(Verification(call_id, Reference(ref), self._clock()))
+
+    def measure_base(self, call_id: int) -> None:
+        """Measure what rounding costs the base; `poll` returns the reply."""
+        self._measurements.start(call_id)
 
     def abort(self, call_id: int) -> None:
         """End a verification and free what it holds; no-op if it is over."""
@@ -167,8 +178,8 @@ class Verifier(StepListener):
         """Take the outputs of probes; return the others."""
         return self._prober.take_outputs(outputs)
 
-    def poll(self) -> list[m.VerifyReply]:
-        """Advance each verification as far as it can go now.
+    def poll(self) -> list[m.VerifyReply | m.BaseMeasured]:
+        """Advance each verification, and the base's measurement, as far as it can go now.
 
         Return the replies of those that ended.
         """
@@ -193,12 +204,13 @@ class Verifier(StepListener):
         self._begin()
         self._begin_float()
         replies, self._replies = self._replies, []
-        return replies
+        return [*replies, *self._measurements.poll()]
 
     def close(self) -> None:
         """End all verifications and their threads."""
         for verification in [*self._waiting, *self._active]:
             self._end(verification)
+        self._measurements.close()
         # end pauses at once
         self.throttle.note(is_serving=False)
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -179,6 +179,8 @@ class Worker:
                 self._warming[call_id] = adapter
             case m.VerifyAdapter(call_id=call_id, adapter=adapter):
                 self._verifier.start(call_id, adapter)
+            case m.MeasureBase(call_id=call_id):
+                self._verifier.measure_base(call_id)
             case m.AbortVerification(call_id=call_id):
                 self._verifier.abort(call_id)
             case m.PinAdapter(call_id=call_id, adapter=adapter, is_pinned=is_pinned):

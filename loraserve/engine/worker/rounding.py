@@ -23,6 +23,7 @@ from torch import Tensor
 from loraserve.config import EngineConfig
 from loraserve.engine.engine import Engine
 from loraserve.engine.probe import Probe
+from loraserve.engine.verification.base_precision import compare, loss_of
 from loraserve.engine.worker.startup import build_engine, resolve
 from loraserve.errors import ConfigError, EngineError, InvariantViolation, LoraserveError
 from loraserve.limits import GIB, MIB
@@ -32,7 +33,7 @@ from loraserve.model.config.model_config import read_config
 from loraserve.model.reference_model import ReferenceBase, Subject, evaluate
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
-from loraserve.types import FinishReason, RequestId, Rounding, RoundingCost
+from loraserve.types import FinishReason, RequestId, RoundingCost
 
 NUM_POSITIONS = 256
 _MIN_POSITIONS = 16
@@ -41,7 +42,6 @@ _BUDGET_BYTES = 2 * GIB
 
 Untouched parts cost nothing.
 """
-_ROWS_AT_A_TIME = 16
 
 
 def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
@@ -92,43 +92,10 @@ def measure(config: EngineConfig, *, text: str = PASSAGE) -> RoundingCost:
         weights=compare(rounded, exact, targets),
         activations=compare(served, rounded, targets),
         total=compare(served, exact, targets),
-        loss=_loss(exact, targets),
-        served_loss=_loss(served, targets),
+        loss=loss_of(exact, targets),
+        served_loss=loss_of(served, targets),
         seconds=time.monotonic() - started,
     )
-
-
-def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
-    """Return the differences of log probabilities to the expected ones.
-
-    Args:
-        found, expected: logits [num_positions, vocab_size].
-        targets: [num_positions], the text's next token at each.
-    """
-    differences, divergences, num_agreed = [], [], 0
-    for start in range(0, len(targets), _ROWS_AT_A_TIME):
-        rows = slice(start, start + _ROWS_AT_A_TIME)
-        ours, theirs = (logits[rows].double().log_softmax(1) for logits in (found, expected))
-        column = targets[rows, None]
-        differences.append((ours.gather(1, column) - theirs.gather(1, column)).abs().flatten())
-        divergences.append((theirs.exp() * (theirs - ours)).sum(1))
-        num_agreed += int((ours.argmax(1) == theirs.argmax(1)).sum())
-    difference, divergence = torch.cat(differences), torch.cat(divergences)
-    return Rounding(
-        top1_agreement=num_agreed / len(targets),
-        mean_difference=float(difference.mean()),
-        max_difference=float(difference.max()),
-        mean_divergence=max(0.0, float(divergence.mean())),
-    )
-
-
-def _loss(logits: Tensor, targets: Tensor) -> float:
-    """Return the mean of -log p of the text's next token."""
-    total = 0.0
-    for start in range(0, len(targets), _ROWS_AT_A_TIME):
-        rows = slice(start, start + _ROWS_AT_A_TIME)
-        total -= float(logits[rows].double().log_softmax(1).gather(1, targets[rows, None]).sum())
-    return total / len(targets)
 
 
 def _windows(token_ids: Sequence[int], max_model_len: int) -> list[list[int]]:

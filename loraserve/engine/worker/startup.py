@@ -198,6 +198,7 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         engine,
         weights,
         store,
+        model_dir=Path(config.model_dir),
         float_base=FloatBase(Path(config.model_dir), decoder.spec, weights.device),
         prompts=AnswerPrompts(Path(config.model_dir), decoder.spec),
         throttle=throttle,

@@ -10,6 +10,21 @@ from pydantic import Field
 from loraserve.sdk.call import Result
 
 
+class BasePrecision(Result):
+    """What rounding costs a base: its next tokens on a text, compared with the float base's."""
+
+    num_positions: int
+    top1_agreement: float
+    """The part of positions at which both have the same likeliest token."""
+    mean_divergence: float
+    """The mean Kullback-Leibler divergence from the float base, in nats."""
+    perplexity_ratio: float
+    """Perplexity of the text, in terms of the float base's."""
+    measured_at: datetime
+    advice: str = ""
+    """Flags that keep more of the base's answers; empty where rounding costs little."""
+
+
 class Base(Result):
     """The resident base model, with the shapes that an adapter must have."""
 
@@ -36,6 +51,10 @@ class Base(Result):
     """cpu or cuda. Empty, like the three above: the server is of a release that doesn't say."""
     num_parameters: int
     size_bytes: int
+    precision: BasePrecision | None = None
+    """What rounding costs it; None: it isn't measured yet, or nothing is (`precision_note`)."""
+    precision_note: str = ""
+    """Reason why nothing is measured."""
 
 
 class Limits(Result):

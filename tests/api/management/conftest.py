@@ -24,7 +24,17 @@ from loraserve.registry.registry import Registry
 from loraserve.settings import Settings
 from loraserve.tenancy.billing.meter import UsageMeter
 from loraserve.tenancy.identity.auth import Authenticator
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Certificate, Digest, EngineStats, TenantId, Tier
+from loraserve.types import (
+    AdapterRef,
+    AdapterResidency,
+    BasePrecision,
+    BaseSpec,
+    Certificate,
+    Digest,
+    EngineStats,
+    TenantId,
+    Tier,
+)
 
 ADMIN_KEY = "an admin key of enough characters"
 
@@ -55,6 +65,9 @@ class FakeEngine:
 
     async def unpin(self, ref: AdapterRef) -> None:
         self._put(ref, is_pinned=False)
+
+    async def measure_base(self) -> BasePrecision | str:
+        return "this engine is a test's"
 
     async def verify(self, ref: AdapterRef) -> Certificate:
         if isinstance(self.certificate, Exception):

@@ -357,7 +357,7 @@ def publish(services: Services, acme: Tenant, make_upload: Callable[..., tuple[b
 async def client(url: str, acme: Tenant, publish: Callable[..., Any]) -> AsyncIterator[httpx2.AsyncClient]:
     """acme's client; acme has the adapter ``sql`` at version 1."""
     await publish("sql")
-    async with httpx2.AsyncClient(base_url=url, headers=acme.headers, timeout=10) as client:
+    async with httpx2.AsyncClient(base_url=url, headers=acme.headers, timeout=60) as client:
         yield client
 
 

@@ -106,7 +106,7 @@ class Place:
         return await self.batches.create(tenant, NewBatch(file.id, ENDPOINT, "24h", **how), actor="key")
 
     async def until(self, batch: BatchRecord, check: Callable[[BatchRecord], bool]) -> BatchRecord:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not check(found := await self.batches.get(batch.tenant, batch.id)):
                 await asyncio.sleep(0.02)
         return found

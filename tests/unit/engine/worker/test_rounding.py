@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from loraserve.config import EngineConfig
 from loraserve.demo.pack import base_dir
-from loraserve.engine.worker import rounding
-from loraserve.engine.worker.rounding import compare, measure
+from loraserve.engine.verification import base_precision
+from loraserve.engine.verification.base_precision import compare
+from loraserve.engine.worker.rounding import measure
 from loraserve.errors import ConfigError
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
@@ -105,7 +106,7 @@ def test_a_text_of_too_few_tokens_is_refused() -> None:
 
 
 def test_differences_are_those_of_the_log_probabilities_of_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "_ROWS_AT_A_TIME", 2)
+    monkeypatch.setattr(base_precision, "_ROWS_AT_A_TIME", 2)
     expected = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]]).log()
     found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]]).log() + 7
     one = compare(found, expected, torch.tensor([1, 2, 0]))

@@ -1,10 +1,13 @@
 // What happens now, and in the last hour.
+import { api } from "../lib/api.js";
 import { Chart } from "../lib/chart.js";
 import { bytes, number, percent, seconds, short } from "../lib/format.js";
 import { html, useState } from "../lib/html.js";
 import { live } from "../lib/live.js";
 import { useStore } from "../lib/store.js";
-import { Choice, Heading, Loading, Note } from "../lib/ui.js";
+import { Choice, Heading, Loading, Note, useLoaded } from "../lib/ui.js";
+
+const BASE_MS = 60_000;
 
 const QUANTILES = [
   { field: "p50", name: "p50", colour: "--series-1" },
@@ -27,6 +30,7 @@ function Stat({ title, value, children, href }) {
 export function Overview({ me, tenant }) {
   const { state, now, samples } = useStore(live);
   const [minutes, setMinutes] = useState(5);
+  const base = useLoaded(() => api.get("/api/v1/base"), [], BASE_MS).value;
   if (!now) return html`<${Heading} title="Overview" /><${Loading} what="live figures" />`;
   const last = samples.at(-1);
   const engine = now.engine;
@@ -41,6 +45,10 @@ export function Overview({ me, tenant }) {
     <//>
     ${state === "away" && html`<${Note} kind="warn">The server can't be reached; these are its last figures.<//>`}
     ${!now.is_ready && html`<${Note} kind="warn">The server isn't ready: ${now.status ?? "the engine is starting"}<//>`}
+    ${base?.precision?.advice && html`<${Note} kind="warn">
+      Rounding the base changes its answers: ${kept(base.precision)}. To keep more, start the server with
+      <code>${base.precision.advice}</code>.
+    <//>`}
     <section class="stats" aria-label="Now">
       <${Stat} title="Tokens / s" value=${short(last.tokens ?? null)}>
         ${number(now.completion_tokens)} since the start
@@ -85,7 +93,7 @@ export function Overview({ me, tenant }) {
           { field: "adapters", name: "adapters", colour: "--series-2", dash: [6, 3] },
         ]} />`}
     </section>
-    ${engine && html`<${EngineFacts} engine=${engine} />`}
+    ${engine && html`<${EngineFacts} engine=${engine} base=${base} />`}
   `;
 }
 
@@ -93,9 +101,15 @@ function kvShare(engine) {
   return engine.memory.budget_bytes ? engine.memory.kv_used_bytes / engine.memory.budget_bytes : 0;
 }
 
-function EngineFacts({ engine }) {
+function kept(precision) {
+  return `the likeliest token of float32 at ${percent(precision.top1_agreement, 1)} of a text’s positions`;
+}
+
+function EngineFacts({ engine, base }) {
   const step = engine.num_steps ? engine.step_s / engine.num_steps : null;
   const facts = [
+    ["Base", base ? `${base.id}, ${base.quantization === "none" ? base.dtype : base.quantization}` : "–"],
+    ["Rounding keeps", base?.precision ? kept(base.precision) : base?.precision_note || "not measured yet"],
     ["Sequences running in the engine", `${number(engine.num_running)} of ${number(engine.max_num_seqs)}`],
     ["Waiting in the engine", `${number(engine.num_waiting)}, ${number(engine.num_waiting_for_adapter)} for their adapter`],
     ["Mean step since the start", seconds(step)],
