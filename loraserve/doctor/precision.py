@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from loraserve.base_advice import MAX_DIVERGENCE, MIN_AGREEMENT, better_choice, is_low
 from loraserve.config import EngineConfig
 from loraserve.doctor.checks import Check, fail, ok, warn
 from loraserve.limits import GIB
-from loraserve.planning.precision import MAX_DIVERGENCE, MIN_AGREEMENT, better_choice, is_low
 from loraserve.types import Rounding, RoundingCost
 
 TIMEOUT_S = 3600.0

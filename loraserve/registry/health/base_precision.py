@@ -10,12 +10,12 @@ from datetime import datetime
 from sqlalchemy import select
 
 from loraserve.background import BackgroundTask
+from loraserve.base_advice import better_choice, is_low
 from loraserve.db.models import BasePrecisionRow
 from loraserve.db.session import Clock, Database
 from loraserve.db.upsert import upsert
 from loraserve.errors import EngineUnavailable
 from loraserve.limits import LIMITS
-from loraserve.planning.precision import better_choice, is_low
 from loraserve.types import BasePrecision, BaseSpec
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import math
 import msgspec
 import pytest
 
+from loraserve.base_advice import better_choice, is_low
 from loraserve.db.session import Database, utc_now
 from loraserve.errors import EngineUnavailable
-from loraserve.planning.precision import better_choice, is_low
 from loraserve.registry.health.base_precision import BasePrecisions
 from loraserve.types import BasePrecision, BaseSpec
 
