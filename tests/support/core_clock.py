@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _waited_ns: dict[Path, int] = {}
-"""What each thread had waited for a core when it was last looked at: one that has ended counts on."""
+"""Wait of each thread for a core when it was last looked at: one that has ended counts on."""
 
 
 def scheduled_s(*pids: int) -> float:
