@@ -164,6 +164,10 @@ class Limits:
     """Of the float32 factors that an adapter of a kind other than LoRA is unfolded to: a small file
     can hold a large update.
     """
+    max_load_bytes: int = 1 * GIB
+    """Of the host's memory, for the loads of adapters that run at once: their files, what these
+    unfold to and the packed copies. An adapter that needs more is loaded alone.
+    """
     max_scaling: float = 1e4
     max_delta: float = 65504.0
     """Bound on scaling · B A, element by element: what half precision can hold."""

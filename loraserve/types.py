@@ -529,6 +529,9 @@ class EngineStats(Struct, frozen=True):
     host_adapters: int = 0
     host_adapter_bytes: int = 0
     host_adapter_budget_bytes: int = 0
+    load_bytes: int = 0
+    """Bytes of the host's memory that loads of adapters hold."""
+    load_budget_bytes: int = 0
     num_pins: int = 0
     adapter_loads: int = 0
     adapter_load_failures: int = 0

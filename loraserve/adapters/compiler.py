@@ -8,7 +8,7 @@ of PEFT's kinds has a module in `tuners`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,12 @@ from loraserve.adapters.ir import SCORE, AdapterIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import shape_words
 from loraserve.adapters.tuners import TUNERS
+from loraserve.adapters.tuners.compilation import FoldedAdapter
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
+
+Reserve = Callable[[int], object]
 
 _HEAD = f"{PREFIX}{SCORE}.weight"
 """Weight of the linear without a bias by which transformers' models for sequence classification
@@ -31,7 +34,12 @@ of the base.
 
 
 def compile_adapter(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorView],
+    base: BaseSpec,
+    limits: Limits = LIMITS,
+    *,
+    reserve: Reserve = lambda num_bytes: None,
 ) -> AdapterIR:
     """Return the adapter in the base's terms.
 
@@ -42,6 +50,8 @@ def compile_adapter(
         config: contents of ``adapter_config.json``.
         tensors: contents of ``adapter_model.safetensors``, under the names that PEFT's
             save_pretrained writes.
+        reserve: called before an adapter of products of small matrices is unfolded, with the bytes
+            that it will take; what it raises ends the compilation.
 
     Raises:
         AdapterFormatError: malformed config values, tensors missing or unknown, ranks that disagree
@@ -54,26 +64,38 @@ def compile_adapter(
     compiled = TUNERS[str(config["peft_type"])]
     head, others = _split_head(tensors)
     if head is None:
-        return compiled(config, tensors, base, limits)
+        return _unfold(compiled(config, tensors, base, limits), reserve)
     problems = Problems()
     _check_head(head, config, base, limits, problems)
     try:
-        ir = compiled(config, others, base, limits)
+        folded = compiled(config, others, base, limits)
     except AdapterRejected as error:
         error.problems = (*error.problems, *problems.texts)
         raise
     problems.raise_if_any()
-    return replace(ir, head=head)
+    return replace(_unfold(folded, reserve), head=head)
 
 
-def open_adapter(config: Buffer, weights: Buffer, base: BaseSpec) -> AdapterIR:
+def open_adapter(
+    config: Buffer, weights: Buffer, base: BaseSpec, *, reserve: Reserve = lambda num_bytes: None
+) -> AdapterIR:
     """Read an adapter's two files and compile them for the base; the arrays are views of `weights`.
+
+    Args:
+        reserve: as in `compile_adapter`.
 
     Raises:
         AdapterRejected: as `read_adapter` and `compile_adapter`.
     """
     adapter = read_adapter(config, weights)
-    return compile_adapter(adapter.config, adapter.tensors, base)
+    return compile_adapter(adapter.config, adapter.tensors, base, reserve=reserve)
+
+
+def _unfold(adapter: AdapterIR | FoldedAdapter, reserve: Reserve) -> AdapterIR:
+    if isinstance(adapter, AdapterIR):
+        return adapter
+    reserve(adapter.num_bytes)
+    return adapter.unfold()
 
 
 def _split_head(tensors: Mapping[str, TensorView]) -> tuple[TensorView | None, dict[str, TensorView]]:

@@ -96,11 +96,13 @@ class Services:
         self.grammars = GrammarChecker(self._grammar_setup, limits=self.limits)
         self.templates = TemplateRenderer(lambda: special_tokens(self.tokenizer.config), limits=self.limits)
         self.registry.publisher.inspect_template = self.templates.inspect
-        self.registry.publisher.check_fit = DeviceFit(
+        fit = DeviceFit(
             lambda: self.engine.stats,
             self.settings.adapter_dtype,
             has_one_process=self.settings.tensor_parallel * self.settings.pipeline_parallel == 1,
-        ).check
+        )
+        self.registry.publisher.check_fit = fit.check
+        self.registry.stored_fit.doubts = fit.may_exceed
         self.registry.publisher.tokenizer = lambda: self.tokenizer.identity
         self.version_chats = VersionChats(
             lambda: self.chat_format,

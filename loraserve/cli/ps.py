@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +22,9 @@ COLUMNS = (
     Column("ADAPTER", "model"),
     Column("TENANT", "tenant"),
     Column("TIER", "tier"),
-    Column("DEVICE", lambda row: size(row.device_bytes)),
-    Column("HOST", lambda row: size(row.host_bytes)),
-    Column("DISK", lambda row: size(row.size_bytes)),
+    Column("DEVICE", lambda row: _bytes(row.device_bytes)),
+    Column("HOST", lambda row: _bytes(row.host_bytes)),
+    Column("DISK", lambda row: _bytes(row.size_bytes)),
     Column("DTYPE", "dtype"),
     Column("LOSS", lambda row: None if row.precision_loss is None else f"{row.precision_loss:.1g}"),
     Column("RUNNING", "num_pins"),
@@ -36,6 +36,7 @@ _BASE_FIELDS = (
     *("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
     *("precision", "precision_note"),
 )
+_BYTES = ("device_bytes", "host_bytes", "size_bytes")
 _TIERS = ("device", "loading", "host", "disk")
 
 
@@ -113,7 +114,23 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
             known |= _in_words(summary(look.stats), look.memory)
         output.pairs(known)
         output.line("")
-    output.rows(look.rows, COLUMNS, name="model", empty="No adapters in memory. Those on disk: loraserve ps --all")
+    rows = _once_by_weights(look.rows)
+    output.rows(rows, COLUMNS, name="model", empty="No adapters in memory. Those on disk: loraserve ps --all")
+
+
+def _once_by_weights(rows: Iterable[AdapterResidency]) -> list[AdapterResidency]:
+    """Return the rows with the bytes of weights in the first of the versions that share them."""
+    seen: set[str] = set()
+    shown = []
+    for row in rows:
+        is_shared = row.digest in seen
+        seen.add(row.digest)
+        shown.append(row.model_copy(update=dict.fromkeys(_BYTES)) if is_shared else row)
+    return shown
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "shared" if num_bytes is None else size(num_bytes)
 
 
 def base_in_words(base: Base) -> str:

@@ -17,6 +17,7 @@ _GAUGES = _LARGEST | {
     *("num_kv_blocks", "num_kv_blocks_used", "num_kv_blocks_cached", "num_kv_blocks_available"),
     *("device_adapters", "device_adapter_bytes", "device_adapter_budget_bytes", "num_arriving_adapters"),
     *("max_device_adapters", "host_adapters", "host_adapter_bytes", "host_adapter_budget_bytes", "num_pins"),
+    *("load_bytes", "load_budget_bytes"),
     *("device_bytes", "kv_bytes_used", "kv_bytes_idle", "adapter_bytes_used", "adapter_bytes_idle", "free_bytes"),
     *("num_constrained", "num_grammars", "grammar_bytes", "speculation_bytes"),
 }

@@ -275,6 +275,30 @@ class DeviceFit:
     adapter_dtype: str
     has_one_process: bool
 
+    def may_exceed(self, base: BaseSpec, *, rank: int, modules: tuple[str, ...], stored: str, size_bytes: int) -> bool:
+        """Return whether an adapter may need more than the memory for adapters has.
+
+        It is False where `check` would let every adapter pass.
+
+        Args:
+            rank: largest rank of any module.
+            modules: short names of the modules that it changes.
+            stored: as `AdapterIR.dtype`.
+            size_bytes: bytes of its files.
+        """
+        budget_bytes = self.stats().device_adapter_budget_bytes
+        if base.device != "cpu" or not self.has_one_process or not budget_bytes:
+            return False
+        dtype = _ITEMS[_STORED[stored] if self.adapter_dtype == "auto" else self.adapter_dtype]
+        places = _places(base, [module for module in modules if module in base.modules])
+        sizes = tuple(ModuleSize(layer, module, rank, has_delta=True, has_shift=True) for layer, module in places)
+        try:
+            layout = lay_out(sizes, num_layers=base.num_layers, module_shapes=base.modules, dtype=dtype)
+        except TensorMismatch:
+            return True
+        # rows in the place of the base's are in the file, at least in 16 bits
+        return layout.num_bytes(dtype, 0) + 2 * size_bytes > budget_bytes
+
     def check(self, ir: AdapterIR, base: BaseSpec) -> None:
         """Return if the adapter may fit.
 

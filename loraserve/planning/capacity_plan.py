@@ -14,7 +14,7 @@ from loraserve.config import EngineConfig
 from loraserve.planning.adapters import AdapterPlan
 from loraserve.planning.base import BasePlan
 from loraserve.planning.draft import DraftPlan
-from loraserve.planning.memory import ArenaPlan, StepPlan
+from loraserve.planning.memory import ArenaPlan, StepPlan, load_bytes
 
 LINK_BYTES_PER_S = 12e9
 """Bytes per second from pinned host memory to a GPU: PCIe 4.0 x16 carries about 25e9,
@@ -112,6 +112,7 @@ class CapacityPlan:
     notices: tuple[Notice, ...]
     host_cache_bytes: int
     num_in_host_cache: int
+    load_bytes: int
     draft: DraftPlan | None = None
     ranks: tuple[RankPlan, ...] = ()
 
@@ -172,6 +173,7 @@ class CapacityPlan:
                 "max_bytes": arena.max_adapter_pages * arena.page_bytes,
                 "host_cache_bytes": self.host_cache_bytes,
                 "num_in_host_cache": self.num_in_host_cache,
+                "load_bytes": self.load_bytes,
                 "fit": [asdict(fit) for fit in self.fits],
                 "loads": None if self.loads is None else asdict(self.loads),
                 "each": [
@@ -222,6 +224,7 @@ def make_plan(
         (),
         config.host_cache_bytes,
         num_in_host,
+        load_bytes(config, arena),
         draft,
         tuple(_ranks(base, arena, served)) if base.grid.size > 1 else (),
     )
@@ -297,13 +300,14 @@ def _notices(plan: CapacityPlan, config: EngineConfig, available_bytes: int | No
         )
     if base.device == "cpu" and available_bytes is not None:
         needed = base.num_bytes + plan.step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes
+        needed += plan.load_bytes
         if plan.draft is not None:
             needed += plan.draft.base.num_bytes + plan.draft.kv_bytes
         if needed > available_bytes:
             yield Notice(
                 Level.WARNING,
                 "memory_overcommitted",
-                f"Base, step, budget and host cache may take {needed:,} bytes together; "
+                f"Base, step, budget, host cache and loads may take {needed:,} bytes together; "
                 f"this machine has {available_bytes:,} available now.",
                 "Lower --memory-budget or --host-cache, or quantize the base.",
             )

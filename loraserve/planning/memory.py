@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from loraserve.config import CPU_BUDGET_BYTES, GPU_PLANS_BYTES, EngineConfig
 from loraserve.errors import ConfigError
-from loraserve.limits import GIB, MIB
+from loraserve.limits import GIB, LIMITS, MIB
 from loraserve.memory.memory_plan import MemoryPlan, beside_draft, max_adapter_tiles, plan_cpu_memory, plan_gpu_arena
 from loraserve.model.backends.step_sizes import buffer_bytes
 from loraserve.planning.base import BasePlan
@@ -137,6 +137,14 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
     if on_gpu:
         return StepPlan(activations, 0, 2 * activations + GPU_PLANS_BYTES + GPU_CONTEXT_BYTES)
     return StepPlan(activations, buffers, activations + buffers)
+
+
+def load_bytes(config: EngineConfig, arena: ArenaPlan) -> int:
+    """Return the host memory that loads of adapters may take at once.
+
+    Each of the largest adapters takes its file, what that unfolds to and a packed copy.
+    """
+    return min(LIMITS.max_load_bytes, config.loader_threads * 3 * arena.max_adapter_pages * arena.page_bytes)
 
 
 def plan_arena(

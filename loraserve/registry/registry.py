@@ -38,6 +38,7 @@ from loraserve.registry.health.certificate_backfill import CertificateBackfill
 from loraserve.registry.health.certificates import Certificates, Certify
 from loraserve.registry.health.corruption import CorruptionQuarantine
 from loraserve.registry.health.numeric_failures import NumericFailures
+from loraserve.registry.health.stored_fit import StoredFit
 from loraserve.registry.model_name import ParsedModel, Term, model_not_found
 from loraserve.registry.operations import Operations
 from loraserve.registry.publishing.local_folder import LocalFolders
@@ -175,7 +176,10 @@ class Registry:
             clock=clock,
             monotonic=monotonic,
         )
-        self.aliases = Aliases(database, self.served_base, self.forget, clock=clock)
+        self.stored_fit = StoredFit(store, base, lambda: self.publisher.check_fit)
+        self.aliases = Aliases(
+            database, self.served_base, self.forget, fit=self.stored_fit, certificates=self.certificates, clock=clock
+        )
         self.metadata = MetadataEditor(database, self.forget, clock=clock)
         self.restorer = Restorer(
             database,

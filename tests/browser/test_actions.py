@@ -236,6 +236,22 @@ def test_the_map_follows_what_is_published_and_loaded(
     assert "last used" in console.dialog().inner_text().lower()
 
 
+def test_residency_counts_shared_weights_once(
+    open_console: Open, server: ServerProcess, acme: str, tmp_path: Path
+) -> None:
+    with Client(server.url, api_key=acme) as client:
+        folder = str(changed_adapter(tmp_path, alpha=24))
+        for name in ("twin-1", "twin-2"):
+            client.adapters.push(folder, name=name)
+            client.completions.create(model=name, prompt="list", max_tokens=2)
+        rows = list(client.residency())
+    console = open_console(acme)
+    console.show("residency")
+    console.page.get_by_role("button", name="twin-2@1 of acme").wait_for()
+    counts = console.page.locator("label.inline .num").all_inner_texts()
+    assert sum(map(int, counts)) == len({row.digest for row in rows}) < len(rows)
+
+
 def test_a_tenant_and_its_key_are_made(open_console: Open, server: ServerProcess) -> None:
     console = open_console(ADMIN_KEY)
     page = console.page

@@ -276,6 +276,18 @@ def test_ps_shows_where_adapters_are_and_what_runs(here: Run, client: Client, sq
         assert word in human
 
 
+def test_ps_counts_shared_weights_once(here: Run, client: Client, sql_dir: Path) -> None:
+    for name in ("shared-1", "shared-2"):
+        client.adapters.push(sql_dir, name=name)
+    assert here("adapter", "pin", "shared-1").code == 0
+    found = [row for row in client.residency() if row.name.startswith("shared-")]
+    assert len({row.digest for row in found}) == 1
+    of_digest = [row for row in client.residency() if row.digest == found[0].digest]
+    lines = here("ps", "--all").stdout.splitlines()
+    assert sum(line.split().count("shared") == 3 for line in lines) == len(of_digest) - 1
+    assert here("adapter", "unpin", "shared-1@1").code == 0
+
+
 def test_ps_keeps_watching_until_it_is_interrupted(start_cli: Start) -> None:
     watching = start_cli("ps", "--watch", "--interval", "0.1", "--format", "json")
     looks = [json.loads(watching.stdout.readline()) for _ in range(3)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from loraserve.adapters.ir import AdapterIR, TensorView
 from loraserve.adapters.tuners.adalora import compile_adalora
+from loraserve.adapters.tuners.compilation import FoldedAdapter
 from loraserve.adapters.tuners.ia3 import compile_ia3
 from loraserve.adapters.tuners.loha import compile_loha
 from loraserve.adapters.tuners.lokr import compile_lokr
@@ -15,7 +16,7 @@ from loraserve.adapters.tuners.vera import compile_vera
 from loraserve.limits import Limits
 from loraserve.types import BaseSpec
 
-Compile = Callable[[Mapping[str, Any], Mapping[str, TensorView], BaseSpec, Limits], AdapterIR]
+Compile = Callable[[Mapping[str, Any], Mapping[str, TensorView], BaseSpec, Limits], AdapterIR | FoldedAdapter]
 
 TUNERS: Mapping[str, Compile] = {
     "LORA": compile_lora,
@@ -25,4 +26,7 @@ TUNERS: Mapping[str, Compile] = {
     "VERA": compile_vera,
     "ADALORA": compile_adalora,
 }
-"""PEFT's name of a kind → (config, tensors, base, limits) → the adapter in the base's terms."""
+"""PEFT's name of a kind → (config, tensors, base, limits) → the adapter in the base's terms.
+
+Of kinds that are products of small matrices, the factors aren't computed yet.
+"""

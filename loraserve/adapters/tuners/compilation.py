@@ -6,7 +6,8 @@ It finds tensors by linear, reads the config, and collects all problems.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from loraserve.adapters.config.patterns import first_matches
@@ -37,6 +38,32 @@ _MAX_R = 1 << 24
 """Limit on a rank that isn't served: LoKr's says, beyond some number, only that there are no
 factors.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedModule:
+    """Update of a linear whose factors are still to be computed.
+
+    Attributes:
+        make: computes the factors.
+    """
+
+    place: Place
+    scaling: float
+    make: Callable[[], Factors]
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedAdapter:
+    """Adapter without problems, of which the factors are still to be computed.
+
+    Attributes:
+        num_bytes: bytes of all factors, in float32.
+        unfold: computes them.
+    """
+
+    num_bytes: int
+    unfold: Callable[[], AdapterIR]
 
 
 class Compilation:
@@ -188,24 +215,43 @@ class Compilation:
         self._bytes += num_bytes(rank, (linear.out_features, linear.in_features))
         return self._bytes <= self.limits.max_factors_bytes
 
-    def modules(self, place: Place, scaling: float, factors: Factors) -> list[ModuleIR]:
-        """Return the update of a linear as updates of the base's modules in it.
-
-        Each has its rows of B, and all of A.
-        """
-        b, a = factors
-        lora_a = as_view(a)
-        return [
-            ModuleIR(place[0], module, a.shape[0], scaling, lora_a, as_view(b[rows]))
-            for module, rows in self.linear(place).parts.items()
-        ]
-
     def finish(self, modules: Sequence[ModuleIR]) -> AdapterIR:
         """Return the adapter if there were no problems.
 
         Raises:
             AdapterFormatError, AdapterUnsupported, AdapterBaseMismatch: as `compile_adapter`.
         """
+        self._raise_if_any()
+        return self._join(modules)
+
+    def finish_folded(self, modules: Sequence[FoldedModule | None]) -> FoldedAdapter:
+        """Return the adapter if there were no problems; no factor is computed yet.
+
+        Args:
+            modules: None for each that has a problem.
+
+        Raises:
+            AdapterFormatError, AdapterUnsupported, AdapterBaseMismatch: as `compile_adapter`.
+        """
+        self._raise_if_any()
+        folded = [module for module in modules if module is not None]
+        return FoldedAdapter(
+            self._bytes, lambda: self._join([module for one in folded for module in self._unfold(one)])
+        )
+
+    def _unfold(self, folded: FoldedModule) -> list[ModuleIR]:
+        """Return the update of a linear as updates of the base's modules in it.
+
+        Each has its rows of B, and all of A.
+        """
+        b, a = folded.make()
+        lora_a = as_view(a)
+        return [
+            ModuleIR(folded.place[0], module, a.shape[0], folded.scaling, lora_a, as_view(b[rows]))
+            for module, rows in self.linear(folded.place).parts.items()
+        ]
+
+    def _raise_if_any(self) -> None:
         if self._bytes > self.limits.max_factors_bytes:
             self.unsupported(
                 f"The adapter would take {self._bytes:,} bytes as LoRA in float32; "
@@ -215,6 +261,9 @@ class Compilation:
         if not self.places and not self._problems.by_message:
             self.malformed(f"The file holds no tensors of {self.kind}.")
         self._problems.raise_if_any()
+
+    def _join(self, modules: Sequence[ModuleIR]) -> AdapterIR:
+        """Return the adapter of these modules and of what was trained beside them."""
         modules = self.auxiliary.join(modules)
         dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight) if t is not None}
         return AdapterIR(

@@ -7,9 +7,9 @@ from typing import Any
 
 from loraserve.adapters.config.peft_fields import FIELDS as LORA
 from loraserve.adapters.format.tensor_names import Place
-from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.tuners.compilation import Compilation
-from loraserve.adapters.tuners.factors import as_float32, hadamard, hadamard_dense
+from loraserve.adapters.ir import TensorView
+from loraserve.adapters.tuners.compilation import Compilation, FoldedAdapter, FoldedModule
+from loraserve.adapters.tuners.factors import Factors, as_float32, hadamard, hadamard_dense
 from loraserve.adapters.tuners.fields import DROPOUT, INIT, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
@@ -35,8 +35,8 @@ _PARTS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 
 def compile_loha(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
-) -> AdapterIR:
-    """Return the adapter in the base's terms; its factors are computed, in float32.
+) -> FoldedAdapter:
+    """Return the adapter in the base's terms; its factors are float32.
 
     The rank is r², or the smaller side of a module where that is less.
 
@@ -45,26 +45,28 @@ def compile_loha(
             that it would take.
     """
     work = Compilation("LOHA", FIELDS, _PARTS, config, tensors, base, limits)
-    modules = [module for place in work.places for module in _compile(work, place)]
-    return work.finish(modules)
+    return work.finish_folded([_compile(work, place) for place in work.places])
 
 
-def _compile(work: Compilation, place: Place) -> list[ModuleIR]:
+def _compile(work: Compilation, place: Place) -> FoldedModule | None:
     if not work.has_all(place, _PARTS):
-        return []
+        return None
     linear, r = work.linear(place), work.rank(place)
     out_features, in_features = linear.out_features, linear.in_features
     # look at all tensors, so that all problems are reported together
     has_ranks = [work.has_rank(place, part, axis) for part, axis in zip(_PARTS, (1, 0, 1, 0), strict=True)]
     if not all(has_ranks):
-        return []
+        return None
     shapes = ((out_features, r), (r, in_features)) * 2
     has_shapes = [work.has_shape(place, part, shape, f"r = {r}") for part, shape in zip(_PARTS, shapes, strict=True)]
     scaling = work.scaling(place)
     rank = min(r * r, out_features, in_features)
     if not all(has_shapes) or not work.has_room(place, rank, f"r² for r = {r}"):
-        return []
-    w1_a, w1_b, w2_a, w2_b = (as_float32(work.places[place][part]) for part in _PARTS)
-    make = hadamard if rank == r * r else hadamard_dense
-    b, a = make((w1_a, w1_b), (w2_a, w2_b))
-    return work.modules(place, scaling, (b, a))
+        return None
+
+    def make() -> Factors:
+        w1_a, w1_b, w2_a, w2_b = (as_float32(work.places[place][part]) for part in _PARTS)
+        product = hadamard if rank == r * r else hadamard_dense
+        return product((w1_a, w1_b), (w2_a, w2_b))
+
+    return FoldedModule(place, scaling, make)

@@ -7,8 +7,8 @@ from typing import Any
 
 from loraserve.adapters.config.peft_fields import FIELDS as LORA
 from loraserve.adapters.format.tensor_names import Place
-from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.tuners.compilation import Compilation
+from loraserve.adapters.ir import TensorView
+from loraserve.adapters.tuners.compilation import Compilation, FoldedAdapter, FoldedModule
 from loraserve.adapters.tuners.factors import Factors, as_float32, kronecker, split
 from loraserve.adapters.tuners.fields import DROPOUT, INIT, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
@@ -40,8 +40,8 @@ _PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_
 
 def compile_lokr(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
-) -> AdapterIR:
-    """Return the adapter in the base's terms; its factors are computed, in float32.
+) -> FoldedAdapter:
+    """Return the adapter in the base's terms; its factors are float32.
 
     The rank is the product of those of w1 and w2, where that of either is r or its smaller side,
     whichever is less.
@@ -52,8 +52,7 @@ def compile_lokr(
     """
     work = Compilation("LOKR", FIELDS, _PARTS, config, tensors, base, limits)
     factor = _factor(work)
-    modules = [module for place in work.places for module in _compile(work, place, factor)]
-    return work.finish(modules)
+    return work.finish_folded([_compile(work, place, factor) for place in work.places])
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:
@@ -84,7 +83,7 @@ def _factor(work: Compilation) -> int:
     return factor
 
 
-def _compile(work: Compilation, place: Place, factor: int) -> list[ModuleIR]:
+def _compile(work: Compilation, place: Place, factor: int) -> FoldedModule | None:
     linear, r = work.linear(place), work.rank(place)
     out_features, in_features = linear.out_features, linear.in_features
     (out_1, out_2), (in_1, in_2) = factorization(out_features, factor), factorization(in_features, factor)
@@ -97,9 +96,12 @@ def _compile(work: Compilation, place: Place, factor: int) -> list[ModuleIR]:
     rank_2 = min(out_2, in_2) if is_whole_2 else min(r, out_2, in_2)
     rank = rank_1 * rank_2
     if not (fits_1 and fits_2) or not work.has_room(place, rank, f"{rank_1} of w1 times {rank_2} of w2"):
-        return []
-    b, a = kronecker(_factors(work, place, "lokr_w1", rank_1), _factors(work, place, "lokr_w2", rank_2))
-    return work.modules(place, scaling, (b, a))
+        return None
+
+    def make() -> Factors:
+        return kronecker(_factors(work, place, "lokr_w1", rank_1), _factors(work, place, "lokr_w2", rank_2))
+
+    return FoldedModule(place, scaling, make)
 
 
 def _fits(work: Compilation, place: Place, name: str, shape: tuple[int, int], is_whole: bool) -> bool:

@@ -12,9 +12,9 @@ import numpy as np
 
 from loraserve.adapters.config.peft_fields import FIELDS as LORA
 from loraserve.adapters.format.tensor_names import Place
-from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
-from loraserve.adapters.tuners.compilation import Compilation
-from loraserve.adapters.tuners.factors import Matrix, as_float32, split
+from loraserve.adapters.ir import TensorView
+from loraserve.adapters.tuners.compilation import Compilation, FoldedAdapter, FoldedModule
+from loraserve.adapters.tuners.factors import Factors, Matrix, as_float32, split
 from loraserve.adapters.tuners.fields import DROPOUT, INIT, TRANSPOSED, fields, ignored, implemented
 from loraserve.limits import LIMITS, Limits
 from loraserve.types import BaseSpec
@@ -40,10 +40,10 @@ _A, _B = "base_model.vera_A", "base_model.vera_B"
 
 def compile_vera(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
-) -> AdapterIR:
+) -> FoldedAdapter:
     """Return the adapter in the base's terms, each module with factors of its own.
 
-    The factors are computed, in float32. The rank is r, or the smaller side of a module where that
+    The factors are float32. The rank is r, or the smaller side of a module where that
     is less.
 
     Raises:
@@ -52,8 +52,7 @@ def compile_vera(
     """
     work = Compilation("VERA", FIELDS, _PARTS, config, tensors, base, limits, alpha=None, shared=(_A, _B))
     projections = _projections(work)
-    modules = [module for place in work.places for module in _compile(work, place, projections)]
-    return work.finish(modules)
+    return work.finish_folded([_compile(work, place, projections) for place in work.places])
 
 
 def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
@@ -91,22 +90,24 @@ def _projections(work: Compilation) -> tuple[Matrix, Matrix] | None:
     return as_float32(a), as_float32(b)
 
 
-def _compile(work: Compilation, place: Place, projections: tuple[Matrix, Matrix] | None) -> list[ModuleIR]:
+def _compile(work: Compilation, place: Place, projections: tuple[Matrix, Matrix] | None) -> FoldedModule | None:
     linear, r = work.linear(place), work.rank(place)
     out_features, in_features = linear.out_features, linear.in_features
     if not work.has_all(place, _PARTS) or work.settings is None:
-        return []
+        return None
     fits = [
         work.has_shape(place, "vera_lambda_b", (out_features,), "its output size"),
         work.has_shape(place, "vera_lambda_d", (r,), f"r = {r}"),
     ]
     rank = min(r, out_features, in_features)
     if not all(fits) or not work.has_room(place, rank, f"r = {r}") or projections is None:
-        return []
-    lambda_b, lambda_d = (as_float32(work.places[place][part]) for part in _PARTS)
-    with np.errstate(over="ignore", invalid="ignore"):
-        a = lambda_d[:, None] * projections[0][:, :in_features]
-        b = lambda_b[:, None] * projections[1][:out_features]
-        if rank < r:
-            b, a = split(b @ a)
-    return work.modules(place, 1.0, (b, a))
+        return None
+
+    def make() -> Factors:
+        lambda_b, lambda_d = (as_float32(work.places[place][part]) for part in _PARTS)
+        with np.errstate(over="ignore", invalid="ignore"):
+            a = lambda_d[:, None] * projections[0][:, :in_features]
+            b = lambda_b[:, None] * projections[1][:out_features]
+            return split(b @ a) if rank < r else (b, a)
+
+    return FoldedModule(place, 1.0, make)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from loraserve.api.http.client_address import ProxyHeaderInvalid, TrustedProxies, read_proxy_header
+from loraserve.api.http.tls import wait_for_hello
 from loraserve.errors import LoraserveError, Overloaded, RateLimited
 from loraserve.limits import LIMITS, Limits
 from loraserve.tenancy.limits.shares import ConnectionSlot, Shares, address_holder
@@ -30,6 +31,8 @@ _UNREAD_BYTES = 64 * 1024
 """Bytes of a refused connection that are discarded: unread ones would cancel the refusal."""
 _PAUSE_S = 0.5
 """Seconds without accepting after the system had no descriptor or memory for a connection."""
+_MIN_HANDSHAKE_S = 0.1
+"""Least time for the remaining handshake of a client whose first record came late."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -137,12 +140,18 @@ class Acceptor:
     async def _begin(self, sock: socket.socket, slot: ConnectionSlot) -> None:
         loop = asyncio.get_running_loop()
         seconds = self._limits.handshake_s
-        handshake = {} if self._tls is None else {"ssl_handshake_timeout": seconds, "ssl_shutdown_timeout": seconds}
+        handshake: dict[str, float] = {}
         protocol: BoundedProtocol | None = None
         try:
             if self._proxies.sends_proxy_header(slot.host):
                 async with asyncio.timeout(seconds):
                     await self._read_proxy_header(sock, slot)
+            if self._tls is not None:
+                deadline_s = loop.time() + seconds
+                async with asyncio.timeout_at(deadline_s):
+                    await wait_for_hello(sock)
+                left_s = max(_MIN_HANDSHAKE_S, deadline_s - loop.time())
+                handshake = {"ssl_handshake_timeout": left_s, "ssl_shutdown_timeout": seconds}
             _, protocol = await loop.connect_accepted_socket(
                 lambda: self._make_protocol(slot), sock, ssl=self._tls, **handshake
             )
@@ -181,7 +190,8 @@ def _refusal(error: LoraserveError) -> bytes:
     is_share = isinstance(error, RateLimited)
     retry_after_s = math.ceil(getattr(error, "retry_after_s", 1.0))
     status = b"429 Too Many Requests" if is_share else b"503 Service Unavailable"
-    return b"HTTP/1.1 %s\r\nretry-after: %d\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % (status, retry_after_s)
+    head = b"HTTP/1.1 %s\r\nretry-after: %d\r\nx-content-type-options: nosniff\r\n" % (status, retry_after_s)
+    return head + b"content-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class HTTPServer(uvicorn.Server):

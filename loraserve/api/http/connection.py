@@ -43,6 +43,8 @@ _TURN_S = 0.005
 """Longest time that one connection's bytes are parsed before other connections have their turn."""
 _TCP_INFO_BYTES, _ACKED_OFFSET = 128, 120
 """Bytes of Linux's struct tcp_info up to tcpi_bytes_acked, and that field's place."""
+_OF_REFUSALS = ((b"x-content-type-options", b"nosniff"), (b"connection", b"close"))
+"""Headers of answers that the connection writes itself: no application has added any."""
 _FRAMING_RATIO = 8
 """Bytes of chunk framing per byte of a body. A chunk of one byte has five around it."""
 _UNREAD_BYTES = 16 * MIB
@@ -366,7 +368,7 @@ class BoundedProtocol(asyncio.Protocol):
         request_id = scope.get("state", {}).get("request_id")
         response = error_response(error, path=scope.get("path", ""), request_id=request_id)
         lines = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()]
-        lines += [name + b": " + value for name, value in (*response.raw_headers, (b"connection", b"close"))]
+        lines += [name + b": " + value for name, value in (*response.raw_headers, *_OF_REFUSALS)]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
         self.transport.close()
         if self.cycle is not None:

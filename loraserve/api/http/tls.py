@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import ssl
 from pathlib import Path
 
 from loraserve.errors import ConfigError
+
+_RECORD_HEAD_BYTES = 5
+"""Bytes of a TLS record's type, version and length."""
+_HANDSHAKE_RECORD = 22
+_MAX_RECORD_BYTES = 1 << 14
+"""Longest plaintext of a record (RFC 8446, 5.1)."""
 
 
 class TlsFiles:
@@ -78,3 +86,48 @@ class _HasPassphrase(Exception):
 def _no_passphrase() -> str:
     # OpenSSL would ask for it on the terminal
     raise _HasPassphrase
+
+
+async def wait_for_hello(sock: socket.socket) -> None:
+    """Wait until the client's first record is in the system's buffer, reading nothing of it.
+
+    Only then are a TLS object and its buffers made, some 50 KiB: a connection that stays silent,
+    or sends its first record byte by byte, costs a few KiB. What isn't a handshake's record is left
+    to the TLS object to refuse.
+
+    Raises:
+        ConnectionError: the client left before.
+    """
+    try:
+        begin = await _peek(sock, _RECORD_HEAD_BYTES)
+        if begin[0] == _HANDSHAKE_RECORD and len(begin) == _RECORD_HEAD_BYTES:
+            num_bytes = min(int.from_bytes(begin[3:], "big"), _MAX_RECORD_BYTES)
+            await _peek(sock, _RECORD_HEAD_BYTES + num_bytes)
+    finally:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+
+async def _peek(sock: socket.socket, num_bytes: int) -> bytes:
+    """Return the first bytes of what has come once there are so many, fewer where the client ends.
+
+    The system wakes nothing before: a client that sends single bytes causes no turns of the loop.
+    """
+    loop = asyncio.get_running_loop()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def note() -> None:
+        # once: the loop calls it as long as there is something to read
+        loop.remove_reader(sock)
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock, note)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock)
+    data = sock.recv(num_bytes, socket.MSG_PEEK)
+    if not data:
+        raise ConnectionAbortedError("the client ended before its first record")
+    return data

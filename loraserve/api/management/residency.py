@@ -34,7 +34,9 @@ class ResidencyResource(Resource):
     version: int
     digest: str
     size_bytes: int
-    """Bytes of its files, which are on disk wherever else it is."""
+    """Bytes of its files, which are on disk wherever else it is. Versions of one digest share their
+    weights: a sum of sizes, on disk or in memory, counts each digest once.
+    """
     state: str
     """ready; quarantined; other_base (this server serves another base)."""
     tier: Tier

@@ -110,6 +110,16 @@ MEMORY: Table[EngineStats] = (
         lambda s: {"device": s.device_adapter_budget_bytes, "host": s.host_adapter_budget_bytes},
         "tier",
     ),
+    gauge(
+        "loraserve_adapter_load_bytes",
+        "Host memory that loads of adapters hold: files, what these unfold to, packed copies.",
+        lambda s: s.load_bytes,
+    ),
+    gauge(
+        "loraserve_adapter_load_budget_bytes",
+        "Most host memory of the loads of adapters that run at once; a larger adapter is loaded alone.",
+        lambda s: s.load_budget_bytes,
+    ),
     gauge("loraserve_adapter_pins", "Pins held by running sequences.", lambda s: s.num_pins),
     counter(
         "loraserve_adapter_lookups",

@@ -198,7 +198,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     from loraserve.planning.base import plan_base
     from loraserve.planning.draft import plan_draft
     from loraserve.planning.machine import available_memory, gpu_memory
-    from loraserve.planning.memory import plan_arena, plan_step
+    from loraserve.planning.memory import load_bytes, plan_arena, plan_step
 
     if settings.model == NO_MODEL:
         yield warn("model", "not named", "--model, LORASERVE_MODEL or loraserve.toml", "loraserve doctor --model DIR")
@@ -230,14 +230,14 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
         return
     expected[0] = Expected(config, base, arena)
     needed, left = (
-        base.num_bytes + step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes,
+        base.num_bytes + step.reserved_bytes + arena.budget_bytes + config.host_cache_bytes + load_bytes(config, arena),
         available_memory(),
     )
     if draft is not None:
         needed += draft.base.num_bytes + draft.kv_bytes
     if device == "cpu" and left is not None and needed > left:
         found = f"{size(left)} available now"
-        wanted = f"{size(needed)}: base, step, budget and host cache"
+        wanted = f"{size(needed)}: base, step, budget, host cache and loads"
         yield warn("memory", found, wanted, "Lower --memory-budget or --host-cache, unless a server has it already.")
     else:
         yield ok("memory", f"{size(arena.budget_bytes)} for KV and adapters ({arena.source})")

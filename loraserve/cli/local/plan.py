@@ -252,6 +252,7 @@ def _in_words(made: CapacityPlan, facts: dict[str, Any]) -> dict[str, str]:
         words["adapters"] = f"{of_adapters['count']:,}, {size(of_adapters['total_bytes'])} if all are resident"
         words["kv beside all"] = f"{kv['tokens_beside_all_adapters']:,} tokens (one sequence at least)"
         words["host cache"] = f"{size(made.host_cache_bytes)}: {made.num_in_host_cache:,} adapters"
+        words["loads"] = f"up to {size(made.load_bytes)} of the host's memory while adapters are loaded"
     if made.loads is not None:
         loads = made.loads
         words["load"] = (

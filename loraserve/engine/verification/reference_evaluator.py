@@ -37,7 +37,9 @@ Sequences = tuple[tuple[int, ...], ...]
 """Token ids of an adapter's probes."""
 
 MAX_HELD_BYTES = 256 * MIB
-"""Bytes of adapters' files held for one pass; beyond this no more are read for it."""
+"""Bytes of adapters held for one pass, their files' and what these unfold to; beyond this no more
+are read for it.
+"""
 
 MAX_THROTTLED_S = 30.0
 """Seconds after which evaluations of one batch are no longer throttled.
@@ -92,7 +94,8 @@ class _Read:
     """An adapter that was read.
 
     Attributes:
-        num_bytes: size of the files, which the subject's terms are views of.
+        num_bytes: bytes of the files, which the subject's terms are views of, and of what they
+            unfold to.
     """
 
     reference: Reference
@@ -209,8 +212,9 @@ class ReferenceEvaluator:
             base = self._base_of(reference)
             for adapter, weight in [(part.adapter, part.weight) for part in ref.parts] or [(ref, 1.0)]:
                 config, weights = read_blobs(self._store, adapter)
-                num_bytes += len(weights)
-                ir = open_adapter(config, weights, self._spec)
+                unfolded: list[int] = []
+                ir = open_adapter(config, weights, self._spec, reserve=unfolded.append)
+                num_bytes += len(weights) + sum(unfolded)
                 if ir.saved_base:
                     with background_compute(base.device):
                         ir = with_saved_base(ir, self._spec, base)

@@ -66,6 +66,11 @@ class Composer:
                 )
         self._terms.append((lowered, part.weight))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the sum's matrices, at most."""
+        return sum(4 * (m.lora_a.numel() + m.lora_b.numel()) for lowered, _ in self._terms for m in lowered.modules)
+
     def compose(self) -> LoweredAdapter:
         """Return the sum; its matrices are copies.
 

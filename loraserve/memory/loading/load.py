@@ -8,7 +8,7 @@ loss; the device packs. All of it runs on a loader's thread and touches no share
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,8 @@ from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.lora.layout import LoraModule
 from loraserve_kernels.errors import TensorMismatch
 
+Take = Callable[[int], object]
+
 
 def load_adapter(
     store: BlobStore,
@@ -46,6 +48,7 @@ def load_adapter(
     device: AdapterDevice,
     base_weights: BaseWeights | None = None,
     precision: Precision = EXACT,
+    take: Take = lambda num_bytes: None,
 ) -> LoadedAdapter:
     """Read the adapter, verify its digests, compile it for `base` and pack it for `device`.
 
@@ -56,6 +59,8 @@ def load_adapter(
         ref: an adapter, or a composition, each of whose parts is read.
         base_weights: the resident base's; adapters of LoRA alone load without them.
         precision: loss that the adapter may have.
+        take: called before memory is taken, with its bytes: of each file, of what it unfolds to, of
+            a sum's matrices and of the packed tensors. What it raises ends the load.
 
     Raises:
         AdapterCorrupt: a blob is gone, or its bytes no longer hash to its digest.
@@ -69,7 +74,8 @@ def load_adapter(
     each may see the message.
     """
     started_s = time.perf_counter()
-    uploaded = _compose(store, ref, base, base_weights) if ref.parts else _read(store, ref, base, base_weights)
+    read = _compose if ref.parts else _read
+    uploaded = read(store, ref, base, base_weights, take)
     dtype = device.held_dtype(uploaded.stored)
     with threads.alone(), torch.inference_mode():
         modules: Sequence[LoraModule] = uploaded.modules
@@ -84,6 +90,7 @@ def load_adapter(
             )
         with threads.alone():
             refuse_out_of_range(modules, uploaded.stored, dtype)
+        take(footprint.num_bytes)
         modules, lost = _as_served(uploaded, modules, dtype, base_weights, precision)
         host = device.pack(modules, uploaded.stored, uploaded.norms, uploaded.head)
     except TensorMismatch as error:
@@ -139,11 +146,15 @@ def _read_memory(ref: AdapterRef, memory: MemoryFile) -> tuple[memoryview, memor
         ) from error
 
 
-def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> LoweredAdapter:
+def _read(
+    store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None, take: Take
+) -> LoweredAdapter:
     """Read, verify, compile and lower one adapter."""
     config, weights = read_blobs(store, ref)
+    # those of an ephemeral version are in memory that it has anyway
+    take(0 if ref.memory is not None else len(weights))
     try:
-        ir = open_adapter(config, weights, base)
+        ir = open_adapter(config, weights, base, reserve=take)
     except AdapterRejected as error:
         raise AdapterUnservable(
             f"This adapter version can't be served on this base: {error.problems[0]}",
@@ -152,10 +163,13 @@ def _read(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseW
     return lower(ir, base, base_weights)
 
 
-def _compose(store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None) -> LoweredAdapter:
+def _compose(
+    store: BlobStore, ref: AdapterRef, base: BaseSpec, base_weights: BaseWeights | None, take: Take
+) -> LoweredAdapter:
     composer = Composer()
     for part in merged(ref.parts):
-        composer.add(part, _read(store, part.adapter, base, base_weights))
+        composer.add(part, _read(store, part.adapter, base, base_weights, take))
+    take(composer.num_bytes)
     with threads.alone(), torch.inference_mode():
         return composer.compose()
 

@@ -24,10 +24,13 @@ from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 
 from adapters_store import BlobStore
+from loraserve.adapters.load_memory import Reservation
 from loraserve.errors import AdapterCorrupt, AdapterUnavailable, LoraserveError
+from loraserve.limits import LIMITS
 from loraserve.memory.devices.base import AdapterHandle
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata, LoadedAdapter
 from loraserve.memory.loading.base_weights import BaseWeights
+from loraserve.memory.loading.bounded_loads import BoundedLoads
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.precision import EXACT, Precision
 from loraserve.memory.residency.device_cache import DeviceCache, Pin
@@ -62,8 +65,9 @@ class Pager:
     and steps go on without it.
 
     Loaded adapters that wait for the device are held in the host cache; where that has no room they
-    are dropped, and read again when their turn comes. Beyond the two budgets, host memory holds at
-    most `num_threads` adapters that loaders are making and those on their way to a GPU.
+    are dropped, and read again when their turn comes. Beyond the two budgets, host memory holds
+    what the loads in flight take, which has a budget of its own, and the adapters on their way to a
+    GPU.
 
     Invariants (`check`):
         On a CPU no adapter is in both tiers; what the host cache holds is in the queue.
@@ -80,6 +84,7 @@ class Pager:
         host_cache: HostCache,
         num_threads: int,
         *,
+        load_bytes: int = LIMITS.max_load_bytes,
         weights: BaseWeights | None = None,
         precision: Precision = EXACT,
         wake: Callable[[], None] = lambda: None,
@@ -91,6 +96,7 @@ class Pager:
             store: the blobs; the caller closes it.
             pool: adapters on the device, which says how they are packed.
             num_threads: loader threads, and loads in flight.
+            load_bytes: host memory of the loads in flight together; one that needs more runs alone.
             weights: the base's, for adapters whose load reads them.
             precision: what adapters may lose by how they are held.
             wake: called on a loader's thread when there is something for `poll`.
@@ -99,9 +105,12 @@ class Pager:
         self._pool = pool
         self._host = host_cache
         self._clock = clock
-        self._loaders = LoaderPool(
-            num_threads, lambda ref: load_adapter(store, ref, base, pool.device, weights, precision), on_done=wake
-        )
+
+        def load(ref: AdapterRef, reservation: Reservation) -> LoadedAdapter:
+            return load_adapter(store, ref, base, pool.device, weights, precision, reservation.take)
+
+        self._loads = BoundedLoads(store, load, load_bytes)
+        self._loaders = LoaderPool(num_threads, self._loads.load, on_done=wake)
         self._history = LoadHistory(pool.device)
         self._queue = LoadQueue()
         self._prefetcher = Prefetcher(pool, host_cache, self._queue, self._loaders, self._history)
@@ -309,6 +318,8 @@ class Pager:
         """Return the adapters' fields of EngineStats."""
         return {
             **adapter_usage(self._pool, self._host),
+            "load_bytes": self._loads.memory.num_bytes,
+            "load_budget_bytes": self._loads.memory.budget_bytes,
             **self._history.stats(),
             "adapters_brought_back": self._prefetcher.num_rewarmed,
             "device_load_s": self._pool.load_s,
@@ -317,7 +328,8 @@ class Pager:
 
     def check(self) -> list[str]:
         """Return every broken invariant, in words; empty when all hold."""
-        problems = [*self._pool.check(), *self._host.check(), *self._loaders.check(), *self._queue.check()]
+        problems = [*self._pool.check(), *self._host.check(), *self._loads.check(), *self._queue.check()]
+        problems += self._loaders.check()
         in_host = {digest for digest, _ in self._host.items()}
         if self._pool.device.is_host_memory and any(digest in self._pool for digest in in_host):
             problems.append("pager: an adapter is on the device and in the host cache")
@@ -331,6 +343,7 @@ class Pager:
 
     def close(self) -> None:
         """Wait for the loads in flight, drop their results and end the loader threads."""
+        self._loads.close()
         self._loaders.close()
 
     def _free_discarded(self) -> None:
@@ -372,6 +385,7 @@ class Pager:
         loaded: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
+            self._loads.taken(digest)
             is_unavailable = isinstance(result.outcome, AdapterUnavailable)
             if is_unavailable and self._queue.may_load_again(result.ref):
                 continue

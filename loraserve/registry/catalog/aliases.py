@@ -5,7 +5,8 @@ They have splits, shadows and rollbacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -14,10 +15,12 @@ from loraserve.db.idempotency import Once
 from loraserve.db.models import Adapter, Alias
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page
 from loraserve.db.session import Clock, Database
-from loraserve.errors import Conflict, InvalidRequest, PreconditionFailed, VersionNotFound
+from loraserve.errors import Conflict, InvalidRequest, NotFound, PreconditionFailed, VersionNotFound
 from loraserve.limits import LIMITS
 from loraserve.registry.changes import move_alias, record_change
+from loraserve.registry.health.certificates import Certificates
 from loraserve.registry.health.checks import quarantine_error
+from loraserve.registry.health.stored_fit import StoredFit
 from loraserve.registry.model_name import check_alias_name
 from loraserve.registry.records import NO_CONDITION, QUARANTINED, AliasRecord, AliasTarget, Precondition, ShadowPart
 from loraserve.registry.repository import AdapterRepository, shadow_of
@@ -32,6 +35,8 @@ class Aliases:
 
     Args:
         served_base: base of the versions that aliases may point to, once it is loaded.
+        fit: refuses versions that the device can never hold.
+        certificates: refuses versions that a strict server doesn't promote.
         on_change: called with tenant and adapter name after a change is durable.
     """
 
@@ -41,8 +46,12 @@ class Aliases:
         served_base: ServedBase,
         on_change: Callable[[TenantId, str], None],
         *,
+        fit: StoredFit,
+        certificates: Certificates,
         clock: Clock,
     ) -> None:
+        self._fit = fit
+        self._certificates = certificates
         self._database = database
         self._served_base = served_base
         self._on_change = on_change
@@ -98,12 +107,16 @@ class Aliases:
                 `LIMITS.max_aliases_per_adapter` already.
             AdapterNotFound, VersionNotFound
             AdapterQuarantined, AdapterOfAnotherBase: requests for the alias would be refused.
+            AdapterRejected: a version never fits this server's device.
+            AdapterUncertified: the server is strict, and the certificate of a version that would
+                answer isn't passed.
             PreconditionFailed: the condition doesn't hold; nothing was changed.
         """
         check_alias_name(alias)
         if shadow is not None and not 0 < shadow.share <= 1:
             raise InvalidRequest("A shadow's share should be above 0 and at most 1.", param="shadow.share")
         now = self._clock()
+        await self._check_fit(tenant, name, (*target.versions, *(() if shadow is None else (shadow.version,))))
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
@@ -139,10 +152,14 @@ class Aliases:
 
         Raises:
             AdapterNotFound, AliasNotFound, PreconditionFailed
-            Conflict: the alias was never moved, or its previous target is deleted.
+            Conflict: the alias was never moved, or is moved meanwhile, or its previous target is
+                deleted.
             AdapterQuarantined, AdapterOfAnotherBase: the previous target isn't served.
+            AdapterRejected: it never fits this server's device.
+            AdapterUncertified: the server is strict, and its certificate isn't passed.
             Replay: `once` was used before.
         """
+        checked = await self._check_previous_fit(tenant, name, alias)
         async with self._database.write() as session:
             if once is not None:
                 await once.begin(session)
@@ -151,6 +168,8 @@ class Aliases:
             row = await repository.alias(adapter, alias)
             repository.alias_record(adapter, row, alias)
             _check_condition(condition, row, f"{name}@{alias}")
+            if row is not None and row.previous != checked:
+                raise Conflict(f"{name}@{alias} was moved meanwhile.", hint="Read it again, then retry.")
             record = await self._move_back(session, repository, adapter, alias, row, actor)
             if once is not None:
                 await once.finish(session, record)
@@ -221,20 +240,51 @@ class Aliases:
         )
         return repository.alias_record(adapter, moved, alias)
 
+    async def _check_previous_fit(self, tenant: TenantId, name: str, alias: str) -> object:
+        """Check that the versions before the alias's last move fit; return them as stored."""
+        async with self._database.read() as session:
+            repository = AdapterRepository(session, tenant)
+            row = await repository.alias(await repository.adapter(name), alias)
+            previous = None if row is None else row.previous
+        if previous is not None:
+            await self._check_fit(tenant, name, AliasTarget.from_json(previous).versions)
+        return previous
+
+    async def _check_fit(self, tenant: TenantId, name: str, numbers: Iterable[int]) -> None:
+        """Check that the versions fit the device, before a transaction: files may be read.
+
+        What else is wrong with them, the transaction says.
+
+        Raises:
+            AdapterRejected
+        """
+        with suppress(NotFound):
+            async with self._database.read() as session:
+                repository = AdapterRepository(session, tenant)
+                adapter = await repository.adapter(name)
+                rows = await repository.versions_of(adapter, numbers)
+                records = [await repository.version_record(adapter, row) for row in rows]
+            for record in records:
+                if record.state != QUARANTINED:
+                    await self._fit.check(record)
+
     async def _check_servable(
         self, repository: AdapterRepository, adapter: Adapter, target: AliasTarget, shadow: ShadowPart | None
     ) -> None:
         """Check that the target's versions can be used.
 
         Raises:
-            VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase: the first version that can't
-                be used.
+            VersionNotFound, AdapterQuarantined, AdapterOfAnotherBase, AdapterUncertified: the first
+                version that can't be used.
         """
         numbers = (*target.versions, *(() if shadow is None else (shadow.version,)))
         for row in await repository.versions_of(adapter, numbers):
             self._served_base.check(adapter.name, row.number, row.base_digest, row.checks)
             if row.state == QUARANTINED:
                 raise quarantine_error(adapter.name, row.number, row.checks)
+            if row.number in target.versions:
+                # a shadow answers no client
+                self._certificates.check_promotion(adapter.name, row.number, row.checks)
 
 
 def _check_condition(condition: Precondition, found: Alias | None, shown: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -40,6 +40,7 @@ from loraserve.registry.health.checks import (
     PASSED,
     SKIPPED,
     STORED,
+    find_check,
     replace_check,
     set_checks,
 )
@@ -73,7 +74,8 @@ class Certificates:
         served_base: base that the engine verifies on.
         names: names of that base.
         is_at_upload: whether uploads are verified; otherwise versions are verified on request.
-        is_strict: whether an upload is refused unless its certificate is passed.
+        is_strict: whether an upload is refused unless its certificate is passed, and so an alias's
+            move to a version.
         on_change: called with tenant and adapter name after a new state is durable.
     """
 
@@ -152,6 +154,25 @@ class Certificates:
         except LoraserveError as error:
             self.num_by_verdict[SKIPPED] += 1
             return CertificateOutcome(SKIPPED, error.message.rstrip("."))
+
+    def check_promotion(self, name: str, number: int, checks: Iterable[Mapping[str, Any]]) -> None:
+        """Check that an alias may point to the version.
+
+        A certificate that was skipped may still come; a failed one is a quarantine anyway.
+
+        Raises:
+            AdapterUncertified: the server is strict, and the certificate is degraded, or wasn't
+                possible.
+        """
+        check = find_check(checks, CERTIFICATE)
+        if self.is_strict and check is not None and check["status"] in (DEGRADED, NOT_POSSIBLE):
+            verdict = str(check["status"]).replace("_", " ")
+            raise AdapterUncertified(
+                f"The certificate of {name}@{number} is {verdict}, and this server's aliases point to passed versions "
+                f"only (--strict-certificates): {check['detail']}.",
+                hint=f"Point the alias at another version, use {name}@{number} itself, or verify it again where the "
+                f"base is served with a finer --quantize: loraserve adapter verify {name}@{number}",
+            )
 
     async def verify(
         self,

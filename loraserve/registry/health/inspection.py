@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraserve.adapters.compiler import compile_adapter
+from loraserve.adapters.compiler import Reserve, compile_adapter
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.ir import AdapterIR
@@ -43,6 +43,7 @@ def inspect_upload(
     *,
     names: BaseNames | None = None,
     check_fit: CheckFit = lambda ir, base: None,
+    reserve: Reserve = lambda num_bytes: None,
     pause: Callable[[], object] = lambda: None,
 ) -> Inspected:
     """Inspect the two files; `weights` isn't referred to after the return.
@@ -50,6 +51,7 @@ def inspect_upload(
     Args:
         names: names of the base; None: its id alone.
         check_fit: refuses what the device can never hold.
+        reserve: as in `compile_adapter`.
         pause: called between pieces of the work (`background.Throttle`).
 
     Raises:
@@ -58,7 +60,7 @@ def inspect_upload(
     """
     adapter = read_adapter(config, weights)
     pause()
-    ir = compile_adapter(adapter.config, adapter.tensors, base)
+    ir = compile_adapter(adapter.config, adapter.tensors, base, reserve=reserve)
     pause()
     named = (names or BaseNames()).inspect(adapter.config, base)
     check_fit(ir, base)

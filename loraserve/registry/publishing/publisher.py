@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,11 +14,13 @@ from adapters_store.base import BlobStore
 from loraserve import faults
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.ir import SCORE
+from loraserve.adapters.load_memory import LoadMemory
 from loraserve.background import Pause, Throttle
 from loraserve.db.idempotency import Once
 from loraserve.db.models import AdapterVersion
 from loraserve.db.session import Clock, Database
 from loraserve.errors import AlreadyExists, Overloaded
+from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import retain, retain_stored
 from loraserve.registry.changes import point_alias
 from loraserve.registry.health.base_names import BaseNames
@@ -85,6 +88,8 @@ class Publisher:
         self._throttle = throttle
         self._names = names
         self._inspections = asyncio.Semaphore(MAX_INSPECTIONS)
+        # what adapters unfold to while they are inspected; the largest is inspected alone
+        self._unfolding = LoadMemory(LIMITS.max_factors_bytes)
         self.inspect_template: InspectTemplate | None = None
         """Looks at chat templates; None: none can be published."""
         self.check_fit: CheckFit = lambda ir, base: None
@@ -194,7 +199,7 @@ class Publisher:
             own = await asyncio.to_thread(self.tokenizer)
             checks.append(inspect_tokenizer(extras.tokenizer, own, is_strict=self._names.is_strict))
         async with self._inspections:
-            work = partial(_inspect, config, read, base, self._names, self.check_fit)
+            work = partial(_inspect, config, read, base, self._names, self.check_fit, self._unfolding)
             inspected = await (throttle or self._throttle).run_in_pieces(work)
         return with_extra_files(inspected, extras, checks)
 
@@ -354,6 +359,8 @@ class Publisher:
                 if stored.is_uploaded and is_corrupt(version.checks):
                     await repair_version(session, repository, adapter, version, push, stored, outcome, now)
             if push.is_promoting and version.state != QUARANTINED:
+                # one that was there before; a new one's certificate was asked for
+                self._certificates.check_promotion(name, version.number, version.checks)
                 await point_alias(session, repository, adapter, LIVE, version.number, actor=push.actor, now=now)
             await session.flush()
             published = Published(await repository.version_record(adapter, version), is_new=found is None)
@@ -404,11 +411,17 @@ def _inspect(
     base: BaseSpec,
     names: BaseNames,
     check_fit: CheckFit,
+    unfolding: LoadMemory,
     pause: Pause,
 ) -> Inspected:
     data = read()
     pause()
-    return inspect_upload(config, data, base, names=names, check_fit=check_fit, pause=pause)
+    with ExitStack() as held:
+
+        def reserve(num_bytes: int) -> None:
+            held.enter_context(unfolding.reserved(num_bytes))
+
+        return inspect_upload(config, data, base, names=names, check_fit=check_fit, reserve=reserve, pause=pause)
 
 
 def _check_base(push: Push, version: AdapterVersion) -> None:

@@ -16,8 +16,10 @@ import pytest
 from attack import KIB, MIB
 
 from loraserve.api.http import connection
+from loraserve.api.http.acceptor import _refusal
 from loraserve.api.http.h11_connection import H11Connection
 from loraserve.api.http.httptools_connection import HttptoolsConnection
+from loraserve.errors import Overloaded, RateLimited
 from loraserve.limits import LIMITS, Limits
 
 LIVE = attack.head("/livez", "GET")
@@ -79,6 +81,27 @@ async def test_trailers_over_their_bound_are_refused_in_words(url: str, acme: An
     _, _, body = outcome.answer.partition(b"\r\n\r\n")
     assert (outcome.status, json.loads(body)["error"]["code"]) == (431 if code == "headers_too_large" else 400, code)
     assert b"connection: close" in outcome.answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"no HTTP at all\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * (LIMITS.max_headers + 1) + b"\r\n", 431),
+    ],
+)
+async def test_refusal_by_connection_is_not_sniffed(url: str, sent: bytes, status: int) -> None:
+    answer = await talk(url, sent)
+    assert statuses(answer) == [status]
+    assert answer.count(b"x-content-type-options: nosniff\r\n") == 1
+
+
+@pytest.mark.parametrize("error", [RateLimited("Too many."), Overloaded("Full.")])
+def test_refusal_at_acceptance_is_not_sniffed(error: RateLimited | Overloaded) -> None:
+    head, _, rest = _refusal(error).partition(b"\r\n\r\n")
+    assert rest == b""
+    assert b"x-content-type-options: nosniff" in head.split(b"\r\n")
+    assert b"content-length: 0" in head.split(b"\r\n")
 
 
 @pytest.fixture

@@ -84,6 +84,21 @@ async def test_connections_without_handshake_count_and_end(
     await until(lambda: rooms.total == 0)
 
 
+@pytest.mark.parametrize("tls", [True], indirect=True)
+@pytest.mark.parametrize("data", [b"", b"\x16", b"\x16\x03\x01\x02\x00" + 300 * b"x"], ids=["silent", "byte", "half"])
+async def test_connection_without_hello_has_no_tls_object(
+    url: str, acme: Any, base: Any, services: Services, secure: ssl.SSLContext, tls: TlsFiles, data: bytes
+) -> None:
+    made: list[object] = []
+    wrap = tls.context.wrap_bio
+    tls.context.wrap_bio = lambda *given, **named: made.append(1) or wrap(*given, **named)  # type: ignore[method-assign]
+    async with stalled(url, data, 4, source="127.0.0.2"):
+        await until(lambda: services.rooms.connections.total == 4)
+        async with client_at(url, "127.0.0.1", acme.headers, secure) as others:
+            assert (await answers(others, base.id)).status_code == 200
+            assert len(made) == 1
+
+
 @pytest.mark.parametrize("tls", [False, True], indirect=True)
 async def test_stalled_bodies_leave_their_address_to_tenants(
     url: str, acme: Any, make_tenant: Any, base: Any, services: Services, tls: Any, tmp_path: Path

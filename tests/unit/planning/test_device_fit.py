@@ -56,3 +56,24 @@ def test_adapter_is_left_to_load_where_shape_says_too_little(base: BaseSpec) -> 
     check(ir, base, 0)
     check(ir, base, 1, has_one_process=False)
     check(ir, msgspec.structs.replace(base, device="cuda"), 1)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_doubt_covers_every_refusal(base: BaseSpec, rank: int) -> None:
+    modules = tuple(base.modules)
+    irs = [make_ir(base, rank), make_ir(base, rank, magnitude=np.zeros(4, np.float32))]
+    for budget_bytes in range(256, 1 << 20, 4099):
+        fit = DeviceFit(lambda budget=budget_bytes: EngineStats(device_adapter_budget_bytes=budget), "auto", True)
+        if fit.may_exceed(base, rank=rank, modules=modules, stored="F32", size_bytes=1000):
+            continue
+        for ir in irs:
+            fit.check(ir, base)
+
+
+def test_no_doubt_where_adapter_is_small(base: BaseSpec) -> None:
+    def doubts(budget_bytes: int, *, rank: int = 8, has_one_process: bool = True) -> bool:
+        stats = EngineStats(device_adapter_budget_bytes=budget_bytes)
+        fit = DeviceFit(lambda: stats, "auto", has_one_process)
+        return fit.may_exceed(base, rank=rank, modules=("q_proj",), stored="F32", size_bytes=1000)
+
+    assert (doubts(1 << 30), doubts(4096), doubts(0), doubts(1, has_one_process=False)) == (False, True, False, False)

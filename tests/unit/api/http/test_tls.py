@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tls_files import write_certificate
 
-from loraserve.api.http.tls import TlsFiles
+from loraserve.api.http.tls import TlsFiles, wait_for_hello
 from loraserve.errors import ConfigError
 
 
@@ -45,3 +48,53 @@ def test_wrong_files_are_refused_by_name_at_a_start_and_at_a_reload(tmp_path: Pa
             for read in (TlsFiles, files.reload):
                 with pytest.raises(ConfigError, match=words):
                     read(tmp_path / certfile, None if keyfile is None else tmp_path / keyfile)
+
+
+HELLO = b"\x16\x03\x01\x00\x64" + 100 * b"h"
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[socket.socket, socket.socket]]:
+    """A client's and a server's end of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    for end in (client, accepted):
+        end.setblocking(False)
+    with client, accepted:
+        yield client, accepted
+
+
+async def test_hello_is_whole_before_wait_ends(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, accepted = pair
+    waiting = asyncio.create_task(wait_for_hello(accepted))
+    for start in range(0, len(HELLO) - 1, 26):
+        client.send(HELLO[start : start + 26])
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+    client.send(HELLO[-1:] + b"more")
+    await asyncio.wait_for(waiting, 10)
+    # nothing of it was read, and less wakes a reader again
+    assert accepted.recv(1000) == HELLO + b"more"
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + 20_000 * b"x"])
+async def test_wait_ends_without_a_handshake_record(pair: tuple[socket.socket, socket.socket], data: bytes) -> None:
+    client, accepted = pair
+    await asyncio.get_running_loop().sock_sendall(client, data)
+    await asyncio.wait_for(wait_for_hello(accepted), 10)
+
+
+@pytest.mark.parametrize("sent", [b"", HELLO[:50]])
+async def test_wait_ends_where_client_leaves(pair: tuple[socket.socket, socket.socket], sent: bytes) -> None:
+    client, accepted = pair
+    waiting = asyncio.create_task(wait_for_hello(accepted))
+    client.send(sent) if sent else None
+    client.close()
+    if sent:
+        # the TLS object refuses what is cut off
+        await asyncio.wait_for(waiting, 10)
+    else:
+        with pytest.raises(ConnectionAbortedError):
+            await asyncio.wait_for(waiting, 10)

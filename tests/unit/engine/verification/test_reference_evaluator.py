@@ -17,6 +17,9 @@ import torch
 
 from adapters_store import open_store
 from loraserve import background
+from loraserve.adapters.compiler import Reserve
+from loraserve.adapters.format.peft_format import Buffer
+from loraserve.adapters.ir import AdapterIR
 from loraserve.background import Throttle
 from loraserve.engine.engine import Engine
 from loraserve.engine.verification import reference_evaluator as module
@@ -24,7 +27,7 @@ from loraserve.engine.verification.reference_evaluator import Reference, Referen
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import AdapterCorrupt
 from loraserve.model.reference_model import Evaluation, ReferenceBase, Stopped, Subject
-from loraserve.types import Digest
+from loraserve.types import BaseSpec, Digest
 
 from ..conftest import World
 
@@ -130,6 +133,22 @@ def test_large_ones_are_read_and_evaluated_one_by_one(
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 0)
     assert all(reference.evaluation.done() for reference in make(evaluator, world).values())
     assert [count for count, _ in passes] == [1, 1, 1, 1]
+
+
+def test_unfolded_bytes_count_as_held(
+    evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_adapter, unfolded = module.open_adapter, 1 << 20
+
+    def unfolding(config: Buffer, weights: Buffer, spec: BaseSpec, *, reserve: Reserve) -> AdapterIR:
+        # as LoKr of a few kilobytes
+        reserve(unfolded)
+        return open_adapter(config, weights, spec)
+
+    monkeypatch.setattr(module, "open_adapter", unfolding)
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 3 * unfolded // 2)
+    assert all(reference.evaluation.done() for reference in make(evaluator, world).values())
+    assert [count for count, _ in passes] == [2, 2]
 
 
 def test_what_nobody_wants_is_neither_read_nor_evaluated(

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from adapters_store import LocalStore
+from loraserve.adapters.ir import AdapterIR
 from loraserve.db.models import Grant
 from loraserve.db.session import Database, utc_now
-from loraserve.errors import AdapterQuarantined, Conflict, InvalidRequest, ModelNotFound, VersionNotFound
+from loraserve.errors import (
+    AdapterQuarantined,
+    AdapterUncertified,
+    AdapterUnsupported,
+    Conflict,
+    InvalidRequest,
+    ModelNotFound,
+    VersionNotFound,
+)
 from loraserve.registry.model_name import parse_terms
 from loraserve.registry.records import AliasTarget, ShadowPart, SplitPart
 from loraserve.registry.registry import Registry
 from loraserve.registry.repository import AdapterRepository
-from loraserve.types import TenantId
+from loraserve.types import BaseSpec, TenantId
 
 SQL = parse_terms("sql", "base")
 CANARY = AliasTarget.over([SplitPart(3, 90), SplitPart(2, 10)])
@@ -243,3 +254,66 @@ async def test_a_granted_adapter_answers_to_its_owners_name_and_to_nobody_else(
         await registry.bind(globex, theirs, sticky=None)
     assert str(gone.value) == str(absent.value)
     assert await registry.list_servable(globex) == []
+
+
+async def move(registry: Registry, tenant: TenantId, way: str) -> None:
+    """Move ``live`` to version 1, or to a split with it, or back to it."""
+    if way == "rollback":
+        await registry.aliases.rollback(tenant, "sql", "live", actor="x")
+        return
+    target = AliasTarget(1) if way == "move" else AliasTarget.over([SplitPart(2, 99), SplitPart(1, 1)])
+    shadow = ShadowPart(1, 0.5) if way == "shadow" else None
+    await registry.aliases.set(tenant, "sql", "live", AliasTarget(2) if shadow else target, shadow, actor="x")
+
+
+@pytest.mark.parametrize("way", ["move", "split", "shadow", "rollback"])
+async def test_alias_refuses_version_that_never_fits(
+    way: str, publish: Any, registry: Registry, acme: TenantId, database: Database
+) -> None:
+    await publish(seed=0, rank=8)
+    await publish(seed=1, rank=4)
+    before = await registry.aliases.get(acme, "sql", "live")
+
+    def check(ir: AdapterIR, base: BaseSpec) -> None:
+        if ir.rank > 4:
+            raise AdapterUnsupported("This adapter needs 9 bytes.", hint="Train it with a lower rank.")
+
+    # what was published fits no more once the server has less memory
+    registry.publisher.check_fit = check
+    registry.stored_fit.doubts = lambda base, *, rank, **shape: rank > 4
+    with pytest.raises(AdapterUnsupported, match="sql@1: This adapter needs 9 bytes") as caught:
+        await move(registry, acme, way)
+    assert caught.value.hint == "Train it with a lower rank."
+    assert await registry.aliases.get(acme, "sql", "live") == before
+    registry.stored_fit.doubts = lambda base, **shape: False
+    await move(registry, acme, way)
+
+
+async def test_alias_reads_no_files_without_doubt(
+    publish: Any, registry: Registry, acme: TenantId, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish_three(publish)
+    monkeypatch.setattr(LocalStore, "read", lambda *_: pytest.fail("a file was read"))
+    await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x")
+
+
+@pytest.mark.parametrize("verdict", ["degraded", "not_possible"])
+@pytest.mark.parametrize("way", ["move", "split", "rollback"])
+async def test_strict_alias_refuses_degraded_version(
+    way: str, verdict: str, publish: Any, certified: Registry, certifying: Any, acme: TenantId
+) -> None:
+    passed = certifying.outcome
+    certifying.outcome = msgspec.structs.replace(passed, verdict=verdict)
+    await publish(seed=0, via=certified)
+    certifying.outcome = passed
+    await publish(seed=1, via=certified)
+    certified.certificates.is_strict = True
+    with pytest.raises(AdapterUncertified, match=rf"sql@1 is {verdict.replace('_', ' ')}.*--strict-certificates"):
+        await move(certified, acme, way)
+    # a push of the same bytes would promote them too
+    with pytest.raises(AdapterUncertified, match="sql@1"):
+        await publish(seed=0, via=certified)
+    assert (await certified.aliases.get(acme, "sql", "live")).version == 2
+    await move(certified, acme, "shadow")
+    certified.certificates.is_strict = False
+    await move(certified, acme, way)

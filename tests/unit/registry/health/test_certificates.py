@@ -280,8 +280,8 @@ async def test_numbers_that_json_has_no_word_for_are_kept_as_nothing(
 def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = make_upload()
 
-    def compile_as_another(*arguments: Any) -> Any:
-        ir = compile_adapter(*arguments)
+    def compile_as_another(*arguments: Any, **options: Any) -> Any:
+        ir = compile_adapter(*arguments, **options)
         modules = (replace(ir.modules[0], magnitude=ir.modules[0].lora_a), *ir.modules[1:])
         return replace(ir, modules=modules, kind="VERA", invocation_token_ids=(5, 7))
 

@@ -65,8 +65,9 @@ export function Residency({ me, query }) {
     const timer = setTimeout(() => loaded.reload(true), UNKNOWN_PAGE_MS * Math.ceil(rows.length / ROWS));
     return () => clearTimeout(timer);
   }, [isUnknown, loaded.value]);
-  const counts = new Map(TIERS.map(([kind]) => [kind, 0]));
-  for (const one of rows) counts.set(kindOf(one), (counts.get(kindOf(one)) ?? 0) + 1);
+  // weights, which versions of one digest share, as the memory above counts them
+  const weights = new Map(TIERS.map(([kind]) => [kind, new Set()]));
+  for (const one of rows) weights.get(kindOf(one))?.add(one.digest);
   const text = wanted.trim().toLowerCase();
   const shown = rows
     .filter((one) => !hidden.includes(kindOf(one)) && `${one.tenant}/${one.name}@${one.version}`.includes(text))
@@ -96,7 +97,7 @@ export function Residency({ me, query }) {
             <input type="search" placeholder="Find a version" value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} /></label>
           ${TIERS.map(([kind, name]) => html`<label class="inline small" key=${kind}>
             <input type="checkbox" checked=${!hidden.includes(kind)} onChange=${() => setHidden(hidden.includes(kind) ? hidden.filter((one) => one !== kind) : [...hidden, kind])} />
-            <span class="row small"><span class=${`swatch part-${kind}`} aria-hidden="true"></span>${name} <span class="num">${number(counts.get(kind) ?? 0)}</span></span>
+            <span class="row small"><span class=${`swatch part-${kind}`} aria-hidden="true"></span>${name} <span class="num">${number(weights.get(kind).size)}</span></span>
           </label>`)}
         </div>
         <ul class="tiles" aria-label="Versions, those nearest to the device first">
