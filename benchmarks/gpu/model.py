@@ -158,7 +158,10 @@ def _spec(config: ModelConfig, dtype: torch.dtype, format: str) -> BaseSpec:
         "lm_head": (config.vocab_size, config.hidden_size),
         "embed_tokens": (config.hidden_size, config.vocab_size),
     }
-    paths = {"lm_head": architecture.head.removesuffix(".weight"), "embed_tokens": "model.embed_tokens"}
+    paths = {
+        "lm_head": architecture.head.removesuffix(".weight"),
+        "embed_tokens": architecture.embedding.removesuffix(".weight"),
+    }
     return BaseSpec(
         id="random",
         digest=Digest("0" * 64),

@@ -122,7 +122,7 @@ PARTS: tuple[Part, ...] = (
         "tune",
         "Tile sizes by shape: the default's time, and the best of some others",
         "bench_tune",
-        8,
+        14,
         {
             "kernel": "kernel",
             "shape": "shape",

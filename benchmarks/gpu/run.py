@@ -27,11 +27,13 @@ sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
 from benchmarks.gpu import report, summary  # noqa: E402 (once they can be found)
 from benchmarks.gpu.parts import BY_NAME, PARTS  # noqa: E402
-from benchmarks.gpu.supervise import Run, run_parts, run_together, side_by_side  # noqa: E402
+from benchmarks.gpu.supervise import Job, Run, run_parts, run_together, side_by_side  # noqa: E402
 
 PREPARED = ROOT / ".gpu"
 """What tools/gpu_cache.py prepared: compiled kernels, other projects' kernels, packages."""
 
+MOST_TOGETHER = 4
+"""Parts of a dry run at a time."""
 SHARE_OF_CHECKS = 0.45
 """Of the time, at most, where something is to be timed as well."""
 
@@ -147,17 +149,22 @@ def main() -> int:
         "tracebacks": tracebacks,
         "results": folder,
     }
-    timed = options.parts
-    if not options.tiny:
+    timed = []
+    if options.tiny:
+        # nothing is timed, and the interpreter takes one core
+        jobs = [Job((part,), is_alone=False) for part in options.parts]
+        together = min(MOST_TOGETHER, len(os.sched_getaffinity(0)))
+        run_together(run, jobs, num_cores=together, deadline=started + options.budget_s, **arguments)
+    else:
         timed = [part for part in options.parts if not BY_NAME[part].is_check]
         cores = len(os.sched_getaffinity(0))
         share = SHARE_OF_CHECKS if timed else 1.0
         jobs = side_by_side(options.parts, cores)
         run_together(run, jobs, num_cores=cores, deadline=started + share * options.budget_s, **arguments)
-    last = Run(timed)
-    run.outcomes |= last.outcomes
-    last.facts = run.facts
-    run_parts(last, deadline=started + options.budget_s, **arguments)
+        last = Run(timed)
+        run.outcomes |= last.outcomes
+        last.facts = run.facts
+        run_parts(last, deadline=started + options.budget_s, **arguments)
     if not tracebacks.stat().st_size:
         tracebacks.unlink()
     print(f"written: {folder / name}.md and .json", flush=True)
