@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,7 @@ class Compiled:
             if kernel is None or kernel.hash in self.kernels:
                 return
             self.kernels[kernel.hash] = kernel.name
+            compile_launcher(kernel)
             self._look(kernel)
 
         return compile_it
@@ -103,6 +105,28 @@ class Compiled:
         usage = {name: int(number) for name, number in USED.findall(text)}
         if usage.get("STACK") or usage.get("LOCAL"):
             self.spills.append(f"{kernel.name}: {usage}, {kernel.metadata}"[:600])
+
+
+def compile_launcher(kernel: Any) -> None:
+    """Put the C code that launches such a kernel into the cache, where this Triton has such code.
+
+    It links with the driver's library, in whose place `make_driver_library` put an empty one: what
+    is built here is loaded where the driver is.
+    """
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    with suppress(ImportError, RuntimeError):
+        driver.CudaUtils()
+    with suppress(ImportError, RuntimeError):
+        driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def make_driver_library(folder: Path) -> None:
+    """Build a library without functions that is called as CUDA's driver is."""
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o"]
+    subprocess.run([*command, str(folder / "libcuda.so.1")], check=True)
 
 
 def quantize(weight: torch.Tensor, format: str, *args: Any, **options: Any) -> QuantizedWeight:
@@ -211,6 +235,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loraserve-triton-") as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)
+        library = Path(folder) / "driver"
+        library.mkdir()
+        make_driver_library(library)
+        environment |= {"TRITON_LIBCUDA_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
 
         def start(job: str) -> dict[str, Any]:
             command = [sys.executable, "-P", __file__, "--one", job]

@@ -21,7 +21,7 @@ def pack(cache: Path, out: Path) -> int:
     partial = out.with_name(out.name + ".partial")
     with tarfile.open(partial, "w:xz") as archive:
         for path in sorted(cache.rglob("*")):
-            if path.is_file() and path.suffix in _KEPT:
+            if path.is_file() and path.suffix in _KEPT and path.parent.name != "driver":
                 archive.add(path, arcname=str(path.relative_to(cache)))
     partial.replace(out)
     return out.stat().st_size
