@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = (str(ROOT), str(ROOT / "kernels"))
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
-from benchmarks.gpu import report, summary  # noqa: E402 (once they can be found)
+from benchmarks.gpu import prepared, report, summary  # noqa: E402 (once they can be found)
 from benchmarks.gpu.parts import BY_NAME, PARTS  # noqa: E402
 from benchmarks.gpu.supervise import Job, Run, run_parts, run_together, side_by_side  # noqa: E402
 
-PREPARED = ROOT / ".gpu"
-"""What tools/gpu_cache.py prepared: compiled kernels, other projects' kernels, packages."""
+COMPILED = ROOT / "build" / "gpu-triton"
+"""Triton's cache: kept from one run to the next."""
 
 MOST_TOGETHER = 4
 """Parts of a dry run at a time."""
@@ -46,7 +46,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         type=Path,
-        help="a folder with vLLM's and SGLang's kernels; README.md beside this file says how to make it",
+        default=prepared.PEERS if prepared.PEERS.is_dir() else None,
+        help="a folder with vLLM's and SGLang's kernels, as tools/gpu_peers.sh makes it; .gpu/peers where it is there",
     )
     parser.add_argument("--tiny", action="store_true", help="a dry run in Triton's interpreter, without a GPU")
     parser.add_argument("--out", type=Path, help="the folder for results; $OUT by itself, where that is set")
@@ -71,7 +72,7 @@ def environment(is_tiny: bool, tuned: Path | None = None) -> dict[str, str]:
     """The worker's: where Triton interprets is decided before its first import."""
     paths = [
         *PATHS,
-        *([str(PREPARED / "packages")] if (PREPARED / "packages").is_dir() else []),
+        *([str(prepared.PACKAGES)] if prepared.PACKAGES.is_dir() else []),
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     ]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
@@ -79,8 +80,7 @@ def environment(is_tiny: bool, tuned: Path | None = None) -> dict[str, str]:
         found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     else:
         found.pop("TRITON_INTERPRET", None)
-        if (PREPARED / "triton").is_dir():
-            found.setdefault("TRITON_CACHE_DIR", str(PREPARED / "triton"))
+        found.setdefault("TRITON_CACHE_DIR", str(COMPILED))
     if tuned is not None:
         found["LORASERVE_GPU_TUNING"] = str(tuned.resolve())
     return found
@@ -140,11 +140,17 @@ def main() -> int:
         print(obstacle, file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
+    workers = environment(options.tiny, options.tuned)
+    if not options.tiny and prepared.CACHE.is_file() and not (marker := COMPILED / ".unpacked").exists():
+        count = prepared.unpack(prepared.CACHE, Path(workers["TRITON_CACHE_DIR"]))
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        print(f"{time.time() - started:6.1f} s  {count} kernels were compiled beforehand", file=sys.stderr, flush=True)
     tracebacks = folder / f"{name}.stderr.txt"
     tracebacks.unlink(missing_ok=True)
     arguments = {
         "peers": options.peers,
-        "environment": environment(options.tiny, options.tuned),
+        "environment": workers,
         "on_change": changed,
         "tracebacks": tracebacks,
         "results": folder,
