@@ -50,8 +50,9 @@ from loraserve_kernels import ops  # noqa: E402
 from loraserve_kernels.common.quantized import QuantizedWeight  # noqa: E402
 from loraserve_kernels.common.quantized import quantize as really_quantize  # noqa: E402
 
-NOT_OURS = ("peft",)
-"""Parts that launch others' kernels alone."""
+ENGINE_FORMATS = ("none", "int8", "int4", "nf4", "fp8")
+NOT_OURS = ("peft", "tools")
+"""Parts that launch others' kernels, or what another part launches."""
 USED = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
 
 
@@ -172,7 +173,7 @@ def run_part(name: str, shard: int, num_shards: int, capability: int) -> dict[st
     for patch in patches:
         patch.start()
     if name == "engine":
-        compile_engines(device, ends)
+        compile_engines(device, ends, shard, num_shards)
         return {"part": name, "kernels": compiled.kernels, "spills": compiled.spills, "ends": dict(ends)}
     module = importlib.import_module(f"benchmarks.gpu.{BY_NAME[name].module}")
     for loaded in list(sys.modules.values()):
@@ -197,14 +198,14 @@ def run_part(name: str, shard: int, num_shards: int, capability: int) -> dict[st
     return {"part": name, "kernels": compiled.kernels, "spills": compiled.spills, "ends": dict(ends)}
 
 
-def compile_engines(device: Machine, ends: Counter[str]) -> None:
+def compile_engines(device: Machine, ends: Counter[str], shard: int, num_shards: int) -> None:
     """Compile what an engine's start and its steps launch, in every format: of one layer, since no
     kernel depends on their number.
     """
     from benchmarks.gpu import engine_world, model
 
     model.quantize = quantize  # type: ignore[attr-defined]
-    for format in ("none", "int8", "int4", "nf4", "fp8"):
+    for format in ENGINE_FORMATS[shard::num_shards]:
         world = engine_world.make_engine(device, format, max_num_seqs=256, num_tokens=2048)
         runner = world.runner
         runner.warm_up(gpu_runner._WARM_UP_ROWS)
@@ -252,11 +253,12 @@ def main() -> int:
                 }
             return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
+        shards = {name: len(ENGINE_FORMATS) if name == "engine" else BY_NAME[name].num_shards for name in names}
         jobs = [
-            f"{name}/{shard}/{BY_NAME[name].num_shards}/{capability}"
+            f"{name}/{shard}/{shards[name]}/{capability}"
             for capability in options.capability.split(",")
             for name in names
-            for shard in range(BY_NAME[name].num_shards)
+            for shard in range(shards[name])
         ]
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             found = list(pool.map(start, jobs))

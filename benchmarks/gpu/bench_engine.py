@@ -38,12 +38,20 @@ class Bench:
         self.steps = 3 if machine.is_tiny else STEPS
         self.prompts = (12,) if machine.is_tiny else PROMPTS
         self._world: EngineWorld | None = None
+        self._failure: str | None = None
 
     @property
     def world(self) -> EngineWorld:
+        if self._failure is not None:
+            # it would fail again, for as long
+            raise RuntimeError(f"no engine: {self._failure}")
         if self._world is None:
             seqs, tokens = (4, 16) if self.is_tiny else (MAX_NUM_SEQS, MAX_NUM_TOKENS)
-            self._world = make_engine(self.machine, self.format, max_num_seqs=seqs, num_tokens=tokens)
+            try:
+                self._world = make_engine(self.machine, self.format, max_num_seqs=seqs, num_tokens=tokens)
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"[:200]
+                raise
         return self._world
 
     def close(self) -> None:
@@ -65,7 +73,8 @@ class Bench:
         try:
             return case()
         finally:
-            self.world.finish()
+            if self._world is not None:
+                self._world.finish()
 
     # cases
 

@@ -84,7 +84,7 @@ PARTS: tuple[Part, ...] = (
         "engine",
         "The engine itself: Llama-3.1-8B's shape, random weights, rank 16",
         "bench_engine",
-        14,
+        18,
         {
             "base": "base",
             "what": "what",

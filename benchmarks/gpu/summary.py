@@ -50,7 +50,7 @@ def _engine(rows: list[Row]) -> list[str]:
         what, base = row["what"], row["base"]
         if row.get("ms") is not None and (what == "ready" or "idle" in what or "cold" in what):
             said.append(f"Engine, {base}, {what}: {row['ms']:.0f} ms.")
-        elif row.get("tokens_per_s") is not None and row.get("p99_ms") is not None:
+        elif row.get("tokens_per_s") is not None and what.endswith("adapters"):
             said.append(
                 f"Engine, {base}, {what}: {row['tokens_per_s']:.0f} tokens/s, p50 {row['p50_ms']:.1f} and "
                 f"p99 {row['p99_ms']:.1f} ms between tokens."
