@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from benchmarks.gpu.check_attention import LLAMA, Attending, Heads, make_attending
 from benchmarks.gpu.limits import attention_work, share
@@ -41,9 +42,7 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
     step = make_attending(machine, heads, query_lens, context_lens, dtype, block_size)
     step.k_cache.nan_to_num_()
     step.v_cache.nan_to_num_()
-    caches = [(step.k_cache, step.v_cache)]
-    while len(caches) < machine.num_copies(2 * step.k_cache.nbytes, 64):
-        caches.append((step.k_cache.clone(), step.v_cache.clone()))
+    caches = _as_layers(step, machine.num_copies(2 * step.k_cache.nbytes, 64))
     out = torch.empty_like(step.q)
     work = attention_work(query_lens, context_lens, heads.num_heads, heads.num_kv_heads, heads.head_dim)
     timing = machine.time(_calls(paged_attention, step, step.plan, caches, out))
@@ -58,6 +57,7 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
         "share": share(limit_s, us / 1e6 if us else None),
         "host_us": timing.host_us if timing else None,
     }
+    row["sdpa"] = _sdpa(machine, query_lens, context_lens, heads, dtype, us)
     obstacle = varlen_obstacle(block_size, machine.device)
     if obstacle is not None:
         row["varlen_note"] = obstacle
@@ -69,6 +69,39 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
         return {**row, "varlen_note": str(error)[:200]}
     row["varlen"] = other.us / us if other and us else None
     return row
+
+
+def _as_layers(step: Attending, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The step's cache once for each layer, as the engine lays it out: a block has all layers."""
+    num_blocks, *block = step.k_cache.shape
+    data = torch.empty(num_blocks, num_layers, 2, *block, dtype=step.k_cache.dtype, device=step.k_cache.device)
+    for layer in range(num_layers):
+        data[:, layer, 0].copy_(step.k_cache)
+        data[:, layer, 1].copy_(step.v_cache)
+    return [(data[:, layer, 0], data[:, layer, 1]) for layer in range(num_layers)]
+
+
+def _sdpa(
+    machine: Machine, query_lens: list[int], context_lens: list[int], heads: Heads, dtype: torch.dtype, us: float | None
+) -> float | None:
+    """torch's scaled_dot_product_attention on keys that lie side by side, over ours, which looks up
+    their blocks: every torch has it. Only where all sequences have as many rows and keys.
+    """
+    if len(set(query_lens)) > 1 or len(set(context_lens)) > 1 or query_lens[0] not in (1, context_lens[0]):
+        return None
+    batch, rows, context = len(query_lens), query_lens[0], context_lens[0]
+    q = machine.randn(batch, heads.num_heads, rows, heads.head_dim, dtype=dtype)
+    size = 2 * batch * heads.num_kv_heads * context * heads.head_dim * dtype.itemsize
+    kv = [
+        [machine.randn(batch, heads.num_kv_heads, context, heads.head_dim, dtype=dtype) for _ in range(2)]
+        for _ in range(machine.num_copies(size, 64))
+    ]
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=rows > 1, scale=heads.scale, enable_gqa=True)
+
+    timing = machine.time([lambda k=k, v=v: attend(k, v) for k, v in kv])
+    return timing.us / us if timing and us else None
 
 
 def _calls(

@@ -25,7 +25,8 @@ from loraserve_kernels.gpu.paged.pool import PagedPool
 from loraserve_kernels.gpu.sampling.sampling import SamplingRows, sample
 
 FORMATS = ("none", "int4", "int8")
-ROWS = (64, 32, 1, 256)
+ROWS = (64, 32, 1, 256, 128, 192, 65)
+BETWEEN = (65, 128, 192)
 ADAPTERS = (0, 1, 8, 32)
 RANK = 16
 CONTEXT = 512
@@ -275,6 +276,9 @@ def cases(machine: Machine) -> Iterator[Case]:
     for format in formats:
         for count in rows:
             wanted = (0, count) if machine.is_tiny else sorted({a for a in ADAPTERS if a < count} | {count})
+            if count in BETWEEN:
+                # where the kernel for few rows ends: without adapters, and one each
+                wanted = [0, count]
             for adapters in wanted:
                 name = f"{format}, {count} rows, {adapters} adapters"
                 yield Case(name, lambda f=format, c=count, a=adapters: [worlds.measure(f, c, a)], group=format)

@@ -22,7 +22,7 @@ from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear
 from loraserve_kernels.ops import apply_lora
 
-ROWS = (64, 1, 32, 512, 2048)
+ROWS = (64, 1, 32, 512, 2048, 65, 128, 192, 256)
 RANK = 16
 MAX_ADAPTERS = 32
 

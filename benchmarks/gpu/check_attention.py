@@ -185,7 +185,9 @@ def _check(name: str, machine: Machine, step: Attending, window: int | None) -> 
         starts = np.cumsum([0, *step.query_lens]).tolist()
         together = torch.cat([out[starts[i] : starts[i + 1]] for i in chosen])
         alone = torch.cat([step.alone(i, machine, window) for i in chosen])
-        rows.append(same_bits(f"{label}: a sequence alone and cobatched", together, alone, note=note))
+        rows.append(
+            same_bits(f"{label}: a sequence alone and cobatched", together, alone, note=note, products_in=out.dtype)
+        )
     return rows
 
 

@@ -88,7 +88,8 @@ def _check(machine: Machine, format: str, dtype: torch.dtype, shape: tuple[int, 
     chosen = [i for i in (0, 15, 16, 31, 63) if i < few]
     together = weight_only_linear(x[:few], weight, None)[chosen]
     alone = torch.cat([weight_only_linear(x[i : i + 1], weight, None) for i in chosen])
-    found.append(same_bits(f"linear {name}: a row alone and among {few}", together, alone, note=dtype_name(dtype)))
+    label = f"linear {name}: a row alone and among {few}"
+    found.append(same_bits(label, together, alone, note=dtype_name(dtype), products_in=dtype))
     return found
 
 
@@ -114,5 +115,5 @@ def _check_epilogue(machine: Machine, format: str, dtype: torch.dtype, fleet: Fl
             found.append(against_float64(name, result, expected, note=note))
             is_base = torch.tensor([slot == 0 for slot in slots], device=machine.device)
             base = weight_only_linear(x, weight, None)
-            found.append(same_bits(f"{name}: base rows", result[is_base], base[is_base], note=note))
+            found.append(same_bits(f"{name}: base rows", result[is_base], base[is_base], note=note, products_in=dtype))
     return found

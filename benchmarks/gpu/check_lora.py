@@ -141,7 +141,15 @@ def _check_cobatched(machine: Machine, fleet: Fleet, num_rows: int) -> list[Row]
             run(x[i : i + 1], alone[i : i + 1], make_plan(fleet, [slots[i]], 16), site, bias)
         picked = torch.tensor(list(chosen), device=machine.device)
         name = dtype_name(fleet.pool.dtype)
-        rows.append(same_bits(f"LoRA {site}: a row alone and cobatched", together[picked], alone[picked], note=name))
+        rows.append(
+            same_bits(
+                f"LoRA {site}: a row alone and cobatched",
+                together[picked],
+                alone[picked],
+                note=name,
+                products_in=fleet.pool.dtype,
+            )
+        )
     return rows
 
 

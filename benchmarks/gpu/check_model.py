@@ -165,7 +165,9 @@ def check_cobatched(world: World) -> list[Row]:
     together = world.decode(world.everyone)
     some = world.everyone[:2] if world.machine.is_tiny else world.everyone
     alone = torch.cat([world.decode([i]) for i in some])
-    rows = [same_bits("decode rows alone and cobatched", together[some], alone, note=world.note)]
+    rows = [
+        same_bits("decode rows alone and cobatched", together[some], alone, note=world.note, products_in=world.dtype)
+    ]
     most = 64
     if sum(map(len, world.prompts)) <= most or "none" not in world.name:
         chosen = [i for i in world.everyone if len(world.prompts[i]) > most] or world.everyone
@@ -175,7 +177,9 @@ def check_cobatched(world: World) -> list[Row]:
         whole = prefill(world)
         parts = torch.cat([whole[starts[i] : starts[i] + len(world.prompts[i])] for i in chosen])
         single = torch.cat([world.steps.prefill([i], [world.prompts[i]], [world.slots[i]]) for i in chosen])
-        rows.append(same_bits("a prompt's rows alone and cobatched", parts, single, note=world.note))
+        rows.append(
+            same_bits("a prompt's rows alone and cobatched", parts, single, note=world.note, products_in=world.dtype)
+        )
     return rows
 
 
@@ -203,7 +207,11 @@ def check_base_rows(world: World) -> list[Row]:
     base = [i for i in world.everyone if world.slots[i] == 0]
     mixed = world.decode(world.everyone)[base]
     only = world.decode(world.everyone, slots=[0] * len(world.everyone))[base]
-    return [same_bits("base rows beside adapters and in a base-only step", mixed, only, note=world.note)]
+    return [
+        same_bits(
+            "base rows beside adapters and in a base-only step", mixed, only, note=world.note, products_in=world.dtype
+        )
+    ]
 
 
 def check_peft(world: World) -> list[Row]:

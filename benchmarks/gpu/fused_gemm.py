@@ -51,7 +51,7 @@ def weight_only_linear_lora(
         plan: the last `fill` was True.
     """
     out_features, in_features = gemm._check(x, weight, None, None)
-    config, widths = gemm.decode_config(x.shape[0]), site_widths(plan, site)
+    config, widths = gemm.decode_config(x.shape[0], weight), site_widths(plan, site)
     assert out_features == sum(widths), "the weight isn't the site's"
     assert not any(width % config.block_n for width in widths), "column tiles don't fill the slices"
     shrink(x, plan, site, layer)

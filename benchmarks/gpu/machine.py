@@ -58,6 +58,7 @@ class Machine:
         is_warming: other processes use the device too, so nothing is timed: kernels are compiled,
             for those that will be.
         deadline: of the part that runs, in seconds of time.time().
+        results: the folder for files that a part writes beside its table.
     """
 
     device: torch.device
@@ -67,18 +68,19 @@ class Machine:
     peers: Path | None
     is_warming: bool = False
     deadline: float = float("inf")
+    results: Path | None = None
 
     @staticmethod
-    def found(peers: Path | None, *, is_alone: bool, is_warming: bool) -> Machine:
+    def found(peers: Path | None, *, is_alone: bool, is_warming: bool, results: Path | None = None) -> Machine:
         """The first CUDA device; without one, a dry run's.
 
         Its rates are measured now if this process has it alone.
         """
         if not torch.cuda.is_available():
-            return Machine(torch.device("cpu"), True, _NO_RATES, 1 << 16, peers)
+            return Machine(torch.device("cpu"), True, _NO_RATES, 1 << 16, peers, results=results)
         device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
-        machine = Machine(device, False, _NO_RATES, int(properties.L2_cache_size), peers, is_warming)
+        machine = Machine(device, False, _NO_RATES, int(properties.L2_cache_size), peers, is_warming, results=results)
         if is_alone:
             machine.rates = machine._measure()
             machine.free()

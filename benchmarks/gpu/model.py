@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
+from loraserve.engine.execution.runner import allocate_kv
 from loraserve.model.backends.backend import DecoderLayer
 from loraserve.model.backends.gpu_backend import GpuBackend
 from loraserve.model.config.model_config import ModelConfig, parse_config
@@ -153,6 +154,14 @@ def make_base(
 
 def _spec(config: ModelConfig, dtype: torch.dtype, format: str) -> BaseSpec:
     architecture = config.architecture
+    around = {
+        "lm_head": (config.vocab_size, config.hidden_size),
+        "embed_tokens": (config.hidden_size, config.vocab_size),
+    }
+    paths = {
+        "lm_head": architecture.head.removesuffix(".weight"),
+        "embed_tokens": architecture.embedding.removesuffix(".weight"),
+    }
     return BaseSpec(
         id="random",
         digest=Digest("0" * 64),
@@ -161,8 +170,8 @@ def _spec(config: ModelConfig, dtype: torch.dtype, format: str) -> BaseSpec:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
-        modules=config.module_shapes,
-        module_paths=dict(architecture.module_paths),
+        modules={**config.module_shapes, **around},
+        module_paths={**architecture.module_paths, **paths},
         layers_path=architecture.layers,
         eos_token_ids=(2,),
         dtype=str(dtype).removeprefix("torch."),
@@ -171,13 +180,11 @@ def _spec(config: ModelConfig, dtype: torch.dtype, format: str) -> BaseSpec:
 
 
 def make_kv(decoder: Decoder, num_blocks: int, block_size: int, machine: Machine) -> KVTensors:
-    """A cache full of random keys and values, so that a step may attend to contexts that nobody has
-    computed.
+    """A cache full of random keys and values, as the engine lays it out, so that a step may attend
+    to contexts that were never computed.
     """
-    num_layers, num_kv_heads, head_dim = decoder.kv_shape
-    shape = (num_blocks, num_kv_heads, block_size, head_dim)
-
-    def tensors() -> tuple[Tensor, ...]:
-        return tuple(machine.randn(*shape, dtype=decoder.kv_dtype) for _ in range(num_layers))
-
-    return KVTensors(k=tensors(), v=tensors(), block_size=block_size)
+    kv = allocate_kv(decoder, num_blocks, block_size)
+    for layer in (*kv.k, *kv.v):
+        # a layer's blocks lie as far apart as all layers' of one block take
+        layer.copy_(machine.randn(*layer.shape, dtype=decoder.kv_dtype))
+    return kv

@@ -10,6 +10,10 @@ from typing import Any
 from benchmarks.gpu import summary
 from benchmarks.gpu.parts import BY_NAME, Outcome, Part, Row
 
+MOST_CHARACTERS = 8800
+"""Of what is printed: who reads a run from afar sees an output's last 9,000 or so."""
+MOST_OF_A_LINE = 240
+
 
 def shown(key: str, value: object) -> str:
     """A cell's text; a dash where nothing was measured."""
@@ -80,6 +84,47 @@ def markdown(
         if outcome.rows:
             lines += ["", table(part, outcome.rows)]
     return "\n".join(lines) + "\n"
+
+
+def brief(outcomes: Mapping[str, Outcome], facts: Mapping[str, Any], *, seconds: float) -> str:
+    """The tables for a reader of a terminal's end, within `MOST_CHARACTERS`: the summary last.
+
+    Checks that hold are counted alone. Where everything is too long, the last rows of the longest
+    tables are left out first.
+    """
+    head = [f"{facts.get('device', 'no device')}; {seconds:.0f} s"]
+    sections: list[tuple[str, list[str]]] = []
+    for name, outcome in outcomes.items():
+        part = BY_NAME[name]
+        title = f"{name}: {outcome.state}, {outcome.seconds:.0f} s, {outcome.num_cases} cases"
+        if part.is_check:
+            head.append(f"{title}, {sum(row.get('ok') is True for row in outcome.rows)} checks hold")
+        elif outcome.rows:
+            sections.append((title, compact(part, outcome.rows)))
+        else:
+            head.append(title)
+    tail = [f"- {line}" for line in summary.lines(outcomes)]
+    tail = [line if len(line) <= MOST_OF_A_LINE else f"{line[: MOST_OF_A_LINE - 1]}…" for line in tail]
+
+    def text() -> str:
+        tables = ["\n".join(["", title, *lines]) for title, lines in sections]
+        return "\n".join([*head, *tables, "", *tail])
+
+    while len(text()) > MOST_CHARACTERS and any(len(lines) > 2 for _, lines in sections):
+        longest = max((lines for _, lines in sections), key=len)
+        del longest[-2 if longest[-1] == "…" else -1]
+        if longest[-1] != "…":
+            longest.append("…")
+        if len(longest) <= 3:
+            longest[:] = longest[:1]
+    return text()[-MOST_CHARACTERS:]
+
+
+def compact(part: Part, rows: list[Row]) -> list[str]:
+    """A table's lines, its cells parted by a bar alone; columns that no row fills are left out."""
+    keys = [key for key in part.columns if any(row.get(key) is not None and row.get(key) != "" for row in rows)]
+    lines = ["|".join(part.columns[key] for key in keys)]
+    return lines + ["|".join(shown(key, row.get(key)) for key in keys) for row in rows]
 
 
 def write(

@@ -25,10 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = (str(ROOT), str(ROOT / "kernels"))
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
-from benchmarks.gpu import report, summary  # noqa: E402 (once they can be found)
+from benchmarks.gpu import prepared, report, summary  # noqa: E402 (once they can be found)
 from benchmarks.gpu.parts import BY_NAME, PARTS  # noqa: E402
-from benchmarks.gpu.supervise import Run, run_parts, run_together, side_by_side  # noqa: E402
+from benchmarks.gpu.supervise import Job, Run, run_parts, run_together, side_by_side  # noqa: E402
 
+COMPILED = ROOT / "build" / "gpu-triton"
+"""Triton's cache: kept from one run to the next."""
+
+MOST_TOGETHER = 4
+"""Parts of a dry run at a time."""
 SHARE_OF_CHECKS = 0.45
 """Of the time, at most, where something is to be timed as well."""
 
@@ -41,10 +46,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         type=Path,
-        help="a folder with vLLM's and SGLang's kernels; README.md beside this file says how to make it",
+        default=prepared.PEERS if prepared.PEERS.is_dir() else None,
+        help="a folder with vLLM's and SGLang's kernels, as tools/gpu_peers.sh makes it; .gpu/peers where it is there",
     )
     parser.add_argument("--tiny", action="store_true", help="a dry run in Triton's interpreter, without a GPU")
-    parser.add_argument("--out", type=Path, help="the folder for results")
+    parser.add_argument("--out", type=Path, help="the folder for results; $OUT by itself, where that is set")
+    parser.add_argument(
+        "--tuned", type=Path, help="a file of tile sizes, as the part `tune` writes it, for the kernels to read"
+    )
     parser.add_argument("--name", help="of the results; gpu-DATE by itself")
     options = parser.parse_args(arguments)
     wanted = [name for name in options.only.split(",") if name]
@@ -54,24 +63,50 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.parts = [name for name in names if not wanted or name in wanted]
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"{options.peers} isn't a folder")
+    if options.tuned is not None and not options.tuned.is_file():
+        parser.error(f"{options.tuned} isn't a file; the part tune writes one")
     return options
 
 
-def environment(is_tiny: bool) -> dict[str, str]:
+def environment(is_tiny: bool, tuned: Path | None = None) -> dict[str, str]:
     """The worker's: where Triton interprets is decided before its first import."""
-    paths = [*PATHS, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [
+        *PATHS,
+        *([str(prepared.PACKAGES)] if prepared.PACKAGES.is_dir() else []),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     if is_tiny:
         found |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     else:
         found.pop("TRITON_INTERPRET", None)
+        found.setdefault("TRITON_CACHE_DIR", str(COMPILED))
+    if tuned is not None:
+        found["LORASERVE_GPU_TUNING"] = str(tuned.resolve())
     return found
+
+
+def interpreter_obstacle() -> str | None:
+    """Why Triton's interpreter can't run here, before a worker fails with it case by case."""
+    import numpy
+    import triton
+
+    versions = [
+        tuple(int(number) for number in found.split(".")[:2]) for found in (triton.__version__, numpy.__version__)
+    ]
+    if versions[0] <= (3, 6) and versions[1] >= (2, 4):
+        return (
+            f"The interpreter of triton {triton.__version__} doesn't work with numpy {numpy.__version__}: a dry run "
+            "takes numpy below 2.4, or triton 3.7. Runs on a GPU take any."
+        )
+    return None
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
     started, date = time.time(), f"{datetime.now(UTC):%Y-%m-%d}"
-    folder = options.out or (ROOT / "build" / "gpu-tiny" if options.tiny else ROOT / "benchmarks" / "results")
+    own = ROOT / "build" / "gpu-tiny" if options.tiny else ROOT / "benchmarks" / "results"
+    folder = options.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else own)
     name = options.name or f"gpu-{date}"
     command = f"make gpu ARGS={shlex.quote(shlex.join(sys.argv[1:]))}" if sys.argv[1:] else "make gpu"
     run = Run(options.parts)
@@ -100,21 +135,48 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    arguments = {"peers": options.peers, "environment": environment(options.tiny), "on_change": changed}
-    timed = options.parts
-    if not options.tiny:
+    obstacle = interpreter_obstacle() if options.tiny else None
+    if obstacle is not None:
+        print(obstacle, file=sys.stderr)
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    workers = environment(options.tiny, options.tuned)
+    if not options.tiny and prepared.CACHE.is_file() and not (marker := COMPILED / ".unpacked").exists():
+        count = prepared.unpack(prepared.CACHE, Path(workers["TRITON_CACHE_DIR"]))
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        print(f"{time.time() - started:6.1f} s  {count} kernels were compiled beforehand", file=sys.stderr, flush=True)
+    tracebacks = folder / f"{name}.stderr.txt"
+    tracebacks.unlink(missing_ok=True)
+    arguments = {
+        "peers": options.peers,
+        "environment": workers,
+        "on_change": changed,
+        "tracebacks": tracebacks,
+        "results": folder,
+    }
+    timed = []
+    if options.tiny:
+        # nothing is timed, and the interpreter takes one core
+        jobs = [Job((part,), is_alone=False) for part in options.parts]
+        together = min(MOST_TOGETHER, len(os.sched_getaffinity(0)))
+        run_together(run, jobs, num_cores=together, deadline=started + options.budget_s, **arguments)
+    else:
         timed = [part for part in options.parts if not BY_NAME[part].is_check]
         cores = len(os.sched_getaffinity(0))
         share = SHARE_OF_CHECKS if timed else 1.0
         jobs = side_by_side(options.parts, cores)
         run_together(run, jobs, num_cores=cores, deadline=started + share * options.budget_s, **arguments)
-    last = Run(timed)
-    run.outcomes |= last.outcomes
-    last.facts = run.facts
-    run_parts(last, deadline=started + options.budget_s, **arguments)
-    for line in summary.lines(run.outcomes):
-        print(f"- {line}")
-    print(f"written: {folder / name}.md and .json")
+        last = Run(timed)
+        run.outcomes |= last.outcomes
+        last.facts = run.facts
+        run_parts(last, deadline=started + options.budget_s, **arguments)
+    if not tracebacks.stat().st_size:
+        tracebacks.unlink()
+    print(f"written: {folder / name}.md and .json", flush=True)
+    if tracebacks.exists():
+        print(f"what workers wrote to stderr: {tracebacks}", flush=True)
+    print(report.brief(run.outcomes, run.facts, seconds=time.time() - started), flush=True)
     return 1 if summary.failed_checks(run.outcomes) else 0
 
 

@@ -1,12 +1,16 @@
-"""What a machine without the server's packages lacks of what the model's code imports."""
+"""What a machine without the server's packages lacks of what the engine imports."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import sys
+from collections.abc import Callable, Iterator, MutableMapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class _Values(type):
@@ -18,32 +22,126 @@ class _Values(type):
         for member, value in namespace.items():
             if isinstance(value, (dict, list, set)) and not member.startswith("__"):
                 namespace[member] = dataclasses.field(default_factory=value.copy)
-        return dataclasses.dataclass(frozen=True, kw_only=True)(super().__new__(cls, name, bases, namespace))
+        made: Any = dataclasses.dataclass(frozen=True, kw_only=True, init=False)(
+            super().__new__(cls, name, bases, namespace)
+        )
+        made.__init__ = _fast_init(made)
+        return made
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **_: object) -> None:
         super().__init__(name, bases, namespace)
 
 
-class _Unused:
-    """Stands for a class that is imported on the way and never made here."""
+def _fast_init(made: Any) -> Callable[..., None]:
+    """A dataclass that is frozen sets its fields one call each; a step makes hundreds of values."""
+    scope: dict[str, Any] = {}
+    arguments, lines = [], []
+    for field in dataclasses.fields(made):
+        if field.default is not dataclasses.MISSING:
+            scope[f"_{field.name}"] = field.default
+            arguments.append(f"{field.name}=_{field.name}")
+        elif field.default_factory is not dataclasses.MISSING:
+            scope[f"_{field.name}"] = field.default_factory
+            arguments.append(f"{field.name}=None")
+            lines.append(f" if {field.name} is None: {field.name} = _{field.name}()")
+        else:
+            arguments.append(field.name)
+    pairs = ", ".join(f"{field.name!r}: {field.name}" for field in dataclasses.fields(made))
+    head = f"def __init__(self{', *, ' if arguments else ''}{', '.join(arguments)}):"
+    exec("\n".join([head, *lines, f" self.__dict__.update({{{pairs}}})"]), scope)
+    return scope["__init__"]  # type: ignore[no-any-return]
 
-    def __class_getitem__(cls, _: object) -> type:
-        return cls
 
-    def __init__(self, *_: object, **__: object) -> None:
-        raise ModuleNotFoundError("this takes a package of the server's that isn't installed", name="cachetools")
+class Cache(MutableMapping[Key, Value], Generic[Key, Value]):
+    """A mapping within a size, which pops items until the next one fits."""
+
+    def __init__(self, maxsize: float, getsizeof: Callable[[Value], float] = lambda _: 1) -> None:
+        self.maxsize, self.getsizeof, self.currsize = maxsize, getsizeof, 0.0
+        self._items: dict[Key, Value] = {}
+
+    def __getitem__(self, key: Key) -> Value:
+        return self._items[key]
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        size = self.getsizeof(value)
+        if size > self.maxsize:
+            raise ValueError("value too large")
+        if key in self._items:
+            self.currsize -= self.getsizeof(self._items.pop(key))
+        while self.currsize + size > self.maxsize:
+            self.popitem()
+        self._items[key] = value
+        self.currsize += size
+
+    def __delitem__(self, key: Key) -> None:
+        self.currsize -= self.getsizeof(self._items.pop(key))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def popitem(self) -> tuple[Key, Value]:
+        """The one that was put first."""
+        key = next(iter(self._items))
+        return key, self.pop(key)
+
+
+class LRUCache(Cache[Key, Value]):
+    """A look at an item is a use of it."""
+
+    def __getitem__(self, key: Key) -> Value:
+        value = self._items[key] = self._items.pop(key)
+        return value
+
+
+class _Coder:
+    """Stands for a coder of messages: none is sent here."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def _refuse(self, *_: object) -> Any:
+        raise ModuleNotFoundError("messages between processes take msgspec, which isn't installed", name="msgspec")
+
+    encode = decode = _refuse
+
+
+def _msgspec() -> ModuleType:
+    module = ModuleType("msgspec")
+    # dataclasses look for a class's module there
+    sys.modules["msgspec"] = module
+    module.Struct = _Values("Struct", (), {"__module__": "msgspec"})  # type: ignore[attr-defined]
+    for name, members in (
+        ("structs", {"replace": dataclasses.replace}),
+        ("msgpack", {"Encoder": _Coder, "Decoder": _Coder}),
+        ("json", {"Encoder": _Coder, "Decoder": _Coder}),
+    ):
+        inner = sys.modules[f"msgspec.{name}"] = ModuleType(f"msgspec.{name}")
+        inner.__dict__.update(members)
+        setattr(module, name, inner)
+    return module
+
+
+def _cachetools() -> ModuleType:
+    module = ModuleType("cachetools")
+    module.__dict__.update({"Cache": Cache, "LRUCache": LRUCache})
+    return module
 
 
 def install() -> list[str]:
-    """Where they are missing, msgspec's `Struct` (for values that don't travel) and cachetools'
-    `LRUCache` can be imported. Returns what was replaced.
+    """Where they are missing, put msgspec's `Struct` (for values that don't travel) and cachetools'
+    caches in their place. Returns what was replaced.
     """
     replaced = []
-    for package, member in (("msgspec", "Struct"), ("cachetools", "LRUCache")):
-        if importlib.util.find_spec(package) is not None:
-            continue
-        # dataclasses look for a class's module there
-        module = sys.modules[package] = ModuleType(package)
-        setattr(module, member, _Unused if package == "cachetools" else _Values(member, (), {"__module__": package}))
-        replaced.append(package)
+    for package, make in (("msgspec", _msgspec), ("cachetools", _cachetools)):
+        try:
+            # one for another Python can be found, and not imported
+            importlib.import_module(package)
+        except ImportError:
+            sys.modules[package] = make()
+            replaced.append(package)
     return replaced

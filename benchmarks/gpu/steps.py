@@ -75,6 +75,7 @@ class Steps:
         pinned = self._device.type == "cuda"
         self._staged = [torch.zeros((3, rows), dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._turn = 0
+        self._prefill: GpuInputs | None = None
         self.graphs = DecodeGraphs(self._device, list(sizes), self.run)
 
     @torch.inference_mode()
@@ -125,6 +126,24 @@ class Steps:
         last_rows_only: bool = False,
     ) -> Tensor:
         """Compute whole prompts in one step; the logits of all rows, or of each prompt's last."""
+        self._prefill = self._prefill_inputs(sequences, prompts, slots, last_rows_only=last_rows_only)
+        return self.prepared_prefill()
+
+    @torch.inference_mode()
+    def prepared_prefill(self) -> Tensor:
+        """Compute the prompts of the last `prefill` again; may be captured."""
+        if self._prefill is None:
+            raise RuntimeError("no prompts were described")
+        return self.base.decoder.forward(self._prefill, self._kv)
+
+    def _prefill_inputs(
+        self,
+        sequences: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        *,
+        last_rows_only: bool,
+    ) -> GpuInputs:
         lens = [len(prompt) for prompt in prompts]
         where = np.concatenate([np.arange(size) for size in lens])
         tables = self.tables[list(sequences)]
@@ -139,7 +158,7 @@ class Steps:
         if last_rows_only:
             wanted = torch.from_numpy(starts[1:].astype(np.int64) - 1).to(self._device)
             logits_lora = self._logits_lora if self._logits_lora.fill(np.array(slots, dtype=np.int32)) else None
-        return self.base.decoder.forward(self._inputs(len(where), lora, logits_lora, wanted), self._kv)
+        return self._inputs(len(where), lora, logits_lora, wanted)
 
     def _fill_nobody(self, num_rows: int) -> None:
         nothing = np.zeros(num_rows, dtype=np.int64)

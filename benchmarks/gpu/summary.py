@@ -31,10 +31,44 @@ def lines(outcomes: Mapping[str, Outcome]) -> list[str]:
     unfinished = [f"{name} ({outcome.state})" for name, outcome in outcomes.items() if outcome.state != "complete"]
     if unfinished:
         said.append(f"Not complete: {', '.join(unfinished)}.")
-    for name, of_part in (("kernels", _kernels), ("decode", _decode)):
+    for name, of_part in (
+        ("engine", _engine),
+        ("prefill", _prefill),
+        ("tune", _tune),
+        ("kernels", _kernels),
+        ("decode", _decode),
+    ):
         if name in outcomes:
             said += of_part(outcomes[name].rows)
     return said
+
+
+def _engine(rows: list[Row]) -> list[str]:
+    """The figures that a server's user would see, each with what it decides (docs/gpu.md)."""
+    said = []
+    for row in rows:
+        what, base = row["what"], row["base"]
+        if row.get("ms") is not None and (what == "ready" or "idle" in what or "cold" in what):
+            said.append(f"Engine, {base}, {what}: {row['ms']:.0f} ms.")
+        elif row.get("tokens_per_s") is not None and what.endswith("adapters"):
+            said.append(
+                f"Engine, {base}, {what}: {row['tokens_per_s']:.0f} tokens/s, p50 {row['p50_ms']:.1f} and "
+                f"p99 {row['p99_ms']:.1f} ms between tokens."
+            )
+    return said
+
+
+def _prefill(rows: list[Row]) -> list[str]:
+    shares = _values(rows, "share")
+    return [f"Prompts: {_percent(min(shares))} to {_percent(max(shares))} of the limit."] if shares else []
+
+
+def _tune(rows: list[Row]) -> list[str]:
+    gains = [row["gain"] for row in rows if row.get("gain") is not None]
+    if not gains:
+        return []
+    better = [gain for gain in gains if gain >= 1.03]
+    return [f"Tile sizes: {len(better)} of {len(gains)} shapes have better ones, by up to {max(gains):.2f} times."]
 
 
 def _kernels(rows: list[Row]) -> list[str]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ the slowest one compiles for some tens of seconds.
 GRACE_S = 20.0
 """Past the deadline, for the case that runs."""
 MAX_STARTS = 12
+ENOUGH_CORES = 8
+"""From here on a part's cases are divided among processes."""
+PART_ENDED = "stopped: the part's time was over"
 
 Command = Callable[[dict[str, Any]], list[str]]
 
@@ -55,10 +59,11 @@ class Job:
 
 def side_by_side(parts: Sequence[str], num_cores: int) -> list[Job]:
     """The jobs that may run at the same time, before what is timed: the checks among these parts,
-    and the warming of the others. One job for a core at most.
+    and the warming of the others, the checks first.
     """
     wanted = [BY_NAME[name] for name in parts if BY_NAME[name].is_check or BY_NAME[name].is_warmed]
-    is_divided = sum(part.num_shards for part in wanted) <= num_cores
+    # more jobs than cores wait for each other; each process costs seconds and device memory
+    is_divided = num_cores >= ENOUGH_CORES
     return [
         Job((part.name,), shard, num_shards, is_alone=False, is_warming=not part.is_check)
         for part in wanted
@@ -82,6 +87,7 @@ class Run:
     part: str | None = None
     case: int = -1
     case_name: str = ""
+    part_deadline: float = float("inf")
 
     def __post_init__(self) -> None:
         self.outcomes = {name: Outcome() for name in self.parts}
@@ -94,6 +100,7 @@ class Run:
         outcome = self.outcomes[event["part"]]
         if kind == "part":
             self.part, self.case, self.case_name, outcome.state = event["part"], -1, "its start", "running"
+            self.part_deadline = event.get("deadline", float("inf"))
         elif kind == "case":
             self.case, self.case_name = event["number"], event["name"]
             outcome.num_cases += 1
@@ -118,6 +125,9 @@ class Run:
                 first.state, first.problems = "failed", [*first.problems, why]
             return waiting, 0
         self.outcomes[self.part].problems.append(f"{self.case_name}: {why}")
+        if why == PART_ENDED:
+            self.outcomes[self.part].state = "out of time"
+            return waiting, 0
         if self.case < 0:
             self.outcomes[self.part].state = "failed"
             return waiting, 0
@@ -172,6 +182,8 @@ def run_parts(
     peers: Path | None,
     environment: dict[str, str],
     on_change: Callable[[], None],
+    tracebacks: Path | None = None,
+    results: Path | None = None,
     command: Command = worker_command,
     stall_s: float = STALL_S,
     grace_s: float = GRACE_S,
@@ -183,6 +195,8 @@ def run_parts(
         job: all of the run's parts, alone on the device (None).
         deadline: seconds since the epoch.
         on_change: called after every part, and after a worker is gone.
+        tracebacks: the file that workers add what they write to stderr to; None: this process's.
+        results: the folder for files that a part writes; None: it writes none.
     """
     job = job or Job(tuple(run.parts))
     left, first_case = list(run.parts), 0
@@ -197,8 +211,11 @@ def run_parts(
                 "first_case": first_case,
                 "deadline": deadline,
                 "peers": str(peers) if peers else "",
+                "tracebacks": str(tracebacks) if tracebacks else "",
+                "results": str(results) if results else "",
             }
-            why = _watch(command(plan), environment, events, run, deadline + grace_s, stall_s, on_change)
+            watched = Watched(run, deadline + grace_s, stall_s, grace_s)
+            why = _watch(command(plan), environment, events, watched, on_change, tracebacks)
             if why is None:
                 break
             left, first_case = run.lost(why)
@@ -211,17 +228,29 @@ def run_parts(
     on_change()
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A run, and how long one of its workers may take."""
+
+    run: Run
+    last_moment: float
+    stall_s: float
+    grace_s: float
+
+
 def _watch(
     command: list[str],
     environment: dict[str, str],
     events: Path,
-    run: Run,
-    last_moment: float,
-    stall_s: float,
+    watched: Watched,
     on_change: Callable[[], None],
+    tracebacks: Path | None,
 ) -> str | None:
     """Hear a worker out; why it is gone before its end, or None."""
-    process = subprocess.Popen(command, env=environment)
+    run = watched.run
+    with nullcontext(None) if tracebacks is None else tracebacks.open("a") as errors:
+        process = subprocess.Popen(command, env=environment, stderr=errors)
+    run.part_deadline = float("inf")
     heard_at, why = time.time(), None
     with events.open() as lines:
         while True:
@@ -238,10 +267,12 @@ def _watch(
                     on_change()
             if is_over:
                 break
-            if time.time() > last_moment:
+            if time.time() > watched.last_moment:
                 why = "stopped: the time was over"
-            elif time.time() - heard_at > stall_s:
-                why = f"stopped: no word for {stall_s:.0f} s"
+            elif run.part is not None and time.time() > run.part_deadline + watched.grace_s:
+                why = PART_ENDED
+            elif time.time() - heard_at > watched.stall_s:
+                why = f"stopped: no word for {watched.stall_s:.0f} s"
             if why is not None:
                 process.kill()
                 process.wait()

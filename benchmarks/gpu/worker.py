@@ -37,7 +37,8 @@ class Worker:
     def __init__(self, plan: dict[str, Any], events: IO[str]) -> None:
         self._plan, self._events = plan, events
         peers = Path(plan["peers"]) if plan["peers"] else None
-        self.machine = Machine.found(peers, is_alone=plan["is_alone"], is_warming=plan["is_warming"])
+        results = Path(plan["results"]) if plan.get("results") else None
+        self.machine = Machine.found(peers, is_alone=plan["is_alone"], is_warming=plan["is_warming"], results=results)
 
     def say(self, kind: str, **fields: object) -> None:
         self._events.write(json.dumps({"kind": kind, **fields}) + "\n")
@@ -58,7 +59,7 @@ class Worker:
     def _run_part(self, part: Part, first_case: int) -> None:
         started, state, number = time.time(), "complete", -1
         groups: dict[str, int] = {}
-        self.say("part", part=part.name)
+        self.say("part", part=part.name, deadline=self.machine.deadline)
         try:
             for number, case in enumerate(part.cases(self.machine)):
                 group = groups.setdefault(case.group or case.name, len(groups))

@@ -18,5 +18,9 @@ class PoolFull(ValueError):
     """An adapter needs more pages, tiles or slots than are free."""
 
 
+class InvalidTuning(ValueError):
+    """A file of tile sizes that can't be read, or that names what no kernel has."""
+
+
 class InvalidWeight(ValueError):
     """A weight that can't be quantized, or in a format that the kernels don't have."""

@@ -40,6 +40,19 @@ def test_page_says_machine_limits_versions_date_and_command() -> None:
         assert words in text
 
 
+def test_brief_tables_fit_a_terminals_end() -> None:
+    rows = [kernel_row(rows=number) for number in range(900)]
+    outcomes = {"check-lora": Outcome("complete", rows=[CHECK] * 3, num_cases=3)}
+    outcomes |= {"kernels": Outcome("complete", rows=rows), "tools": Outcome("out of time")}
+    text = report.brief(outcomes, FACTS, seconds=61.0)
+    assert len(text) <= report.MOST_CHARACTERS
+    assert text.splitlines()[0] == "A GPU; 61 s"
+    assert "check-lora: complete, 0 s, 3 cases, 3 checks hold" in text
+    assert "qkv|16|0|64|40|" in text
+    assert text.rstrip().splitlines()[-1].startswith("- ")
+    assert "3 of 3 checks hold." in text
+
+
 def test_dry_run_says_that_nothing_is_measured() -> None:
     assert "Nothing is measured" in page({}, is_dry_run=True)
     assert "Nothing is measured" not in page({})

@@ -25,7 +25,8 @@ def say(**event): events.write(json.dumps(event) + "\\n")
 if "start" in misdeeds: sys.exit(9)
 say(kind="machine", facts={"pid": os.getpid()})
 for i, part in enumerate(plan["parts"]):
-    say(kind="part", part=part)
+    more = {"deadline": time.time() + misdeeds["deadline"]} if "deadline" in misdeeds else {}
+    say(kind="part", part=part, **more)
     for number in range(plan["first_case"] if i == 0 else 0, 3):
         say(kind="case", part=part, number=number, name=f"case {number}")
         misdeed = misdeeds.get(f"{part} {number}")
@@ -36,7 +37,7 @@ for i, part in enumerate(plan["parts"]):
 """
 
 
-def supervise(misdeeds: dict[str, str], *, budget_s: float = 30.0, stall_s: float = 30.0) -> Run:
+def supervise(misdeeds: dict[str, Any], *, budget_s: float = 30.0, stall_s: float = 30.0) -> Run:
     run = Run(PARTS)
 
     def command(plan: dict[str, Any]) -> list[str]:
@@ -77,6 +78,14 @@ def test_case_that_never_ends_is_stopped_and_the_next_one_runs() -> None:
     run = supervise({"check-lora 0": "hang"}, stall_s=0.7)
     assert cases_of(run, "check-lora") == ["case 1", "case 2"]
     assert "no word for" in run.outcomes["check-lora"].problems[0]
+    assert run.outcomes["check-gemm"].state == "complete"
+
+
+def test_part_that_overruns_its_time_leaves_the_next_its_own() -> None:
+    run = supervise({"check-lora 1": "hang", "deadline": 0.5})
+    assert run.outcomes["check-lora"].state == "out of time"
+    assert cases_of(run, "check-lora") == ["case 0"]
+    assert run.outcomes["check-lora"].problems == ["case 1: stopped: the part's time was over"]
     assert run.outcomes["check-gemm"].state == "complete"
 
 

@@ -29,23 +29,21 @@ from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
 from loraserve.engine.verification.answer_prompts import AnswerPrompts
 from loraserve.engine.verification.float_base import FloatBase
 from loraserve.engine.verification.verifier import Verifier
+from loraserve.engine.worker.device_setup import kv_cache, num_needed_blocks, set_up_gpu
 from loraserve.engine.worker.first_step import check_first_step
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError
-from loraserve.limits import GIB
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import AdapterDevice
 from loraserve.memory.devices.cpu import CpuDevice, HostMemory, cpu_adapter_dtype
-from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
+from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.loading.lowering import FILE_DTYPES
 from loraserve.memory.loading.precision import Precision
 from loraserve.memory.memory_plan import (
-    MemoryPlan,
     beside_draft,
     draft_context,
     draft_kv_blocks,
     plan_cpu_memory,
-    plan_gpu_arena,
 )
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
@@ -160,7 +158,7 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
     if config.device == "cpu":
         runner, device, kv = _on_cpu(decoder, config, progress, group)
     else:
-        runner, device, kv = _on_gpu(decoder, config, progress)
+        runner, device, kv = set_up_gpu(decoder, config, progress)
     progress.begin("opening the adapters' store")
     store = open_store(config.store_url)
     pager = Pager(
@@ -301,7 +299,7 @@ def _on_cpu(
         runner, device = CpuRunner(decoder, kv), CpuDevice(decoder.spec, plan.max_adapter_bytes, held, client)
     else:
         runner, device = group.serve(decoder, kv, parts, plan.max_adapter_bytes, held, client)
-    return runner, device, _kv_cache(config, plan, arena, release)
+    return runner, device, kv_cache(config, plan, arena, release)
 
 
 def _adapter_dtypes(config: EngineConfig) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
@@ -324,22 +322,6 @@ def _compile_kernels(config: EngineConfig, progress: Progress) -> None:
         progress.begin("compiling kernels (once on a machine: they are kept on disk), kernels", num_kernels)
 
     compile_kernels(_adapter_dtypes(config)[0], begin, progress.advance, progress.tick)
-
-
-def _kv_cache(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    arena: Arena,
-    on_freed: Callable[[Sequence[int]], None] | None = None,
-) -> BlockPool:
-    layout = BlockLayout(
-        arena.client(Owner.KV),
-        plan.block_num_bytes,
-        plan.blocks_per_page,
-        plan.pages_per_block,
-        on_freed,
-    )
-    return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
 
 
 def _draft_base(config: EngineConfig, decoder: Decoder, progress: Progress) -> DraftBase | None:
@@ -396,11 +378,6 @@ def has_exact_rows(decoder: Decoder, config: EngineConfig) -> bool:
     return has_attention and FLOATS["bfloat16"] not in arithmetics and "torch" not in kernels
 
 
-def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
-    """Return the KV blocks of one sequence of the model's full length."""
-    return -(-decoder.spec.max_model_len // config.block_size)
-
-
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive numbers as (first, count)."""
     found: list[tuple[int, int]] = []
@@ -410,36 +387,3 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, 1))
     return found
-
-
-def _on_gpu(decoder: Decoder, config: EngineConfig, progress: Progress) -> tuple[StepRunner, AdapterDevice, BlockPool]:
-    # Triton is loaded for GPUs alone
-    from loraserve.engine.execution import gpu_memory as gpu_budget
-    from loraserve.engine.execution.gpu_runner import GpuRunner
-    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype
-
-    progress.begin("measuring the GPU's memory")
-    budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
-    device = decoder.backend.device
-    plan = plan_gpu_arena(
-        decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
-    )
-    data = torch.empty(
-        (plan.num_pages + plan.num_dedicated_pages) * plan.page_num_bytes, dtype=torch.uint8, device=device
-    )
-    dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
-    arena = Arena(plan.num_pages, plan.page_num_bytes, is_indexed=True)
-    adapters = GpuDevice.in_arena(decoder.spec, data, arena.client(Owner.ADAPTERS), plan, budget, dtype)
-    kv = view_kv(decoder, data, plan.block_num_bytes, config.block_size)
-    logger.info(
-        "%s: %.1f GiB in pages of %d KV blocks of %d tokens, at most %d blocks or %.1f GiB of adapters in %s",
-        device,
-        data.nbytes / GIB,
-        plan.blocks_per_page,
-        config.block_size,
-        plan.num_blocks,
-        adapters.limits.num_bytes / GIB,
-        str(dtype).removeprefix("torch."),
-    )
-    progress.begin("warming up: compiling kernels with Triton and capturing graphs")
-    return GpuRunner(decoder, config, kv, adapters), adapters, _kv_cache(config, plan, arena)

@@ -70,6 +70,7 @@ def compile_kernel(
     capability: int,
     num_warps: int,
     num_stages: int,
+    max_registers: int | None = None,
     **types: str,
 ) -> Any:
     """As the first launch would: with pointers and strides that are multiples of 16."""
@@ -82,7 +83,7 @@ def compile_kernel(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in wide},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -97,7 +98,11 @@ def compile_attend(
     block_size: int = 16,
     has_cap: bool = False,
 ) -> tuple[Any, gpu_attention.AttendConfig]:
-    config = gpu_attention.decode_config(head_dim, group) if kind == "decode" else gpu_attention.chunk_config(head_dim)
+    config = (
+        gpu_attention.decode_config(head_dim, group)
+        if kind == "decode"
+        else gpu_attention.chunk_config(head_dim, group)
+    )
     constants = {
         "CHUNKS": kind == "chunks",
         "NUM_DECODE_ITEMS": plan.NUM_DECODE_ITEMS,
@@ -117,7 +122,15 @@ def compile_attend(
         "WIDEN": False,
     }
     compiled = compile_kernel(
-        attend_kernel, ATTEND, constants, capability, config.num_warps, config.num_stages, x=x, stride=stride
+        attend_kernel,
+        ATTEND,
+        constants,
+        capability,
+        config.num_warps,
+        config.num_stages,
+        config.max_registers,
+        x=x,
+        stride=stride,
     )
     return compiled, config
 

@@ -28,8 +28,11 @@ from loraserve_kernels.gpu.attention.plan import (
     GpuAttentionPlan,
 )
 from loraserve_kernels.gpu.device import INTERPRETED, num_programs
+from loraserve_kernels.gpu.tuning import tuned
 
 NO_WINDOW = 1 << 30
+MAX_CHUNK_REGISTERS = 255
+"""As many as a thread can have: two programs of four warps then fill a multiprocessor."""
 COMBINE_WARPS = 2
 COMBINE_SPLITS = 16
 """Number of a row's splits that are loaded at a time."""
@@ -46,6 +49,10 @@ class AttendConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Of a thread; None: as many as the compiler takes. Left alone, ptxas 12.8 takes 168 for a
+    chunk's rows on sm_80, and keeps two numbers in memory.
+    """
 
 
 def decode_config(head_dim: int, group: int) -> AttendConfig:
@@ -54,16 +61,19 @@ def decode_config(head_dim: int, group: int) -> AttendConfig:
     They have 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times
     ahead: with 16 heads of up to 128 four programs fit on a multiprocessor of either generation.
     """
-    return AttendConfig(16 if group <= 16 else 32, max(16, min(64, 4096 // triton.next_power_of_2(head_dim))), 4, 3)
+    keys = max(16, min(64, 4096 // triton.next_power_of_2(head_dim)))
+    config = AttendConfig(16 if group <= 16 else 32, keys, 4, 3)
+    return tuned("attend_decode", f"{head_dim}/{group}", config)
 
 
-def chunk_config(head_dim: int) -> AttendConfig:
+def chunk_config(head_dim: int, group: int) -> AttendConfig:
     """Return the tiles for a chunk's rows.
 
     They have twice the keys at a time, so that the four warps meet half as often, and two programs
     on a multiprocessor.
     """
-    return AttendConfig(CHUNK_BLOCK_M, max(16, min(64, 8192 // triton.next_power_of_2(head_dim))), 4, 3)
+    keys = max(16, min(64, 8192 // triton.next_power_of_2(head_dim)))
+    return tuned("attend_chunk", f"{head_dim}/{group}", AttendConfig(CHUNK_BLOCK_M, keys, 4, 3, MAX_CHUNK_REGISTERS))
 
 
 def paged_attention(
@@ -111,7 +121,7 @@ def paged_attention(
     group, head_dim = plan.num_heads // plan.num_kv_heads, plan.head_dim
     block_d = triton.next_power_of_2(head_dim)
     log2e = math.log2(math.e)
-    decode, chunk = decode_config(head_dim, group), chunk_config(head_dim)
+    decode, chunk = decode_config(head_dim, group), chunk_config(head_dim, group)
     for config, count in ((decode, plan.num_decode_rows), (chunk, plan.num_tiles)):
         if not count:
             continue
@@ -149,6 +159,7 @@ def paged_attention(
             WIDEN=INTERPRETED,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.max_registers,
             enable_fp_fusion=True,
         )
     if plan.num_decode_rows:

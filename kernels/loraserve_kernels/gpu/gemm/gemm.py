@@ -26,6 +26,7 @@ from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.device import INTERPRETED
 from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
 from loraserve_kernels.gpu.gemm.prefill_gemm import prefill_gemm_kernel
+from loraserve_kernels.gpu.tuning import tuned
 
 MAX_DECODE_ROWS = 64
 
@@ -73,6 +74,11 @@ DECODE_CONFIGS: dict[int, DecodeConfig] = {
     64: DecodeConfig(32, 2, 128, 8, 4),
 }
 """Tile sizes by the largest number of rows."""
+
+ZEROS_CONFIG = DecodeConfig(32, 2, 64, 8, 4)
+"""Tile sizes for the most rows of codes of 4 bits with zeros: wider tiles keep registers in memory
+with some versions of the compiler.
+"""
 
 PREFILL_CONFIG = PrefillConfig(128, 128, 64, 8, 8, 3)
 
@@ -128,7 +134,7 @@ def weight_only_linear(
 
 
 def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, out: Tensor, in_features: int) -> None:
-    config = decode_config(x.shape[0])
+    config = decode_config(x.shape[0], weight)
     tiles, parts = -(-out.shape[1] // config.block_n), split_k(out.shape[1], in_features)
     planes = counters = out
     if parts > 1:
@@ -144,9 +150,31 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
     )
 
 
-def decode_config(num_rows: int) -> DecodeConfig:
-    """Return the tile sizes of the kernel for this many rows."""
-    return DECODE_CONFIGS[next(most for most in DECODE_CONFIGS if num_rows <= most)]
+def decode_config(num_rows: int, weight: QuantizedWeight | Tensor) -> DecodeConfig:
+    """Return the tile sizes of the kernel for this many rows of this weight."""
+    most = next(most for most in DECODE_CONFIGS if num_rows <= most)
+    has_zeros, shape = False, tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    if isinstance(weight, QuantizedWeight):
+        has_zeros, shape = weight.is_packed and weight.zeros is not None, (weight.out_features, weight.in_features)
+    config = ZEROS_CONFIG if has_zeros and most == max(DECODE_CONFIGS) else DECODE_CONFIGS[most]
+    return tuned("decode_gemm", f"{kind_of(weight)}/{shape[0]}x{shape[1]}/{most}", config)
+
+
+def kind_of(weight: QuantizedWeight | Tensor) -> str:
+    """Return what a file of tile sizes calls the weight: ``int4-128-zeros``, ``plain``."""
+    if not isinstance(weight, QuantizedWeight):
+        return "plain"
+    group = f"-{weight.group_size}" if weight.has_groups else ""
+    return f"{weight.format}{group}{'-zeros' if weight.zeros is not None else ''}"
+
+
+def prefill_config(weight: QuantizedWeight) -> PrefillConfig:
+    """Return the tile sizes of the kernel for many rows of this weight.
+
+    They are the same for any number of rows, and so are a row's bits.
+    """
+    key = f"{kind_of(weight)}/{weight.out_features}x{weight.in_features}"
+    return tuned("prefill_gemm", key, PREFILL_CONFIG)
 
 
 def _planes(x: Tensor, tiles: int, planes: int, config: DecodeConfig) -> Tensor:
@@ -202,7 +230,7 @@ def _decode_launch(
 
 def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
     num_rows, out_features = out.shape
-    config, zeros = PREFILL_CONFIG, None if weight.zeros is None else zero_words(weight.zeros)
+    config, zeros = prefill_config(weight), None if weight.zeros is None else zero_words(weight.zeros)
     # a step of the pipeline stays within a group
     block_k = min(config.block_k, weight.group_size) if weight.has_groups else config.block_k
     tiles = -(-num_rows // config.block_m) * -(-out_features // config.block_n)

@@ -9,6 +9,7 @@ kernels on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from loraserve_kernels.gpu.lora.plan import BLOCK_K, HEADER, REPLACED_AT, SITE_I
 from loraserve_kernels.gpu.lora.replace import replace_embedding_kernel, replace_kernel
 from loraserve_kernels.gpu.lora.shrink import look_up_kernel, shrink_kernel
 from loraserve_kernels.gpu.paged.layout import REPLACED_SITES
+from loraserve_kernels.gpu.tuning import tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,16 @@ Left alone, the compiler takes more for expand than it needs.
 """
 
 
-def expand_config(block_m: int, split: int, y_dtype: torch.dtype) -> KernelConfig:
-    """Return expand's tile sizes for rows of a tile, parts of a sum and the dtype of y."""
-    return (NARROW_EXPAND_CONFIGS if y_dtype == torch.float32 or split == 1 else EXPAND_CONFIGS)[block_m]
+def shrink_config(block_m: int, in_features: int) -> KernelConfig:
+    """Return shrink's tile sizes for rows of a tile and the width of x."""
+    return tuned("shrink", f"{in_features}/{block_m}", SHRINK_CONFIGS[block_m])
+
+
+def expand_config(block_m: int, split: int, y_dtype: torch.dtype, widths: Sequence[int] = ()) -> KernelConfig:
+    """Return expand's tile sizes for rows of a tile, parts of a sum, the dtype and slices of y."""
+    config = (NARROW_EXPAND_CONFIGS if y_dtype == torch.float32 or split == 1 else EXPAND_CONFIGS)[block_m]
+    name = "fp32" if y_dtype == torch.float32 else "16"
+    return tuned("expand", f"{'+'.join(str(width) for width in widths if width)}/{name}/{block_m}", config)
 
 
 def apply_lora(x: Tensor, y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None = None) -> None:
@@ -125,7 +134,7 @@ def _in_features(plan: GpuLoraPlan, site: str) -> int:
 
 def _shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
     pool, in_features = plan.pool, _in_features(plan, site)
-    split, config = plan.split_k(site), SHRINK_CONFIGS[plan.block_m]
+    split, config = plan.split_k(site), shrink_config(plan.block_m, in_features)
     shrink_kernel[(num_programs(x.device),)](
         x,
         pool.weights,
@@ -218,7 +227,7 @@ def _check_output(y: Tensor, x: Tensor, plan: GpuLoraPlan, site: str, bias: Tens
 def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | None) -> None:
     pool, widths, split = plan.pool, site_widths(plan, site), plan.split_k(site)
     is_even = all(width % 16 == 0 for width in widths)
-    config = expand_config(plan.block_m, split, y.dtype)
+    config = expand_config(plan.block_m, split, y.dtype, widths)
     expand_kernel[(num_programs(y.device),)](
         plan.scratch,
         pool.weights,

@@ -1,0 +1,86 @@
+"""Divide a device's memory between KV blocks and adapters; make a GPU's runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from loraserve.config import EngineConfig
+from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
+from loraserve.limits import GIB
+from loraserve.memory.arena import Arena, Owner
+from loraserve.memory.devices.base import AdapterDevice
+from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
+from loraserve.memory.memory_plan import MemoryPlan, plan_gpu_arena
+from loraserve.model.decoder import Decoder
+from loraserve.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
+    """Return the KV blocks of one sequence of the model's full length."""
+    return -(-decoder.spec.max_model_len // config.block_size)
+
+
+def kv_cache(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    arena: Arena,
+    on_freed: Callable[[Sequence[int]], None] | None = None,
+) -> BlockPool:
+    """Return the cache of KV blocks in an arena's pages.
+
+    Args:
+        on_freed: called with the blocks whose pages were given back; None: nothing is to be done.
+    """
+    layout = BlockLayout(
+        arena.client(Owner.KV),
+        plan.block_num_bytes,
+        plan.blocks_per_page,
+        plan.pages_per_block,
+        on_freed,
+    )
+    return BlockPool(plan.num_blocks, config.block_size, enable_prefix_cache=config.enable_prefix_cache, layout=layout)
+
+
+def set_up_gpu(
+    decoder: Decoder, config: EngineConfig, progress: Progress
+) -> tuple[StepRunner, AdapterDevice, BlockPool]:
+    """Measure what a GPU's largest step takes, divide what is left, and capture the decode steps.
+
+    Raises:
+        ConfigError: nothing is left, or less than one sequence of the model's full length takes.
+    """
+    # Triton is loaded for GPUs alone
+    from loraserve.engine.execution import gpu_memory as gpu_budget
+    from loraserve.engine.execution.gpu_runner import GpuRunner
+    from loraserve.memory.devices.gpu import GpuDevice, adapter_dtype
+
+    progress.begin("measuring the GPU's memory")
+    budget = config.memory_budget_bytes or gpu_budget.free_bytes(decoder, config)
+    device = decoder.backend.device
+    plan = plan_gpu_arena(
+        decoder.spec, budget, kv_block_bytes(decoder, config.block_size), num_needed_blocks(decoder, config)
+    )
+    data = torch.empty(
+        (plan.num_pages + plan.num_dedicated_pages) * plan.page_num_bytes, dtype=torch.uint8, device=device
+    )
+    dtype = adapter_dtype(config.adapter_dtype, decoder.kv_dtype)
+    arena = Arena(plan.num_pages, plan.page_num_bytes, is_indexed=True)
+    adapters = GpuDevice.in_arena(decoder.spec, data, arena.client(Owner.ADAPTERS), plan, budget, dtype)
+    kv = view_kv(decoder, data, plan.block_num_bytes, config.block_size)
+    logger.info(
+        "%s: %.1f GiB in pages of %d KV blocks of %d tokens, at most %d blocks or %.1f GiB of adapters in %s",
+        device,
+        data.nbytes / GIB,
+        plan.blocks_per_page,
+        config.block_size,
+        plan.num_blocks,
+        adapters.limits.num_bytes / GIB,
+        str(dtype).removeprefix("torch."),
+    )
+    progress.begin("warming up: compiling kernels with Triton and capturing graphs")
+    return GpuRunner(decoder, config, kv, adapters), adapters, kv_cache(config, plan, arena)
