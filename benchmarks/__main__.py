@@ -22,6 +22,7 @@ PARTS = (
     "console",
     "million",
     "peers",
+    "quality",
 )
 
 
