@@ -23,6 +23,7 @@ PARTS = (
     "console",
     "million",
     "peers",
+    "quality",
 )
 
 

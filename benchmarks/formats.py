@@ -42,6 +42,7 @@ FORMATS: Mapping[str, Format] = {
     "float32": Format("none", 4, 4, FLOAT, dtype="float32"),
     "bfloat16": Format("none", 2, 2, BFLOAT16, dtype="bfloat16"),
     "int8": Format("int8", 1, 1, INT8),
+    "int8-float": Format("int8", 1, 1, FLOAT, activations="float"),
     "int8+int8": Format("int8", 1, 1, INT8, adapters="int8"),
     "int4": Format("int4", INT4_BYTES, 1, FLOAT),
     "int4-rounded": Format("int4", INT4_BYTES, 1, INT8, activations="int8"),

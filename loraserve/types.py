@@ -208,8 +208,8 @@ class BaseSpec(Struct, frozen=True):
     quantization: str
     arithmetic: str = ""
     """How the linears multiply, by the names of `loraserve_kernels.common.arithmetic`:
-    ``w8a8-row``; several joined by ``+``, those of the layers before the head's. Empty, like the
-    three below, where no weight was loaded.
+    ``w8a8-row-h64``; several joined by ``+``, those of the layers before the head's. Empty, like
+    the three below, where no weight was loaded.
     """
     kernels: str = ""
     """Kernels that multiply so: ``onednn-u8``; several joined likewise."""

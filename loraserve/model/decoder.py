@@ -16,16 +16,18 @@ from torch.nn import functional as F
 from loraserve import faults
 from loraserve.errors import InvariantViolation
 from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer, LayersProgram, Norm
+from loraserve.model.config.formats import Rotations
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs, PooledRows
 from loraserve.model.layers.experts import MixtureOfExperts
-from loraserve.model.layers.linears import Linear, activation_levels, float_rows
+from loraserve.model.layers.linears import Linear, float_rows, rounding_of_row
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
 from loraserve.model.parallel.rank_part import RankPart
 from loraserve.model.parallel.stage import Stage
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
+from loraserve_kernels.common.arithmetic import ActivationRounding
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu.lora.layout import SITES
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
@@ -41,6 +43,7 @@ class Decoder:
         config: its shapes.
         kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes.
         stage: which layers it has.
+        rotations: by which its linears were rotated when they were rounded.
         kv_dtype: of that cache.
     """
 
@@ -58,6 +61,7 @@ class Decoder:
         progress: Progress | None = None,
         part: RankPart | None = None,
         stage: Stage | None = None,
+        rotations: Rotations | None = None,
     ) -> None:
         """Make a decoder of these weights.
 
@@ -69,6 +73,7 @@ class Decoder:
                 it.
             part: the rank's part of each linear that these weights are; None: all of it.
             stage: the pipeline's stage whose layers these are; None: all layers are.
+            rotations: by which the linears were rotated when they were rounded; None: by none.
         """
         self._progress = progress or Progress()
         # what the layers have: heads and inner features
@@ -77,6 +82,7 @@ class Decoder:
         self.config = config
         self.spec = spec
         self.backend = backend
+        self.rotations = rotations or Rotations()
         self.stage = stage or Stage(0, 1, config)
         self.kv_shape = (len(layers), local.num_kv_heads, config.head_dim)
         self.kv_dtype = backend.kv_dtype
@@ -129,11 +135,11 @@ class Decoder:
         linear, start = self._linear(layer, module)
         return None if linear.bias is None else linear.bias[start : start + self.spec.modules[module][0]].float()
 
-    def activation_levels(self, layer: int, module: str) -> int | None:
-        """Return the largest code that a module's products round their input to; None: to none."""
+    def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
+        """Return how a module's products round their input; None: to no integers."""
         if module == "lm_head":
-            return activation_levels(self._head_of().base, 0)
-        return activation_levels(*self._linear(layer, module))
+            return rounding_of_row(self._head_of().base, 0)
+        return rounding_of_row(*self._linear(layer, module))
 
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, by the name of its tensor in the checkpoint.

@@ -30,8 +30,9 @@ from torch.nn import functional as F
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.layers.experts import MixtureOfExperts
-from loraserve.model.layers.linears import Linear, activation_levels
+from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.layers.rotary import rope_frequencies
+from loraserve_kernels.common.arithmetic import ActivationRounding
 
 _BLOCK_WEIGHTS = 1 << 22
 
@@ -56,8 +57,8 @@ class ReferenceBase(Protocol):
         """Return a linear's bias, float32; None where it has none."""
         ...
 
-    def activation_levels(self, layer: int, module: str) -> int | None:
-        """Return the largest code that the module's products round a row of their input to.
+    def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
+        """Return how the module's products round a row of their input.
 
         None: they take it in the dtype of the activations.
         """
@@ -245,7 +246,7 @@ class _Pass:
         for sequence, start in (pair for one in subjects if one.known_base is None for pair in one.placed):
             self._by_base[sequence] = min(start, self._by_base.get(sequence, start))
         rows, self._wanted = _Rows(), list[list[int]]()
-        self._is_nudging = any(self._levels(0, module) is not None for module in ("q_proj", "lm_head"))
+        self._is_nudging = any(self._rounding(0, module) is not None for module in ("q_proj", "lm_head"))
         nudged = 0
         for _ in range(2 if self._is_nudging else 1):
             nudged, known = len(rows.tokens), dict[_Prefix, int]()
@@ -445,30 +446,26 @@ class _Pass:
     def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
         if not self._is_wanted():
             raise Stopped
-        levels = {module: self._levels(layer, module) for module in modules}
-        if len(set(levels.values())) > 1:
+        roundings = {module: self._rounding(layer, module) for module in modules}
+        if len(set(roundings.values())) > 1:
             return torch.cat([self._multiply(x, layer, module) for module in modules], dim=1)
-        x = self._rounded(x, levels[modules[0]])
+        x = self._rounded(x, roundings[modules[0]])
         return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
 
     def _multiply_by(self, x: Tensor, linear: Linear) -> Tensor:
         parts, start = [], 0
         for block in linear.rows(0, linear.out_features):
-            levels = activation_levels(linear, start) if self._is_rounding else None
-            parts.append(_rounded(x, levels) @ block.T)
+            rounding = rounding_of_row(linear, start) if self._is_rounding else None
+            parts.append(_rounded(x, rounding) @ block.T)
             start += block.shape[0]
         return torch.cat(parts, dim=1)
 
-    def _levels(self, layer: int, module: str) -> int | None:
-        return self._base.activation_levels(layer, module) if self._is_rounding else None
+    def _rounding(self, layer: int, module: str) -> ActivationRounding | None:
+        return self._base.activation_rounding(layer, module) if self._is_rounding else None
 
-    def _rounded(self, x: Tensor, levels: int | None) -> Tensor:
+    def _rounded(self, x: Tensor, rounding: ActivationRounding | None) -> Tensor:
         """Return x as products take it; nudged rows are moved a little before they are rounded."""
-        if levels is None or not len(self._nudged):
-            return _rounded(x, levels)
-        moved = x.clone()
-        moved[self._nudged] *= 1 + (torch.arange(x.shape[1], device=x.device) % 2 * 2 - 1) / 4096
-        return _rounded(moved, levels)
+        return _rounded(x, rounding, self._nudged)
 
     def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
         """Return a module's output.
@@ -591,12 +588,39 @@ class _Pass:
         return _tensor(view, self._device)
 
 
-def _rounded(x: Tensor, levels: int | None) -> Tensor:
-    """Return x with each row rounded to integers from -levels to levels of its largest value."""
-    if levels is None:
+def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | None = None) -> Tensor:
+    """Return x with each row rounded to integers, by its largest value.
+
+    A row that is rotated before it is rounded is rotated back.
+
+    Args:
+        nudged: rows that are moved by 1/4096 before they are rounded.
+    """
+    if rounding is None:
         return x
-    step = x.abs().amax(1, keepdim=True) / levels
-    return torch.where(step > 0, torch.round(x / step) * step, 0.0)
+    turned = _rotated(x, rounding.rotation)
+    if nudged is not None and len(nudged):
+        turned = turned.clone()
+        turned[nudged] *= 1 + (torch.arange(x.shape[1], device=x.device) % 2 * 2 - 1) / 4096
+    step = turned.abs().amax(1, keepdim=True) / rounding.levels
+    return _rotated(torch.where(step > 0, torch.round(turned / step) * step, 0.0), rounding.rotation)
+
+
+def _rotated(x: Tensor, block: int) -> Tensor:
+    """Return x with each block of a row multiplied with an orthogonal Hadamard matrix.
+
+    Twice is x again.
+
+    Args:
+        block: its size, a power of two; 0: x is returned as it is.
+    """
+    if block == 0:
+        return x
+    matrix = torch.ones(1, 1, device=x.device)
+    while len(matrix) < block:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    turned: Tensor = x.reshape(-1, block) @ matrix / block**0.5
+    return turned.view(x.shape)
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

@@ -13,12 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.arithmetic import LEVELS
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear import gemm
@@ -54,7 +56,7 @@ def saturates(candidate: Candidate, format: str) -> bool:
     codes = worst(CHANNELS, 127, -128).to(torch.int8)
     scales = torch.ones(CHANNELS, 1)
     product = candidate.make(QuantizedWeight("int8", codes, scales, None, WIDTH, WIDTH, CHANNELS))
-    levels = gemm.LEVELS[candidate.name]
+    levels = LEVELS[candidate.name]
     for num_rows in (1, 2, 8, 17, 64):
         for x in (worst(num_rows, levels, -levels), worst(num_rows, levels, -levels).flip(0)):
             exact = x.long() @ codes.long().T
@@ -150,9 +152,9 @@ def look_at(format: str) -> dict[str, Any]:
     for candidate in FORMATS[format]:
         if not candidate.is_there() or (format, candidate.kernel) in chooser._hopeless:
             continue
-        if format == "int4-rounded" and candidate.name in gemm.LEVELS:
+        if format == "int4-rounded" and candidate.name in LEVELS:
             is_right = follows_codes(candidate, format)
-        elif candidate.name in gemm.LEVELS:
+        elif candidate.name in LEVELS:
             is_right = not saturates(candidate, format)
         else:
             is_right = follows_weight(candidate, format)
@@ -175,6 +177,7 @@ def look_at(format: str) -> dict[str, Any]:
         "ratios": {str(n): ratio(product, packed, torch.randn(n, TIMED[1])) for n in TIMED_ROWS},
         "candidates": found,
         "digest": _digest(product),
+        "rotated_digest": None if isinstance(weight, Tensor) else _digest(taken.make(replace(weight, rotation=64))),
     }
 
 

@@ -23,6 +23,39 @@ FLOATS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 BF16_WEIGHTS = "bf16-weights"
 """bfloat16 weights, activations and results in float32."""
 
+LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63, W4A8_ROW: 127}
+"""The largest code of a row's activations, by the name without a rotation."""
+
+_ROTATED = "-h"
+
+
+def rotated_name(name: str, block: int) -> str:
+    """Return the name of an arithmetic whose rows and weights are rotated by Hadamard blocks.
+
+    Args:
+        block: inputs of a block; 0: they aren't rotated.
+    """
+    return f"{name}{_ROTATED}{block}" if block else name
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRounding:
+    """Rounding of a row of activations by its largest magnitude.
+
+    Attributes:
+        levels: the largest code.
+        rotation: inputs of a Hadamard block by which the row is rotated before; 0: it isn't.
+    """
+
+    levels: int
+    rotation: int
+
+
+def activation_rounding(name: str) -> ActivationRounding | None:
+    """Return how an arithmetic of this name rounds rows; None: to no integers."""
+    plain, _, block = name.partition(_ROTATED)
+    return ActivationRounding(LEVELS[plain], int(block or 0)) if plain in LEVELS else None
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arithmetic:
@@ -31,7 +64,8 @@ class Arithmetic:
     Attributes:
         name: ``w8a8-row``, ``w8a7-row``, ``w4a8-row``, ``w8a16``, ``w8a16-fp8``, ``w4a16``,
             ``w4a16-nf4``, ``fp32``, ``bf16``, ``bf16-weights`` or ``fp16``: equal names round
-            equally.
+            equally. ``-h64``, ``-h32`` or ``-h16`` follows the first three where rows and weights
+            are rotated by Hadamard blocks of that many inputs.
         kernel: the library and its way, such as ``onednn-u8``, ``fbgemm``, ``numba-dot`` (int8 or
             int4 by int8), ``numba`` (codes decoded in registers) or ``widened`` (to float32, some
             channels at a time).

@@ -6,3 +6,10 @@ FORMATS = ("int8", "int4", "nf4", "fp8")
 GROUP_SIZES = (32, 64, 128)
 """Group sizes of int4, and of int8 where it has groups."""
 NF4_GROUP_SIZE = 64
+ROTATION_BLOCKS = (64, 32, 16)
+"""Inputs of a block that is rotated before numbers are rounded, those first that are preferred."""
+
+
+def rotation_block(width: int) -> int:
+    """Return the block by which so many inputs are rotated; 0: no block divides them."""
+    return next((block for block in ROTATION_BLOCKS if width % block == 0), 0)

@@ -27,6 +27,7 @@ from torch import Tensor
 from loraserve_kernels.common.formats import FORMATS as FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES as GROUP_SIZES
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
+from loraserve_kernels.common.rotation import check_rotation, rotate
 from loraserve_kernels.common.row_blocks import GPU_BLOCK_WEIGHTS, row_blocks
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
@@ -76,9 +77,11 @@ class QuantizedWeight:
         group_size: inputs that share a scale: in_features for fp8, in_features or one of
             `GROUP_SIZES` for int8, one of `GROUP_SIZES` for int4, `NF4_GROUP_SIZE`.
         in_features, out_features: of the linear.
+        rotation: inputs of a Hadamard block by which they are rotated (see `rotation`): codes are
+            those of ``W H / rotation``. 0: they aren't.
 
     Raises:
-        InvalidWeight: a format or group size that the kernels don't have.
+        InvalidWeight: a format, group size or rotation that the kernels don't have.
         TensorMismatch: tensors whose shapes, dtypes or devices don't agree with it.
     """
 
@@ -89,9 +92,11 @@ class QuantizedWeight:
     group_size: int
     in_features: int
     out_features: int
+    rotation: int = 0
 
     def __post_init__(self) -> None:
         _check_format(self.format, self.group_size, self.in_features, self.zeros is not None)
+        check_rotation(self.rotation, self.in_features)
         width = self.in_features // 2 if self.is_packed else self.in_features
         grid = (self.out_features, self.in_features // self.group_size)
         _check("codes", self.codes, (self.out_features, width), _CODES_DTYPE[self.format])
@@ -139,6 +144,7 @@ class QuantizedWeight:
             self.group_size,
             self.in_features,
             self.out_features,
+            self.rotation,
         )
 
     def rows(self, start: int, end: int) -> QuantizedWeight:
@@ -151,12 +157,14 @@ class QuantizedWeight:
             self.group_size,
             self.in_features,
             end - start,
+            self.rotation,
         )
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return what the codes mean before they are scaled, [out_features, in_features].
 
-        Whole numbers save for nf4 and fp8; exact in float32.
+        They are whole numbers save for nf4 and fp8, exact in float32, and rotated where the weight
+        is.
         """
         if not self.is_packed:
             values = self.codes.to(dtype)
@@ -177,14 +185,18 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, [out_features, in_features]: ``value · scale``, rounded once.
 
-        It is of `dtype`, computed in float32, or in float64 if that is asked for.
+        It is of `dtype`, computed in float32, or in float64 if that is asked for. A rotated
+        weight is rotated back.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = self.values(wide).view(self.out_features, -1, self.group_size)
-        return (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features).to(dtype)
+        weight = (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features)
+        return rotate(weight, self.rotation).to(dtype)
 
 
-def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False) -> QuantizedWeight:
+def quantize(
+    weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False, rotation: int = 0
+) -> QuantizedWeight:
     """Round a float weight to 8 or 4 bits, each group by its own largest magnitude.
 
     Nothing of the float weight is kept.
@@ -197,10 +209,11 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
             in_features (None: that); the others' is fixed, so None or that number.
         has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its
             largest magnitude both ways.
+        rotation: inputs of a Hadamard block by which the weight is rotated first; 0: it isn't.
 
     Raises:
-        InvalidWeight: an unknown format or group size, in_features that no number of groups fills,
-            or numbers that aren't finite.
+        InvalidWeight: an unknown format, group size or rotation, in_features that no number of
+            groups fills, or numbers that aren't finite.
         TensorMismatch: the weight isn't a float matrix.
     """
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
@@ -209,12 +222,16 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
     if group_size is None:
         group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
     _check_format(format, group_size, in_features, has_zeros)
+    check_rotation(rotation, in_features)
     is_packed = format in ("int4", "nf4")
     codes = weight.new_empty(out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format])
     all_scales, all_zeros = [], []
     floats, block_weights = weight.detach(), None if weight.device.type == "cpu" else GPU_BLOCK_WEIGHTS
     for first, end in row_blocks(0, out_features, in_features, block_weights):
-        groups = floats[first:end].float().view(end - first, -1, group_size)
+        rows = floats[first:end].float()
+        if rotation:
+            rows = rotate(rows, rotation).mul_(1 / rotation)
+        groups = rows.view(end - first, -1, group_size)
         amax = groups.abs().amax(2, keepdim=True)
         if not bool(torch.isfinite(amax).all()):
             raise _not_finite(floats)
@@ -234,6 +251,7 @@ def quantize(weight: Tensor, format: str, group_size: int | None = None, *, has_
         group_size,
         in_features,
         out_features,
+        rotation,
     )
 
 
@@ -284,13 +302,16 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     rounded again.
 
     Raises:
-        TensorMismatch: no parts, or parts of several formats, group sizes, in_features or devices.
+        TensorMismatch: no parts, or parts of several formats, group sizes, in_features, rotations
+            or devices.
     """
-    kinds = {(part.format, part.group_size, part.in_features, part.device) for part in parts}
+    kinds = {(part.format, part.group_size, part.in_features, part.device, part.rotation) for part in parts}
     if len(kinds) != 1:
-        found = "; ".join(f"{f}, groups of {g}, {k} inputs, on {d}" for f, g, k, d in sorted(kinds, key=str)) or "none"
-        raise TensorMismatch(f"weights to concatenate must be of one kind; these are: {found}")
-    ((format, group_size, in_features, _),) = kinds
+        found = "; ".join(
+            f"{f}, groups of {g}, {k} inputs, rotated by {r}, on {d}" for f, g, k, d, r in sorted(kinds, key=str)
+        )
+        raise TensorMismatch(f"weights to concatenate must be of one kind; these are: {found or 'none'}")
+    ((format, group_size, in_features, _, rotation),) = kinds
     # not every device can join float8 tensors
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(_CODES_DTYPE[format])
     zeros = None
@@ -303,7 +324,7 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         zeros = _by_channel(torch.cat(every))
     scales = _by_channel(torch.cat([part.scales for part in parts]))
     out_features = sum(part.out_features for part in parts)
-    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features)
+    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features, rotation)
 
 
 def _by_channel(grid: Tensor) -> Tensor:

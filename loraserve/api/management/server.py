@@ -71,7 +71,8 @@ class BaseResource(Resource):
     arithmetic: str
     """Arithmetic of the linears; several are joined by ``+``.
 
-    Such as ``w8a8-row`` (int8 weights, activations rounded to int8 by row), ``w8a16``, ``w4a16``,
+    Such as ``w8a8-row-h64`` (int8 weights, activations rounded to int8 by row, both rotated by
+    Hadamard blocks of 64 inputs), ``w8a16``, ``w4a16``,
     ``fp32``.
     """
     kernels: str

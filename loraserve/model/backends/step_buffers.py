@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loraserve.model.backends.step_sizes import SMALLEST_GROUP
-from loraserve.model.layers.linears import JoinedLinear, Linear, own_weight
+from loraserve.model.layers.linears import Int8Linear, JoinedLinear, Linear, own_weight
 from loraserve_kernels.cpu.linear.decoded import DotWeight, GroupDotWeight, code_offset
 
 
@@ -20,11 +20,13 @@ class RowRounding:
         offset: what is added to the codes.
         is_wide: whether they are int16.
         group_size: inputs whose codes are summed beside; 0: none are.
+        rotation: inputs of a Hadamard block by which rows are rotated before; 0: they aren't.
     """
 
     offset: int
     is_wide: bool
     group_size: int
+    rotation: int
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +93,11 @@ def rounding_of(linear: Linear) -> RowRounding | None:
     if isinstance(linear, JoinedLinear):
         return next((rounding for part in linear.parts if (rounding := rounding_of(part)) is not None), None)
     weight = own_weight(linear)
-    if isinstance(weight, DotWeight):
-        return RowRounding(code_offset(), not HAS_VNNI, 0)
-    return RowRounding(0, False, weight.group_size) if isinstance(weight, GroupDotWeight) else None
+    if isinstance(linear, Int8Linear) and isinstance(weight, DotWeight):
+        return RowRounding(code_offset(), not HAS_VNNI, 0, linear.rotation)
+    if isinstance(weight, GroupDotWeight):
+        return RowRounding(0, False, weight.group_size, weight.rotation)
+    return None
 
 
 def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
@@ -110,4 +114,5 @@ def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
         k.IS_WIDE: int(rounding.is_wide),
         k.STARTS: rows.starts.data_ptr() if rounding.group_size else 0,
         k.GROUP: rounding.group_size,
+        k.ROTATION: rounding.rotation,
     }

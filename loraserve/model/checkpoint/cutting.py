@@ -8,7 +8,7 @@ from __future__ import annotations
 from loraserve.errors import ConfigError
 from loraserve.limits import LIMITS
 from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan
-from loraserve.model.config.formats import group_size, kernels_group_size
+from loraserve.model.config.formats import Rotations, group_size, kernels_group_size
 from loraserve.model.parallel.grid import Grid
 from loraserve.model.parallel.shard import Shard, SiteCut
 
@@ -19,12 +19,18 @@ def cut_of(shard: Shard, plan: SitePlan) -> SiteCut:
         return SiteCut(None, None)
     if plan.kind is not SiteKind.EXPERT:
         return shard.site_cut(plan.name)
-    is_down = _is_down(plan)
+    is_down = is_row_parallel(plan)
     return shard.expert_cut(plan.in_features if is_down else plan.modules[0].out_features, is_down=is_down)
 
 
-def _is_down(plan: SitePlan) -> bool:
-    return plan.name == "down" or (plan.kind is SiteKind.EXPERT and len(plan.modules) == 1)
+def is_row_parallel(plan: SitePlan) -> bool:
+    """Return whether ranks share a site's inputs, and not its outputs."""
+    return plan.name in ("o", "down") or (plan.kind is SiteKind.EXPERT and len(plan.modules) == 1)
+
+
+def rotation_of(rotations: Rotations, plan: SitePlan) -> int:
+    """Return the inputs of a Hadamard block of a site's float weights; 0: they aren't rotated."""
+    return rotations.block(plan.quantize, plan.in_features, is_row_parallel=is_row_parallel(plan))
 
 
 def check_grid(blueprint: Blueprint, grid: Grid) -> None:
@@ -70,7 +76,7 @@ def _problem(blueprint: Blueprint, size: int) -> str | None:
     if inner % size:
         return f"{inner} inner features of an MLP (intermediate_size) aren't a multiple of it"
     for plan in blueprint.sites:
-        if plan.name == "o" or _is_down(plan):
+        if is_row_parallel(plan):
             group = _group(blueprint, plan)
             if plan.in_features // size % group:
                 return (

@@ -31,9 +31,10 @@ from loraserve.model.checkpoint.blueprint import (
     draw,
     rounded_formats,
 )
-from loraserve.model.checkpoint.cutting import check_grid, cut_of
+from loraserve.model.checkpoint.cutting import check_grid, cut_of, rotation_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.site import MakeLinear, Site, make_site, return_free_memory
+from loraserve.model.config.formats import Rotations
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
@@ -107,13 +108,11 @@ def load_model(
     for format in blueprint.stored_formats:
         # refuses what this device can't multiply
         make_backend(device, dtype, format)
-    backend = make_backend(
-        device,
-        dtype,
-        "none" if blueprint.stored else quantize,
-        rounded=rounded_formats(blueprint, activation_dtype, device),
-    )
-    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress, member)
+    rounded = rounded_formats(blueprint, activation_dtype, device)
+    backend = make_backend(device, dtype, "none" if blueprint.stored else quantize, rounded=rounded)
+    # a GPU rounds no activations
+    rotations = Rotations(rounded if device == "cpu" else frozenset(), 1 if member is None else member.grid.tensor)
+    loader = _Loader(blueprint, checkpoint, backend, dtype, device, progress, member, rotations)
     before = chooser().around
     chooser().around = lambda format: progress.aside(f"probing kernels for {format}")
     try:
@@ -153,7 +152,9 @@ class _Loader:
         device: str,
         progress: Progress,
         member: GroupMember | None,
+        rotations: Rotations,
     ) -> None:
+        self._rotations = rotations
         self._blueprint, self._checkpoint, self._dtype = blueprint, checkpoint, dtype
         self._progress, self._member = progress, member
         self._config, self._backend, self._device = blueprint.config, backend, device
@@ -221,6 +222,7 @@ class _Loader:
             progress=self._progress,
             part=part,
             stage=stage,
+            rotations=self._rotations,
         )
 
     def _facts(self, tensors: Tensors, size_bytes: int, head: Linear | None) -> PartFacts:
@@ -264,6 +266,7 @@ class _Loader:
             self._blueprint.stored,
             make=make,
             dtype=self._gather_dtype,
+            rotation=rotation_of(self._rotations, plan),
             device=self._backend.device,
             cut=None if self._part is None else partial(cut_site, cut_of(self._part.shard, plan)),
         )
@@ -303,9 +306,11 @@ class _Loader:
         if self._part is not None:
             # the head's scales are of its rows
             weight, _ = cut_site(self._part.shard.site_cut("lm_head"), weight, None, 0, embedding.shape[0])
-        if isinstance(weight, QuantizedWeight) or self._blueprint.head_quantize == "none":
+        format = self._blueprint.head_quantize
+        if isinstance(weight, QuantizedWeight) or format == "none":
             return self._backend.head(weight)
-        return self._backend.head(quantize_weight(weight.to(self._backend.device), self._blueprint.head_quantize))
+        rotation = self._rotations.block(format, self._config.hidden_size)
+        return self._backend.head(quantize_weight(weight.to(self._backend.device), format, rotation))
 
     def _make_head_linear(self, weight: Tensor | QuantizedWeight, _: Tensor | None) -> Linear:
         return self._backend.head(weight)

@@ -20,7 +20,7 @@ from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.config.model_config import ActivationFunction, read_config
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.norms import geglu, swiglu
-from loraserve_kernels.common.arithmetic import FLOATS, Arithmetic
+from loraserve_kernels.common.arithmetic import FLOATS, ActivationRounding, Arithmetic
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.lora.layout import SITES
 
@@ -103,7 +103,7 @@ class OriginalBase:
         bias = site.bias
         return None if bias is None else bias[start : start + self.config.module_shapes[module][0]]
 
-    def activation_levels(self, layer: int, module: str) -> int | None:
+    def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
         """Return None: no product rounds its input."""
         return None
 

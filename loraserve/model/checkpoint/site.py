@@ -48,6 +48,7 @@ class Site:
         dtype: what float weights are gathered in.
         quantize: what they're rounded to then; ``none``: they aren't. Weights that are stored
             quantized stay what they are.
+        rotation: inputs of a Hadamard block by which they're rotated before; 0: they aren't.
         device: where they're rounded.
         cut: what is kept of the whole weight, once it is rounded; None: all of it.
     """
@@ -60,10 +61,11 @@ class Site:
         make: MakeLinear,
         dtype: torch.dtype,
         quantize: str,
+        rotation: int,
         device: torch.device,
         cut: Cut | None = None,
     ) -> None:
-        self._cut = cut
+        self._cut, self._rotation = cut, rotation
         self._modules, self._in_features = tuple(modules), in_features
         self._make, self._dtype, self._quantize, self._device = make, dtype, quantize, device
         self._first_rows = [sum(module.out_features for module in modules[:i]) for i in range(len(modules) + 1)]
@@ -149,7 +151,9 @@ class Site:
         return self._rounded(torch.cat([weight for weight in weights if isinstance(weight, Tensor)]))
 
     def _rounded(self, weight: Tensor) -> Tensor | QuantizedWeight:
-        return weight if self._quantize == "none" else quantize_weight(weight.to(self._device), self._quantize)
+        if self._quantize == "none":
+            return weight
+        return quantize_weight(weight.to(self._device), self._quantize, self._rotation)
 
 
 def make_site(
@@ -158,6 +162,7 @@ def make_site(
     *,
     make: MakeLinear,
     dtype: torch.dtype,
+    rotation: int,
     device: torch.device,
     cut: Cut | None = None,
 ) -> tuple[Site, dict[str, Callable[[Tensor], None]]]:
@@ -165,6 +170,7 @@ def make_site(
 
     Args:
         stored: linears that the checkpoint holds quantized, by path.
+        rotation: as `Site` takes it.
     """
     site = Site(
         [SiteModule(module.out_features, module.has_bias, stored.get(module.path)) for module in plan.modules],
@@ -172,6 +178,7 @@ def make_site(
         make=make,
         dtype=dtype,
         quantize=plan.quantize,
+        rotation=rotation,
         device=device,
         cut=cut,
     )

@@ -7,8 +7,8 @@ in memory.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from loraserve.errors import InvariantViolation
 from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan, draw
+from loraserve.model.checkpoint.cutting import rotation_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.site import make_site
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight
-from loraserve_kernels.common.arithmetic import Arithmetic
+from loraserve_kernels.common.arithmetic import ActivationRounding, Arithmetic, activation_rounding
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.linear.chooser import chooser
-from loraserve_kernels.cpu.linear.gemm import LEVELS
 from loraserve_kernels.cpu.lora.layout import SITES
 
 
@@ -78,16 +78,19 @@ class WholeWeights:
         bias = self.read(plan).bias
         return None if bias is None else bias[start : start + self.config.module_shapes[module][0]].float()
 
-    def activation_levels(self, layer: int, module: str) -> int | None:
-        """Return the largest code that a module's products round their input to; None: they don't.
+    def activation_rounding(self, layer: int, module: str) -> ActivationRounding | None:
+        """Return how a module's products round their input; None: they don't.
 
         All layers are computed as those that this process has; it may not have the head.
         """
         if module != "lm_head":
-            return self._decoder.activation_levels(0, module)
+            return self._decoder.activation_rounding(0, module)
         if self._blueprint.head_quantize != "int8":
             return None
-        return next((LEVELS[name] for name in self._decoder.spec.arithmetic.split("+") if name in LEVELS), None)
+        # of several parts the head's is named last
+        names = reversed(self._decoder.spec.arithmetic.split("+"))
+        found = next((one for name in names if (one := activation_rounding(name)) is not None), None)
+        return None if found is None else replace(found, rotation=self._head_rotation())
 
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, by the name of its tensor in the checkpoint."""
@@ -115,7 +118,7 @@ class WholeWeights:
         if len(plan.modules) == len(names):
             # of modules that the file has one by one, those that are asked for
             first = names.index(modules[0])
-            plan, start = dataclasses.replace(plan, modules=plan.modules[first : first + len(modules)]), 0
+            plan, start = replace(plan, modules=plan.modules[first : first + len(modules)]), 0
         yield from self.read(plan).rows(start, start + count)
 
     def _site_of(self, layer: int, module: str) -> tuple[SitePlan, int]:
@@ -135,8 +138,11 @@ class WholeWeights:
             return self.read(plan)
         weight: Tensor | QuantizedWeight = self._embedding().to(self._gather_dtype)
         if isinstance(weight, Tensor) and self._blueprint.head_quantize != "none":
-            weight = quantize_weight(weight, self._blueprint.head_quantize)
+            weight = quantize_weight(weight, self._blueprint.head_quantize, self._head_rotation())
         return HeldWeight(weight, None, self._dtype)
+
+    def _head_rotation(self) -> int:
+        return self._decoder.rotations.block(self._blueprint.head_quantize, self.config.hidden_size)
 
     def read(self, plan: SitePlan) -> Linear:
         """Return a site's weights, gathered and rounded as the loader does."""
@@ -146,6 +152,7 @@ class WholeWeights:
             self._blueprint.stored,
             make=lambda weight, bias: HeldWeight(weight, bias, dtype),
             dtype=self._gather_dtype,
+            rotation=rotation_of(self._decoder.rotations, plan),
             device=self.device,
         )
         for stored, tensor, _ in self._checkpoint.read(frozenset(sinks)):

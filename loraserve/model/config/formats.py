@@ -1,12 +1,14 @@
-"""Number of inputs that share a scale.
+"""Number of inputs that share a scale, or a block of a rotation.
 
 Weights are quantized while they're loaded, or stored so. Imports no torch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from loraserve.errors import ModelError
-from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE
+from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE, rotation_block
 
 
 def group_size(format: str, in_features: int) -> int:
@@ -34,3 +36,25 @@ def kernels_group_size(size: int) -> int | None:
     None: there's none.
     """
     return max((small for small in GROUP_SIZES if size % small == 0), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """Choice of the Hadamard blocks by which a base's linears are rotated.
+
+    Attributes:
+        formats: formats of float weights that are rotated when they are rounded: those whose
+            activations are rounded too. A row that stays in floats would be rotated for nothing.
+        num_ranks: ranks that share the inputs of a row-parallel linear, each in whole blocks.
+    """
+
+    formats: frozenset[str] = frozenset()
+    num_ranks: int = 1
+
+    def block(self, format: str, in_features: int, *, is_row_parallel: bool = False) -> int:
+        """Return the inputs of a block of a float weight that is rounded to `format`.
+
+        0: it isn't rotated.
+        """
+        width = in_features // self.num_ranks if is_row_parallel else in_features
+        return rotation_block(width) if format in self.formats else 0

@@ -11,6 +11,7 @@ batch either.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,8 +19,18 @@ from torch import Tensor
 
 from loraserve.errors import ConfigError, ModelError
 from loraserve.model.config.formats import group_size
-from loraserve_kernels.common.arithmetic import FLOATS, W4A8_ROW, WEIGHT_ONLY, Arithmetic
+from loraserve_kernels.common.arithmetic import (
+    FLOATS,
+    LEVELS,
+    W4A8_ROW,
+    WEIGHT_ONLY,
+    ActivationRounding,
+    Arithmetic,
+    activation_rounding,
+    rotated_name,
+)
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize
+from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear.candidates import weight_format
@@ -32,7 +43,6 @@ from loraserve_kernels.cpu.linear.decoded import (
     unpack_group_dot,
 )
 from loraserve_kernels.cpu.linear.gemm import (
-    LEVELS,
     HalfWeight,
     Int8Weight,
     blocks_in_place,
@@ -125,16 +135,19 @@ def make_linear(
     return Float32Linear(weight, bias) if dtype == torch.float32 else HalfLinear(weight, bias, dtype)
 
 
-def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, format: str, rotation: int = 0) -> QuantizedWeight:
     """Round a float weight [out_features, in_features] to one of `FORMATS`.
 
     int4 has the largest groups that in_features allows.
+
+    Args:
+        rotation: inputs of a Hadamard block by which the weight is rotated first; 0: it isn't.
 
     Raises:
         ModelError: no groups fill in_features, or the weight holds numbers that aren't finite.
     """
     try:
-        return quantize(weight, format, group_size(format, weight.shape[1]))
+        return quantize(weight, format, group_size(format, weight.shape[1]), rotation=rotation)
     except InvalidWeight as error:
         raise ModelError(f"A weight can't be quantized to {format}: {error}.") from error
 
@@ -249,14 +262,23 @@ class HalfLinear:
             yield half_rows(self._weight, first, last)
 
 
-class Int8Linear:
-    """int8 weights by output channel, x in int8 by row."""
+def _rotated(arithmetic: Arithmetic, block: int) -> Arithmetic:
+    return replace(arithmetic, name=rotated_name(arithmetic.name, block))
 
-    __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features")
+
+class Int8Linear:
+    """int8 weights by output channel, x in int8 by row; both rotated where the weight is.
+
+    Attributes:
+        rotation: inputs of the Hadamard block; 0: there's none.
+    """
+
+    __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features", "rotation")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
-        self._weight: Int8Weight = pack_int8(weight.codes, weight.scales.flatten(), arithmetic.kernel)
+        self._arithmetic, self.rotation = _rotated(arithmetic, weight.rotation), weight.rotation
+        scales = weight.scales.flatten()
+        self._weight: Int8Weight = pack_int8(weight.codes, scales, arithmetic.kernel, weight.rotation)
         self.bias, self.out_features = bias, weight.out_features
         self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
 
@@ -276,16 +298,20 @@ class Int8Linear:
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         codes = unpack_int8(self._weight)
         for first, last in row_blocks(start, end, self._weight.in_features):
-            yield codes[first:last].float() * self._weight.scales[first:last, None]
+            yield rotate(codes[first:last].float() * self._weight.scales[first:last, None], self.rotation)
 
 
 class Int4Linear:
-    """int4 weights in groups, x in int8 by row."""
+    """int4 weights in groups, x in int8 by row; both rotated where the weight is.
 
-    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight")
+    Attributes:
+        rotation: inputs of the Hadamard block; 0: there's none.
+    """
+
+    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight", "rotation")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
+        self._arithmetic, self.rotation = _rotated(arithmetic, weight.rotation), weight.rotation
         self.own_weight: GroupDotWeight = pack_group_dot(weight)
         self.bias, self.out_features = bias, weight.out_features
         self.num_bytes = self.own_weight.num_bytes + _num_bytes(bias)
@@ -379,8 +405,8 @@ RoundingLinear = Int8Linear | Int4Linear
 """Linear that rounds each row of x by the row's largest magnitude."""
 
 
-def activation_levels(linear: Linear, row: int) -> int | None:
-    """Return the largest code that the products of an output round their input to, by row.
+def rounding_of_row(linear: Linear, row: int) -> ActivationRounding | None:
+    """Return how the products of an output round their input.
 
     None: x isn't rounded to integers.
 
@@ -390,9 +416,9 @@ def activation_levels(linear: Linear, row: int) -> int | None:
     if isinstance(linear, JoinedLinear):
         for part in linear.parts:
             if row < part.out_features:
-                return activation_levels(part, row)
+                return rounding_of_row(part, row)
             row -= part.out_features
-    return next((LEVELS.get(arithmetic.name) for arithmetic in linear.arithmetics), None)
+    return next((activation_rounding(arithmetic.name) for arithmetic in linear.arithmetics), None)
 
 
 OwnWeight = DotWeight | GroupDotWeight | DecodedWeight

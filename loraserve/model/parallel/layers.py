@@ -17,6 +17,7 @@ from loraserve.model.parallel.ranks import Ranks
 from loraserve.model.parallel.shard import Shard
 from loraserve_kernels.common.arithmetic import Arithmetic
 from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.cpu.linear.gemm import row_tops
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 
@@ -38,8 +39,8 @@ class RowParallelLinear(LoraLinear):
 class RowRoundedTogether:
     """A linear of which each rank has some inputs, which are rounded as one process rounds the row.
 
-    The ranks exchange the largest magnitudes of their parts: codes and scales are those of the
-    whole row.
+    The ranks exchange the largest magnitudes of their parts, rotated where the linear rotates its
+    input: codes and scales are those of the whole row.
     """
 
     linear: RoundingLinear
@@ -62,7 +63,7 @@ class RowRoundedTogether:
         return self.linear.arithmetics
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.ranks.largest(x.abs().amax(1, keepdim=True)))
+        return self.linear(x, self.ranks.largest(row_tops(x, self.linear.rotation)))
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         return self.linear.rows(start, end)

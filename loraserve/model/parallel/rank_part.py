@@ -100,4 +100,5 @@ def _columns(weight: Weight, columns: Range) -> Weight:
         end - start if is_by_channel else group,
         end - start,
         weight.out_features,
+        weight.rotation,
     )

@@ -92,7 +92,7 @@ class Certificate(Result):
     """
     quantization: str = ""
     arithmetic: str = ""
-    """Arithmetic of that base's linears: ``w8a8-row``, ``w4a16``, ``fp32`` …"""
+    """Arithmetic of that base's linears: ``w8a8-row-h64``, ``w4a16``, ``fp32`` …"""
     instructions: str = ""
     """The widest instruction sets that were used for it."""
     device: str = ""

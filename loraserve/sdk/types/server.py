@@ -40,7 +40,8 @@ class Base(Result):
     dtype: str
     quantization: str
     arithmetic: str = ""
-    """Arithmetic of linears: ``w8a8-row`` (int8 weights, activations rounded to int8 by row),
+    """Arithmetic of linears: ``w8a8-row-h64`` (int8 weights, activations rounded to int8 by row,
+    both rotated by Hadamard blocks of 64 inputs),
     ``w8a16``, ``w4a16``, ``fp32`` …; several joined by ``+``.
     """
     kernels: str = ""

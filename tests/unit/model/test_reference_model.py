@@ -28,6 +28,8 @@ from loraserve.model.reference_model import (
     invocation_start,
 )
 from loraserve.types import BaseSpec
+from loraserve_kernels.common.arithmetic import ActivationRounding
+from loraserve_kernels.common.rotation import rotate
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
 from .test_adapter_kinds import open_model
@@ -145,7 +147,7 @@ def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_pa
                 linear.weight.copy_(torch.cat(list(decoder.weight_rows(layer, module))))
         model.lm_head.weight.copy_(torch.cat(list(decoder.weight_rows(0, "lm_head"))))
     # its head has int8 weights, whose products round their input
-    assert decoder.activation_levels(0, "lm_head") == 127
+    assert decoder.activation_rounding(0, "lm_head") == ActivationRounding(127, 64)
     model.lm_head.register_forward_pre_hook(lambda _, inputs: rounded_to_int8(inputs[0]))
     evaluation = evaluate_alone(decoder, PROMPTS, [])
     for prompt, base in zip(PROMPTS, evaluation.base, strict=True):
@@ -153,8 +155,10 @@ def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_pa
 
 
 def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return torch.round(x / step) * step
+    """Rows rotated by blocks of 64, rounded, and rotated back."""
+    turned = rotate(x, 64) / 8
+    step = turned.abs().amax(-1, keepdim=True) / 127
+    return rotate(torch.round(turned / step) * step, 64) / 8
 
 
 def test_activations_are_rounded_where_products_round_them(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from loraserve_kernels.common.arithmetic import (
     BF16_WEIGHTS,
     FLOATS,
+    LEVELS,
     W4A8_ROW,
     W8A7_ROW,
     W8A8_ROW,
@@ -132,7 +133,7 @@ def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
 
 def _rounds_exactly(candidate: Candidate, format: str, in_features: int) -> bool:
     """Return whether int8 by int8 is summed without an error, for few rows and many."""
-    levels = gemm.LEVELS[candidate.name]
+    levels = LEVELS[candidate.name]
     weight = _of_codes(format, _largest(_EXACT_CHANNELS, in_features, 127, -128).to(torch.int8))
     if isinstance(weight, Tensor):
         return False
@@ -191,7 +192,7 @@ def _make_int8(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Te
     def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
         if isinstance(weight, Tensor):
             raise TypeError("a float weight")
-        packed = gemm.pack_int8(weight.codes, weight.scales.flatten().clone(), kernel)
+        packed = gemm.pack_int8(weight.codes, weight.scales.flatten().clone(), kernel, weight.rotation)
         return lambda x: gemm.int8_linear(x, packed)
 
     return make

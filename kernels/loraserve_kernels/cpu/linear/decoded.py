@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.linear.widen import widen
 
@@ -90,6 +91,8 @@ class GroupDotWeight:
         scales: [groups, channels] float32.
         group_size: inputs that share a scale.
         in_features, out_features: of the linear.
+        rotation: inputs of a Hadamard block by which the weight is rotated, and rows before they
+            are rounded; 0: neither is.
     """
 
     codes: Tensor
@@ -97,6 +100,7 @@ class GroupDotWeight:
     group_size: int
     in_features: int
     out_features: int
+    rotation: int
 
     @property
     def num_bytes(self) -> int:
@@ -244,7 +248,12 @@ def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
     nibbles = torch.stack((codes & 15, codes >> 4), -1).view(weight.out_features, -1, 2, 4)
     packed = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)[..., 0]
     return GroupDotWeight(
-        _tiles(packed), _filled(weight.scales.t()), weight.group_size, weight.in_features, weight.out_features
+        _tiles(packed),
+        _filled(weight.scales.t()),
+        weight.group_size,
+        weight.in_features,
+        weight.out_features,
+        weight.rotation,
     )
 
 
@@ -258,7 +267,8 @@ def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
     packed = runs[..., None].view(torch.uint8)
     codes = torch.stack((packed & 15, packed >> 4), -2).view(end - start, weight.in_features).float() - 8
     groups = codes.view(end - start, -1, weight.group_size)
-    return (groups * weight.scales[:, start:end].t()[..., None]).view(end - start, weight.in_features)
+    rows = (groups * weight.scales[:, start:end].t()[..., None]).view(end - start, weight.in_features)
+    return rotate(rows, weight.rotation)
 
 
 def group_dot(

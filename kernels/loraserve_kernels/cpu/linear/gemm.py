@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve_kernels.common.arithmetic import W4A8_ROW, W8A7_ROW, W8A8_ROW
+from loraserve_kernels.common.rotation import check_rotation, rotate
 from loraserve_kernels.cpu import instructions, threads
 from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
@@ -42,9 +42,6 @@ from loraserve_kernels.errors import TensorMismatch
 
 _MIN_PARALLEL_BYTES = 128 << 10
 _LARGEST_FLOAT16 = 65504.0
-
-LEVELS = {W8A8_ROW: 127, W8A7_ROW: 63, W4A8_ROW: 127}
-"""The largest code of a row's activations."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +53,8 @@ class Int8Weight:
         scales: [out_features] float32: a channel's weights are its codes times this.
         kernel: ``onednn-s8``, ``onednn-u8``, ``numba-dot`` or ``fbgemm``.
         in_features, out_features: of the linear.
+        rotation: inputs of a Hadamard block by which the weight is rotated, and rows before they
+            are rounded; 0: neither is.
     """
 
     packed: Any
@@ -63,6 +62,7 @@ class Int8Weight:
     kernel: str
     in_features: int
     out_features: int
+    rotation: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +91,7 @@ class FloatWeight:
         return self.out_features * self.in_features * 4
 
 
-def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
+def pack_int8(codes: Tensor, scales: Tensor, kernel: str, rotation: int = 0) -> Int8Weight:
     """Bring a weight that is in int8 already into the order that its library reads.
 
     Codes and scales are used as they are, and not kept.
@@ -100,6 +100,7 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
         codes: [out_features, in_features] int8, from -128 to 127.
         scales: [out_features] float32: a channel's weights are its codes times this.
         kernel: one of those that `Int8Weight` names.
+        rotation: as `Int8Weight` has it.
 
     Raises:
         TensorMismatch: codes and scales of other shapes or dtypes.
@@ -119,7 +120,7 @@ def pack_int8(codes: Tensor, scales: Tensor, kernel: str) -> Int8Weight:
         packed = _pack_fbgemm(codes, scales)
     else:
         packed = torch.ops.onednn.qlinear_prepack(codes, None)
-    return Int8Weight(packed, scales.clone(), kernel, in_features, out_features)
+    return Int8Weight(packed, scales.clone(), kernel, in_features, out_features, rotation)
 
 
 def unpack_int8(weight: Int8Weight) -> Tensor:
@@ -143,8 +144,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None, tops:
         x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
             only.
         bias: [out_features] float32.
-        tops: [num_tokens, 1] float32, the largest magnitude of each whole row where x has a part of
-            it; None: rows are whole.
+        tops: [num_tokens, 1] float32, the largest magnitude of each whole row, as `row_tops` has
+            it, where x has a part of it; None: rows are whole.
 
     Raises:
         TensorMismatch: x isn't float32 of the weight's in_features.
@@ -152,16 +153,16 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None, tops:
     _check(x, weight.in_features)
     y: Tensor
     if weight.kernel == "fbgemm":
-        units, scales = _unit_rows(x, tops)
+        units, scales = _unit_rows(rotate(x, weight.rotation), tops)
         # 7 bits: fbgemm adds pairs of products in 16 bits on machines without VNNI
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(units, 1 / 63, 64, weight.packed)
     else:
         if weight.kernel == "numba-dot":
             x = x if x.stride(1) == 1 else x.contiguous()
-            codes, scales = _quantize_rows_numba(x, decoded.code_offset(), tops=tops)
+            codes, scales = _quantize_rows_numba(x, decoded.code_offset(), tops=tops, rotation=weight.rotation)
             # scaled where the bias is added, in one rounding, as after other kernels
             return decoded.dot(codes, scales, weight.packed, bias)
-        codes, scales = quantize_rows(x, tops)
+        codes, scales = quantize_rows(x, tops, weight.rotation)
         y = _onednn_linear(codes, weight.packed, weight.scales, is_unsigned=weight.kernel == "onednn-u8")
     return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
 
@@ -184,11 +185,12 @@ def int4_linear(
     """
     _check(x, weight.in_features)
     starts = torch.empty(x.shape[0], weight.scales.shape[0])
-    codes, scales = _quantize_rows_numba(x if x.stride(1) == 1 else x.contiguous(), 0, starts, tops)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes, scales = _quantize_rows_numba(x, 0, starts, tops, weight.rotation)
     return decoded.group_dot(codes, scales, starts, weight, bias)
 
 
-def quantize_rows(x: Tensor, tops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, tops: Tensor | None = None, rotation: int = 0) -> tuple[Tensor, Tensor]:
     """Round each row of x by its own largest magnitude; ``x ≈ codes · scales``.
 
     Codes are [num_tokens, in_features] int8 within ±127, and scales [num_tokens, 1]. A row that
@@ -196,11 +198,17 @@ def quantize_rows(x: Tensor, tops: Tensor | None = None) -> tuple[Tensor, Tensor
 
     Args:
         tops: as for `int8_linear`.
+        rotation: inputs of a Hadamard block: codes are those of ``x H``; 0: of x.
     """
     if HAS_NUMBA and x.stride(1) == 1:
-        return _quantize_rows_numba(x, tops=tops)
-    units, scales = _unit_rows(x, tops)
+        return _quantize_rows_numba(x, tops=tops, rotation=rotation)
+    units, scales = _unit_rows(rotate(x, rotation), tops)
     return units.mul_(127).round_().to(torch.int8), scales.div_(127)
+
+
+def row_tops(x: Tensor, rotation: int) -> Tensor:
+    """Return the largest magnitude of each row as it is rounded, [num_tokens, 1]."""
+    return rotate(x, rotation).abs().amax(1, keepdim=True)
 
 
 def pack_float(weight: Tensor) -> FloatWeight:
@@ -460,18 +468,20 @@ def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
 
 
 def _quantize_rows_numba(
-    x: Tensor, offset: int = 0, starts: Tensor | None = None, tops: Tensor | None = None
+    x: Tensor, offset: int = 0, starts: Tensor | None = None, tops: Tensor | None = None, rotation: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does.
 
     Args:
         starts: [num_tokens, groups] float32, where -8 times the sum of each group's codes goes.
         tops: [num_tokens, 1] float32, contiguous; as for `int8_linear`.
+        rotation: as for `quantize_rows`.
     """
     from loraserve_kernels.cpu.linear import row_quantization as k
 
     call, address, _ = _rows_kernel()
     num_rows, width = x.shape
+    check_rotation(rotation, width)
     codes, scales = torch.empty((num_rows, width), dtype=torch.int8), torch.empty((num_rows, 1))
     args = np.zeros(k.NUM_WORDS, dtype=np.int64)
     args[k.X : k.WIDTH + 1] = x.data_ptr(), x.stride(0), num_rows, width
@@ -480,6 +490,7 @@ def _quantize_rows_numba(
         args[k.STARTS], args[k.GROUP] = starts.data_ptr(), width // starts.shape[1]
     if tops is not None:
         args[k.TOPS] = tops.data_ptr()
+    args[k.ROTATION] = rotation
     num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1
     threads.run(call, address, args.ctypes.data, num_threads)
     return codes, scales

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.linear.decoded import DecodedWeight
 from loraserve_kernels.cpu.linear.gemm import float_linear, pack_float
@@ -44,6 +45,8 @@ class PackedWeight:
         decoded: in the order of numba's kernel; None: the kernel is ``widened``.
         format: one of `quantized.FORMATS`.
         in_features, out_features: of the linear.
+        rotation: inputs of a Hadamard block by which the weight is rotated, and rows before they
+            are multiplied; 0: neither is.
     """
 
     blocks: tuple[QuantizedWeight, ...]
@@ -51,6 +54,7 @@ class PackedWeight:
     format: str
     in_features: int
     out_features: int
+    rotation: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +70,11 @@ class PackedWeight:
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         """Yield these rows of the weight, float32, some at a time, in order."""
+        for block in self._stored_rows(start, end):
+            yield rotate(block, self.rotation)
+
+    def _stored_rows(self, start: int, end: int) -> Iterator[Tensor]:
+        """Yield these rows as they are multiplied, rotated where the weight is."""
         if self.decoded is not None:
             step = max(1, _ROWS_WEIGHTS // self.in_features)
             for first in range(start, end, step):
@@ -87,15 +96,17 @@ def pack_quantized(weight: QuantizedWeight, kernel: str) -> PackedWeight:
     Args:
         kernel: ``numba`` or ``widened``. What numba's kernel can't decode, NaN in fp8, is widened.
     """
+    rotation, weight = weight.rotation, replace(weight, rotation=0)
     if kernel == "numba" and decoded.can_decode(weight):
-        return PackedWeight((), decoded.pack(weight), weight.format, weight.in_features, weight.out_features)
+        packed = decoded.pack(weight)
+        return PackedWeight((), packed, weight.format, weight.in_features, weight.out_features, rotation)
     num_channels = _BLOCK_WEIGHTS // weight.in_features // _CHANNEL_MULTIPLE * _CHANNEL_MULTIPLE
     num_channels = max(num_channels, _CHANNEL_MULTIPLE)
     zeros = None if weight.zeros is None else weight.zeros.contiguous()
     weight = replace(weight, scales=weight.scales.contiguous(), zeros=zeros)
     channels = range(0, weight.out_features, num_channels)
     blocks = tuple(weight.rows(first, min(first + num_channels, weight.out_features)) for first in channels)
-    return PackedWeight(blocks, None, weight.format, weight.in_features, weight.out_features)
+    return PackedWeight(blocks, None, weight.format, weight.in_features, weight.out_features, rotation)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -115,6 +126,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         raise TensorMismatch(
             f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
         )
+    x = rotate(x, weight.rotation)
     if weight.decoded is not None:
         return decoded.linear(x, weight.decoded, bias)
     y = torch.empty(x.shape[0], weight.out_features)

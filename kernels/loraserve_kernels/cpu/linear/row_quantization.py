@@ -8,8 +8,9 @@ from typing import Any
 import numba
 import numpy as np
 
-from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu import hadamard, row_loop
 from loraserve_kernels.cpu.compilation.compiler import compile_kernel
+from loraserve_kernels.cpu.hadamard import block_buffer, rotate_block
 from loraserve_kernels.cpu.simd import (
     F32,
     I8,
@@ -36,32 +37,43 @@ from loraserve_kernels.cpu.simd import (
 CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
 
 # Words of every kernel that rounds its rows: where the codes and scales go (no codes: nothing is
-# rounded), what is added to the codes, whether they are int16, where the starts of groups go, and
-# where the largest magnitudes of rows are of which this is a part (0: rows are whole).
-CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, TOPS, NUM_WORDS = 40, 41, 42, 43, 44, 45, 46, 47, 48
+# rounded), what is added to the codes, whether they are int16, where the starts of groups go, where
+# the largest magnitudes of rows are of which this is a part (0: rows are whole), and the inputs of
+# a Hadamard block by which a row is rotated before (0: it isn't).
+CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, TOPS, ROTATION = 40, 41, 42, 43, 44, 45, 46, 47, 48
+NUM_WORDS = 49
 
 F32_BYTES = 4
 
 
 @numba.njit
-def quantize_row(source, target, scale, width, offset, is_wide, starts, group, tops):  # type: ignore[no-untyped-def]
+def quantize_row(source, target, scale, width, offset, is_wide, starts, group, tops, rotation):  # type: ignore[no-untyped-def]
     """Write a row's codes, ``round(127 x / max |x|)`` plus the offset, and ``max |x| / 127``.
 
     Args:
-        source: address of `width` float32.
+        source: address of `width` float32, which stay as they are.
         target: of as many bytes, or int16 if `is_wide` isn't 0.
         scale: of one float32. A row that isn't finite gets codes of 0 and the scale NaN.
         starts: of a float32 for each group of `group` inputs, a multiple of `LANES`: -8 times the
             sum of the group's codes, which have no offset; 0: they aren't wanted.
         tops: of a float32, the largest magnitude in the parts of this row that others have; 0: this
             is the whole row.
+        rotation: inputs of a Hadamard block, which divides `width`: x is the row times H; 0: the
+            row itself.
     """
     whole, zero = width // LANES * LANES, splat(np.float32(0))
+    # rotated numbers are computed twice instead of kept: they never leave the nearest cache
+    step, rotated = rotation if rotation != 0 else max(whole, 1), block_buffer()
     # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
     largest, taint = zero, zero
-    for k in range(0, whole, LANES):
-        v = load(source, k, F32)
-        largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
+    for first in range(0, whole, step):
+        block = source + first * F32_BYTES
+        if rotation != 0:
+            rotate_block(block, rotated, rotation)
+            block = rotated
+        for k in range(0, step, LANES):
+            v = load(block, k, F32)
+            largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
     top, bad = max_lanes(largest), sum_lanes(taint)
     for k in range(whole, width):
         one = load_one(source, k, F32)
@@ -75,13 +87,18 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
         factor = np.float32(0)
     store_one(scale, 0, top / np.float32(127) + bad)
     times = splat(factor)
-    for k in range(0, whole, LANES):
-        # infinity · 0 would be NaN
-        scaled = zero if factor == np.float32(0) else fma(load(source, k, F32), times, zero)
-        if is_wide != 0:
-            store_int16(target, k, scaled, offset)
-        else:
-            store_int8(target, k, scaled, offset)
+    for first in range(0, whole, step):
+        block = source + first * F32_BYTES
+        if rotation != 0:
+            rotate_block(block, rotated, rotation)
+            block = rotated
+        for k in range(0, step, LANES):
+            # infinity · 0 would be NaN
+            scaled = zero if factor == np.float32(0) else fma(load(block, k, F32), times, zero)
+            if is_wide != 0:
+                store_int16(target, first + k, scaled, offset)
+            else:
+                store_int8(target, first + k, scaled, offset)
     for k in range(whole, width):
         code = np.float32(0) if factor == np.float32(0) else load_one(source, k, F32) * factor
         if is_wide != 0:
@@ -117,7 +134,8 @@ def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
     if tops != 0:
         tops += row * F32_BYTES
     target, scale = codes + row * load_int(args, CODE_ROW_BYTES), load_int(args, SCALES) + row * F32_BYTES
-    quantize_row(source, target, scale, width, load_int(args, OFFSET), load_int(args, IS_WIDE), starts, group, tops)
+    offset, is_wide, rotation = load_int(args, OFFSET), load_int(args, IS_WIDE), load_int(args, ROTATION)
+    quantize_row(source, target, scale, width, offset, is_wide, starts, group, tops, rotation)
 
 
 @numba.njit
@@ -135,7 +153,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = stamp_with(row_loop.__file__)
+    stamp = stamp_with(row_loop.__file__, hadamard.__file__)
 
     def quantize_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

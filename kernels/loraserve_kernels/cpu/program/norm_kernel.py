@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from loraserve_kernels.cpu import row_loop
+from loraserve_kernels.cpu import hadamard, row_loop
 from loraserve_kernels.cpu.compilation.compiler import compile_kernel
 from loraserve_kernels.cpu.linear import row_quantization
 from loraserve_kernels.cpu.linear.row_quantization import round_row
@@ -112,7 +112,7 @@ def compiled() -> Any:
 
     It is a C function of the argument block's address.
     """
-    stamp = stamp_with(row_loop.__file__, row_quantization.__file__)
+    stamp = stamp_with(row_loop.__file__, row_quantization.__file__, hadamard.__file__)
 
     def norm_rows(args):  # type: ignore[no-untyped-def]
         if stamp != 0:

@@ -304,6 +304,11 @@ def _check(
     """Return the weight's shape, when everything agrees with it."""
     if isinstance(weight, QuantizedWeight):
         shape = (weight.out_features, weight.in_features)
+        if weight.rotation:
+            raise TensorMismatch(
+                f"the weight is rotated by blocks of {weight.rotation} inputs, which a GPU's rows aren't: "
+                "round it without a rotation"
+            )
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
         raise TensorMismatch(
             f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; "

@@ -56,9 +56,9 @@ def test_spec_says_what_the_base_is(directory: Path) -> None:
     ("quantize", "layers", "head"),
     [
         ("none", {"fp32"}, {"fp32"}),
-        ("int8", {"w8a8-row", "w8a7-row"}, {"w8a8-row", "w8a7-row"}),
-        ("int4", {"w4a16"}, {"w8a8-row", "w8a7-row"}),
-        ("nf4", {"w4a16-nf4"}, {"w8a8-row", "w8a7-row"}),
+        ("int8", {"w8a8-row-h64", "w8a7-row-h64"}, {"w8a8-row-h64", "w8a7-row-h64"}),
+        ("int4", {"w4a16"}, {"w8a8-row-h64", "w8a7-row-h64"}),
+        ("nf4", {"w4a16-nf4"}, {"w8a8-row-h64", "w8a7-row-h64"}),
         ("fp8", {"w8a16-fp8"}, {"w8a16-fp8"}),
     ],
 )

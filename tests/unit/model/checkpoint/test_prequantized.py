@@ -154,7 +154,7 @@ def test_a_checkpoint_of_int8_weights_has_its_activations_rounded_where_that_is_
     assert 1e-3 < errors.max() < 0.1
 
 
-@pytest.mark.parametrize(("asked", "arithmetic"), [("auto", {"w8a8-row", "w8a7-row"}), ("float", {"w8a16"})])
+@pytest.mark.parametrize(("asked", "arithmetic"), [("auto", {"w8a8-row-h64", "w8a7-row-h64"}), ("float", {"w8a16"})])
 def test_float_weights_that_are_rounded_to_int8_have_their_activations_rounded_unless_float_is_asked_for(
     tmp_path: Path, asked: str, arithmetic: set[str]
 ) -> None:

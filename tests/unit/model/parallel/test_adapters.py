@@ -143,8 +143,10 @@ def test_ranks_load_and_drop_adapters_in_step(grid: tuple[int, int], rank_pool: 
 def test_whole_weights_are_those_that_one_process_computes_with(
     kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    options = {"intermediate_size": 128, "pad_token_id": 0, "tie_word_embeddings": kind == "qwen2"}
-    directory = save_model(build_model(kind, **{**SIZES, **options}), tmp_path)
+    # a rank's inputs are whole blocks of 64, by which one process rotates them too
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    options = {"pad_token_id": 0, "tie_word_embeddings": kind == "qwen2"}
+    directory = save_model(build_model(kind, **{**SIZES, **sizes, **options}), tmp_path)
     whole = load(directory, quantize=quantize, dtype=torch.bfloat16)
     modules = LINEARS if kind != "mixtral" else LINEARS[:4]
     with rank_pool.load(directory, 2, quantize="none", dtype=torch.bfloat16) as base:
