@@ -1,4 +1,4 @@
-"""What tenants have used of their rates on each server, so that idle ones lend their part.
+"""Keep what tenants have used of their rates on each server, so that idle ones lend their part.
 
 Revision: 0013
 Follows: 0012

@@ -1,4 +1,4 @@
-"""What rounding costs each base in each arithmetic, so that it is measured once.
+"""Keep what rounding costs each base in each arithmetic, so that it is measured once.
 
 Revision: 0014
 Follows: 0013
