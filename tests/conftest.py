@@ -12,6 +12,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import asyncpg
@@ -24,6 +25,13 @@ from zygote import create_engine
 from loraserve.db import migrate
 from loraserve.db.models import Base
 from loraserve.types import BaseSpec, Certificate, Digest
+
+with suppress(ImportError):
+    from hypothesis import settings
+
+    # a bound on the seconds of an example would test how busy the machine is
+    settings.register_profile("without deadline", deadline=None)
+    settings.load_profile("without deadline")
 
 pytest_plugins = ["certificates", "failures", "garbage", "interpreted", "rank_pool", "workers"]
 

@@ -43,12 +43,14 @@ class CollectedSpan:
 class OTLPCollector:
     """Attributes:
     delay_s: how long each export waits for its answer.
+    may_answer: cleared to hold every answer until it is set, or for a minute.
     status: of the answers.
     bodies: what was posted, unpacked.
     """
 
     url: str = ""
     delay_s: float = 0.0
+    may_answer: threading.Event = field(default_factory=threading.Event)
     status: int = 200
     paths: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
@@ -103,6 +105,7 @@ def _attributes(attributes: Any) -> dict[str, Any]:
 def collecting() -> Iterator[OTLPCollector]:
     """A collector on a free port, until the end of the block."""
     collector = OTLPCollector()
+    collector.may_answer.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -111,6 +114,7 @@ def collecting() -> Iterator[OTLPCollector]:
                 body = gzip.decompress(body)
             if collector.delay_s:
                 time.sleep(collector.delay_s)
+            collector.may_answer.wait(60)
             if collector.status == 200:
                 collector.take(self.path, body)
             answer = ExportTraceServiceResponse().SerializeToString()

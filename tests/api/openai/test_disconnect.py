@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ import httpx2
 import pytest
 from core_clock import scheduled_s
 
-from loraserve.api.http import connection
+from loraserve.api.http import connection, guard
 from loraserve.limits import Limits
 
 
@@ -146,12 +147,22 @@ async def test_a_body_that_trickles_in_holds_no_place(url: str, acme: Any, limit
     writer.close()
 
 
-@pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.3)])
-async def test_a_slow_body_that_keeps_coming_is_read_to_its_end(client: httpx2.AsyncClient, limits: Limits) -> None:
+# 4 KiB in ten seconds are more than the least pace, 50 seconds more than the time without any
+@pytest.mark.parametrize("limits", [Limits(stalled_reader_s=30, min_body_bytes_per_s=350)])
+async def test_slow_body_above_least_pace_is_read(
+    client: httpx2.AsyncClient, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_s = 0.0
+    clock = time.monotonic
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: clock() + ahead_s))
+
     async def pieces() -> AsyncIterator[bytes]:
+        nonlocal ahead_s
         yield b'{"model": "sql", "prompt": "x", "user": "'
         for _ in range(5):
+            # the server waits for the next piece by then
             await asyncio.sleep(0.1)
+            ahead_s += 10
             yield b"x" * 4096
         yield b'"}'
 

@@ -196,10 +196,9 @@ async def test_large_answer_is_held_to_its_readers_pace(
     # in far more than half a second, at far more than the least pace
     assert await read_in_steps(url, large_answer(acme), 32 * KIB, 0.015) == whole
     assert time.monotonic() - began > 1.0
-    # a reader that takes less is cut
-    began = time.monotonic()
-    assert await read_in_steps(url, large_answer(acme), 1 * KIB, 0.05) < whole
-    assert time.monotonic() - began < 30
+    # a reader that takes less is cut, and gets little more than what the system held by then
+    got = await read_in_steps(url, large_answer(acme), 1 * KIB, 0.05)
+    assert got < whole // 4
 
 
 @pytest.mark.parametrize("limits", [Limits(max_unproven_requests=8)])
