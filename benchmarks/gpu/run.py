@@ -19,6 +19,7 @@ import shlex
 import sys
 import time
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +73,8 @@ def environment(is_tiny: bool, tuned: Path | None = None) -> dict[str, str]:
     """The worker's: where Triton interprets is decided before its first import."""
     paths = [
         *PATHS,
-        *([str(prepared.PACKAGES)] if prepared.PACKAGES.is_dir() else []),
+        # for the GPU machine's Python: where they are missing alone
+        *([str(prepared.PACKAGES)] if prepared.PACKAGES.is_dir() and find_spec("msgspec") is None else []),
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     ]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -23,6 +23,10 @@ def failed_checks(outcomes: Mapping[str, Outcome]) -> list[str]:
 
 def lines(outcomes: Mapping[str, Outcome]) -> list[str]:
     checks = [row for name, outcome in outcomes.items() if BY_NAME[name].is_check for row in outcome.rows]
+    # what a missing package left out is no check
+    checks = [row for row in checks if row.get("ok") is not None]
+    # what a missing package left out is no check
+    checks = [row for row in checks if row.get("ok") is not None]
     failed = failed_checks(outcomes)
     said = [f"{sum(row.get('ok') is True for row in checks)} of {len(checks)} checks hold."] if checks else []
     said += [f"**Not so:** {text}" for text in failed[:20]]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 from benchmarks.gpu import bench_tools, prepared, run, stand_ins
 from benchmarks.gpu.close import same_bits
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_cache(folder: Path) -> None:
@@ -92,3 +97,16 @@ def test_figures_of_ncu_are_read_by_kernel() -> None:
     )
     assert bench_tools.parse(text) == [{"what": "ncu, shrink_kernel", "us": 12.0, "registers": 72.0}]
     assert bench_tools.parse("==ERROR== no permission") == []
+
+
+def test_kernels_of_a_part_are_compiled_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    packed, environment = tmp_path / "cache.tar.xz", {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-P", str(ROOT / "tools" / "gpu_cache.py"), "--only", "check-rows", "--jobs", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(packed)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert prepared.unpack(packed, tmp_path / "cache") >= 4
+    assert {path.stem for path in (tmp_path / "cache").glob("*/*.cubin")} >= {"embed_kernel", "swiglu_kernel"}
