@@ -36,15 +36,15 @@ class Format:
 
 
 FLOAT, INT8, BFLOAT16 = "float32_ops_per_s", "int8_ops_per_s", "bfloat16_ops_per_s"
-INT4_BYTES, NF4_BYTES = 0.5 + 4 / 128, 0.5 + 4 / 64
-"""Four bits, and a float32 for each group."""
+INT4_BYTES, INT4_FLOAT_BYTES, NF4_BYTES = 0.5 + 3 / 32, 0.5 + 5 / 32, 0.5 + 4 / 64
+"""Four bits, and for each group a scale of 2 or 4 bytes, and int4's zero."""
 FORMATS: Mapping[str, Format] = {
     "float32": Format("none", 4, 4, FLOAT, dtype="float32"),
     "bfloat16": Format("none", 2, 2, BFLOAT16, dtype="bfloat16"),
     "int8": Format("int8", 1, 1, INT8),
     "int8-float": Format("int8", 1, 1, FLOAT, activations="float"),
     "int8+int8": Format("int8", 1, 1, INT8, adapters="int8"),
-    "int4": Format("int4", INT4_BYTES, 1, FLOAT),
+    "int4": Format("int4", INT4_FLOAT_BYTES, 1, FLOAT, activations="float"),
     "int4-rounded": Format("int4", INT4_BYTES, 1, INT8, activations="int8"),
     "int4-rounded+int8": Format("int4", INT4_BYTES, 1, INT8, activations="int8", adapters="int8"),
     "nf4": Format("nf4", NF4_BYTES, 1, FLOAT),

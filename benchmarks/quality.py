@@ -147,8 +147,10 @@ def bits_of(model: Path, format: Format) -> float:
     return 8 * num_bytes / (plan.config.num_layers * sum(rows * columns for rows, columns in shapes))
 
 
-def measure(model: Path, names: Sequence[str], windows: Sequence[Sequence[int]]) -> Iterator[Quality]:
-    """Yield each format's quality."""
+def measure(
+    model: Path, names: Sequence[str], checkpoints: Sequence[Path], windows: Sequence[Sequence[int]]
+) -> Iterator[Quality]:
+    """Yield the quality of each format, and of each rounded checkpoint of the base."""
     with tempfile.TemporaryDirectory(prefix="loraserve-quality-") as folder, torch.inference_mode():
         decoder = load(model, FORMATS[REFERENCE], len(windows[0]))
         # whole distributions of large vocabularies don't fit in memory beside the base
@@ -157,11 +159,13 @@ def measure(model: Path, names: Sequence[str], windows: Sequence[Sequence[int]])
         exact = [torch.from_numpy(rows) for rows in kept]
         for rows, logits in zip(exact, logits_of(decoder, windows), strict=True):
             rows.copy_(logits)
-        for name in names:
+        contenders = [(name, model, FORMATS[name]) for name in names]
+        contenders += [(path.name, path, FORMATS[REFERENCE]) for path in checkpoints]
+        for name, path, format in contenders:
             del decoder
-            decoder = load(model, FORMATS[name], len(windows[0]))
+            decoder = load(path, format, len(windows[0]))
             found = compare(logits_of(decoder, windows), exact, windows)
-            yield Quality(name, decoder.spec.arithmetic, bits_of(model, FORMATS[name]), *found)
+            yield Quality(name, decoder.spec.arithmetic, bits_of(path, format), *found)
 
 
 def table(rows: Sequence[Quality]) -> str:
@@ -183,18 +187,21 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a base's directory, in a float dtype")
     parser.add_argument("--formats", default=",".join(COMPARED), help=f"of {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--checkpoint", type=Path, action="append", default=[], help="a rounded checkpoint of the base; may be repeated"
+    )
     parser.add_argument("--text", type=Path, help="a file of plain text; default: this project's documentation")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512, help="tokens that see each other")
     parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results/")
     options = parser.parse_args(arguments)
-    names = options.formats.split(",")
+    names = [name for name in options.formats.split(",") if name]
     if unknown := [name for name in names if name not in FORMATS]:
         parser.error(f"unknown formats: {', '.join(unknown)}")
     machine = facts()
     windows = cut(Tokenizer(options.model).encode(prose(options.text)), options.tokens, options.window)
     rows = []
-    for row in measure(options.model, names, windows):
+    for row in measure(options.model, names, options.checkpoint, windows):
         rows.append(row)
         say(f"{row.format}: KL {row.divergence:.4f}, top-1 {row.agreement:.1%}, perplexity {row.perplexity:.3f} ×")
     head = describe(machine, command("quality", arguments), os.getloadavg()[0], today())

@@ -41,7 +41,7 @@ class EngineConfig(Struct, frozen=True):
     """none: weights stay as the checkpoint has them."""
     activation_dtype: str = "auto"
     """Activations that int8 weights by output channel and int4 weights multiply on a CPU: int8,
-    float, or auto (int8 for int8 weights that --quantize rounded, else float).
+    float, or auto (int8 for weights that --quantize or `loraserve quantize` rounded, else float).
     """
     memory_budget_bytes: int = 0
     """Device bytes for KV blocks and adapter weights together, beside the base's weights; 0: 8 GiB

@@ -336,7 +336,7 @@ class Settings(BaseSettings):
     activation_dtype: Literal["auto", "int8", "float"] = "auto"
     """Activations that int8 and int4 linears multiply on a CPU: rounded to int8, or float.
 
-    auto: int8 with --quantize int8, float with int4 and for checkpoints that hold int8 weights.
+    auto: int8 with --quantize int8 or int4 and for checkpoints of loraserve quantize, else float.
     """
     memory_budget: Size | None = None
     """Memory for KV blocks and adapters together.

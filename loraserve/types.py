@@ -613,3 +613,32 @@ class EngineStats(Struct, frozen=True):
     speculation_bytes: int = 0
     """Bytes of the indices in which they were looked for."""
     invariant_violations: int = 0
+
+
+class QuantizeRequest(Struct, frozen=True):
+    """Work of ``loraserve quantize``, as its process is told."""
+
+    model_dir: str
+    out_dir: str
+    text_file: str | None = None
+    """Calibration text; None: the bundled one."""
+    max_tokens: int = 12_288
+    """Tokens of the text that are computed, at most."""
+    window: int = 512
+    """Tokens that see each other."""
+    num_threads: int = 0
+    """Threads of the products; 0: torch's own number."""
+
+
+class QuantizeProgress(Struct, frozen=True):
+    """Groups of linears that are rounded, and all."""
+
+    num_done: int
+    num_all: int
+
+
+class QuantizeDone(Struct, frozen=True):
+    """A checkpoint that was written, and the tokens that it was calibrated on."""
+
+    out_dir: str
+    num_tokens: int

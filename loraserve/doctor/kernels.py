@@ -63,9 +63,11 @@ def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, .
     """
     if quantize == "none":
         return (dtype,) if dtype in ("bfloat16", "float16") else ()
-    by_channel = "int8-weights" if activation_dtype == "float" else "int8"
+    is_float = activation_dtype == "float"
+    by_channel = "int8-weights" if is_float else "int8"
     heads = tuple(by_channel for _ in _HEADS.get(quantize, ()))
-    return (by_channel if quantize == "int8" else quantize, *heads)
+    own = {"int8": by_channel, "int4": "int4-zeros" if is_float else "int4-rounded"}
+    return (own.get(quantize, quantize), *heads)
 
 
 def check(found: dict[str, Any]) -> Iterator[Check]:

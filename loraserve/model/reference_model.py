@@ -146,6 +146,25 @@ def evaluate(
         return _Pass(base, subjects, is_wanted, is_rounding=is_rounding).run()
 
 
+class Products(Protocol):
+    """Computes products of linears in the place of the base's own."""
+
+    def multiply(self, x: Tensor, layer: int, modules: Sequence[str]) -> Tensor | None:
+        """Return the products of modules that read x, side by side; None: not of these."""
+        ...
+
+    def multiply_by(self, x: Tensor, linear: Linear) -> Tensor | None:
+        """Return the product of an expert's linear or of a router; None: not of this one."""
+        ...
+
+
+def run_products(base: ReferenceBase, sequences: Sequence[Sequence[int]], products: Products) -> None:
+    """Compute a pass over sequences whose products `products` computes, layer by layer."""
+    # of logits, the last token's alone
+    subject = Subject(sequences, (), known_base=(), starts=[len(sequence) - 1 for sequence in sequences])
+    _Pass(base, [subject], lambda: True, is_rounding=False, products=products).run()
+
+
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
     """Return where an aLoRA begins to act.
 
@@ -237,8 +256,9 @@ class _Pass:
         is_wanted: Callable[[], bool],
         *,
         is_rounding: bool = True,
+        products: Products | None = None,
     ) -> None:
-        self._is_rounding = is_rounding
+        self._is_rounding, self._products = is_rounding, products
         self._base, self._config, self._is_wanted = base, base.config, is_wanted
         self._device = base.device
         self._subjects = subjects
@@ -446,6 +466,9 @@ class _Pass:
     def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
         if not self._is_wanted():
             raise Stopped
+        own = None if self._products is None else self._products.multiply(x, layer, modules)
+        if own is not None:
+            return own
         roundings = {module: self._rounding(layer, module) for module in modules}
         if len(set(roundings.values())) > 1:
             return torch.cat([self._multiply(x, layer, module) for module in modules], dim=1)
@@ -453,6 +476,9 @@ class _Pass:
         return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
 
     def _multiply_by(self, x: Tensor, linear: Linear) -> Tensor:
+        own = None if self._products is None else self._products.multiply_by(x, linear)
+        if own is not None:
+            return own
         parts, start = [], 0
         for block in linear.rows(0, linear.out_features):
             rounding = rounding_of_row(linear, start) if self._is_rounding else None

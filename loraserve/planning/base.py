@@ -124,7 +124,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         check_gpu(model)
     max_model_len = context_len(model, config.max_model_len)
     blueprint = draw(model, read_headers(model_dir), config.quantize)
-    rounded_formats(blueprint, config.activation_dtype, device)
+    is_int4_rounded = "int4" in rounded_formats(blueprint, config.activation_dtype, device)
     grid = Grid.of(config)
     if grid.size > 1 and device != "cpu":
         raise ConfigError(
@@ -134,7 +134,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     check_grid(blueprint, grid)
     parts, rank_bytes = Counter[tuple[str, str]](), list[int]()
     for place in grid.places(model):
-        of_rank = list(_parts(blueprint, device, dtype, max_model_len, place))
+        of_rank = list(_parts(blueprint, device, dtype, max_model_len, place, is_int4_rounded))
         rank_bytes.append(sum(num_bytes for *_, num_bytes in of_rank))
         for name, format, num_bytes in of_rank:
             parts[name, format] += num_bytes
@@ -150,9 +150,14 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
 
 
 def _parts(
-    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: RankPlace
+    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: RankPlace, is_int4_rounded: bool
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield what a rank holds: a part's name, its format, and bytes."""
+    """Yield what a rank holds: a part's name, its format, and bytes.
+
+    Args:
+        is_int4_rounded: whether int4's activations are rounded to int8, whose kernel has zeros for
+            all groups, and scales in 16 bits.
+    """
     config, tensors, stage = blueprint.config, blueprint.tensors, place.stage
     if stage.is_first:
         embedding = tensors[config.architecture.embedding]
@@ -183,46 +188,58 @@ def _parts(
             first += module.out_features
             out_features = module.out_features if rows is None else sum(end - start for start, end in rows)
             num_biases += out_features
-            yield names[site.kind], *_weight(blueprint, site, module, kept, out_features, in_features)
+            shape = out_features, in_features
+            yield names[site.kind], *_weight(blueprint, site, module, kept, shape, is_int4_rounded)
         # a site has a bias for all of its linears, or none
         if cut.has_bias and any(module.has_bias for module in site.modules):
             yield names[site.kind], kept, bias_bytes * num_biases
     if blueprint.is_head_tied and stage.is_last:
         # kept beside the embedding, in the order that products read
-        yield "head", *_float_weight(*place.modules["lm_head"], blueprint.head_quantize, dtype, config.hidden_size)
+        shape = place.modules["lm_head"]
+        yield "head", *_float_weight(shape, blueprint.head_quantize, dtype, config.hidden_size, is_int4_rounded)
 
 
 def _weight(
-    blueprint: Blueprint, site: SitePlan, module: ModulePlan, dtype: str, out_features: int, in_features: int
+    blueprint: Blueprint, site: SitePlan, module: ModulePlan, dtype: str, kept: tuple[int, int], is_int4_rounded: bool
 ) -> tuple[str, int]:
-    """Return the format of a linear's weight, and the bytes of so much of it."""
-    stored = blueprint.stored.get(module.path)
+    """Return the format of a linear's weight, and the bytes of what is kept of it.
+
+    Args:
+        kept: out_features and in_features.
+    """
+    stored, (out_features, in_features) = blueprint.stored.get(module.path), kept
     if stored is None:
-        return _float_weight(out_features, in_features, site.quantize, dtype, site.in_features)
+        return _float_weight(kept, site.quantize, dtype, site.in_features, is_int4_rounded)
     if stored.scheme.layout is Layout.BITSANDBYTES:
         return "nf4", _quantized_bytes("nf4", out_features, in_features, NF4_GROUP_SIZE)
-    shape = blueprint.tensors[f"{module.path}.weight_scale"].shape
-    group = min(in_features, stored.group_size(shape[-1] if len(shape) == 2 else 1))
-    format, num_zeros = stored.scheme.format, 0 if stored.scheme.is_symmetric else in_features // group
-    num_bytes = _quantized_bytes(format, out_features, in_features, group)
-    return format, num_bytes + out_features * num_zeros
+    scale = blueprint.tensors[f"{module.path}.weight_scale"]
+    group = min(in_features, stored.group_size(scale.shape[-1] if len(scale.shape) == 2 else 1))
+    format, has_zeros, scale_bytes = stored.scheme.format, not stored.scheme.is_symmetric, 4
+    if format == "int4" and is_int4_rounded:
+        has_zeros, scale_bytes = True, 2 if scale.dtype == "BF16" else 4
+    return format, _quantized_bytes(format, out_features, in_features, group, scale_bytes + has_zeros)
 
 
 def _float_weight(
-    out_features: int, in_features: int, quantize: str, dtype: str, whole_in_features: int
+    kept: tuple[int, int], quantize: str, dtype: str, whole_in_features: int, is_int4_rounded: bool
 ) -> tuple[str, int]:
-    """Return the format of a float weight once it is rounded, and the bytes of so much of it.
+    """Return the format of a float weight once it is rounded, and the bytes of what is kept of it.
 
     Args:
+        kept: out_features and in_features.
         whole_in_features: of the weight before it is cut, by which its groups are.
     """
+    out_features, in_features = kept
     if quantize == "none":
         return dtype, out_features * in_features * DTYPE_BYTES[dtype]
     group = min(in_features, group_size(quantize, whole_in_features))
-    return quantize, _quantized_bytes(quantize, out_features, in_features, group)
+    group_bytes = 4
+    if quantize == "int4":
+        group_bytes = (2 if is_int4_rounded else 4) + 1
+    return quantize, _quantized_bytes(quantize, out_features, in_features, group, group_bytes)
 
 
-def _quantized_bytes(format: str, out_features: int, in_features: int, group: int) -> int:
-    """Codes, and a float32 scale for each group of inputs."""
+def _quantized_bytes(format: str, out_features: int, in_features: int, group: int, group_bytes: int = 4) -> int:
+    """Return the bytes of codes, and of the scale and the zero of each group of inputs."""
     code_bytes = in_features // 2 if format in ("int4", "nf4") else in_features
-    return out_features * (code_bytes + 4 * (in_features // group))
+    return out_features * (code_bytes + group_bytes * (in_features // group))

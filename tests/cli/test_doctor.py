@@ -178,7 +178,7 @@ def test_kernels_are_tried_without_a_server(examine: Callable[..., Done]) -> Non
     found, _ = json.JSONDecoder().raw_decode(done.output[done.output.index("{") :])
     assert found["instructions"].keys() == {"onednn", "fbgemm", "torch", "numba"}
     # the head is in int8
-    assert {one["format"] for one in found["formats"]} == {"int4", "int8"}
+    assert {one["format"] for one in found["formats"]} == {"int4-rounded", "int8"}
     for one in found["formats"]:
         assert [row["rows"] for row in one["rows"]] == [1, 8, 64, 256]
         assert all(row["gops"] > 0 for row in one["rows"])
@@ -223,7 +223,8 @@ def test_a_format_that_is_slower_than_float32_is_a_warning(
         ("none", "bfloat16", "auto", ("bfloat16",)),
         ("int8", "auto", "auto", ("int8",)),
         ("int8", "auto", "float", ("int8-weights",)),
-        ("int4", "auto", "float", ("int4", "int8-weights")),
+        ("int4", "auto", "auto", ("int4-rounded", "int8")),
+        ("int4", "auto", "float", ("int4-zeros", "int8-weights")),
         ("fp8", "auto", "auto", ("fp8",)),
     ],
 )

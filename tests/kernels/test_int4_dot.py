@@ -10,22 +10,24 @@ from loraserve_kernels.cpu.linear import decoded
 from loraserve_kernels.cpu.linear.gemm import int4_linear, quantize_rows
 from loraserve_kernels.errors import TensorMismatch
 
+KINDS = ["symmetric", "with zeros", "searched"]
 SHAPES = [(61, 64, 32), (128, 128, 64), (40, 384, 128), (33, 256, 128)]
 
 
-def random_weight(out_features: int, in_features: int, group_size: int) -> QuantizedWeight:
+def random_weight(out_features: int, in_features: int, group_size: int, kind: str = "symmetric") -> QuantizedWeight:
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-3, 3, (out_features, 1))
-    return quantize(weight, "int4", group_size)
+    return quantize(weight, "int4", group_size, has_zeros=kind != "symmetric", is_searched=kind == "searched")
 
 
 @pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 70])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_product_is_that_of_the_rounded_rows(
-    out_features: int, in_features: int, group_size: int, num_tokens: int, has_bias: bool
+    out_features: int, in_features: int, group_size: int, num_tokens: int, has_bias: bool, kind: str
 ) -> None:
     """Nothing is rounded but the rows, and sums to float32."""
-    weight = random_weight(out_features, in_features, group_size)
+    weight = random_weight(out_features, in_features, group_size, kind)
     x = torch.randn(num_tokens, in_features) * 10.0 ** torch.randint(-6, 6, (num_tokens, 1))
     bias = torch.randn(out_features) if has_bias else None
     codes, scales = quantize_rows(x)
@@ -38,9 +40,10 @@ def test_product_is_that_of_the_rounded_rows(
 
 
 @pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
-def test_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int, group_size: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int, group_size: int, kind: str) -> None:
     packed, x = (
-        decoded.pack_group_dot(random_weight(out_features, in_features, group_size)),
+        decoded.pack_group_dot(random_weight(out_features, in_features, group_size, kind)),
         torch.randn(70, in_features),
     )
     together = int4_linear(x, packed)
@@ -50,10 +53,12 @@ def test_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int,
 
 
 @pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_the_weight_are_the_references_bit_for_bit(
-    out_features: int, in_features: int, group_size: int
+    out_features: int, in_features: int, group_size: int, kind: str
 ) -> None:
-    weight = random_weight(out_features, in_features, group_size)
+    weight = random_weight(out_features, in_features, group_size, kind)
+    assert (decoded.pack_group_dot(weight).scales.dtype == torch.bfloat16) == (kind == "searched")
     rows = decoded.unpack_group_dot(decoded.pack_group_dot(weight), 5, out_features - 3)
     assert torch.equal(rows, weight.dequantize(torch.float32)[5 : out_features - 3])
 
@@ -82,7 +87,7 @@ def test_a_row_that_isnt_finite_is_nan_alone() -> None:
 
 def test_weights_that_the_kernel_doesnt_take_are_told() -> None:
     assert decoded.can_round_activations(random_weight(8, 64, 32))
-    assert not decoded.can_round_activations(quantize(torch.randn(8, 64), "int4", 32, has_zeros=True))
+    assert decoded.can_round_activations(quantize(torch.randn(8, 64), "int4", 32, has_zeros=True))
     assert not decoded.can_round_activations(quantize(torch.randn(8, 64), "nf4"))
 
 

@@ -195,7 +195,13 @@ class QuantizedWeight:
 
 
 def quantize(
-    weight: Tensor, format: str, group_size: int | None = None, *, has_zeros: bool = False, rotation: int = 0
+    weight: Tensor,
+    format: str,
+    group_size: int | None = None,
+    *,
+    has_zeros: bool = False,
+    is_searched: bool = False,
+    rotation: int = 0,
 ) -> QuantizedWeight:
     """Round a float weight to 8 or 4 bits, each group by its own largest magnitude.
 
@@ -209,6 +215,8 @@ def quantize(
             in_features (None: that); the others' is fixed, so None or that number.
         has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its
             largest magnitude both ways.
+        is_searched: int4 with zeros alone: of several narrower ranges, each group gets the one of
+            least squared error, and a scale that is a number of bfloat16.
         rotation: inputs of a Hadamard block by which the weight is rotated first; 0: it isn't.
 
     Raises:
@@ -223,6 +231,8 @@ def quantize(
         group_size = {"int4": GROUP_SIZES[-1], "nf4": NF4_GROUP_SIZE}.get(format, in_features)
     _check_format(format, group_size, in_features, has_zeros)
     check_rotation(rotation, in_features)
+    if is_searched and not (format == "int4" and has_zeros):
+        raise InvalidWeight(f"{format}, zeros: {has_zeros}; scales are searched for int4 with zeros alone")
     is_packed = format in ("int4", "nf4")
     codes = weight.new_empty(out_features, in_features // 2 if is_packed else in_features, dtype=_CODES_DTYPE[format])
     all_scales, all_zeros = [], []
@@ -235,7 +245,10 @@ def quantize(
         amax = groups.abs().amax(2, keepdim=True)
         if not bool(torch.isfinite(amax).all()):
             raise _not_finite(floats)
-        rounded, scales, zeros = _rounded(groups, amax, format, has_zeros)
+        if not is_searched:
+            rounded, scales, zeros = _rounded(groups, amax, format, has_zeros)
+        else:
+            rounded, scales, zeros = _searched(groups)
         rounded = rounded.view(end - first, in_features)
         if is_packed:
             rounded = rounded[:, 0::2] | rounded[:, 1::2] << 4
@@ -286,6 +299,26 @@ def _rounded(groups: Tensor, amax: Tensor, format: str, has_zeros: bool) -> tupl
         scales = (amax / 7.5).clamp_min_(_SMALLEST_SCALE)
         codes = (groups / scales).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     return codes, scales, None
+
+
+_SHRINKS = (1.0, 0.93, 0.86)
+"""Parts of a group's range that are tried."""
+
+
+def _searched(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return int4's codes, scales and zeros of least squared error, as `_rounded` does."""
+    low, high = groups.amin(2, keepdim=True).clamp_max_(0), groups.amax(2, keepdim=True).clamp_min_(0)
+    least, scales, zeros = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
+    for shrink in _SHRINKS:
+        scale = ((high - low) * (shrink / 15)).clamp_min_(_SMALLEST_SCALE).bfloat16().float()
+        zero = (low * -shrink / scale).round_().clamp_(0, 15)
+        wrong = (groups / scale).round_().add_(zero).clamp_(0, 15).sub_(zero).mul_(scale).sub_(groups)
+        error = wrong.square_().sum(2, keepdim=True)
+        is_less = error < least
+        least = torch.where(is_less, error, least)
+        scales, zeros = torch.where(is_less, scale, scales), torch.where(is_less, zero, zeros)
+    codes = (groups / scales).round_().add_(zeros).clamp_(0, 15).to(torch.uint8)
+    return codes, scales, zeros.to(torch.uint8)
 
 
 def _not_finite(weight: Tensor) -> InvalidWeight:

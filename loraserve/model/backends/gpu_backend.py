@@ -7,6 +7,7 @@ Activations are in bfloat16 or float16 between linears, the residual stream in f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import GPU_BLOCK_WEIGHTS, row_blocks
 from loraserve_kernels.cpu import instructions
 from loraserve_kernels.gpu.attention.paged import paged_attention
@@ -91,12 +93,17 @@ class GpuBackend:
 class GpuLinear:
     """``x W^T + bias`` with the weight as it is stored.
 
-    x and the result are in the activations' dtype, or the result in `out_dtype`.
+    x and the result are in the activations' dtype, or the result in `out_dtype`. Where the weight
+    is rotated, x is too: in float32, before the product.
     """
 
-    __slots__ = ("_out_dtype", "_weight", "bias", "num_bytes", "out_features")
+    __slots__ = ("_out_dtype", "_rotation", "_weight", "bias", "num_bytes", "out_features")
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+        self._rotation = 0 if isinstance(weight, Tensor) else weight.rotation
+        if self._rotation and isinstance(weight, QuantizedWeight):
+            # x H / n has the size of x; H x would leave float16's range
+            weight = replace(weight, rotation=0, scales=weight.scales * self._rotation)
         self._weight, self.bias, self._out_dtype = weight, bias, out_dtype
         self.out_features = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
         self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
@@ -113,6 +120,8 @@ class GpuLinear:
         return (Arithmetic(name, "triton", instructions.gpu(device)),)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._rotation:
+            x = (rotate(x.float(), self._rotation) / self._rotation).to(x.dtype)
         return weight_only_linear(x, self._weight, self.bias, out_dtype=self._out_dtype)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
@@ -122,7 +131,8 @@ class GpuLinear:
             if isinstance(weight, Tensor):
                 yield weight[first:last].float()
             else:
-                yield weight.rows(first, last).dequantize(torch.float32)
+                block = weight.rows(first, last).dequantize(torch.float32)
+                yield rotate(block, self._rotation) / self._rotation if self._rotation else block
 
 
 class GpuNorm:

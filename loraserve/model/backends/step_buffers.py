@@ -38,8 +38,8 @@ class InputRows:
         codes: [capacity, bytes] int8, the same rounded, for linears that take it so; filled up with
             zeros to what one instruction multiplies.
         scales: [capacity] float32, of the codes.
-        starts: [capacity, groups] float32, what int4's kernel adds to the sum of each group; as
-            many groups as there may be.
+        starts: [capacity, groups] float32, what int4's kernel multiplies the zero of each group
+            with; as many groups as there may be.
     """
 
     values: Tensor

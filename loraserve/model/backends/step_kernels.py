@@ -315,8 +315,9 @@ class StepKernels:
                 k.ROW_SCALES: source.scales.data_ptr(),
                 k.GROUP_STARTS: source.starts.data_ptr(),
                 k.START_STRIDE: weight.scales.shape[0],
+                k.GROUP_ZEROS: weight.zeros.data_ptr(),
             }
-            return self._add("int4-dot", k.NUM_ROWS, words)
+            return self._add(weight.kernel, k.NUM_ROWS, words)
         has_groups = weight.scales.shape[0] > 1
         words |= {
             k.X: source.values.data_ptr(),

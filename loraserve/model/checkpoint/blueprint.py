@@ -174,9 +174,11 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
     stored = _find_stored_weights(config, tensors)
     if stored:
         _check_contradiction(config, sorted({weight.scheme.format for weight in stored.values()}), quantize)
-        # what the checkpoint has in a float dtype stays so
+        # what the checkpoint has in a float dtype stays so, but for the head beside weights that
+        # were made to be served with rounded activations
         quantize = "none"
-    head_quantize = _HEAD_FORMATS.get(quantize, quantize)
+    is_rotated = any(weight.scheme.rotation for weight in stored.values())
+    head_quantize = "int8" if is_rotated else _HEAD_FORMATS.get(quantize, quantize)
     architecture = config.architecture
     norms, sites, unread = [architecture.norm], list[SitePlan](), set[str]()
     expected = {
@@ -226,10 +228,10 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
     They are ``int8``, for weights by output channel, and ``int4``.
 
     Args:
-        activation_dtype: ``int8``: both. ``float``: none. ``auto``: int8 alone, and that where
-            float weights are rounded while they're loaded, not where the checkpoint holds int8
-            weights already, whose config asks for float activations (``"input_activations": null``;
-            others are refused).
+        activation_dtype: ``int8``: both. ``float``: none. ``auto``: both where float weights are
+            rounded while they're loaded, or the checkpoint holds rotated ones; none where it holds
+            other quantized weights, whose config asks for float activations
+            (``"input_activations": null``; others are refused).
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:
@@ -244,24 +246,23 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
         if not _can_round(blueprint):
             raise ConfigError(
                 f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights with "
-                "one scale per output channel, or symmetric int4 weights, which int8 activations need.",
+                "one scale per output channel, or int4 weights, which int8 activations need.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
         return frozenset({"int8", "int4"})
-    return frozenset({"int8"} if activation_dtype == "auto" and not blueprint.stored else ())
+    is_made_for_it = all(weight.scheme.rotation for weight in blueprint.stored.values())
+    return frozenset({"int8", "int4"} if activation_dtype == "auto" and is_made_for_it and device == "cpu" else ())
 
 
 def _can_round(blueprint: Blueprint) -> bool:
     if {"int8", "int4"} & {blueprint.quantize, blueprint.head_quantize}:
         return True
     return any(
-        weight.scheme.is_symmetric
-        and (
-            weight.scheme.format == "int4"
-            or (
-                weight.scheme.format == "int8"
-                and (weight.scheme.group_size or weight.in_features) >= weight.in_features
-            )
+        weight.scheme.format == "int4"
+        or (
+            weight.scheme.format == "int8"
+            and weight.scheme.is_symmetric
+            and (weight.scheme.group_size or weight.in_features) >= weight.in_features
         )
         for weight in blueprint.stored.values()
     )

@@ -126,6 +126,16 @@ class OriginalBase:
         weight = self._checkpoint.rows(name, 0, self._checkpoint.tensors[name].shape[0]).float()
         return weight + self.config.architecture.norm_offset
 
+    def modules_of(self, plan: SitePlan) -> tuple[str, ...]:
+        """Return the modules of a layer's site, in the order of their rows."""
+        return SITES[plan.name]
+
+    def site_rows(self, plan: SitePlan) -> Iterator[Tensor]:
+        """Yield a site's whole weight, float32, a block of rows at a time, in order."""
+        return StreamedLinear(plan, self._blueprint, self._checkpoint, self.device).rows(
+            0, sum(module.out_features for module in plan.modules)
+        )
+
     def _site(self, layer: int, module: str) -> tuple[StreamedLinear, int]:
         """Return the site that a layer's module is a part of, and the module's first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
@@ -136,10 +146,14 @@ class OriginalBase:
 
 
 class StreamedLinear:
-    """Linears with a common input, read while they are multiplied."""
+    """Linears with a common input, read while they are multiplied.
+
+    Attributes:
+        plan: of them.
+    """
 
     def __init__(self, plan: SitePlan, blueprint: Blueprint, checkpoint: Checkpoint, device: torch.device) -> None:
-        self._plan, self._stored, self._checkpoint, self._device = plan, blueprint.stored, checkpoint, device
+        self.plan, self._stored, self._checkpoint, self._device = plan, blueprint.stored, checkpoint, device
         self._ends = list(accumulate(module.out_features for module in plan.modules))
         self.out_features, self.num_bytes = self._ends[-1], 0
 
@@ -154,9 +168,9 @@ class StreamedLinear:
 
         It is [out_features] float32 on the device.
         """
-        if not any(module.has_bias for module in self._plan.modules):
+        if not any(module.has_bias for module in self.plan.modules):
             return None
-        return torch.cat([self._module_bias(module) for module in self._plan.modules])
+        return torch.cat([self._module_bias(module) for module in self.plan.modules])
 
     def __call__(self, x: Tensor) -> Tensor:
         y = torch.cat([x @ block.T for block in self.rows(0, self.out_features)], dim=1)
@@ -165,14 +179,14 @@ class StreamedLinear:
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         """Yield these rows, float32 on the device, a block at a time, in order."""
-        for module, last in zip(self._plan.modules, self._ends, strict=True):
+        for module, last in zip(self.plan.modules, self._ends, strict=True):
             first = last - module.out_features
             if first < end and last > start:
                 blocks = self._module_rows(module, max(start - first, 0), min(end, last) - first)
                 yield from (block.to(self._device, torch.float32) for block in blocks)
 
     def _module_rows(self, module: ModulePlan, start: int, end: int) -> Iterator[Tensor]:
-        stored, width = self._stored.get(module.path), self._plan.in_features
+        stored, width = self._stored.get(module.path), self.plan.in_features
         if stored is None:
             for first, last in row_blocks(start, end, width, _BLOCK_WEIGHTS):
                 yield self._checkpoint.rows(f"{module.path}.weight", first, last)

@@ -6,6 +6,7 @@ Codes and scales are taken over as they are.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,10 @@ class _Assembly:
             num_repeats = self.stored.in_features // group_size // scales.shape[1]
             scales = scales.repeat_interleave(num_repeats, dim=1)
             zeros = None if zeros is None else zeros.repeat_interleave(num_repeats, dim=1)
+        rotation = self.stored.scheme.rotation
+        if rotation:
+            # the file's Hadamard matrices are orthogonal, the kernels' have elements of 1 and −1
+            scales = scales / math.sqrt(rotation)
         return QuantizedWeight(
             self.stored.scheme.format,
             codes.contiguous(),
@@ -95,6 +100,7 @@ class _Assembly:
             group_size,
             self.stored.in_features,
             self.stored.out_features,
+            rotation,
         )
 
     def _check_numbers(self, codes: Tensor, scales: Tensor) -> None:

@@ -74,6 +74,10 @@ def find_stored_weight(
     if scheme.layout is Layout.BITSANDBYTES:
         return _find_bitsandbytes(path, scheme, shape, stored)
     num_groups = _num_groups(path, scheme, in_features)
+    if scheme.rotation and in_features % scheme.rotation:
+        raise ModelError(
+            f"{path} has {in_features} inputs, which isn't a multiple of its rotation's blocks, {scheme.rotation}."
+        )
     scale = ExpectedTensor(((out_features, num_groups),) if num_groups > 1 else ((out_features, 1), (1,), (), (1, 1)))
     unread = ("input_scale",) if scheme.has_input_scale else ()
     if scheme.layout is Layout.NAIVE:

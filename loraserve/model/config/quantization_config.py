@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from loraserve.errors import ModelError
+from loraserve_kernels.common.formats import ROTATION_BLOCKS
 
 _HINT = (
     "Supported formats: compressed-tensors with int8 or int4 weights by channel or in groups, "
@@ -57,6 +58,8 @@ class Scheme:
             the tensor's shape says.
         is_symmetric: False: each group has a zero point.
         has_input_scale: the checkpoint has a scale for rounding activations, which isn't used.
+        rotation: inputs of an orthogonal Hadamard block by which the weight is rotated, and its
+            input must be; 0: neither.
     """
 
     format: str
@@ -64,6 +67,7 @@ class Scheme:
     group_size: int | None = None
     is_symmetric: bool = True
     has_input_scale: bool = False
+    rotation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,14 @@ class QuantizationConfig:
         targets: (target, scheme) in the order in which they are tried: a module's path, ``re:`` and
             an expression that its path begins with, or ``Linear``.
         ignore: targets whose linears are stored in a float dtype.
+        rotations: (target, block) of linears that are rotated by Hadamard blocks of that many
+            inputs.
     """
 
     method: str
     targets: tuple[tuple[str, Scheme], ...]
     ignore: tuple[str, ...]
+    rotations: tuple[tuple[str, int], ...] = ()
 
     def scheme(self, path: str) -> Scheme | None:
         """Return how the weight of the linear at this path is stored; None: in a float dtype.
@@ -89,15 +96,19 @@ class QuantizationConfig:
         """
         if any(_is_match(path, ignored) for ignored in self.ignore):
             return None
-        return next((scheme for target, scheme in self.targets if _is_match(path, target)), None)
+        scheme = next((scheme for target, scheme in self.targets if _is_match(path, target)), None)
+        rotation = next((block for target, block in self.rotations if _is_match(path, target)), 0)
+        return scheme if scheme is None or not rotation else replace(scheme, rotation=rotation)
 
     def identity(self) -> dict[str, object]:
         """Return the settings that decide how tensors are read; JSON-able."""
-        return {
-            "method": self.method,
-            "targets": [[target, asdict(scheme)] for target, scheme in self.targets],
-            "ignore": list(self.ignore),
-        }
+        # rotations stand alone: without any, digests are as they were before there were any
+        targets = [
+            [target, {name: value for name, value in asdict(scheme).items() if name != "rotation"}]
+            for target, scheme in self.targets
+        ]
+        rotations = {"rotations": [list(rotation) for rotation in self.rotations]} if self.rotations else {}
+        return {"method": self.method, "targets": targets, "ignore": list(self.ignore), **rotations}
 
 
 def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
@@ -182,7 +193,7 @@ def _bitsandbytes(fields: _Fields) -> QuantizationConfig:
 def _compressed_tensors(fields: _Fields) -> QuantizationConfig:
     # "frozen": the weights are stored in a float dtype and rounded at each use
     fields.require("quantization_status", (None, "compressed"), '"compressed"')
-    for name in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
+    for name in ("kv_cache_scheme", "moe_sparsity_config"):
         fields.require_empty(name)
     sparsity = fields.get("sparsity_config")
     if sparsity and _Fields(f"{fields.path}.sparsity_config", sparsity).get("format") != "dense":
@@ -204,8 +215,40 @@ def _compressed_tensors(fields: _Fields) -> QuantizationConfig:
     )
     ordered = [*names, *(["Linear"] if "Linear" in schemes else [])]
     return QuantizationConfig(
-        "compressed-tensors", tuple((target, schemes[target]) for target in ordered), fields.strings("ignore")
+        "compressed-tensors",
+        tuple((target, schemes[target]) for target in ordered),
+        fields.strings("ignore"),
+        tuple(_rotations(fields)),
     )
+
+
+def _rotations(fields: _Fields) -> Iterator[tuple[str, int]]:
+    """Yield (target, block) of weights that are rotated and whose inputs must be.
+
+    Raises:
+        ModelError: a transform of another kind, or at another place.
+    """
+    config = fields.get("transform_config")
+    if not config:
+        return
+    path = f"{fields.path}.transform_config"
+    groups = _Fields(f"{path}.config_groups", _Fields(path, config).get("config_groups"))
+    for name, value in groups.value.items():
+        group = _Fields(f"{groups.path}.{name}", value)
+        group.require("type", ("hadamard",), '"hadamard"')
+        group.require("randomize", (None, False), "false")
+        block = group.require("head_dim", ROTATION_BLOCKS, " or ".join(map(str, ROTATION_BLOCKS)))
+        places = group.get("apply")
+        if not isinstance(places, list) or len(places) != 2:
+            raise group.refusal("apply", "input, and weight_input inverted,")
+        found = [_Fields(f"{group.path}.apply", place) for place in places]
+        at = {place.get("location"): place for place in found}
+        if at.keys() != {"input", "weight_input"} or any(place.get("ignore") for place in found):
+            raise group.refusal("apply", "input, and weight_input inverted, without exceptions")
+        targets = at["input"].strings("targets")
+        if targets != at["weight_input"].strings("targets"):
+            raise group.refusal("apply", "input and weight_input of the same targets")
+        yield from ((target, block) for target in targets)
 
 
 def _scheme(group: _Fields, form: object, fields: _Fields) -> Scheme:

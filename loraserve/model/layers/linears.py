@@ -138,7 +138,7 @@ def make_linear(
 def quantize_weight(weight: Tensor, format: str, rotation: int = 0) -> QuantizedWeight:
     """Round a float weight [out_features, in_features] to one of `FORMATS`.
 
-    int4 has the largest groups that in_features allows.
+    int4 has groups of 32 with zeros, whose ranges are searched for the least squared error.
 
     Args:
         rotation: inputs of a Hadamard block by which the weight is rotated first; 0: it isn't.
@@ -147,7 +147,8 @@ def quantize_weight(weight: Tensor, format: str, rotation: int = 0) -> Quantized
         ModelError: no groups fill in_features, or the weight holds numbers that aren't finite.
     """
     try:
-        return quantize(weight, format, group_size(format, weight.shape[1]), rotation=rotation)
+        size, is_int4 = group_size(format, weight.shape[1]), format == "int4"
+        return quantize(weight, format, size, has_zeros=is_int4, is_searched=is_int4, rotation=rotation)
     except InvalidWeight as error:
         raise ModelError(f"A weight can't be quantized to {format}: {error}.") from error
 
@@ -350,8 +351,11 @@ class PackedLinear:
 
     @property
     def own_weight(self) -> DecodedWeight | None:
-        """Weight as our own kernels multiply it; None where a library does."""
-        return self._weight.decoded
+        """Weight as our own kernels multiply it.
+
+        None where a library does, or where rows are rotated before, which no kernel does in floats.
+        """
+        return None if self._weight.rotation else self._weight.decoded
 
     def __call__(self, x: Tensor) -> Tensor:
         return packed_linear(x, self._weight, self.bias)

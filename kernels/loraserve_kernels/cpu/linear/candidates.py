@@ -83,7 +83,8 @@ def compile_candidate(candidate: Candidate, format: str) -> None:
     Otherwise compiling would be taken for slowness.
     """
     if candidate.kernel == "numba-dot":
-        decoded.warm_up("int4-dot" if candidate.name == W4A8_ROW else "dot")
+        for kind in ("int4-dot", "int4-dot-half") if candidate.name == W4A8_ROW else ("dot",):
+            decoded.warm_up(kind)
     elif candidate.kernel == "numba":
         decoded.warm_up(_KINDS.get(format, format.partition("-")[0]))
     gemm.warm_up()

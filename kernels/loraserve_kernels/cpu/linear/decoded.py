@@ -88,7 +88,8 @@ class GroupDotWeight:
         codes: [tiles, runs of eight inputs, channels of a tile] int32: four bytes, each with the
             code, plus 8, of one of the first four inputs in its low half and of the next four in
             its high half; filled up with zeros.
-        scales: [groups, channels] float32.
+        scales: [groups, channels] bfloat16 where all of them are numbers of it, else float32.
+        zeros: the same shape in uint8, the codes that mean 0.
         group_size: inputs that share a scale.
         in_features, out_features: of the linear.
         rotation: inputs of a Hadamard block by which the weight is rotated, and rows before they
@@ -97,6 +98,7 @@ class GroupDotWeight:
 
     codes: Tensor
     scales: Tensor
+    zeros: Tensor
     group_size: int
     in_features: int
     out_features: int
@@ -104,8 +106,14 @@ class GroupDotWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales of the channels that there are."""
-        return self.out_features * (self.in_features // 2 + 4 * self.scales.shape[0])
+        """Bytes of codes, scales and zeros of the channels that there are."""
+        group_bytes = self.scales.element_size() + 1
+        return self.out_features * (self.in_features // 2 + group_bytes * self.scales.shape[0])
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that multiplies it."""
+        return "int4-dot-half" if self.scales.dtype == torch.bfloat16 else "int4-dot"
 
 
 def can_round_activations(weight: QuantizedWeight) -> bool:
@@ -113,7 +121,7 @@ def can_round_activations(weight: QuantizedWeight) -> bool:
     from loraserve_kernels.cpu.linear.tiles.tile import HAS_BYTE_PAIRS
 
     # a group's products, at most 15 · 127 · 128, add up to less than 2²⁴: float32 holds the sum
-    return HAS_BYTE_PAIRS and weight.format == "int4" and weight.zeros is None
+    return HAS_BYTE_PAIRS and weight.format == "int4"
 
 
 def can_decode(weight: QuantizedWeight) -> bool:
@@ -247,9 +255,13 @@ def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
     codes = weight.codes.view(torch.uint8)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).view(weight.out_features, -1, 2, 4)
     packed = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)[..., 0]
+    halves = weight.scales.bfloat16()
+    scales = halves if torch.equal(halves.float(), weight.scales) else weight.scales
+    zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     return GroupDotWeight(
         _tiles(packed),
-        _filled(weight.scales.t()),
+        _filled(scales.t()),
+        _filled(zeros.t()),
         weight.group_size,
         weight.in_features,
         weight.out_features,
@@ -265,23 +277,26 @@ def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
     tiles = weight.codes[first : -(-end // TILE)]
     runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
     packed = runs[..., None].view(torch.uint8)
-    codes = torch.stack((packed & 15, packed >> 4), -2).view(end - start, weight.in_features).float() - 8
-    groups = codes.view(end - start, -1, weight.group_size)
-    rows = (groups * weight.scales[:, start:end].t()[..., None]).view(end - start, weight.in_features)
+    codes = torch.stack((packed & 15, packed >> 4), -2).view(end - start, weight.in_features).float()
+    groups = codes.view(end - start, -1, weight.group_size) - weight.zeros[:, start:end].t()[..., None]
+    scales = weight.scales[:, start:end].t().float()
+    rows = (groups * scales[..., None]).view(end - start, weight.in_features)
     return rotate(rows, weight.rotation)
 
 
 def group_dot(
     codes: Tensor, scales: Tensor, starts: Tensor, weight: GroupDotWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """Return ``Σ_group scale · sum(code · x) · row's scale + bias``, [num_tokens, out_features].
+    """Return ``Σ_group scale · sum((code − zero) · x) · row's scale + bias`` for each row.
+
+    It is [num_tokens, out_features] float32.
 
     A group's sum is exact; groups are added in order; the end is rounded once.
 
     Args:
         codes: [num_tokens, in_features] int8.
         scales: [num_tokens, 1] float32.
-        starts: [num_tokens, groups] float32: -8 times the sum of each group's codes.
+        starts: [num_tokens, groups] float32: the sum of each group's codes, negated.
         bias: [out_features] float32.
     """
     from loraserve_kernels.cpu.linear.tiles import tile
@@ -307,8 +322,9 @@ def group_dot(
         weight.group_size,
         weight.codes.shape[0],
         starts.data_ptr(),
+        weight.zeros.data_ptr(),
     )
-    _run(_compiled("int4-dot"), args, weight.codes.numel() * 8 * codes.shape[0])
+    _run(_compiled(weight.kernel), args, weight.codes.numel() * 8 * codes.shape[0])
     return _cut(y, weight.out_features)
 
 
@@ -368,13 +384,15 @@ def full_bias_of(bias: Tensor | None, num_channels: int) -> Tensor:
 
 @functools.cache
 def compiled_handle(kind: str) -> Any:
-    """Return the kernel of a `DecodedWeight.kind`, or ``dot`` or ``int4-dot``."""
+    """Return the kernel of a `DecodedWeight.kind`, ``dot``, or a `GroupDotWeight.kernel`."""
     from loraserve_kernels.cpu.linear.tiles import decoded_kernel, dot_kernel, group_dot_kernel
 
     if kind == "dot":
         return dot_kernel.compiled()
     if kind == "int4-dot":
         return group_dot_kernel.compiled()
+    if kind == "int4-dot-half":
+        return group_dot_kernel.compiled_half()
     kinds = {
         "int8": decoded_kernel.INT8,
         "int8z": decoded_kernel.INT8_ZEROS,

@@ -473,7 +473,7 @@ def _quantize_rows_numba(
     """Return codes, each plus `offset` as a byte, and scales, as `quantize_rows` does.
 
     Args:
-        starts: [num_tokens, groups] float32, where -8 times the sum of each group's codes goes.
+        starts: [num_tokens, groups] float32, where the sum of each group's codes, negated, goes.
         tops: [num_tokens, 1] float32, contiguous; as for `int8_linear`.
         rotation: as for `quantize_rows`.
     """

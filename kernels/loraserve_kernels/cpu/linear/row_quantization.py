@@ -54,8 +54,8 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
         source: address of `width` float32, which stay as they are.
         target: of as many bytes, or int16 if `is_wide` isn't 0.
         scale: of one float32. A row that isn't finite gets codes of 0 and the scale NaN.
-        starts: of a float32 for each group of `group` inputs, a multiple of `LANES`: -8 times the
-            sum of the group's codes, which have no offset; 0: they aren't wanted.
+        starts: of a float32 for each group of `group` inputs, a multiple of `LANES`: the sum of
+            the group's codes, which have no offset, negated; 0: they aren't wanted.
         tops: of a float32, the largest magnitude in the parts of this row that others have; 0: this
             is the whole row.
         rotation: inputs of a Hadamard block, which divides `width`: x is the row times H; 0: the
@@ -110,7 +110,7 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
             total = zero
             for k in range(g * group, (g + 1) * group, LANES):
                 total = add(total, load(target, k, I8))
-            store_one(starts, g, sum_lanes(total) * np.float32(-8))
+            store_one(starts, g, -sum_lanes(total))
 
 
 @numba.njit

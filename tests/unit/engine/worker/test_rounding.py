@@ -18,10 +18,10 @@ from loraserve.engine.verification import base_precision
 from loraserve.engine.verification.base_precision import compare
 from loraserve.engine.worker.rounding import measure
 from loraserve.errors import ConfigError
+from loraserve.model.layers.linears import quantize_weight
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
 from loraserve_kernels.common.formats import rotation_block
-from loraserve_kernels.common.quantized import quantize
 
 CONFIG = EngineConfig(model_dir=str(base_dir()), model_id="demo", store_url="")
 
@@ -48,9 +48,9 @@ def rounded(model: Any, format: str) -> Any:
     for name, linear in model.named_modules():
         if isinstance(linear, torch.nn.Linear):
             kind = "int8" if name == "lm_head" and format in ("int4", "nf4") else format
-            # 384 inputs are three groups of 128; int8 is rotated, as its activations are
-            rotation = rotation_block(linear.in_features) if kind == "int8" else 0
-            linear.weight.copy_(quantize(linear.weight, kind, rotation=rotation).dequantize(torch.float32))
+            # integers are rotated, as their activations are
+            rotation = rotation_block(linear.in_features) if kind in ("int8", "int4") else 0
+            linear.weight.copy_(quantize_weight(linear.weight, kind, rotation).dequantize(torch.float32))
     return model
 
 

@@ -167,9 +167,8 @@ def test_float_weights_that_are_rounded_to_int8_have_their_activations_rounded_u
     [
         ([], "none"),
         ([group(8, "group", group_size=128, symmetric=False)], "int8"),
-        ([group(4, "group", group_size=128, symmetric=False)], "int4"),
     ],
-    ids=["floats", "int8-in-groups", "int4-with-zeros"],
+    ids=["floats", "int8-in-groups"],
 )
 def test_rounded_activations_are_refused_where_no_weight_takes_them(
     tmp_path: Path, groups: list[dict[str, Any]], base: str
@@ -183,6 +182,15 @@ def test_rounded_activations_are_refused_where_no_weight_takes_them(
         load(tmp_path, activation_dtype="int8")
     with pytest.raises(ConfigError, match="--activation-dtype int8: no linear"):
         plan_base(EngineConfig(model_dir=str(tmp_path), model_id="b", store_url="", activation_dtype="int8"), "cpu")
+
+
+def test_int4_with_zeros_takes_rounded_activations(tmp_path: Path) -> None:
+    model = save_compressed(build_model(**WIDE), tmp_path, [group(4, "group", group_size=128, symmetric=False)])
+    token_ids, expected = random_tokens(30), reference_logits(model, random_tokens(30))
+    decoder = load(tmp_path, activation_dtype="int8")
+    assert decoder.spec.arithmetic in ("w4a8-row+fp32", "w4a16+fp32")
+    errors = (PagedRun(decoder).logits(token_ids, [30]) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < 0.1
 
 
 def test_what_a_quantized_checkpoint_loses_here_is_by_its_activations_alone(tmp_path: Path) -> None:

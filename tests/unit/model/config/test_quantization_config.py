@@ -138,7 +138,7 @@ def test_other_methods_are_named_with_what_is_supported(method: object) -> None:
             "input_activations.strategy is"),
         (compressed(INT4, group={"output_activations": FP8_INPUT}), "output_activations is"),
         (compressed(INT4, kv_cache_scheme=FP8_INPUT), "kv_cache_scheme is"),
-        (compressed(INT4, transform_config={"config_groups": {"u": {}}}), "transform_config is"),
+        (compressed(INT4, transform_config={"config_groups": {"u": {}}}), "u.type is"),
         (compressed(INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is"),
         (compressed(INT4, quantization_status="frozen"), "quantization_status is \"frozen\""),
         # other ways to store weights

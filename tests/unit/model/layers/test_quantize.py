@@ -7,6 +7,7 @@ from torch import Tensor
 from loraserve.errors import ModelError
 from loraserve.model.layers.linears import JoinedLinear, Linear, make_linear, quantize_weight
 from loraserve_kernels.common.quantized import quantize
+from loraserve_kernels.errors import InvalidWeight
 
 FORMATS = {
     "float32": ("none", torch.float32, 1e-6),
@@ -88,8 +89,9 @@ def test_num_bytes_follow_the_format() -> None:
     assert sizes["bfloat16"] == sizes["float16"] == 2 * weights
     assert weights <= sizes["int8"] <= weights + 8 * 70
     assert sizes["fp8"] == weights + 4 * 70
-    # a float32 scale for each 64 inputs
-    assert sizes["int4"] == sizes["nf4"] == weights // 2 + 4 * 70
+    # a float32 scale for each 64 inputs, and a zero beside it for each 32
+    assert sizes["nf4"] == weights // 2 + 4 * 70
+    assert sizes["int4"] == weights // 2 + 2 * 5 * 70
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
@@ -115,9 +117,24 @@ def test_given_int8_codes_give_the_bits_that_rounding_gave() -> None:
     assert torch.equal(given(x), make_linear(weight, None, quantize="int8", dtype=torch.float32)(x))
 
 
-@pytest.mark.parametrize(("in_features", "group_size"), [(256, 128), (192, 64), (96, 32)])
-def test_int4_groups_are_the_largest_that_fill_the_width(in_features: int, group_size: int) -> None:
-    assert quantize_weight(torch.randn(8, in_features), "int4").group_size == group_size
+@pytest.mark.parametrize("in_features", [256, 192, 96])
+def test_int4_has_groups_of_32_with_zeros(in_features: int) -> None:
+    rounded = quantize_weight(torch.randn(8, in_features), "int4")
+    assert rounded.group_size == 32
+    assert rounded.zeros is not None
+    # scales take two bytes
+    assert torch.equal(rounded.scales.bfloat16().float(), rounded.scales)
+
+
+def test_searched_scales_have_the_least_error() -> None:
+    weight = torch.randn(40, 128)
+    # an outlier in each group, which is cut off a little
+    weight[:, ::32] *= 2
+    plain = quantize(weight, "int4", 32, has_zeros=True).dequantize(torch.float32)
+    searched = quantize(weight, "int4", 32, has_zeros=True, is_searched=True).dequantize(torch.float32)
+    assert (searched - weight).norm() < 0.99 * (plain - weight).norm()
+    with pytest.raises(InvalidWeight, match="int4 with zeros alone"):
+        quantize(weight, "int4", 32, is_searched=True)
 
 
 def test_weight_that_isnt_finite_is_refused() -> None:

@@ -20,6 +20,7 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     CODES,
     GROUP,
     GROUP_STARTS,
+    GROUP_ZEROS,
     ROW_SCALES,
     SCALE_STRIDE,
     SCALES,
@@ -32,7 +33,19 @@ from loraserve_kernels.cpu.linear.tiles.tile import (
     X,
 )
 from loraserve_kernels.cpu.linear.tiles.tile_loop import tile_loop, tile_stamp
-from loraserve_kernels.cpu.linear.tiles.tile_writer import F32, I32, I64, ZERO, TileWriter, fill, rows_of, store, vector
+from loraserve_kernels.cpu.linear.tiles.tile_writer import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    ZERO,
+    TileWriter,
+    fill,
+    rows_of,
+    store,
+    vector,
+)
 from loraserve_kernels.cpu.simd import LANES
 
 FOURS = 4
@@ -41,15 +54,15 @@ half.
 """
 
 
-def _group_dot(num_rows: int) -> Any:
+def _group_dot(num_rows: int, scale_bytes: int) -> Any:
     @intrinsic
     def group_dot(
         typingctx: Any, args: Any, number: Any, row: Any, following: Any, part: Any, num_parts: Any, kind: Any
     ) -> Any:
         """Compute `num_rows` rows of a tile's channels in int4 from activations in int8.
 
-        Each is ``Σ_group scale · (sum(code · x) + start) · row's scale + bias``, a group's sum
-        exact.
+        Each is ``Σ_group scale · (sum(code · x) + zero · start) · row's scale + bias``, a group's
+        sum exact.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -61,12 +74,9 @@ def _group_dot(num_rows: int) -> Any:
             codes = writer.at(writer.word(CODES), builder.mul(values[1], writer.word(TILE_BYTES)))
             codes_ahead = CodesAhead(writer, values, TILE * 4, is_once=num_rows == 1)
             channel = writer.times(values[1], TILE)
-            scales = writer.at(writer.word(SCALES), writer.times(channel, 4))
-            scale_bytes, width, group = (
-                writer.times(writer.word(SCALE_STRIDE), 4),
-                writer.word(WIDTH),
-                writer.word(GROUP),
-            )
+            scales = writer.at(writer.word(SCALES), writer.times(channel, scale_bytes))
+            zeros = writer.at(writer.word(GROUP_ZEROS), channel)
+            stride, width, group = writer.word(SCALE_STRIDE), writer.word(WIDTH), writer.word(GROUP)
             cells = [(t, c) for t in range(num_rows) for c in range(VECTORS)]
             totals = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
             sums = {cell: cgutils.alloca_once(builder, vector(I32)) for cell in cells}
@@ -94,12 +104,16 @@ def _group_dot(num_rows: int) -> Any:
                                 value = writer.add_fours(builder.load(sums[t, c]), halves[half][c], x)
                                 builder.store(value, sums[t, c])
                 index = builder.udiv(start, group)
-                at = writer.at(scales, builder.mul(index, scale_bytes))
+                place = builder.mul(index, stride)
+                at, zeros_at = writer.at(scales, writer.times(place, scale_bytes)), writer.at(zeros, place)
                 for c in range(VECTORS):
-                    scale = writer.load(writer.at(at, writer.const(c * LANES * 4)), vector(F32), 4)
+                    scale = _scales(writer, writer.at(at, writer.const(c * LANES * scale_bytes)), scale_bytes)
+                    bytes_ = writer.load(writer.at(zeros_at, writer.const(c * LANES)), vector(I8))
+                    zero = builder.uitofp(bytes_, vector(F32))
                     for t in range(num_rows):
                         first = writer.splat(writer.load(writer.at(starts[t], writer.times(index, 4)), F32, 4))
-                        exact = builder.fadd(builder.sitofp(builder.load(sums[t, c]), vector(F32)), first)
+                        # whole numbers below 2²⁴: no step rounds
+                        exact = writer.fma(zero, first, builder.sitofp(builder.load(sums[t, c]), vector(F32)))
                         builder.store(writer.fma(scale, exact, builder.load(totals[t, c])), totals[t, c])
             bias = writer.at(writer.word(BIAS), writer.times(channel, 4))
 
@@ -116,9 +130,18 @@ def _group_dot(num_rows: int) -> Any:
     return group_dot
 
 
-# keeps this loop apart from others in numba's cache
-_GROUP_DOT = np.float64(0)
-_run_group_dots = tile_loop(_group_dot(1), _group_dot(4), _group_dot(8))
+def _scales(writer: TileWriter, address: Any, scale_bytes: int) -> Any:
+    """Return the scales of a vector's channels, from float32 or bfloat16 in memory."""
+    if scale_bytes == 4:
+        return writer.load(address, vector(F32), 4)
+    halves = writer.builder.zext(writer.load(address, vector(I16), 2), vector(I32))
+    return writer.builder.bitcast(writer.builder.shl(halves, fill(I32, 16)), vector(F32))
+
+
+# keep these loops apart from others in numba's cache
+_GROUP_DOT, _GROUP_DOT_HALF = np.float64(0), np.complex64(0)
+_run_group_dots = tile_loop(_group_dot(1, 4), _group_dot(4, 4), _group_dot(8, 4))
+_run_half_group_dots = tile_loop(_group_dot(1, 2), _group_dot(4, 2), _group_dot(8, 2))
 
 
 @functools.cache
@@ -134,3 +157,15 @@ def compiled() -> Any:
             _run_group_dots(args, _GROUP_DOT)
 
     return compile_kernel(multiply_int4)
+
+
+@functools.cache
+def compiled_half() -> Any:
+    """Return the kernel for int4 with scales in bfloat16 by int8, as `compiled` does."""
+    stamp = tile_stamp()
+
+    def multiply_int4_half(args):  # type: ignore[no-untyped-def]
+        if stamp != 0:
+            _run_half_group_dots(args, _GROUP_DOT_HALF)
+
+    return compile_kernel(multiply_int4_half)

@@ -1,0 +1,186 @@
+"""Rounding to int4 on calibration text, and the checkpoint that is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.transform import TransformConfig
+
+from loraserve.errors import ConfigError, ModelError
+from loraserve.model.checkpoint.blueprint import draw
+from loraserve.model.checkpoint.files import open_checkpoint
+from loraserve.model.checkpoint.original import OriginalBase
+from loraserve.model.compensation import quantizing
+from loraserve.model.compensation.calibration import calibrate
+from loraserve.model.compensation.compressed import CompressedWriter
+from loraserve.model.compensation.gptq import compensate
+from loraserve.model.config.model_config import read_config
+from loraserve.model.layers.linears import quantize_weight
+from loraserve.types import QuantizeRequest
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.rotation import rotate
+
+from .conftest import PagedRun, build_model, load, random_tokens, save_model
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def correlated_rows(num_rows: int, width: int) -> torch.Tensor:
+    return torch.randn(num_rows, width // 4) @ torch.randn(width // 4, width) + 0.1 * torch.randn(num_rows, width)
+
+
+@pytest.mark.parametrize("rotation", [0, 64])
+@pytest.mark.parametrize("width", [64, 192])
+def test_compensated_products_err_less_than_plain_ones(width: int, rotation: int) -> None:
+    x, weight = correlated_rows(500, width), torch.randn(61, width)
+    turned = rotate(x, rotation)
+    compensated = compensate(weight, turned.t() @ turned, rotation)
+    plain = quantize_weight(weight, "int4", rotation)
+    assert (compensated.format, compensated.group_size, compensated.rotation) == ("int4", 32, rotation)
+    assert torch.equal(compensated.scales.bfloat16().float(), compensated.scales)
+    expected = x @ weight.t()
+    errors = [(x @ one.dequantize(torch.float32).t() - expected).norm() for one in (compensated, plain)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_inputs_of_one_row_are_no_hindrance() -> None:
+    x, weight = torch.randn(1, 64), torch.randn(8, 64)
+    rounded = compensate(weight, x.t() @ x, 0).dequantize(torch.float32)
+    assert (rounded - weight).norm() < 0.3 * weight.norm()
+    with pytest.raises(ModelError, match="aren't finite"):
+        compensate(weight, torch.full((64, 64), torch.inf), 0)
+
+
+def calibrated(directory: Path, out: Path, sequences: list[list[int]]) -> dict[str, QuantizedWeight]:
+    """Write a checkpoint; return the weights of each module that it should hold."""
+    base, checkpoint = OriginalBase(directory, torch.device("cpu")), open_checkpoint(directory)
+    blueprint = draw(read_config(directory), checkpoint.tensors, "int4")
+    writer, weights = CompressedWriter(directory, out, blueprint, checkpoint), {}
+
+    def keep(layer: int, rounded: Any) -> None:
+        writer.put_layer(layer, rounded)
+        for plan, weight in rounded:
+            first = 0
+            for module in plan.modules:
+                weights[module.path] = weight.rows(first, first + module.out_features)
+                first += module.out_features
+
+    calibrate(base, blueprint, sequences, keep, lambda *_: None)
+    writer.finish()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("phi3", {"pad_token_id": 0}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
+    ],
+)
+def test_checkpoint_is_served_as_it_was_calibrated(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    model = build_model(kind, **SIZES, **options)
+    directory, out = save_model(model, tmp_path / "base"), tmp_path / "out"
+    weights = calibrated(directory, out, [random_tokens(40, seed=seed) for seed in range(4)])
+    decoder = load(out)
+    assert decoder.spec.quantization == "int4"
+    # rotated weights take rounded activations, and a rounded head beside them
+    assert decoder.spec.arithmetic.split("+")[0] in ("w4a8-row-h64", "w4a16")
+    assert decoder.spec.arithmetic.split("+")[-1] in ("w8a8-row-h64", "w8a8-row-h32", "w8a7-row-h64", "w8a7-row-h32")
+    with torch.no_grad():
+        for path, weight in weights.items():
+            model.get_submodule(path).weight.copy_(weight.dequantize(torch.float32)) if kind != "mixtral" else None
+    if kind == "mixtral":
+        return
+    token_ids = random_tokens(30)
+    expected = model(torch.tensor([token_ids])).logits[0].detach()
+    floats = load(out, activation_dtype="float")
+    torch.testing.assert_close(PagedRun(floats).logits(token_ids, [20]), expected, rtol=0, atol=0.05)
+    errors = (PagedRun(decoder).logits(token_ids, [20]) - expected).norm(dim=1) / expected.norm(dim=1)
+    # rows in int8, of a model of noise
+    assert errors.max() < 0.1
+
+
+@pytest.mark.interpreted
+def test_gpu_rotates_rows_in_floats(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    directory = save_model(build_model(**SIZES, head_dim=16), tmp_path / "base")
+    weights = calibrated(directory, tmp_path / "out", [random_tokens(40)])
+    from loraserve.model.backends.gpu_backend import GpuLinear
+
+    weight, x = weights["model.layers.0.mlp.down_proj"], torch.randn(3, 96).bfloat16()
+    linear = GpuLinear(weight.to("cpu"), None, torch.float32)
+    expected = x.double() @ weight.dequantize(torch.float64).t()
+    assert torch.equal(torch.cat(list(linear.rows(0, 64))), weight.dequantize(torch.float32))
+    error = (linear(x).double() - expected).norm() / expected.norm()
+    assert error < 0.02
+
+
+def test_config_names_the_rotation_as_compressed_tensors_does(tmp_path: Path) -> None:
+    directory = save_model(build_model(**SIZES), tmp_path / "base")
+    calibrated(directory, tmp_path / "out", [random_tokens(40)])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    transforms = TransformConfig.model_validate(config["transform_config"])
+    assert {name: scheme.head_dim for name, scheme in transforms.config_groups.items()} == {"h64": 64, "h32": 32}
+    (down, others) = (
+        config["transform_config"]["config_groups"][name]["apply"][0]["targets"] for name in ("h32", "h64")
+    )
+    assert all(path.endswith("down_proj") for path in down)
+    assert "model.layers.1.self_attn.q_proj" in others
+    assert load(tmp_path / "out").spec.digest != load(directory).spec.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": "random-hadamard"}, '"hadamard"'),
+        ({"randomize": True}, "false"),
+        ({"head_dim": 128}, "64 or 32 or 16"),
+        ({"apply": []}, "weight_input"),
+    ],
+)
+def test_other_transforms_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    directory = save_model(build_model(**SIZES), tmp_path / "base")
+    calibrated(directory, tmp_path / "out", [random_tokens(40)])
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["transform_config"]["config_groups"]["h64"].update(change)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "out")
+
+
+def test_interrupted_checkpoint_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from loraserve.demo.pack import base_dir
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    request = QuantizeRequest(str(base_dir()), str(tmp_path / "out"), max_tokens=1024, window=64)
+    with pytest.raises(KeyboardInterrupt):
+        quantizing.quantize_checkpoint(request, interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_calibrated_is_said(tmp_path: Path) -> None:
+    from loraserve.demo.pack import base_dir
+
+    text = tmp_path / "short.txt"
+    text.write_text("the table")
+    request = QuantizeRequest(str(base_dir()), str(tmp_path / "out"), text_file=str(text))
+    with pytest.raises(ConfigError, match="at least 1024 are needed"):
+        quantizing.quantize_checkpoint(request, lambda *_: None)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ModelError, match="is there already"):
+        quantizing.quantize_checkpoint(QuantizeRequest(str(base_dir()), str(tmp_path / "there")), lambda *_: None)
+
+
+def test_bundled_text_has_several_kinds() -> None:
+    text = quantizing.calibration_text()
+    assert len(text.split()) > 8_000
+    assert all(part in text for part in ("User:", "def ", "the house"))

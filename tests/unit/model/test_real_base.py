@@ -1,0 +1,67 @@
+"""A trained base: what each format keeps of its distributions, and mixed batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_model import find_real_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks.formats import FORMATS
+from benchmarks.quality import cut, load, measure, prose
+from loraserve.text.tokenizer import Tokenizer
+
+from .conftest import PagedRun, random_adapter
+
+pytestmark = pytest.mark.real
+WIDTH = 256
+NUM_ADAPTERS = 32
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return find_real_model(tmp_path_factory.mktemp("real"))
+
+
+@pytest.fixture(scope="module")
+def windows(base: Path) -> list[list[int]]:
+    return cut(Tokenizer(base).encode(prose(None)), 4 * WIDTH, WIDTH)
+
+
+def test_float32_equals_transformers(base: Path, windows: list[list[int]]) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    decoder = load(base, FORMATS["float32"], WIDTH)
+    with torch.inference_mode():
+        for window in windows:
+            ours, theirs = PagedRun(decoder).logits(window, [WIDTH]), model(torch.tensor([window])).logits[0]
+            # logits of a trained base are some tens
+            assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-3
+            assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("format", "divergence"), [("int8", 0.008), ("int8-float", 0.008), ("int4-rounded", 0.5)])
+def test_format_keeps_the_distributions(format: str, divergence: float, base: Path, windows: list[list[int]]) -> None:
+    (found,) = measure(base, [format], [], windows)
+    assert found.divergence < divergence
+    assert found.bits <= {"int8": 8.1, "int8-float": 8.1, "int4-rounded": 5}[format]
+
+
+@pytest.fixture(scope="module")
+def rounded(base: Path) -> Any:
+    return load(base, FORMATS["int8"], WIDTH)
+
+
+def test_mixed_adapters_equal_solo_runs_in_int8(rounded: Any, windows: list[list[int]]) -> None:
+    adapters = [random_adapter(rounded, 4 + seed % 3 * 4, seed=seed) for seed in range(NUM_ADAPTERS)]
+    starts = [windows[number % len(windows)][number : number + 9] for number in range(NUM_ADAPTERS)]
+    run = PagedRun(rounded)
+    sequences = [run.add(tokens) for tokens in starts]
+    lora = [(adapter, 9 * number, 9 * number + 9) for number, adapter in enumerate(adapters)]
+    together = run.step([(sequence, 9) for sequence in sequences], lora=lora)
+    for number, adapter in enumerate(adapters):
+        alone = PagedRun(rounded)
+        (logits,) = alone.step([(alone.add(starts[number]), 9)], lora=[(adapter, 0, 9)])
+        assert torch.equal(logits, together[number])
