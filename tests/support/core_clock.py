@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _waited_ns: dict[Path, int] = {}
-"""What each thread had waited for a core when it was last looked at: one that has ended counts on."""
+"""Nanoseconds that threads had waited for a core at the last look, those that have ended too."""
 
 
 def scheduled_s(*pids: int) -> float:
