@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import importlib
 import json
+import logging
 import os
 import re
 import subprocess
@@ -53,6 +54,8 @@ from loraserve_kernels.common.quantized import quantize as really_quantize  # no
 ENGINE_FORMATS = ("none", "int8", "int4", "nf4", "fp8")
 NOT_OURS = ("peft", "tools")
 """Parts that launch others' kernels, or what another part launches."""
+LAUNCHERS = "LORASERVE_GPU_LAUNCHERS"
+"""Set for processes whose kernels are kept: what launches them is compiled too."""
 USED = re.compile(r"\b(REG|STACK|LOCAL):(\d+)")
 
 
@@ -92,7 +95,8 @@ class Compiled:
             if kernel is None or kernel.hash in self.kernels:
                 return
             self.kernels[kernel.hash] = kernel.name
-            compile_launcher(kernel)
+            if LAUNCHERS in os.environ:
+                compile_launcher(kernel)
             self._look(kernel)
 
         return compile_it
@@ -118,6 +122,8 @@ def compile_launcher(kernel: Any) -> None:
 
     if not hasattr(driver, "make_launcher"):
         return
+    # that it can't be loaded here is no news
+    logging.getLogger("triton.runtime.build").setLevel(logging.ERROR)
     with suppress(ImportError, RuntimeError):
         driver.CudaUtils()
     with suppress(ImportError, RuntimeError):
@@ -236,10 +242,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loraserve-triton-") as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)
-        library = Path(folder) / "driver"
-        library.mkdir()
-        make_driver_library(library)
-        environment |= {"TRITON_LIBCUDA_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
+        if not options.check:
+            library = Path(folder) / "driver"
+            library.mkdir()
+            make_driver_library(library)
+            environment |= {"TRITON_LIBCUDA_PATH": str(library), "LD_LIBRARY_PATH": str(library), LAUNCHERS: "1"}
 
         def start(job: str) -> dict[str, Any]:
             command = [sys.executable, "-P", __file__, "--one", job]

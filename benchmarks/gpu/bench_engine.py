@@ -65,7 +65,8 @@ class Bench:
     def row(self, what: str, **figures: Any) -> Row:
         """A row of the table; figures are None where nothing is timed."""
         is_timed = self.machine.is_timing
-        return {"base": self.format, "what": what} | {
+        base = ("fp16" if self.is_tiny else "bf16") if self.format == "none" else self.format
+        return {"base": base, "what": what} | {
             key: value if is_timed or key in ("note", "tokens") else None for key, value in figures.items()
         }
 
