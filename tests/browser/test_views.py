@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -201,3 +202,13 @@ def test_overview_follows_requests(open_console: Open, server: ServerProcess, ac
         "before => Number(document.querySelector('.stat p:last-child').textContent.trim().split(' ')[0]) > before",
         arg=before,
     )
+
+
+def test_overview_says_what_rounding_keeps(open_console: Open, server: ServerProcess, admin_key: str) -> None:
+    with Client(server.url, api_key=admin_key) as admin:
+        deadline = time.monotonic() + 60
+        while not admin.base().precision_note:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    console = open_console(admin_key)
+    console.page.get_by_text("nothing is rounded").wait_for()
