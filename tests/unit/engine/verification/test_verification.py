@@ -5,6 +5,7 @@ and nobody else notices but for a step.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -379,10 +380,15 @@ def test_probes_meet_the_base_and_other_adapters(
     while not engine.is_serving:
         engine.step()
 
+    lengths = itertools.cycle((17, 23, 31))
+
     def serve_on(outputs: list[TokenOutput]) -> None:
-        """Let another request follow one that ends: steps may be much faster than evaluations."""
-        if not engine.is_serving:
-            add(engine, world, PROMPT, max_tokens=20)
+        """Let others follow requests that end: steps may be much faster than evaluations.
+
+        Several, of different lengths: a step without any has as many rows of probes as it can.
+        """
+        while sum(not one.is_internal for one in engine._scheduler.requests) < 3:
+            add(engine, world, PROMPT, max_tokens=next(lengths))
 
     (reply,) = replies(engine, world.refs["r8"], on_step=serve_on)
     assert reply.certificate is not None
