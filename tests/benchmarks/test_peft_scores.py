@@ -53,7 +53,10 @@ def test_a_quantized_base_has_the_values_of_its_codes(model: Path, adapters: Ada
     name = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
     exact, found = plain._model.get_parameter(name), rounded._model.get_parameter(name)
     assert not torch.equal(exact, found)
-    assert torch.equal(found, quantize(exact.detach(), "int8").dequantize(torch.float32))
+    # 128 inputs: rotated in blocks of 64, and back
+    expected = quantize(exact.detach(), "int8", rotation=64).dequantize(torch.float32)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert (found - exact).abs().max() < exact.abs().max() / 100
     # the embedding isn't a linear
     embedding = "base_model.model.model.embed_tokens.weight"
     assert torch.equal(plain._model.get_parameter(embedding), rounded._model.get_parameter(embedding))

@@ -19,7 +19,7 @@ def limits(**machine: float) -> run.Limits:
 
 def test_one_request_is_limited_by_the_bytes_of_its_format() -> None:
     fast = limits(float32_ops_per_s=1e20, int8_ops_per_s=1e20)
-    for name, num_bytes in (("float32", 6e6), ("int8", 1.5e6), ("int4", 0.53125e6 + 0.5e6)):
+    for name, num_bytes in (("float32", 6e6), ("int8", 1.5e6), ("int4", 0.65625e6 + 0.5e6)):
         step_s = num_bytes / 1e9
         assert fast.tokens_per_s(FORMATS[name], 1, False) == pytest.approx(64 / (step_s + DECODES * step_s)), name
 
