@@ -134,7 +134,7 @@ ADMISSIONS: Table[Admissions] = (
 
 BASE_PRECISIONS: Table[BasePrecisions] = (
     gauge(
-        "loraserve_base_top1_agreement",
+        "loraserve_base_token_agreement",
         "Part of a text's positions at which the served base has the float base's likeliest token; none: not measured.",
         lambda p: _measured(p, "top1_agreement"),
         "quantization",
