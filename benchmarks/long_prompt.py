@@ -207,6 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     machine = reporting.facts()
     turns = run(options)
     page = text(options, turns)
+    # where it lies is the machine's own business
+    options.model = options.model and options.model.name
     reporting.finish("long_prompt", "Streams beside a long prompt", page, machine, options, arguments, turns=turns)
 
 

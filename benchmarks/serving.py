@@ -147,6 +147,7 @@ def serve(
         )
     try:
         _wait_until_ready(process, url, log)
+        _wait_until_measured(url, admin_key)
         with Client(url, api_key=admin_key) as admin:
             admin.tenants.create(TENANT)
             key = admin.keys.create(TENANT, name="bench").key
@@ -174,3 +175,15 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
                 return
         time.sleep(0.2)
     raise SystemExit(f"the server isn't ready; its last words:\n{log.read_text()[-4000:]}")
+
+
+def _wait_until_measured(url: str, admin_key: str) -> None:
+    """Wait for what a new registry's server does once, beside requests: measure its base."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    with Client(url, api_key=admin_key) as admin:
+        while time.monotonic() < deadline:
+            base = admin.base()
+            if base.precision is not None or base.precision_note:
+                return
+            time.sleep(0.2)
+    raise SystemExit(f"the base's precision wasn't measured within {READY_TIMEOUT_S:g} s")

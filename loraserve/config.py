@@ -24,6 +24,10 @@ parts of a tile's rows times 16 ranks.
 """
 
 
+UNBOUNDED_S = 86_400.0
+"""Stands for no bound: JSON, which the engine's process reads, has no infinity."""
+
+
 class EngineConfig(Struct, frozen=True):
     """Everything the engine needs, checked by `loraserve.settings`.
 
@@ -68,7 +72,7 @@ class EngineConfig(Struct, frozen=True):
     max_num_batched_tokens: int = 512
     max_inter_token_s: float | None = None
     """Seconds that a step with prompts should take beside running streams; None: by what their
-    tokens take without; infinite: no bound.
+    tokens take without; `UNBOUNDED_S`: as long as it takes.
     """
     block_size: int = 16
     enable_prefix_cache: bool = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import tomllib
@@ -30,7 +29,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from loraserve.config import EngineConfig
+from loraserve.config import UNBOUNDED_S, EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.limits import (
     DEFAULT_EPHEMERAL_BYTES,
@@ -510,7 +509,7 @@ class Settings(BaseSettings):
             case "auto":
                 return None
             case "off":
-                return math.inf
+                return UNBOUNDED_S
             case milliseconds:
                 return milliseconds / 1e3
 

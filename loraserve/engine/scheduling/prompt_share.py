@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from loraserve.config import UNBOUNDED_S
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.step_costs import MAX_ROWS, StepCosts
 
@@ -36,7 +36,8 @@ class PromptShare:
         Args:
             token_budget: tokens of a step, at most.
             target_s: seconds that a step beside streams should take at most; None: `AUTO_FACTOR`
-                times what it takes without prompts, and at least `AUTO_FLOOR_S`; infinite: any.
+                times what it takes without prompts, and at least `AUTO_FLOOR_S`;
+                `UNBOUNDED_S`: any.
         """
         self._token_budget, self._target_s = token_budget, target_s
         self._decode_costs = StepCosts()
@@ -44,7 +45,7 @@ class PromptShare:
 
     def tokens(self, num_rows: int) -> int:
         """Return how many prompt tokens a step with `num_rows` rows of streams may have."""
-        if num_rows == 0 or self._target_s == math.inf:
+        if num_rows == 0 or (self._target_s is not None and self._target_s >= UNBOUNDED_S):
             return self._token_budget
         if not self._token_s or not self._decode_costs.is_measured:
             return min(_GUESSED_TOKENS, self._token_budget)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from loraserve.config import UNBOUNDED_S, EngineConfig
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.prompt_share import AUTO_FLOOR_S, MIN_TOKENS, PromptShare
+from loraserve.settings import Settings
 
 from ..conftest import Harness, make_request
 from ..simulated import Simulation
@@ -50,7 +53,7 @@ def test_share_before_any_measurement_is_small() -> None:
         (None, 0.02, 0.0001, BUDGET),
         (0.05, 0.01, 0.001, 32),
         (0.05, 0.06, 0.001, MIN_TOKENS),
-        (math.inf, 0.01, 0.001, BUDGET),
+        (UNBOUNDED_S, 0.01, 0.001, BUDGET),
     ],
 )
 def test_share_fills_the_target(target_s: float | None, row_s: float, token_s: float, expected: int) -> None:
@@ -114,3 +117,10 @@ def test_each_step_is_noted_with_its_own_time(overlap: bool, monkeypatch: pytest
     simulation.run()
     launched = [[one.num_tokens for one in batch.entries] for batch in simulation.device.batches]
     assert noted == launched
+
+
+@pytest.mark.parametrize(("written", "expected"), [("auto", None), ("off", UNBOUNDED_S), ("12.5", 0.0125)])
+def test_bound_reaches_the_engines_process(written: str, expected: float | None) -> None:
+    config = Settings.load(model="base", max_inter_token_ms=written).engine_config(Path("base"))
+    read = msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig)
+    assert read.max_inter_token_s == expected
