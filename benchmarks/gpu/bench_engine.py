@@ -24,7 +24,7 @@ CONTEXT = 256
 STEPS = 150
 REPEATS = 5
 THROUGHPUT_S = 1.5
-"""Of steps at one number of rows."""
+"""Figures of steps at one number of rows."""
 
 
 class Bench:

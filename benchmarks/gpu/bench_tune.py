@@ -217,7 +217,7 @@ def _lora(tuner: Tuner, site: str, block_m: int) -> list[Row]:
 
 
 def _read_again(tuner: Tuner) -> Row:
-    """What was written is what kernels of another process read."""
+    """Check that kernels of another process read what was written."""
     machine = tuner.machine
     path = Path() if machine.results is None else machine.results / FILE
     if machine.is_warming or not tuner.best:

@@ -37,7 +37,7 @@ NUM_ADAPTERS = 33
 """One for each of 32 streams, and one that no step has seen."""
 WARMING_BYTES = 3 << 30
 MOST_S = 100.0
-"""Of requests that don't end: the engine is stuck."""
+"""Time after which requests that don't end show that the engine is stuck."""
 
 _PATHS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),

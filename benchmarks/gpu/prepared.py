@@ -1,4 +1,4 @@
-"""What tools/gpu_cache.py and tools/gpu_peers.sh prepared for a machine without a network."""
+"""Read what tools/gpu_cache.py and tools/gpu_peers.sh prepared for a machine without a network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PEERS = FOLDER / "peers"
 PACKAGES = FOLDER / "packages"
 
 _KEPT = (".json", ".cubin", ".so")
-"""Of a kernel: what Triton reads where it doesn't compile; the forms in between are as large."""
+"""Ends of the files that Triton reads where it doesn't compile: those between are as large."""
 
 
 def pack(cache: Path, out: Path) -> int:

@@ -11,7 +11,7 @@ from benchmarks.gpu import summary
 from benchmarks.gpu.parts import BY_NAME, Outcome, Part, Row
 
 MOST_CHARACTERS = 8800
-"""Of what is printed: who reads a run from afar sees an output's last 9,000 or so."""
+"""Characters that are printed at most: of a long output only the last 9,000 or so are kept."""
 MOST_OF_A_LINE = 240
 
 

@@ -1,4 +1,4 @@
-"""What a machine without the server's packages lacks of what the engine imports."""
+"""Stand in for the packages that the engine imports and a bare machine lacks."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _cachetools() -> ModuleType:
 
 
 def install() -> list[str]:
-    """Where they are missing, put msgspec's `Struct` (for values that don't travel) and cachetools'
-    caches in their place. Returns what was replaced.
+    """Put msgspec's `Struct` (for values that don't travel) and cachetools'
+    caches in the place of packages that are missing; return the names of those.
     """
     replaced = []
     for package, make in (("msgspec", _msgspec), ("cachetools", _cachetools)):

@@ -27,7 +27,7 @@ def make_cache(folder: Path) -> None:
     (kernel / "__grp__shrink.json").write_text(json.dumps({"child_paths": paths}))
 
 
-def test_unpacked_cache_names_files_where_they_are(tmp_path: Path) -> None:
+def test_unpacked_cache_names_files_in_place(tmp_path: Path) -> None:
     make_cache(tmp_path / "made")
     packed, cache = tmp_path / "cache.tar.xz", tmp_path / "elsewhere"
     prepared.pack(tmp_path / "made", packed)
@@ -39,7 +39,7 @@ def test_unpacked_cache_names_files_where_they_are(tmp_path: Path) -> None:
     assert Path(paths["shrink.ptx"]).read_text() == ""
 
 
-def test_stand_in_cache_evicts_within_its_size() -> None:
+def test_stand_in_cache_evicts_at_maximum_size() -> None:
     cache: stand_ins.Cache[str, int] = stand_ins.Cache(10, getsizeof=lambda size: size)
     for name, size in (("a", 4), ("b", 4), ("c", 6)):
         cache[name] = size

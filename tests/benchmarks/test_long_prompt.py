@@ -15,7 +15,7 @@ def answer(sent_s: float, *times_s: float) -> Answer:
     return Answer(Ask(0.0, 0, 8, len(times_s), 1), sent_s, sent_s, token_times_s=list(times_s), status=200)
 
 
-def test_gaps_are_split_by_what_they_meet() -> None:
+def test_gaps_are_split_by_prompts() -> None:
     stream = answer(0.0, 1.0, 1.5, 2.0, 2.25, 3.25, 4.25, 4.5)
     prompt = answer(2.5, 4.0)
     assert long_prompt.split([stream], [prompt], (1.0, 2.1)) == ([0.5, 0.5], [1.0, 1.0])

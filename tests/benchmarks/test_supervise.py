@@ -81,7 +81,7 @@ def test_case_that_never_ends_is_stopped_and_the_next_one_runs() -> None:
     assert run.outcomes["check-gemm"].state == "complete"
 
 
-def test_part_that_overruns_its_time_leaves_the_next_its_own() -> None:
+def test_overrunning_part_leaves_time_to_the_next() -> None:
     run = supervise({"check-lora 1": "hang", "deadline": 0.5})
     assert run.outcomes["check-lora"].state == "out of time"
     assert cases_of(run, "check-lora") == ["case 0"]

@@ -204,7 +204,7 @@ def test_overview_follows_requests(open_console: Open, server: ServerProcess, ac
     )
 
 
-def test_overview_says_what_rounding_keeps(open_console: Open, server: ServerProcess, admin_key: str) -> None:
+def test_overview_shows_rounding(open_console: Open, server: ServerProcess, admin_key: str) -> None:
     with Client(server.url, api_key=admin_key) as admin:
         deadline = time.monotonic() + 60
         while not admin.base().precision_note:

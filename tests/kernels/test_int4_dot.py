@@ -41,7 +41,7 @@ def test_product_is_that_of_the_rounded_rows(
 
 @pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int, group_size: int, kind: str) -> None:
+def test_bits_of_rows_are_independent_of_batch(out_features: int, in_features: int, group_size: int, kind: str) -> None:
     packed, x = (
         decoded.pack_group_dot(random_weight(out_features, in_features, group_size, kind)),
         torch.randn(70, in_features),

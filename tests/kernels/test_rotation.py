@@ -34,7 +34,7 @@ def loud_rows(num_rows: int, width: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("width", "block"), [(64, 64), (576, 64), (96, 32), (48, 16), (40, 0), (7, 0)])
-def test_largest_block_that_fits_is_taken(width: int, block: int) -> None:
+def test_largest_fitting_block_is_taken(width: int, block: int) -> None:
     assert rotation_block(width) == block
 
 
@@ -51,7 +51,7 @@ def test_rotation_multiplies_with_hadamard_blocks(block: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("block", "width"), [(64, 96), (8, 64), (128, 128), (-16, 64)])
-def test_blocks_that_dont_fit_are_refused(block: int, width: int) -> None:
+def test_unfitting_blocks_are_refused(block: int, width: int) -> None:
     with pytest.raises(InvalidWeight, match=f"{width} inputs rotated by blocks of {block}"):
         rotate(torch.randn(2, width), block)
     with pytest.raises(InvalidWeight, match="expected a divisor"):

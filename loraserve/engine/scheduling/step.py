@@ -62,8 +62,10 @@ class Step:
         """Have room for at most so many more tokens within the block."""
         held_back = max(0, self.budget - num_tokens)
         self.budget -= held_back
-        yield
-        self.budget += held_back
+        try:
+            yield
+        finally:
+            self.budget += held_back
 
     def room(self, request: Request) -> int:
         """Return how many of the request's tokens the step has room for."""

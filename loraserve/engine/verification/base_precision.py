@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from loraserve.engine.probe import Probe
+from loraserve.engine.verification.float_base import FloatsUnavailable
 from loraserve.engine.verification.prober import Prober
 from loraserve.engine.verification.reference_evaluator import Reference, ReferenceEvaluator, Sequences
 from loraserve.engine_client import messages as m
@@ -81,7 +82,7 @@ class BaseMeasurements:
             self._current.call_ids.append(call_id)
         else:
             self._current = _Measurement([call_id], Future())
-            self._beside(self._prepare, self._current.reference)
+            self._beside(self._prepare, self._current)
 
     def close(self) -> None:
         """Let what runs stop, and free what it holds."""
@@ -98,6 +99,9 @@ class BaseMeasurements:
         if current is not None:
             try:
                 found = self._advance(current)
+            except FloatsUnavailable as error:
+                # a base too large to be measured beside serving stays so
+                self._end(current, m.BaseMeasured(call_id=0, note=error.message))
             except LoraserveError as error:
                 self._end(current, m.BaseMeasured(call_id=0, error_code=error.code, error_message=error.message))
             except Exception as error:
@@ -116,14 +120,16 @@ class BaseMeasurements:
             m.BaseMeasured(
                 call_id=call_id,
                 precision=reply.precision,
+                note=reply.note,
                 error_code=reply.error_code,
                 error_message=reply.error_message,
             )
             for call_id in current.call_ids
         ]
 
-    def _prepare(self, reference: Future[Reference]) -> None:
+    def _prepare(self, current: _Measurement) -> None:
         """Make the texts and evaluate them by the float base, on a background thread."""
+        reference = current.reference
         try:
             texts = texts_of(Tokenizer(self._model_dir).encode(PASSAGE), self._base)
         except Exception as error:
@@ -132,6 +138,8 @@ class BaseMeasurements:
         made = Reference(_NOBODY, [(text, 0) for text in texts])
         made.sequences.set_result(texts)
         reference.set_result(made)
+        # `close` may have come before it could say so
+        made.is_wanted = made.is_wanted and self._current is current
         self._evaluator.make_base(made)
 
     def _advance(self, current: _Measurement) -> BasePrecision | None:

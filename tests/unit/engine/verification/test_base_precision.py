@@ -116,3 +116,14 @@ def test_large_vocabularies_and_short_contexts_have_fewer_positions(build: Calla
     assert [len(text) for text in texts_of(tokens, short)] == [99, 99]
     with pytest.raises(EngineError):
         texts_of(tokens, msgspec.structs.replace(base, max_model_len=20))
+
+
+def test_base_too_large_to_measure_is_noted_once(
+    build: Callable[..., EngineParts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = build(quantize="int8")
+    monkeypatch.setattr("loraserve.engine.verification.reference_evaluator.MAX_FLOAT_S", 0.0)
+    parts.verifier.measure_base(1)
+    (reply,) = replies_of(parts)
+    assert (reply.precision, reply.error_code) == (None, None)
+    assert "takes over 0 s of a core" in reply.note
