@@ -14,7 +14,7 @@ from loraserve.base_advice import better_choice, is_low
 from loraserve.db.models import BasePrecisionRow
 from loraserve.db.session import Clock, Database
 from loraserve.db.upsert import upsert
-from loraserve.errors import EngineUnavailable
+from loraserve.errors import EngineError, EngineUnavailable
 from loraserve.limits import LIMITS
 from loraserve.types import BasePrecision, BaseSpec
 
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MeasureBase = Callable[[], Awaitable[BasePrecision | str]]
 
+_MAX_FAILURES = 3
+"""Measurements of a base that may fail before it stays unmeasured until the next start."""
 _FIELDS = ("num_positions", "top1_agreement", "mean_divergence", "loss", "served_loss")
 
 
@@ -70,6 +72,7 @@ class BasePrecisions:
         """Measurements since the start."""
         self._database, self._base, self._measure, self._clock = database, base, measure, clock
         self._known: tuple[tuple[str, ...], KnownPrecision] | None = None
+        self._num_failures = 0
         self._task = BackgroundTask(
             "base precision",
             self.look,
@@ -102,7 +105,8 @@ class BasePrecisions:
 
         Raises:
             DatabaseUnavailable
-            EngineUnavailable, EngineError: it can't be measured now.
+            EngineUnavailable: it can't be measured now.
+            EngineError: a measurement failed; the last of `_MAX_FAILURES` is kept as a note.
         """
         try:
             base = self._base()
@@ -119,7 +123,16 @@ class BasePrecisions:
             return
         if self._measure is None:
             return
-        measured = await self._measure()
+        try:
+            measured = await self._measure()
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            self._num_failures += 1
+            if self._num_failures < _MAX_FAILURES:
+                raise
+            self._num_failures = 0
+            measured = f"its measurement failed {_MAX_FAILURES} times; the last time: {error.message}"
         if isinstance(measured, str):
             self._known = key, KnownPrecision(base.quantization, None, note=measured)
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Protocol
+from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 
@@ -188,36 +189,71 @@ def _follow(client: httpx2.Client, url: str, headers: dict[str, str], address: s
     Raises:
         StorageError: they lead to one, to plain HTTP, or on and on.
     """
-    request = client.build_request("GET", url, headers=headers)
-    source = request.url
+    source = target = httpx2.URL(url)
     for _ in range(_MAX_REDIRECTS):
+        if _origin(target) == _origin(source):
+            request = client.build_request("GET", target, headers=headers)
+        else:
+            request = _request_elsewhere(client, source, target, headers, address)
         answer = client.send(request, stream=True)
-        if answer.next_request is None:
+        if not answer.has_redirect_location:
             return answer
         answer.close()
-        # the client has dropped our token from it if its host is another one
-        request = answer.next_request
-        _check_redirect(source, request.url, address)
+        target = target.join(answer.headers["location"])
     raise StorageError(f"{address} can't be read: it redirects more than {_MAX_REDIRECTS} times.")
 
 
-def _check_redirect(source: httpx2.URL, target: httpx2.URL, address: str) -> None:
-    if (target.host, target.port) == (source.host, source.port) and target.scheme == source.scheme:
-        return
+def _request_elsewhere(
+    client: httpx2.Client, source: httpx2.URL, target: httpx2.URL, headers: dict[str, str], address: str
+) -> httpx2.Request:
+    """Return a request to another host than the source, without the source's token.
+
+    It goes to the very address that was checked: a name that is looked up twice may have another
+    one the second time.
+    """
     if target.scheme not in ("https", source.scheme):
         raise StorageError(f"{address} can't be read: it redirects from {source.scheme} to {target.scheme:.16}.")
+    place = _public_address(target, address)
+    headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
+    if _proxy_of(target) is not None:
+        # the proxy looks the name up, and may let through names alone
+        return client.build_request("GET", target, headers=headers)
+    return client.build_request(
+        "GET",
+        target.copy_with(host=place),
+        headers={**headers, "Host": target.netloc.decode("ascii")},
+        extensions={"sni_hostname": target.raw_host.decode("ascii")},
+    )
+
+
+def _public_address(target: httpx2.URL, address: str) -> str:
+    """Return the first address of a redirect's host, all of which are public."""
     try:
         found = socket.getaddrinfo(target.host, target.port or target.scheme, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise StorageError(f"{address} can't be read: it redirects to a host that has no address.") from error
-    for *_, (host, *_) in found:
-        place = ip_address(str(host).partition("%")[0])
-        place = getattr(place, "ipv4_mapped", None) or place
-        if not place.is_global or place.is_multicast:
+    places = [str(place[0]).partition("%")[0] for *_, place in found]
+    for place in places:
+        ip = ip_address(place)
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        if not ip.is_global or ip.is_multicast:
             raise StorageError(
                 f"{address} can't be read: it redirects to an address that isn't public.",
                 hint="If this server may read from there, name that host as the source (HF_ENDPOINT).",
             )
+    return places[0]
+
+
+def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
+
+
+def _proxy_of(url: httpx2.URL) -> str | None:
+    """Return the proxy that the environment names for a URL."""
+    if proxy_bypass(url.host):
+        return None
+    proxies = getproxies()
+    return proxies.get(url.scheme) or proxies.get("all")
 
 
 class NoSuchFile(AdapterFormatError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -482,10 +483,34 @@ def test_redirect_to_private_address_is_refused(hub: Hub, redirect: str, found: 
 
 
 def test_redirect_from_https_to_http_is_refused() -> None:
-    secure, plain = httpx2.URL("https://hub.example.org/x"), httpx2.URL("http://hub.example.org/x")
-    with pytest.raises(StorageError, match="from https to http"):
-        sources._check_redirect(secure, plain, "hf://acme/sql")
-    sources._check_redirect(plain, httpx2.URL("https://1.1.1.1/x"), "hf://acme/sql")
+    secure, plain = httpx2.URL("https://hub.example.org/x"), httpx2.URL("http://1.1.1.1/x")
+    with httpx2.Client() as client, pytest.raises(StorageError, match="from https to http"):
+        sources._request_elsewhere(client, secure, plain, {}, "hf://acme/sql")
+
+
+def test_redirect_connects_to_the_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that has a private address when it is looked up a second time is no way in."""
+    answers = iter(["93.184.216.34", "169.254.169.254"])
+
+    def look_up(host: str, port: int | str, **_: Any) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), 443))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    source, target = httpx2.URL("https://hub.example.org/x"), httpx2.URL("https://cdn.example.org:8443/y?z=1")
+    with httpx2.Client() as client:
+        request = sources._request_elsewhere(client, source, target, {"Authorization": "Bearer hf_x"}, "hf://acme/sql")
+    assert str(request.url) == "https://93.184.216.34:8443/y?z=1"
+    assert request.headers["host"] == "cdn.example.org:8443"
+    assert request.extensions["sni_hostname"] == "cdn.example.org"
+    assert "authorization" not in request.headers
+
+
+def test_redirect_behind_proxy_keeps_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    source, target = httpx2.URL("https://hub.example.org/x"), httpx2.URL("https://1.1.1.1/y")
+    with httpx2.Client() as client:
+        request = sources._request_elsewhere(client, source, target, {}, "hf://acme/sql")
+    assert (str(request.url), "sni_hostname" in request.extensions) == ("https://1.1.1.1/y", False)
 
 
 def test_a_file_that_the_hub_does_not_have_is_said_so(hub: Hub) -> None:

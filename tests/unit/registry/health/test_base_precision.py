@@ -10,7 +10,7 @@ import pytest
 
 from loraserve.base_advice import better_choice, is_low
 from loraserve.db.session import Database, utc_now
-from loraserve.errors import EngineUnavailable
+from loraserve.errors import EngineError, EngineUnavailable
 from loraserve.registry.health.base_precision import BasePrecisions
 from loraserve.types import BasePrecision, BaseSpec
 
@@ -90,6 +90,25 @@ async def test_base_that_is_not_there_is_looked_at_again(database: Database, sma
     assert precisions.current is not None
     assert (precisions.current.measured, precisions.current.note) == (None, engine.found)
     assert engine.num_asked == 1
+
+
+async def test_failing_measurement_ends_after_three_attempts(database: Database, small_base: BaseSpec) -> None:
+    class Failing(Engine):
+        async def measure(self) -> BasePrecision | str:
+            await super().measure()
+            raise EngineError("a layer's output isn't finite")
+
+    engine = Failing("", small_base)
+    precisions = of(database, engine)
+    for _ in range(2):
+        with pytest.raises(EngineError):
+            await precisions.look()
+    assert precisions.current is None
+    for _ in range(3):
+        await precisions.look()
+    assert engine.num_asked == 3
+    assert precisions.current is not None
+    assert precisions.current.note == "its measurement failed 3 times; the last time: a layer's output isn't finite"
 
 
 @pytest.mark.parametrize(
