@@ -51,3 +51,8 @@ FORMATS: Mapping[str, Format] = {
     "fp8": Format("fp8", 1, 1, FLOAT),
 }
 """By name; what follows a plus is the adapters' format, where it isn't the stored one."""
+CALIBRATED: Mapping[str, Format] = {
+    "int4-calibrated": Format("none", INT4_BYTES, 1, INT8),
+    "int4-calibrated+int8": Format("none", INT4_BYTES, 1, INT8, adapters="int8"),
+}
+"""Formats of the checkpoint that `loraserve quantize` makes of a base."""

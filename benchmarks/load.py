@@ -1,5 +1,5 @@
 """Load a server of OpenAI's completions API: N requests at a time, streamed, greedy, each with a
-fresh random prompt, and say how fast it answered.
+fresh prompt, random or cut out of a text, and say how fast it answered.
 
     LORASERVE_API_KEY=… python benchmarks/load.py --url http://127.0.0.1:8000 \\
         --models lora-{:04d} --adapters 32 --concurrency 32
@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -131,13 +132,19 @@ async def ask(url: str, model: str, prompt: list[int], output_tokens: int, field
     return answer
 
 
+def draw(rng: random.Random, options: argparse.Namespace) -> list[int]:
+    """Return a prompt: a window of the text, or random ids."""
+    if options.text_tokens is None:
+        return [rng.randrange(260, options.vocab) for _ in range(options.prompt_tokens)]
+    text: list[int] = json.loads(options.text_tokens.read_text())
+    first = rng.randrange(len(text) - options.prompt_tokens)
+    return text[first : first + options.prompt_tokens]
+
+
 async def load(options: argparse.Namespace) -> dict[str, Any]:
     """Run all requests, ``concurrency`` at a time, and return the figures."""
     rng = random.Random(options.seed)
-    prompts = [
-        [rng.randrange(260, options.vocab) for _ in range(options.prompt_tokens)]
-        for _ in range(options.requests or options.concurrency)
-    ]
+    prompts = [draw(rng, options) for _ in range(options.requests or options.concurrency)]
     waiting = list(enumerate(prompts))[::-1]
     answers: list[Answer] = []
 
@@ -178,6 +185,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--requests", type=int, default=0, help="0: as many as are asked for at a time")
     parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--text-tokens", type=Path, help="file of a text's token ids, as JSON (default: random ids)")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seed", type=int, default=0)

@@ -40,6 +40,13 @@ class Size:
     intermediate: int
     vocab: int
 
+    @staticmethod
+    def of(model: Path) -> Size:
+        """Return the shape of a Llama in a folder."""
+        config = json.loads((model / "config.json").read_text())
+        fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+        return Size(*(config[field] for field in fields), config["vocab_size"])
+
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
         """Module → (out_features, in_features)."""
@@ -214,7 +221,7 @@ def write_adapter(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("size", choices=(*SIZES, "real"), help="real: with --only-adapters, for the base in OUT")
     parser.add_argument("out", type=Path)
     parser.add_argument("--adapters", type=int, default=0, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first adapter's number")
@@ -224,7 +231,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-adapters", action="store_true", help="leave the base as it is")
     options = parser.parse_args()
-    size, dtype = SIZES[options.size], getattr(torch, options.dtype)
+    if options.size == "real" and not options.only_adapters:
+        parser.error("a real base isn't made here: python -m benchmarks.real_model OUT; add --only-adapters")
+    size, dtype = SIZES.get(options.size) or Size.of(options.out), getattr(torch, options.dtype)
     if not options.only_adapters:
         write_base(size, options.out, dtype, options.seed)
         write_tokenizer(options.out, size.vocab)

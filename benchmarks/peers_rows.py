@@ -13,7 +13,8 @@ from benchmarks import figures
 BASE, MIXED = "base", "mixed"
 MODES = (BASE, MIXED)
 MODE_WORDS = {BASE: "base", MIXED: "an adapter each"}
-WHERE = ("peer", "its format", "ours", "requests", "adapters")
+SPECULATION_WORDS = {"auto": "default", "off": "off", "on": "on"}
+WHERE = ("peer", "its format", "ours", "prompt", "requests", "adapters", "speculation")
 HEADER = (
     *WHERE,
     "peer's tokens/s",
@@ -22,9 +23,12 @@ HEADER = (
     "of pairs",
     "others",
     "idle one",
+    "dropped",
 )
 TTFT_HEADER = (*WHERE, "peer's p50 ms", "our p50 ms", "peer's last ms", "our last ms")
 NOT_A_TIME = math.nan
+MAX_OTHERS = 0.1
+"""Cores beside which a turn doesn't count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,21 @@ class Turn:
 
 @dataclass(slots=True)
 class Row:
-    """All turns of a pair at one number of requests, or why there are none."""
+    """All turns of a pair at one number of requests, or why there are none.
+
+    Attributes:
+        num_dropped: turns beside other work, which were taken again.
+    """
 
     pair: Pair
     requests: int
     mode: str
+    prompt_tokens: int = 64
+    speculation: str = "auto"
     peer: list[Turn] = field(default_factory=list)
     ours: list[Turn] = field(default_factory=list)
     reason: str = ""
+    num_dropped: int = 0
 
     @property
     def ratio(self) -> float:
@@ -85,11 +96,13 @@ class Row:
 
     @property
     def where(self) -> list[str]:
-        return [self.pair.peer, self.pair.format, self.pair.ours, str(self.requests), MODE_WORDS[self.mode]]
+        pair, mode = self.pair, MODE_WORDS[self.mode]
+        numbers = str(self.prompt_tokens), str(self.requests)
+        return [pair.peer, pair.format, pair.ours, *numbers, mode, SPECULATION_WORDS[self.speculation]]
 
     def cells(self) -> list[str]:
         if self.reason:
-            return [*self.where, f"not measured: {self.reason}", *[""] * 5]
+            return [*self.where, f"not measured: {self.reason}", *[""] * 6]
         turns = [*self.peer, *self.ours]
         ratios = self.pair_ratios
         return [
@@ -100,6 +113,7 @@ class Row:
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
             f"{statistics.median(turn.others for turn in turns):.2f}",
             f"{max(turn.idle for turn in turns):.2f}",
+            str(self.num_dropped),
         ]
 
     def ttft_cells(self) -> list[str]:

@@ -19,18 +19,18 @@ import httpx2
 import psutil
 
 from benchmarks import peers_installing as installing
-from benchmarks.formats import FORMATS
+from benchmarks.formats import CALIBRATED, FORMATS
 from benchmarks.peers_installing import CACHE, PeerUnavailableError, last_words, plain
 from benchmarks.peers_rows import BASE, MIXED
 from benchmarks.run import Peft
 from benchmarks.serving import HERE, free_port, say, serve
+from loraserve.errors import InvariantViolation
 
-PROMPT_TOKENS = OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 64
 READY_TIMEOUT_S = 900.0
 """vLLM compiles for some minutes before its first start is over."""
 STOP_TIMEOUT_S = 30.0
 KV_GIB = 2
-_CONTEXT_TOKENS = 2 * (PROMPT_TOKENS + OUTPUT_TOKENS)
 _NOT_FOR_PEERS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 """Set for our own threads. A peer has the machine for itself in its turns and is fastest with its
 own settings, in which threads that wait spin for a while.
@@ -39,13 +39,31 @@ own settings, in which threads that wait spin for a while.
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work that every contender is given: a base, adapters and how they are asked."""
+    """Work that every contender is given: a base, adapters and how they are asked.
+
+    Attributes:
+        calibrated: the checkpoint that `loraserve quantize` made of the base, if one is asked.
+        max_requests: at once.
+        max_prompt_tokens: of the longest prompt.
+        text_tokens: file of a text's token ids, of which prompts are windows; None: random ids.
+        speculation: `auto`: each has its own default; `off`; `on`: by what the prompt and the
+            answer said before.
+    """
 
     model: Path
     adapters: tuple[Path, ...]
     vocab: int
     max_requests: int
     cores: tuple[int, ...]
+    calibrated: Path | None = None
+    max_prompt_tokens: int = 64
+    text_tokens: Path | None = None
+    speculation: str = "auto"
+
+    @property
+    def context_tokens(self) -> int:
+        """Return the room of a request: twice what it takes."""
+        return 2 * (self.max_prompt_tokens + OUTPUT_TOKENS)
 
     @property
     def max_rank(self) -> int:
@@ -64,12 +82,13 @@ class Running:
 
     Attributes:
         settings: instruction set, arithmetic and threads, in words.
-        burst: so many requests at once, in a mode, of a seed → figures with `tokens_per_s`.
+        burst: so many requests at once, in a mode, of prompts of so many tokens, of a seed →
+            figures with `tokens_per_s`.
     """
 
     pid: int
     settings: str
-    burst: Callable[[int, str, int], dict[str, Any]]
+    burst: Callable[[int, str, int, int], dict[str, Any]]
 
 
 Start = Callable[[Work, str, str], contextlib.AbstractContextManager[Running]]
@@ -78,21 +97,23 @@ Start = Callable[[Work, str, str], contextlib.AbstractContextManager[Running]]
 
 def load(
     url: str, models: Callable[[str], str], fields: Callable[[str], Mapping[str, Any]], work: Work, key: str = "none"
-) -> Callable[[int, str, int], dict[str, Any]]:
+) -> Callable[[int, str, int, int], dict[str, Any]]:
     """The load generator, for a server with OpenAI's completions."""
 
-    def burst(concurrency: int, mode: str, seed: int) -> dict[str, Any]:
+    def burst(concurrency: int, mode: str, prompt_tokens: int, seed: int) -> dict[str, Any]:
         arguments = {
             "url": url,
             "models": models(mode),
             "adapters": len(work.adapters) if mode == MIXED else 1,
             "concurrency": concurrency,
-            "prompt-tokens": PROMPT_TOKENS,
+            "prompt-tokens": prompt_tokens,
             "output-tokens": OUTPUT_TOKENS,
             "vocab": work.vocab,
             "seed": seed,
             "body": json.dumps(fields(mode)),
         }
+        if work.text_tokens is not None:
+            arguments["text-tokens"] = work.text_tokens
         command = [sys.executable, "-P", str(HERE / "load.py")]
         for name, value in arguments.items():
             command += [f"--{name}", str(value)]
@@ -109,10 +130,16 @@ def load(
 
 @contextlib.contextmanager
 def ours(work: Work, name: str, mode: str) -> Iterator[Running]:
-    chosen = FORMATS[name]
+    chosen, model = FORMATS.get(name), work.model
+    if chosen is None:
+        if work.calibrated is None:
+            raise InvariantViolation(f"{name} is a format of a calibrated base, and there is none")
+        chosen, model = CALIBRATED[name], work.calibrated
     # certificates take the engine a quarter of an hour and aren't what is measured
     flags = ["--certify", "on-request", *chosen.flags]
-    with serve(work.model, chosen.quantize, work.adapters, flags, dtype=chosen.dtype) as server:
+    if work.speculation != "auto":
+        flags += ["--speculation", {"off": "off", "on": "auto"}[work.speculation]]
+    with serve(model, chosen.quantize, work.adapters, flags, dtype=chosen.dtype) as server:
         headers = {"Authorization": f"Bearer {server.admin_key}"}
         base = httpx2.get(f"{server.url}/api/v1/base", headers=headers).raise_for_status().json()
         threads = os.environ.get("OMP_NUM_THREADS", str(len(work.cores)))
@@ -137,12 +164,15 @@ def llama_cpp(work: Work, name: str, mode: str) -> Iterator[Running]:
     adapters = installing.gguf_adapters(work.model, work.adapters, adapter_format)
     port, threads, slots = free_port(), str(len(work.cores)), work.max_requests
     command = [programs / "llama-server", "-m", base, "--host", "127.0.0.1", "--port", port, "--offline"]
-    command += ["-t", threads, "-tb", threads, "-np", slots, "-c", slots * _CONTEXT_TOKENS]
+    command += ["-t", threads, "-tb", threads, "-np", slots, "-c", slots * work.context_tokens]
     command += ["--lora", ",".join(map(str, adapters)), "--lora-init-without-apply"]
+    if work.speculation == "on":
+        command += ["--spec-type", "ngram-simple"]
     with _started("llama.cpp", command, port, {}) as (process, _):
         instructions = instructions_of(_system_info(programs))
         settings = (
             f"{base_format}, adapters {adapter_format}; {instructions}; -t {threads}, -np {slots}, default wait policy"
+            f"{', --spec-type ngram-simple' if work.speculation == 'on' else ''}"
         )
 
         def fields(mode: str) -> dict[str, Any]:
@@ -171,7 +201,7 @@ def vllm(work: Work, name: str, mode: str) -> Iterator[Running]:
     # the command `vllm` looks for the metadata of a package of that name, and ends
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", work.model]
     command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", port, "--dtype", name]
-    command += ["--max-model-len", _CONTEXT_TOKENS, "--max-num-seqs", work.max_requests]
+    command += ["--max-model-len", work.context_tokens, "--max-num-seqs", work.max_requests]
     if mode == MIXED:
         command += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots]
         command += ["--max-lora-rank", work.max_rank]
@@ -200,7 +230,7 @@ def peft(work: Work, name: str, mode: str) -> Iterator[Running]:
         peer = Peft(work.model, len(work.adapters), python=str(python), dtype=name)
         settings = f"{name}, {_torch_words(python)}, in process; {len(work.cores)} threads, default wait policy"
 
-        def burst(concurrency: int, mode: str, seed: int) -> dict[str, Any]:
+        def burst(concurrency: int, mode: str, prompt_tokens: int, seed: int) -> dict[str, Any]:
             assert peer is not None
             with _said("PEFT"):
                 return peer.generate(concurrency, mode)
@@ -225,7 +255,7 @@ def started_peer(peer: str, work: Work, name: str, mode: str) -> Iterator[Runnin
     with contextlib.ExitStack() as stack:
         with _said(peer):
             running = stack.enter_context(START[peer](work, name, mode))
-        running.burst(work.max_requests, mode, 0)
+        running.burst(work.max_requests, mode, min(work.max_prompt_tokens, 64), 0)
         yield running
 
 

@@ -116,13 +116,18 @@ def logits_of(decoder: Decoder, windows: Sequence[Sequence[int]]) -> Iterator[Te
 
 
 def compare(
-    found: Iterator[Tensor], exact: Sequence[Tensor], windows: Sequence[Sequence[int]]
+    found: Iterator[Tensor], exact: Sequence[Tensor], windows: Sequence[Sequence[int]], first_scored: int = 0
 ) -> tuple[float, float, float]:
-    """Return the mean divergence, the share of equal likeliest tokens, and perplexity's ratio."""
+    """Return the mean divergence, the share of equal likeliest tokens, and perplexity's ratio.
+
+    Args:
+        first_scored: position of a window from which on it counts.
+    """
     divergence = agreed = loss = 0.0
     count = num_targets = 0
-    for logits, expected, window in zip(found, exact, windows, strict=True):
-        ours, theirs = logits.log_softmax(-1), expected.log_softmax(-1)
+    for logits, expected, tokens in zip(found, exact, windows, strict=True):
+        window = tokens[first_scored:]
+        ours, theirs = logits[first_scored:].log_softmax(-1), expected[first_scored:].log_softmax(-1)
         divergence += float((theirs.exp() * (theirs - ours)).sum(-1).double().sum())
         agreed += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
         targets = torch.tensor(window[1:])[:, None]
@@ -148,9 +153,17 @@ def bits_of(model: Path, format: Format) -> float:
 
 
 def measure(
-    model: Path, names: Sequence[str], checkpoints: Sequence[Path], windows: Sequence[Sequence[int]]
+    model: Path,
+    names: Sequence[str],
+    checkpoints: Sequence[Path],
+    windows: Sequence[Sequence[int]],
+    first_scored: int = 0,
 ) -> Iterator[Quality]:
-    """Yield the quality of each format, and of each rounded checkpoint of the base."""
+    """Yield the quality of each format, and of each rounded checkpoint of the base.
+
+    Args:
+        first_scored: position of a window from which on it counts.
+    """
     with tempfile.TemporaryDirectory(prefix="loraserve-quality-") as folder, torch.inference_mode():
         decoder = load(model, FORMATS[REFERENCE], len(windows[0]))
         # whole distributions of large vocabularies don't fit in memory beside the base
@@ -164,7 +177,7 @@ def measure(
         for name, path, format in contenders:
             del decoder
             decoder = load(path, format, len(windows[0]))
-            found = compare(logits_of(decoder, windows), exact, windows)
+            found = compare(logits_of(decoder, windows), exact, windows, first_scored)
             yield Quality(name, decoder.spec.arithmetic, bits_of(path, format), *found)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx2
 
+from benchmarks.real_model import make_real_base
 from loraserve import Client
 
 HERE = Path(__file__).resolve().parent
@@ -66,8 +67,13 @@ def last_line(process: subprocess.Popen[str]) -> Any:
 
 
 def make_base(size: str) -> Path:
-    """The base's folder; it's made once and kept."""
+    """Return the folder of the base, random or `real`; it's made once and kept."""
     model = HERE / "models" / size
+    if size == "real":
+        try:
+            return make_real_base(model)
+        except RuntimeError as error:
+            sys.exit(f"--size real: {error}")
     if not (model / "tokenizer_config.json").exists():
         say(f"making base {size} …")
         script("make_model.py", size, str(model))

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import load, peers, peers_installing, peers_rows, peers_serving
+from benchmarks import load, peers, peers_installing, peers_quality, peers_rows, peers_serving
 from benchmarks.peers_installing import PeerUnavailableError
+from benchmarks.peers_quality import Quality
 from benchmarks.peers_rows import MIXED, Pair, Row, Turn
 from benchmarks.peers_serving import Running, Work
 
 PAIR = Pair("llama.cpp", "Q8_0", "int8")
-OPTIONS = argparse.Namespace(size="S", rounds=3, adapters=32, requests=(1, 8), alone=False, quiet=None)
+OPTIONS = argparse.Namespace(size="S", rounds=3, adapters=32, requests=(1, 8), prompts=(64,), alone=False, quiet=None)
 
 
-def make_turns(*speeds: float, others: float = 0.25, idle: float = 0.0) -> list[Turn]:
+def make_turns(*speeds: float, others: float = 0.05, idle: float = 0.0) -> list[Turn]:
     return [Turn(speed, others, idle) for speed in speeds]
 
 
@@ -35,16 +38,16 @@ def make_work() -> Work:
 
 
 def test_row_has_the_best_turns_their_ratio_and_that_of_turns_that_followed_each_other() -> None:
-    assert make_row().cells() == [
-        *("llama.cpp", "Q8_0", "int8", "8", "an adapter each"),
-        *("100.0 (80.0)", "200.0 (60.0)", "**2.00**", "1.20 (0.50 to 2.00)", "0.25", "0.02"),
+    assert make_row(num_dropped=3).cells() == [
+        *("llama.cpp", "Q8_0", "int8", "64", "8", "an adapter each", "default"),
+        *("100.0 (80.0)", "200.0 (60.0)", "**2.00**", "1.20 (0.50 to 2.00)", "0.05", "0.02", "3"),
     ]
     assert len(make_row().cells()) == len(peers_rows.HEADER)
 
 
 def test_row_that_was_not_measured_says_why() -> None:
     cells = make_row(peer=[], ours=[], reason="no compiler").cells()
-    assert cells[5] == "not measured: no compiler"
+    assert cells[7] == "not measured: no compiler"
     assert len(cells) == len(peers_rows.HEADER)
     assert str(make_row(peer=[]).ratio) == "nan"
 
@@ -94,7 +97,7 @@ def test_options_that_name_no_peer_are_refused(capsys: pytest.CaptureFixture[str
 
 
 def make_running(speed: float, failure: str = "") -> Running:
-    def burst(requests: int, mode: str, seed: int) -> dict[str, Any]:
+    def burst(requests: int, mode: str, prompt_tokens: int, seed: int) -> dict[str, Any]:
         if failure and seed:
             raise PeerUnavailableError(failure)
         return {"tokens_per_s": speed}
@@ -136,7 +139,81 @@ def test_a_peer_that_fails_leaves_its_reason_on_what_is_missing(monkeypatch: pyt
     monkeypatch.setattr(peers, "started_peer", started_peer)
     rows = peers.measure(PAIR, MIXED, make_work(), OPTIONS, {})
     assert [row.reason for row in rows] == ["the build ended with 2"] * 2
-    assert "not measured: the build ended with 2" in peers.text(OPTIONS, rows, {})
+    assert "not measured: the build ended with 2" in peers.text(OPTIONS, rows, {}, {})
+
+
+def test_turn_beside_other_work_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter(make_turns(1.0, 2.0, others=0.4) + make_turns(3.0))
+    monkeypatch.setattr(peers, "take_turn", lambda *_: next(turns))
+    row = make_row()
+    turn = peers.take_quiet_turn(make_running(1.0), None, row, 1, None)
+    assert turn is not None
+    assert (turn.tokens_per_s, row.num_dropped) == (3.0, 2)
+    monkeypatch.setattr(peers, "take_turn", lambda *_: make_turns(1.0, others=0.4)[0])
+    assert peers.take_quiet_turn(make_running(1.0), None, row, 1, None) is None
+    assert row.num_dropped == peers.MAX_DROPPED
+
+
+def test_long_prompts_are_asked_by_fewer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def started(*_: object) -> Iterator[Running]:
+        yield make_running(1.0)
+
+    monkeypatch.setattr(peers, "started_peer", started)
+    monkeypatch.setattr(peers, "ours", started)
+    monkeypatch.setattr(Work, "num_bytes", 1)
+    options = argparse.Namespace(**{**vars(OPTIONS), "rounds": 1, "requests": (1, 32), "prompts": (64, 2000)})
+    asked = {
+        speculation: [
+            (row.prompt_tokens, row.requests)
+            for row in peers.measure(PAIR, MIXED, replace(make_work(), speculation=speculation), options, {})
+        ]
+        for speculation in ("off", "on")
+    }
+    assert asked == {"off": [(64, 1), (64, 32), (2000, 1)], "on": [(64, 1), (64, 32)]}
+
+
+LOST = {
+    ("llama.cpp", "Q8_0"): 0.005,
+    ("llama.cpp", "Q6_K"): 0.011,
+    ("llama.cpp", "Q4_K_M"): 0.06,
+    ("llama.cpp", "Q4_0"): 0.3,
+}
+
+
+def test_pairs_lose_as_much_as_each_other() -> None:
+    ours = {("ours", "bfloat16"): 0.0004, ("ours", "int8"): 0.007, ("ours", "int4-calibrated"): 0.05}
+    qualities = {key: Quality(lost, 0.9, 1.0) for key, lost in {**LOST, **ours}.items()}
+    assert peers.pairs_by_quality(["llama.cpp", "vllm"], qualities, is_wide_fast=True) == [
+        Pair("llama.cpp", "Q8_0", "int8"),
+        Pair("llama.cpp", "Q4_K_M", "int4-calibrated"),
+        Pair("llama.cpp", "Q4_0", "int4-calibrated"),
+        Pair("llama.cpp", "Q8_0", "bfloat16"),
+        Pair("llama.cpp", "Q6_K", "int8"),
+        Pair("vllm", "bfloat16", "bfloat16"),
+        Pair("vllm", "bfloat16", "int8"),
+    ]
+    assert peers_quality.nearest_not_better(0.4, {"Q4_0": 0.3}) is None
+    page = peers.text(argparse.Namespace(**{**vars(OPTIONS), "size": "real"}), [], {}, qualities)
+    assert page.index("| loraserve | int8 | 0.0070 |") < page.index("| llama.cpp | Q6_K | 0.0110 |")
+
+
+def test_llama_cpps_figures_are_read_or_missed() -> None:
+    said = (
+        "Mean PPL(Q)/PPL(base)  :   1.00624 ±   0.002\nMean    KLD:   0.003812 ±   0.0001\nSame top p: 96.25 ± 0.2 %\n"
+    )
+    assert peers_quality.parse_llama_cpp(said) == Quality(0.003812, 0.9625, 1.00624)
+    with pytest.raises(PeerUnavailableError, match="didn't say"):
+        peers_quality.parse_llama_cpp("Mean    KLD:   0.003812 ±   0.0001\n")
+
+
+def test_prompts_are_windows_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(range(100, 150))))
+    options = argparse.Namespace(text_tokens=path, prompt_tokens=8, vocab=512)
+    first, other = (load.draw(random.Random(seed), options) for seed in (1, 2))
+    assert first == list(range(first[0], first[0] + 8)) != other
+    assert len(load.draw(random.Random(1), argparse.Namespace(text_tokens=None, prompt_tokens=8, vocab=512))) == 8
 
 
 def test_a_contender_starts_beside_another_only_where_both_have_room() -> None:

@@ -13,7 +13,6 @@ of a Llama of your own instead, LORASERVE_SOAK_QUANTIZE its format.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -78,19 +77,12 @@ SCHEMA = {
 }
 
 
-def shape_of(model: Path) -> Size:
-    """Return the shape of a Llama in a folder."""
-    config = json.loads((model / "config.json").read_text())
-    fields = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return Size(*(config[field] for field in fields), config["vocab_size"])
-
-
 def has_template(model: Path) -> bool:
     """Return whether a base in a folder has a chat template."""
     return (model / "chat_template.jinja").exists() or "chat_template" in (model / "tokenizer_config.json").read_text()
 
 
-SHAPE = SIZES[SIZE] if MODEL is None else shape_of(Path(MODEL))
+SHAPE = SIZES[SIZE] if MODEL is None else Size.of(Path(MODEL))
 
 
 @dataclass

@@ -22,8 +22,8 @@ NUM_ADAPTERS = 32
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return find_real_model(tmp_path_factory.mktemp("real"))
+def base() -> Path:
+    return find_real_model()
 
 
 @pytest.fixture(scope="module")
