@@ -71,6 +71,9 @@ def _write(source: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
     tokenizer.chat_template = tokenizer.chat_template or _TEMPLATE
     stored = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype=torch.float32)
+    # the weights aren't the file's any more
+    if hasattr(stored.config, "quantization_config"):
+        del stored.config.quantization_config
     model = AutoModelForCausalLM.from_config(stored.config, dtype=torch.float32)
     model.load_state_dict(stored.state_dict())
     model.tie_weights()

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from real_model import find_real_model
 from server_process import ServerProcess
 from transformers import AutoModelForCausalLM
 
@@ -33,20 +34,20 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(directory: Path, config: dict[str, Any]) -> Any:
-    """A few steps on the bundled base, saved; returns the model as PEFT loads it back."""
+def train(base_folder: Path, directory: Path, config: dict[str, Any], num_steps: int) -> Any:
+    """Train an adapter of a base for a few steps, and return the model as PEFT loads it back."""
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.004)
     ids = torch.randint(4, 1500, (4, 12))
     ids[:, 3:5] = torch.tensor(INVOCATION)
-    for _ in range(6):
+    for _ in range(num_steps):
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
     model.save_pretrained(directory)
-    base = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(base, directory).eval()
 
 
@@ -70,12 +71,29 @@ def generate(model: Any) -> tuple[list[int], list[float]]:
 def test_trained_adapters_of_every_kind_are_pushed_and_answered_together_as_peft_answers(
     server: ServerProcess, tmp_path: Path
 ) -> None:
+    check_kinds(server, base_dir(), tmp_path, num_steps=6)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_adapters_of_every_kind_answer_as_peft_on_trained_base(tmp_path: Path) -> None:
+    base = find_real_model()
+    flags = ("--memory-budget", "2GiB", "--host-cache", "1GiB")
+    server = ServerProcess(tmp_path / "data", model=base, flags=flags)
+    server.start()
+    try:
+        check_kinds(server, base, tmp_path, num_steps=2)
+    finally:
+        assert server.stop() == 0
+
+
+def check_kinds(server: ServerProcess, base: Path, folder: Path, *, num_steps: int) -> None:
     key = server.make_tenant("kinds")
-    expected = {name: generate(train(tmp_path / name, config)) for name, config in KINDS.items()}
+    expected = {name: generate(train(base, folder / name, config, num_steps)) for name, config in KINDS.items()}
     assert len({tuple(tokens) for tokens, _ in expected.values()}) > 3
     with Client(server.url, api_key=key) as client:
         for name in KINDS:
-            version = client.adapters.push(str(tmp_path / name), name=name)
+            version = client.adapters.push(str(folder / name), name=name)
             assert version.state == "ready", version.checks
 
         def ask(name: str) -> tuple[list[int], list[float]]:

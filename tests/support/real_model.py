@@ -6,9 +6,15 @@ LORASERVE_TEST_REAL_MODEL names its directory. `.ci/run` makes it, where the pac
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    # `benchmarks` isn't installed: it is found in the checkout
+    sys.path.append(str(ROOT))
 
 VARIABLE = "LORASERVE_TEST_REAL_MODEL"
 
