@@ -8,9 +8,10 @@ themselves: their bounds are times that another worker's load would break.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import pytest
 
@@ -22,6 +23,34 @@ one that is alone for itself.
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the long campaigns too")
+    parser.addoption(
+        "--part",
+        type=_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="of each campaign's cases only every Nth, from the Kth on",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected K/N with K from 1 to N, such as 2/5")
+    return int(number), int(count)
+
+
+def part_of(names: Sequence[str], number: int, count: int) -> set[str]:
+    """Return the cases of a part: of each test's, by the name without parameters, every `count`-th.
+
+    Each test has a case in each part, so that one with few cases has some in several.
+    """
+    tests: dict[str, list[str]] = {}
+    for name in names:
+        tests.setdefault(name.partition("[")[0], []).append(name)
+    chosen = set()
+    for cases in tests.values():
+        chosen.update(cases[number - 1 :: count] or [cases[(number - 1) % len(cases)]])
+    return chosen
 
 
 def _is_alone(item: pytest.Item | None) -> bool:
@@ -32,8 +61,8 @@ def _is_alone(item: pytest.Item | None) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put tests that run alone first; leave out what isn't asked for by a mark or its file.
 
-    Campaigns are asked for by ``--all`` too. The browser's tests share one browser and a server a
-    module, one after the other, which ``make browser`` does.
+    Campaigns are asked for by ``--all`` too, or parts of them by ``--part``. The browser's tests
+    share one browser and a server a module, one after the other, which ``make browser`` does.
     """
     items.sort(key=lambda item: not _is_alone(item))
     if config.option.markexpr or any(".py" in argument for argument in config.args):
@@ -43,7 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.add("campaign")
     if not any("browser" in argument for argument in config.args):
         left_out.add("browser")
-    deselected = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    campaign = [item.nodeid for item in items if item.get_closest_marker("campaign")]
+    others = set(campaign) - part_of(campaign, *config.option.part)
+    deselected = [
+        item for item in items if item.nodeid in others or any(item.get_closest_marker(mark) for mark in left_out)
+    ]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
 

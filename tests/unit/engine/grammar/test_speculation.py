@@ -5,6 +5,7 @@ steps, whatever is proposed, and whoever the tokens are from.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -148,7 +149,11 @@ def random_work(seed: int, count: int, tokenizer: Tokenizer) -> list[Work]:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 3 else pytest.mark.campaign) for n in range(40)])
-def test_answers_with_grammars_are_the_same_to_the_last_bit(make_engine, tokenizer: Tokenizer, seed: int) -> None:
+def test_answers_with_grammars_are_the_same_to_the_last_bit(
+    make_engine, tokenizer: Tokenizer, monkeypatch, seed: int
+) -> None:
+    # how long a mask takes is the machine's: on a busy one nothing would be proposed
+    monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", math.inf)
     work = random_work(seed, 40, tokenizer)
     proposing = make_engine(True, max_num_seqs=4)
     assert answer(proposing, work) == answer(make_engine(False, max_num_seqs=4), work)
