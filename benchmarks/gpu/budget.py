@@ -63,9 +63,9 @@ ADAPTER_S = 0.15
 """Of an adapter's load: its file read, hashed and packed, by one of the loaders."""
 COMPILE_S = 1.0
 """Of a kernel on one core; 0.65 s were measured (Triton 3.9, sm_90, 89 kernels)."""
-KERNELS = {"check-lora": 46, "check-attention": 40, "check-gemm": 220, "check-rows": 12, "check-sampling": 10,
-           "check-model": 120, "engine": 89, "prefill": 35, "tune": 420, "decode": 60, "kernels": 24, "linears": 110,
-           "attention": 8}  # fmt: skip
+KERNELS = {"check-lora": 46, "check-attention": 22, "check-gemm": 244, "check-rows": 8, "check-sampling": 8,
+           "check-model": 109, "engine": 89, "prefill": 27, "tune": 245, "decode": 55, "kernels": 16, "linears": 102,
+           "attention": 5}  # fmt: skip
 """Compiled for a part on sm_90 where none was compiled before; tools/gpu_cache.py counts them."""
 PEERS_KERNELS = 420
 """Of vLLM's and SGLang's, by tile sizes, that `kernels` compiles on the machine in any case."""
