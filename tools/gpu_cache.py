@@ -17,7 +17,6 @@ import concurrent.futures
 import dataclasses
 import importlib
 import json
-import logging
 import os
 import re
 import subprocess
@@ -26,7 +25,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,16 +85,19 @@ class Compiled:
 
     def __init__(self) -> None:
         self.kernels: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
         self.spills: list[str] = []
 
     def launch(self, function: Any) -> Any:
         """What `kernel[grid]` returns: a call that compiles for its arguments."""
 
         def compile_it(*args: Any, **options: Any) -> None:
+            started = cpu_seconds()
             kernel = function.run(*args, grid=(1,), warmup=True, **options)
             if kernel is None or kernel.hash in self.kernels:
                 return
             self.kernels[kernel.hash] = kernel.name
+            self.seconds[kernel.hash] = cpu_seconds() - started
             if LAUNCHERS in os.environ:
                 compile_launcher(kernel)
             self._look(kernel)
@@ -109,7 +112,21 @@ class Compiled:
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         usage = {name: int(number) for name, number in USED.findall(text)}
         if usage.get("STACK") or usage.get("LOCAL"):
-            self.spills.append(f"{kernel.name}: {usage}, {kernel.metadata}"[:600])
+            self.spills.append(f"{kernel.name}: {usage}, {described(kernel)}"[:1200])
+
+
+def cpu_seconds() -> float:
+    """Seconds of processors that this process and those that it has waited for have used."""
+    return sum(os.times()[:4])
+
+
+def described(kernel: Any) -> str:
+    """What a kernel was compiled for: its options, its pointers' types, and its constants."""
+    names = kernel.src.fn.arg_names
+    constants = {names[path[0]]: value for path, value in kernel.src.constants.items() if len(path) == 1}
+    types = {name: kind for name, kind in kernel.src.signature.items() if name not in constants}
+    options = {name: getattr(kernel.metadata, name) for name in ("num_warps", "num_stages", "maxnreg")}
+    return f"{options}, {constants}, {types}"
 
 
 def compile_launcher(kernel: Any) -> None:
@@ -119,14 +136,13 @@ def compile_launcher(kernel: Any) -> None:
     is built here is loaded where the driver is.
     """
     from triton.backends.nvidia import driver
+    from triton.runtime import build
 
     if not hasattr(driver, "make_launcher"):
         return
-    # that it can't be loaded here is no news
-    logging.getLogger("triton.runtime.build").setLevel(logging.ERROR)
-    with suppress(ImportError, RuntimeError):
+    # without a driver what was built can't be loaded, and would be built again for each kernel
+    with mock.patch.object(build, "_load_module_from_path", return_value=mock.MagicMock()):
         driver.CudaUtils()
-    with suppress(ImportError, RuntimeError):
         driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
@@ -160,10 +176,21 @@ def run_part(name: str, shard: int, num_shards: int, capability: int) -> dict[st
     device = Machine(torch.device("meta"), False, machine._NO_RATES, 50 << 20, None, is_warming=True)
     ends: Counter[str] = Counter()
     nothing: dict[str, Any] = {"check": "", "ok": True}
+
+    def found() -> dict[str, Any]:
+        return {
+            "part": name,
+            "kernels": compiled.kernels,
+            "seconds": compiled.seconds,
+            "spills": compiled.spills,
+            "ends": dict(ends),
+        }
+
     patches = [
         # what a GPU alone does, on tensors that are on no device
         mock.patch.object(ops, "_may_meet", return_value=True),
         mock.patch.object(gpu_runner, "to_host", side_effect=lambda tensor: tensor),
+        mock.patch.object(torch.Tensor, "cpu", lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype)),
         mock.patch.object(triton.runtime.jit.JITFunction, "__getitem__", lambda self, grid: compiled.launch(self)),
         mock.patch.multiple(
             Machine,
@@ -180,7 +207,7 @@ def run_part(name: str, shard: int, num_shards: int, capability: int) -> dict[st
         patch.start()
     if name == "engine":
         compile_engines(device, ends, shard, num_shards)
-        return {"part": name, "kernels": compiled.kernels, "spills": compiled.spills, "ends": dict(ends)}
+        return found()
     module = importlib.import_module(f"benchmarks.gpu.{BY_NAME[name].module}")
     for loaded in list(sys.modules.values()):
         if getattr(loaded, "__name__", "").startswith("benchmarks.gpu") and hasattr(loaded, "quantize"):
@@ -201,7 +228,7 @@ def run_part(name: str, shard: int, num_shards: int, capability: int) -> dict[st
             if os.environ.get("GPU_CACHE_TRACE"):
                 traceback.print_exc()
             ends[f"ended early: {type(error).__name__}"] += 1
-    return {"part": name, "kernels": compiled.kernels, "spills": compiled.spills, "ends": dict(ends)}
+    return found()
 
 
 def compile_engines(device: Machine, ends: Counter[str], shard: int, num_shards: int) -> None:
@@ -224,6 +251,28 @@ def compile_engines(device: Machine, ends: Counter[str], shard: int, num_shards:
         ends["whole"] += 1
 
 
+def table(capability: str, found: Sequence[dict[str, Any]]) -> None:
+    """Print each part's kernels, those that no part before it has, and the seconds of one core."""
+    seen: set[str] = set()
+    print(f"| sm_{capability} | kernels | of these new | in memory | seconds | longest | cases |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in dict.fromkeys(one["part"].split("/")[0] for one in found):
+        own = [one for one in found if one["part"].split("/")[0] == name]
+        seconds: dict[str, float] = {}
+        for one in own:
+            for key, took in one["seconds"].items():
+                seconds[key] = max(took, seconds.get(key, 0.0))
+        ends = Counter[str]()
+        for one in own:
+            ends.update(one["ends"])
+        print(
+            f"| {name} | {len(seconds)} | {len(seconds.keys() - seen)} | {sum(len(one['spills']) for one in own)} | "
+            f"{sum(seconds.values()):.0f} | {max(seconds.values(), default=0.0):.1f} | "
+            f"{', '.join(f'{count} {end}' for end, count in ends.items())} |"
+        )
+        seen |= seconds.keys()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", default="90", help="90 for an H100 or H200; several, separated by commas")
@@ -231,6 +280,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="keep nothing, and fail where registers are in memory")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--out", type=Path, default=prepared.CACHE, help="the packed file")
+    parser.add_argument(
+        "--cache", type=Path, help="Triton's cache, kept: what an earlier call compiled isn't compiled again"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -239,12 +291,14 @@ def main() -> int:
         return 0
     names = [name for name in options.only.split(",") if name] or [p.name for p in PARTS if p.name not in NOT_OURS]
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="loraserve-triton-") as folder:
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        folder = options.cache or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraserve-triton-")))
+        folder = folder.resolve()
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)
         if not options.check:
-            library = Path(folder) / "driver"
-            library.mkdir()
+            library = folder / "driver"
+            library.mkdir(parents=True, exist_ok=True)
             make_driver_library(library)
             environment |= {"TRITON_LIBCUDA_PATH": str(library), "LD_LIBRARY_PATH": str(library), LAUNCHERS: "1"}
 
@@ -255,6 +309,7 @@ def main() -> int:
                 return {
                     "part": job,
                     "kernels": {},
+                    "seconds": {},
                     "spills": [f"{job}: the process ended with {done.returncode}"],
                     "ends": {},
                 }
@@ -269,9 +324,11 @@ def main() -> int:
         ]
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             found = list(pool.map(start, jobs))
-        for job, one in zip(jobs, found, strict=True):
-            print(f"{job}: {len(one['kernels'])} kernels; {one['ends']}", file=sys.stderr)
-        kernels = {key for one in found for key in one["kernels"]}
+        kernels: set[str] = set()
+        for capability in options.capability.split(","):
+            own = [one for job, one in zip(jobs, found, strict=True) if job.endswith(f"/{capability}")]
+            table(capability, own)
+            kernels |= {key for one in own for key in one["kernels"]}
         # candidates of tile sizes may: the clock says what they are worth
         spills = sorted({text for one in found if one["part"] != "tune" for text in one["spills"]})
         print(
@@ -282,7 +339,7 @@ def main() -> int:
             print(f"- {text}")
         if options.check:
             return 1 if spills else 0
-        num_bytes = prepared.pack(Path(folder), options.out)
+        num_bytes = prepared.pack(folder, options.out)
         print(f"{options.out}: {num_bytes / 2**20:.1f} MiB")
     return 0
 

@@ -57,7 +57,12 @@ def _measure(machine: Machine, name: str, query_lens: list[int], context_lens: l
         "share": share(limit_s, us / 1e6 if us else None),
         "host_us": timing.host_us if timing else None,
     }
-    row["sdpa"] = _sdpa(machine, query_lens, context_lens, heads, dtype, us)
+    try:
+        row["sdpa"] = _sdpa(machine, query_lens, context_lens, heads, dtype, us)
+    except RuntimeError as error:
+        # no kernel of this torch's for the shape, or no memory; raises where the device is lost
+        machine.synchronize()
+        row["note"] = f"SDPA: {error}"[:120]
     obstacle = varlen_obstacle(block_size, machine.device)
     if obstacle is not None:
         row["varlen_note"] = obstacle

@@ -4,6 +4,7 @@ the expand in the linear's epilogue.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 
 import torch
@@ -22,9 +23,13 @@ from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.gpu.gemm.gemm import MAX_DECODE_ROWS, weight_only_linear
 from loraserve_kernels.ops import apply_lora
 
-ROWS = (64, 1, 32, 512, 2048, 65, 128, 192, 256)
+ROWS = (64, 1, 32, 2048, 65, 128, 192, 256)
+BETWEEN = (65, 128, 192, 256)
+"""Where the kernel for few rows ends: two sites and formats tell."""
 RANK = 16
 MAX_ADAPTERS = 32
+MAX_COPIES = 12
+"""Of a weight: more than the cache holds."""
 
 
 def cases(machine: Machine) -> Iterator[Case]:
@@ -37,6 +42,8 @@ def cases(machine: Machine) -> Iterator[Case]:
             for site, shape in sites.items():
                 if (machine.is_tiny and site != "qkv") or (site == "lm_head" and format in ("int4", "nf4")):
                     continue
+                if num_rows in BETWEEN and (site not in ("gate_up", "down") or format not in ("plain", "int8")):
+                    continue
                 name = f"{site}, {format}, {num_rows} rows"
                 yield Case(name, lambda s=site, h=shape, f=format, r=num_rows: [_measure(machine, s, h, f, r)])
 
@@ -46,7 +53,7 @@ def _measure(machine: Machine, site: str, shape: SiteShape, format: str, num_row
     first = make_weight(machine, format, shape.width, shape.in_features, dtype)
     num_bytes = first.nbytes if isinstance(first, Tensor) else first.num_bytes
     weights = [first]
-    while len(weights) < machine.num_copies(num_bytes, 64):
+    while len(weights) < machine.num_copies(num_bytes, MAX_COPIES):
         weights.append(make_weight(machine, format, shape.width, shape.in_features, dtype))
     x = machine.randn(num_rows, shape.in_features, dtype=dtype)
     timing = machine.time([lambda w=w: weight_only_linear(x, w, None) for w in weights])
@@ -87,10 +94,16 @@ def _with_lora(
     def calls(work: Callable[[int], Tensor]) -> list[Callable[[], Tensor]]:
         return [lambda i=i: work(i) for i in range(len(weights))]
 
-    a, b = two_steps(0).double(), at_once(0).double()
-    error = float((a - b).abs().max() / a.abs().max())
-    found: Row = {"epilogue_error": error, "ok": error <= 2 * torch.finfo(x.dtype).eps}
-    for key, work in (("two_step_us", two_steps), ("epilogue_us", at_once)):
-        timing = machine.time(calls(work))
-        found[key] = timing.us if timing else None
-    return found
+    timing = machine.time(calls(two_steps))
+    found: Row = {"two_step_us": timing.us if timing else None}
+    try:
+        a, b = two_steps(0).double(), at_once(0).double()
+        error = float((a - b).abs().max() / a.abs().max())
+        found |= {"epilogue_error": error, "ok": error <= 2 * torch.finfo(x.dtype).eps}
+        timing = machine.time(calls(at_once))
+        return found | {"epilogue_us": timing.us if timing else None}
+    except Exception as failure:
+        # a trial of this folder's: the base's figures stand without it, unless the device is lost
+        traceback.print_exception(failure)
+        machine.synchronize()
+        return found | {"ok": False, "note": f"epilogue: {type(failure).__name__}: {failure}"[:120]}

@@ -20,7 +20,7 @@ from loraserve_kernels.cpu.lora.layout import LAYER_MODULES
 
 TOKENS = (512, 2048, 128, 8192)
 FORMATS = ("none", "int8")
-REPLAYS = 7
+REPLAYS = 3
 
 
 class Prompts:

@@ -33,6 +33,9 @@ UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 # programs that multiply by adapters' B, over all column tiles: enough to fill a GPU beside the
 # others
 _LORA_PROGRAMS = 512
+# registers of a thread by warps and rows of a tile, for four programs at once or three: left alone,
+# some versions of the compiler aim at more programs, and keep registers in memory for it
+_MAX_REGISTERS = {(4, 16): 128, (4, 32): 168}
 
 
 def weight_only_linear_lora(
@@ -79,6 +82,7 @@ def weight_only_linear_lora(
         LORA_SPLIT_K=plan.split_k(site),
         LORA_BLOCK_M=plan.block_m,
         LORA_STAGES=2,
+        maxnreg=_MAX_REGISTERS.get((config.num_warps, config.block_m)),
         **constants,
     )
     return out

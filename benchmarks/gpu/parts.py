@@ -80,6 +80,7 @@ PARTS: tuple[Part, ...] = (
     _check("check-rows", "Embedding, norms, rotation, SwiGLU against float64", "check_rows", 1),
     _check("check-sampling", "Sampling against the CPU's", "check_sampling", 2),
     _check("check-model", "Whole models: logits, bits, graphs", "check_model", 4, 4),
+    _check("check-memory", "Accesses to memory, watched by compute-sanitizer", "check_memory", 1),
     Part(
         "engine",
         "The engine itself: Llama-3.1-8B's shape, random weights, rank 16",
@@ -102,7 +103,7 @@ PARTS: tuple[Part, ...] = (
         "prefill",
         "Whole steps of one prompt, Llama-3.1-8B's shape",
         "bench_prefill",
-        6,
+        7,
         {
             "base": "base",
             "tokens": "tokens",
@@ -113,7 +114,7 @@ PARTS: tuple[Part, ...] = (
             "share": "of the limit",
             "tokens_per_s": "tokens/s",
         },
-        "ms: as the host sees it, described, launched and waited for, the best of 7. Device: the same launches as one "
+        "ms: as the host sees it, described, launched and waited for, the best of 3. Device: the same launches as one "
         "graph. The head sees the last row.",
         is_warmed=True,
         num_shards=2,
@@ -122,7 +123,7 @@ PARTS: tuple[Part, ...] = (
         "tune",
         "Tile sizes by shape: the default's time, and the best of some others",
         "bench_tune",
-        14,
+        8,
         {
             "kernel": "kernel",
             "shape": "shape",
@@ -141,7 +142,7 @@ PARTS: tuple[Part, ...] = (
         "decode",
         "Whole decode steps, Llama-3.1-8B's shape, random weights",
         "bench_decode",
-        9,
+        12,
         {
             "base": "base",
             "layers": "layers",
@@ -155,7 +156,7 @@ PARTS: tuple[Part, ...] = (
             "loop_ms": "loop ms",
             "tokens_per_s": "tokens/s",
         },
-        "A step is one replay of the decode graph, median of 30; the loop is steps as an engine launches them, two in "
+        "A step is one replay of the decode graph, median of 15; the loop is steps as an engine launches them, two in "
         "flight: filled in by the host, replayed, sampled, tokens copied back. Tokens/s are the loop's. Tax: the step "
         "over that of the same rows without adapters; its bytes' tax: the same of the limits. Adapters have rank 16 "
         "on all seven linears.",
@@ -166,7 +167,7 @@ PARTS: tuple[Part, ...] = (
         "kernels",
         "Shrink and expand alone",
         "bench_kernels",
-        12,
+        20,
         {
             "site": "site",
             "ranks": "ranks",
@@ -179,18 +180,20 @@ PARTS: tuple[Part, ...] = (
             "csgmv": "csgmv ÷",
             "host_us": "host µs",
             "error": "error",
+            "note": "note",
         },
         "Of one layer. Each pass is a CUDA graph over several layers' weights, more than the cache holds; the median "
         "of 30 replays, by layer. A peer's column is its time over ours. Error: the largest against float64, by the "
-        "largest number. Host: the time of the launches without a graph.",
+        "largest number. Host: the time of the launches without a graph. Peers' best: of several tile sizes, at rank "
+        "16 alone.",
         is_warmed=True,
-        num_shards=2,
+        num_shards=8,
     ),
     Part(
         "linears",
         "Base linears, and LoRA's expand in their epilogue",
         "bench_linears",
-        4,
+        5,
         {
             "site": "site",
             "base": "base",
@@ -199,6 +202,7 @@ PARTS: tuple[Part, ...] = (
             "torch": "F.linear ÷",
             "two_step_us": "with LoRA, two steps µs",
             "epilogue_us": "with LoRA, epilogue µs",
+            "note": "note",
         },
         "LoRA: each row has an adapter of rank 16 of its own, 32 at most.",
         is_warmed=True,
@@ -217,6 +221,7 @@ PARTS: tuple[Part, ...] = (
             **_TIME,
             "sdpa": "SDPA ÷",
             "varlen": "varlen ÷",
+            "note": "note",
         },
         "SDPA: torch's scaled_dot_product_attention on keys side by side, its time over ours, where all sequences are "
         "alike. varlen: torch.nn.attention.varlen's time over ours, both with blocks of the same size.",
@@ -227,7 +232,7 @@ PARTS: tuple[Part, ...] = (
         "loading",
         "Loading adapters beside decode steps",
         "bench_loading",
-        3,
+        4,
         {
             "what": "what",
             "num_bytes": "bytes",
@@ -241,9 +246,9 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "tools",
-        "NVIDIA's tools on a few launches",
+        "Nsight Compute on a few launches",
         "bench_tools",
-        3,
+        4,
         {
             "what": "what",
             "us": "µs",
@@ -251,7 +256,6 @@ PARTS: tuple[Part, ...] = (
             "multiprocessors": "% of the multiprocessors'",
             "warps": "% of warps",
             "registers": "registers",
-            "ok": "result",
             "note": "note",
         },
     ),
@@ -259,7 +263,7 @@ PARTS: tuple[Part, ...] = (
         "peft",
         "The same decode work through transformers and PEFT",
         "bench_peft",
-        3,
+        5,
         {
             "layers": "layers",
             "rows": "rows",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -71,7 +72,7 @@ class VllmKernels:
 
         self._tune(None, None)
         yield PeerCall("default", add)
-        for block_m, block_k, split_k in product((16, 32), (128, 256), (1, 4, 8, 16)):
+        for block_m, block_k, split_k in product((16, 32), (128, 256), (1, 8)):
             self._tune({"block_m": block_m, "block_k": block_k, "split_k": split_k}, {"block_m": block_m})
             yield PeerCall(f"BLOCK_M {block_m}, BLOCK_K {block_k}, SPLIT_K {split_k}", add)
 
@@ -103,7 +104,7 @@ class SglangKernels:
         widths = [pair[1].shape[1] for pair in adapters.matrices(0, 0)]
         offsets = torch.tensor([sum(widths[:i]) for i in range(num_slices + 1)], dtype=torch.int32)
         on_device = offsets.to(machine.device)
-        for chunk in (16, 32, 64, 128) if len(row_adapters) > 256 else (16,):
+        for chunk in (16, 64) if len(row_adapters) > 256 else (16,):
             batch = self._batch(machine, adapters, row_adapters, chunk)
 
             def add(x: Tensor, y: Tensor, layer: int, batch: Any = batch) -> None:
@@ -151,20 +152,34 @@ class SglangKernels:
         )
 
 
-def load(machine: Machine) -> dict[str, VllmKernels | SglangKernels]:
-    """The peers whose files are there, by name.
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Other projects' kernels whose files are there, by name.
 
-    Raises:
-        ModuleNotFoundError: a peer's folder lacks one of its files.
+    Attributes:
+        failed: what became of those that couldn't be used, in words: it costs their columns alone.
     """
-    folder = machine.peers
-    if folder is None:
-        return {}
-    found: dict[str, VllmKernels | SglangKernels] = {}
-    if (folder / "vllm").is_dir():
-        found["vllm"] = VllmKernels(folder, machine)
-    if (folder / "sglang").is_dir():
-        found["csgmv"] = SglangKernels(folder, machine)
+
+    kernels: dict[str, VllmKernels | SglangKernels]
+    failed: dict[str, str]
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Leave a peer out from now on: what failed once would take as long to fail again."""
+        traceback.print_exception(error)
+        self.kernels.pop(name, None)
+        self.failed[name] = f"{type(error).__name__}: {error}"[:120]
+
+
+def load(machine: Machine) -> Peers:
+    found, folder = Peers({}, {}), machine.peers
+    for name, package, make in (("vllm", "vllm", VllmKernels), ("csgmv", "sglang", SglangKernels)):
+        if folder is None or not (folder / package).is_dir():
+            continue
+        try:
+            found.kernels[name] = make(folder, machine)
+        except Exception as error:
+            # a file that asks for more of its project than is stood in for
+            found.fail(name, error)
     return found
 
 

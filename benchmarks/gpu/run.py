@@ -168,7 +168,9 @@ def main() -> int:
         cores = len(os.sched_getaffinity(0))
         share = SHARE_OF_CHECKS if timed else 1.0
         jobs = side_by_side(options.parts, cores)
-        run_together(run, jobs, num_cores=cores, deadline=started + share * options.budget_s, **arguments)
+        # one thread each: there are as many processes as cores
+        aside = {**arguments, "environment": workers | {"OMP_NUM_THREADS": "1"}}
+        run_together(run, jobs, num_cores=cores, deadline=started + share * options.budget_s, **aside)
         last = Run(timed)
         run.outcomes |= last.outcomes
         last.facts = run.facts

@@ -145,3 +145,20 @@ def install() -> list[str]:
             sys.modules[package] = make()
             replaced.append(package)
     return replaced
+
+
+def leave_out_broken(package: str) -> bool:
+    """Hide a package that is installed and can't be imported, since it was built for another numpy,
+    say; return whether it was one.
+
+    Call it before what looks for the package.
+    """
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        # an extension that was built for other versions raises anything
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            return False
+        sys.modules[package] = None  # type: ignore[assignment]
+        return True
+    return False

@@ -10,21 +10,28 @@ from benchmarks.gpu.limits import geometric_mean
 from benchmarks.gpu.parts import BY_NAME, Outcome, Row
 
 MANY_ADAPTERS = 32
+_NAMING = ("what", "site", "base", "ranks", "rows")
 
 
 def failed_checks(outcomes: Mapping[str, Outcome]) -> list[str]:
     """Checks that don't hold, and cases that broke, in words."""
     found = []
     for name, outcome in outcomes.items():
-        found += [f"{name}: {row['check']}" for row in outcome.rows if row.get("ok") is False]
+        found += [f"{name}: {described(row)}" for row in outcome.rows if row.get("ok") is False]
         found += [f"{name}: {problem}" for problem in outcome.problems]
     return found
 
 
+def described(row: Row) -> str:
+    """Return what a row is about: its check's name, or the cells that tell figures apart."""
+    if "check" in row:
+        return str(row["check"])
+    named = (f"{row[key]} {key}" if key == "rows" else str(row[key]) for key in _NAMING if row.get(key) is not None)
+    return ", ".join(named)
+
+
 def lines(outcomes: Mapping[str, Outcome]) -> list[str]:
     checks = [row for name, outcome in outcomes.items() if BY_NAME[name].is_check for row in outcome.rows]
-    # what a missing package left out is no check
-    checks = [row for row in checks if row.get("ok") is not None]
     # what a missing package left out is no check
     checks = [row for row in checks if row.get("ok") is not None]
     failed = failed_checks(outcomes)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl, varlen
+from torch.nn import attention
+from torch.nn.attention import varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def varlen_obstacle(block_size: int, device: torch.device) -> str | None:
         return f"torch {torch.__version__} has no block tables; 2.12 does"
     if device.type != "cuda":
         return f"FlashAttention needs a CUDA device; the plan is on {device}"
-    implementation = current_flash_attention_impl() or "FA2"
+    implementation = _implementation()
     if implementation == "FA2" and _torch_version() < (2, 13):
         return (
             f"the FlashAttention of torch {torch.__version__} can't be kept from splitting keys; 2.13's can, or "
@@ -91,7 +92,7 @@ def varlen_attention(
         plan.query_starts,
         # FA2 asks for these though the contexts' lengths say as much; FA3 refuses them beside a
         # block table
-        plan.key_starts if (current_flash_attention_impl() or "FA2") == "FA2" else None,
+        plan.key_starts if _implementation() == "FA2" else None,
         plan.max_query_len,
         plan.max_context_len,
         scale=scale,
@@ -102,6 +103,12 @@ def varlen_attention(
         block_table=plan.block_tables,
         num_splits=1,
     )
+
+
+def _implementation() -> str:
+    """Return which FlashAttention is active; torch's own where torch can't have another."""
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return (current() if current is not None else None) or "FA2"
 
 
 def _torch_version() -> tuple[int, int]:

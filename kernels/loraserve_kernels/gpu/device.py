@@ -16,6 +16,12 @@ For tests.
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
+MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
+"""Registers of a thread that let so many programs of four warps run at once.
+
+Left alone, the compiler takes more for some kernels than they need.
+"""
+
 
 @cache
 def num_programs(device: torch.device) -> int:

@@ -172,6 +172,10 @@ def test_any_number_of_parts_is_lean(kernel: str, split: int, capability: int, t
     assert_lean(compile_kernel(kernel, "bf16", capability, 16, split=split), tmp_path)
 
 
+def test_float32_embeddings_of_prompts_are_lean(tmp_path: Path) -> None:
+    assert_lean(compile_kernel("expand", "bf16", 90, 32, y="fp32", split=1), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kernel", "capability"), default_and_campaign([("shrink", 90), ("expand", 80)], default=[("expand", 80)])
 )

@@ -100,14 +100,15 @@ def compile_linear(
     *,
     out_features: int = 256,
     in_features: int = 1024,
+    has_bias: bool = True,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     weight = make_weight(kind, torch.zeros(out_features, in_features, dtype=dtype))
     name = "decode_gemm_kernel" if num_rows <= gpu_gemm.MAX_DECODE_ROWS else "prefill_gemm_kernel"
     recorder = Recorder(getattr(gpu_gemm, name))
     patch.setattr(gpu_gemm, name, recorder)
-    gpu_gemm.weight_only_linear(
-        torch.zeros(num_rows, in_features, dtype=dtype), weight, torch.zeros(out_features, dtype=dtype)
-    )
+    bias = torch.zeros(out_features, dtype=dtype) if has_bias else None
+    gpu_gemm.weight_only_linear(torch.zeros(num_rows, in_features, dtype=dtype), weight, bias, out_dtype=out_dtype)
     return compile_launch(recorder, capability)
 
 
@@ -172,6 +173,21 @@ def test_few_rows_read_weights_wide_and_ahead(
 @pytest.mark.parametrize("kind", default_and_campaign(["int8", "nf4", "int4-zeros"], default=["nf4"]))
 def test_few_rows_in_float16_do_too(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_decode(compile_linear(kind, 16, torch.float16, 90, monkeypatch), kind, 16, tmp_path)
+
+
+# those that left alone kept registers in memory for a fifth program
+@pytest.mark.parametrize(
+    ("kind", "out_dtype"), [("int8", torch.bfloat16), ("int8", torch.float32), ("fp8", torch.float32)]
+)
+def test_small_tiles_of_bytes_are_lean(
+    kind: str, out_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # so wide that a sum has one part
+    compiled = compile_linear(
+        kind, 32, torch.bfloat16, 90, monkeypatch, out_features=16_384, in_features=512, has_bias=False,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+    assert_lean(compiled, tmp_path, programs=3)
 
 
 def test_shapes_that_fill_no_tile_are_lean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from loraserve_kernels.common.quantized import QuantizedWeight, zero_words
 from loraserve_kernels.errors import TensorMismatch
-from loraserve_kernels.gpu.device import INTERPRETED
+from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS
 from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
 from loraserve_kernels.gpu.gemm.prefill_gemm import prefill_gemm_kernel
 from loraserve_kernels.gpu.tuning import tuned
@@ -39,6 +39,8 @@ _ENOUGH_PROGRAMS = 256
 _SHORTEST_PART = 256
 _MAX_PARTS = 16
 _MAX_TILES = 1 << 16
+# outputs of a program whose sums leave registers for four programs of four warps
+_SMALL_TILE = 32 * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,20 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
         counters,
         *numbers,
         EVEN_N=out.shape[1] % config.block_n == 0,
+        maxnreg=_max_registers(weight, config),
         **constants,
     )
+
+
+def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig) -> int | None:
+    """Return the registers of a thread that let four programs run at once; None: no bound.
+
+    Left alone, some versions of the compiler aim at five programs of the small tiles with bytes,
+    and keep registers in memory for it.
+    """
+    is_small = config.num_warps == 4 and config.block_m * config.halves * config.block_n <= _SMALL_TILE
+    has_bytes = isinstance(weight, QuantizedWeight) and not weight.has_groups
+    return MAX_REGISTERS if is_small and has_bytes else None
 
 
 def decode_config(num_rows: int, weight: QuantizedWeight | Tensor) -> DecodeConfig:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loraserve_kernels.common.modules import MODULE_INDEX, SITES
 from loraserve_kernels.errors import TensorMismatch
-from loraserve_kernels.gpu.device import INTERPRETED, PROGRAMS_PER_MULTIPROCESSOR, num_programs
+from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS, num_programs
 from loraserve_kernels.gpu.lora.expand import expand_kernel
 from loraserve_kernels.gpu.lora.plan import BLOCK_K, HEADER, REPLACED_AT, SITE_INDEX, GpuLoraPlan
 from loraserve_kernels.gpu.lora.replace import replace_embedding_kernel, replace_kernel
@@ -40,22 +40,16 @@ class KernelConfig:
 
 SHRINK_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(BLOCK_K, 4, 4), 32: KernelConfig(BLOCK_K, 4, 3)}
 EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: KernelConfig(128, 4, 2)}
-NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(128, 4, 2)}
+NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(64, 4, 2)}
 """Tile sizes by block_m.
 
 A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part:
-256 columns would spill there).
+twice as many columns would spill there).
 """
 
 REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
 REPLACE_CHUNK = 1024
 """Columns that one search for a row's token serves."""
-
-MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
-"""Registers of a thread that let all programs of the grid run at once.
-
-Left alone, the compiler takes more for expand than it needs.
-"""
 
 
 def shrink_config(block_m: int, in_features: int) -> KernelConfig:
