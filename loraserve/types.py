@@ -628,6 +628,8 @@ class QuantizeRequest(Struct, frozen=True):
     """Tokens that see each other."""
     num_threads: int = 0
     """Threads of the products; 0: torch's own number."""
+    int8_modules: tuple[str, ...] = ()
+    """Linears that are rounded to int8 instead, by the last part of their path."""
 
 
 class QuantizeProgress(Struct, frozen=True):

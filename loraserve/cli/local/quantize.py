@@ -25,6 +25,12 @@ def quantize(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Calibration text (default: a bundled one of several kinds).")
     ] = None,
+    keep_int8: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES", help="Linears that get 8 bits instead, for example v_proj,down_proj: nearer to the base."
+        ),
+    ] = "",
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens of the text that are computed, at most.")] = 12_288,
     window: Annotated[
         int, typer.Option(min=64, help="Tokens of the text that see each other; the base's context at most.")
@@ -51,6 +57,7 @@ def quantize(
             max_tokens=tokens,
             window=window,
             num_threads=num_threads,
+            int8_modules=tuple(name for name in keep_int8.split(",") if name),
         )
         with output.stages() as tell:
             done = run(request, lambda count, total: tell(f"rounding linears to {to}", count, total))
