@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,6 +27,10 @@ from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import QuantizeDone, QuantizeProgress, QuantizeRequest
 
 _MIN_TOKENS = 1024
+_KEPT = ("v_proj", "k_proj")
+"""Linears whose bits count most: each of their outputs serves several heads at all positions."""
+_INT4_BITS, _MAX_BITS = 4 + 24 / 32, 5
+"""Of a weight; a group of 32 has a scale of two bytes and a zero of one."""
 
 
 def quantize_checkpoint(request: QuantizeRequest, progress: Callable[[int, int], None]) -> QuantizeDone:
@@ -57,17 +61,39 @@ def quantize_checkpoint(request: QuantizeRequest, progress: Callable[[int, int],
     return QuantizeDone(str(out), sum(map(len, sequences)))
 
 
-def _int8_paths(blueprint: Blueprint, names: Sequence[str]) -> list[str]:
-    """Return the paths of the layers' linears whose last parts are these names."""
+def _int8_paths(blueprint: Blueprint, names: Sequence[str] | None) -> list[str]:
+    """Return the paths of the layers' linears whose last parts are these names.
+
+    None: of those in `_KEPT`, as far as `_MAX_BITS` allows.
+    """
     kinds = (SiteKind.LAYER, SiteKind.EXPERT)
-    paths = [module.path for site in blueprint.sites if site.kind in kinds for module in site.modules]
-    found = {path.rpartition(".")[2] for path in paths}
-    if unknown := [name for name in names if name not in found]:
+    sites = [site for site in blueprint.sites if site.kind in kinds]
+    sizes = {module.path: module.out_features * site.in_features for site in sites for module in site.modules}
+    by_name: dict[str, list[str]] = {}
+    for path in sizes:
+        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    if names is None:
+        return _paths_within(_MAX_BITS, sizes, by_name)
+    if unknown := [name for name in names if name not in by_name]:
         raise ConfigError(
             f"{', '.join(unknown)}: no linear of this checkpoint's layers has such a name.",
-            hint=f"Its linears are {', '.join(sorted(found))}.",
+            hint=f"Its linears are {', '.join(sorted(by_name))}.",
         )
-    return [path for path in paths if path.rpartition(".")[2] in names]
+    return [path for name in names for path in by_name[name]]
+
+
+def _paths_within(max_bits: float, sizes: Mapping[str, int], by_name: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the paths of `_KEPT` that leave all weights at `max_bits` on average.
+
+    Scales of int8 aren't counted: 32 bits for an output channel.
+    """
+    paths: list[str] = []
+    for name in _KEPT:
+        more = [*paths, *by_name.get(name, ())]
+        share = sum(sizes[path] for path in more) / sum(sizes.values())
+        if 8 * share + _INT4_BITS * (1 - share) <= max_bits:
+            paths = more
+    return paths
 
 
 def calibration_text() -> str:

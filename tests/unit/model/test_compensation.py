@@ -136,6 +136,14 @@ def test_gpu_rotates_rows_in_floats(tmp_path: Path) -> None:
     assert error < 0.02
 
 
+@pytest.mark.parametrize(("quantize", "num_lines"), [("int4", 1), ("int8", 0), ("none", 0)])
+def test_int4_load_names_calibration_once(
+    tmp_path: Path, quantize: str, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(save_model(build_model(**SIZES), tmp_path), quantize=quantize)
+    assert sum("loraserve quantize DIR --out OUT" in record.getMessage() for record in caplog.records) == num_lines
+
+
 def test_config_names_the_rotation_as_compressed_tensors_does(tmp_path: Path) -> None:
     directory = save_model(build_model(**SIZES), tmp_path / "base")
     calibrated(directory, tmp_path / "out", [random_tokens(40)])
@@ -234,6 +242,25 @@ def test_unknown_int8_names_are_refused_with_choices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^w9: no linear") as refusal:
         quantizing.quantize_checkpoint(request, lambda *_: None)
     assert "down_proj" in (refusal.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        # k and v have 5 % of the weights each
+        ("llama", {"intermediate_size": 256, "num_key_value_heads": 2}, {"v_proj", "k_proj"}),
+        ("llama", {"intermediate_size": 128, "num_key_value_heads": 4}, set()),
+        ("phi3", {"pad_token_id": 0}, set()),
+    ],
+)
+def test_default_keeps_keys_and_values_within_bits(
+    tmp_path: Path, kind: str, options: dict[str, Any], expected: set[str]
+) -> None:
+    directory = save_model(build_model(kind, **(SIZES | {"num_attention_heads": 4} | options)), tmp_path)
+    blueprint = draw(read_config(directory), open_checkpoint(directory).tensors, "int4")
+    paths = quantizing._int8_paths(blueprint, None)
+    assert {path.rpartition(".")[2] for path in paths} == expected
+    assert len(paths) == 2 * len(expected)
 
 
 def test_trained_base_keeps_more_in_eight_bits(tmp_path: Path) -> None:
