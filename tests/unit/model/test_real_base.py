@@ -53,7 +53,7 @@ def test_format_keeps_the_distributions(format: str, divergence: float, base: Pa
 
 
 @pytest.mark.parametrize(
-    ("int8_modules", "divergence", "bits"), [(None, 0.065, 5), (("k_proj", "v_proj", "down_proj"), 0.045, 6)]
+    ("int8_modules", "divergence", "bits"), [(None, 0.065, 5), (("v_proj", "o_proj", "down_proj"), 0.045, 6)]
 )
 def test_calibrated_base_keeps_another_text(
     int8_modules: tuple[str, ...] | None, divergence: float, bits: float, base: Path, tmp_path: Path
