@@ -11,6 +11,11 @@ MIN_AGREEMENT, MAX_DIVERGENCE = 0.92, 0.02
 
 On a base of 135M parameters llama.cpp's Q8_0 has 0.96 and 0.004, its Q4_K_M 0.88 and 0.05.
 """
+CALIBRATION_GAIN = (
+    "--quantize int4 rounds each weight for itself. Calibrated, SmolLM2-135M diverges by 0.05 nats on English prose "
+    "instead of 0.31, in 0.2 bits more a weight: loraserve quantize DIR --out OUT, then --model OUT."
+)
+"""Line of a start that rounds float weights to int4."""
 
 
 def is_low(top1_agreement: float, mean_divergence: float) -> bool:

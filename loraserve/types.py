@@ -628,6 +628,11 @@ class QuantizeRequest(Struct, frozen=True):
     """Tokens that see each other."""
     num_threads: int = 0
     """Threads of the products; 0: torch's own number."""
+    int8_modules: tuple[str, ...] | None = None
+    """Linears that are rounded to int8 instead, by the last part of their path.
+
+    None: v_proj and k_proj, as far as the layers keep within 5 bits a weight.
+    """
 
 
 class QuantizeProgress(Struct, frozen=True):

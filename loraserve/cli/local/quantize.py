@@ -25,6 +25,14 @@ def quantize(
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Calibration text (default: a bundled one of several kinds).")
     ] = None,
+    keep_int8: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Linears that get 8 bits instead, for example v_proj,o_proj,down_proj; an empty string: none "
+            "(default: v_proj and k_proj, within 5 bits a weight).",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1024, help="Tokens of the text that are computed, at most.")] = 12_288,
     window: Annotated[
         int, typer.Option(min=64, help="Tokens of the text that see each other; the base's context at most.")
@@ -35,8 +43,8 @@ def quantize(
     """Round a base to int4 so that errors make up for each other on calibration text.
 
     The result is a checkpoint in compressed-tensors' format, which serve loads as it is: it keeps
-    much more of the base than serve --quantize int4, in as many bytes. An interrupted run leaves
-    nothing.
+    much more of the base than serve --quantize int4, at nearly as few bytes. An interrupted run
+    leaves nothing.
     """
     with reporting(format) as output:
         from loraserve.planning.quantizing import quantize as run
@@ -51,6 +59,7 @@ def quantize(
             max_tokens=tokens,
             window=window,
             num_threads=num_threads,
+            int8_modules=None if keep_int8 is None else tuple(name for name in keep_int8.split(",") if name),
         )
         with output.stages() as tell:
             done = run(request, lambda count, total: tell(f"rounding linears to {to}", count, total))

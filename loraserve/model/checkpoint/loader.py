@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from loraserve import faults
+from loraserve.base_advice import CALIBRATION_GAIN
 from loraserve.errors import ConfigError, InvariantViolation
 from loraserve.model.backends.backend import Backend, DecoderLayer, Norm
 from loraserve.model.backends.cpu_backend import CpuBackend
@@ -208,6 +209,8 @@ class _Loader:
         )
         if self._device == "cpu":
             _log_choices()
+        if self._blueprint.quantize == "int4":
+            logger.warning("%s", CALIBRATION_GAIN)
         spec = msgspec.structs.replace(spec, device=self._device, **_arithmetic(facts))
         return_free_memory()
         return Decoder(

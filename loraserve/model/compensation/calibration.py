@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from loraserve.errors import InvariantViolation
-from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan
+from loraserve.model.checkpoint.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan
 from loraserve.model.checkpoint.original import OriginalBase, StreamedLinear
-from loraserve.model.compensation.gptq import compensate
+from loraserve.model.compensation.gptq import compensate, inverse_factor
 from loraserve.model.layers.linears import Linear, quantize_weight
 from loraserve.model.reference_model import run_products
 from loraserve_kernels.common.formats import rotation_block
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.rotation import rotate
-from loraserve_kernels.common.row_blocks import row_blocks
 
-LayerWeights = Callable[[int, Sequence[tuple[SitePlan, QuantizedWeight]]], None]
-"""Takes the rounded weights of a layer, by site, once all of them are there."""
+LayerWeights = Callable[[int, Mapping[str, QuantizedWeight]], None]
+"""Takes the rounded weights of a layer's linears, by path, once all of them are there."""
 
 _MIN_ROWS = 32
 """Rows of an expert's calibration: of fewer nothing can be said."""
@@ -31,6 +31,7 @@ def calibrate(
     sequences: Sequence[Sequence[int]],
     keep: LayerWeights,
     progress: Callable[[int, int], None],
+    int8_paths: Collection[str] = (),
 ) -> None:
     """Round every linear of the layers to int4, rotated, and hand each layer to `keep`.
 
@@ -38,12 +39,13 @@ def calibrate(
 
     Args:
         sequences: token ids of calibration text.
+        int8_paths: linears that are rounded to int8 instead, by output channel.
         progress: told of the sites that are done, and of all.
 
     Raises:
         ModelError: a weight can't be rounded.
     """
-    products = _Products(base, blueprint, keep, progress)
+    products = _Products(base, blueprint, keep, progress, frozenset(int8_paths))
     with torch.inference_mode():
         run_products(base, sequences, products)
         products.finish()
@@ -53,10 +55,15 @@ class _Products:
     """Products of the layers' linears, whose weights are rounded when their input is there."""
 
     def __init__(
-        self, base: OriginalBase, blueprint: Blueprint, keep: LayerWeights, progress: Callable[[int, int], None]
+        self,
+        base: OriginalBase,
+        blueprint: Blueprint,
+        keep: LayerWeights,
+        progress: Callable[[int, int], None],
+        int8_paths: frozenset[str],
     ) -> None:
         self._base, self._keep, self._progress = base, keep, progress
-        self._num_layers = base.config.num_layers
+        self._int8_paths = int8_paths
         self._plans = [plan for plan in blueprint.sites if plan.kind in (SiteKind.LAYER, SiteKind.EXPERT)]
         self._sites = {
             (plan.layer, module): plan
@@ -65,7 +72,7 @@ class _Products:
             for module in base.modules_of(plan)
         }
         self._layer, self._num_done = 0, 0
-        self._weights: dict[int, QuantizedWeight] = {}
+        self._weights: dict[str, QuantizedWeight] = {}
 
     def multiply(self, x: Tensor, layer: int, modules: Sequence[str]) -> Tensor | None:
         """Return the product with a site's modules; None of the head, which isn't rounded here."""
@@ -74,45 +81,55 @@ class _Products:
             return None
         if tuple(modules) != self._base.modules_of(plan):
             raise InvariantViolation(f"{modules} of layer {layer} aren't a whole site")
-        return self._product(x, plan, lambda: self._base.weight_rows(layer, *modules))
+        return self._product(x, plan, self._base.weight_rows(layer, *modules))
 
     def multiply_by(self, x: Tensor, linear: Linear) -> Tensor | None:
         """Return the product with an expert's linear; None of a router."""
         if not isinstance(linear, StreamedLinear) or linear.plan.kind is not SiteKind.EXPERT:
             return None
-        return self._product(x, linear.plan, lambda: linear.rows(0, linear.out_features))
+        return self._product(x, linear.plan, linear.rows(0, linear.out_features))
 
-    def _product(self, x: Tensor, plan: SitePlan, rows: Callable[[], Iterator[Tensor]]) -> Tensor:
+    def _product(self, x: Tensor, plan: SitePlan, rows: Iterator[Tensor]) -> Tensor:
         if plan.layer != self._layer:
             self._finish_layer()
-        weight, rotation = torch.cat(list(rows())), rotation_block(plan.in_features)
-        if x.shape[0] < _MIN_ROWS:
-            rounded = quantize_weight(weight, "int4", rotation)
-        else:
-            turned = rotate(x, rotation)
-            rounded = compensate(weight, turned.t() @ turned, rotation)
-        self._put(plan, rounded)
-        y = x.new_empty(x.shape[0], rounded.out_features)
-        for first, last in row_blocks(0, rounded.out_features, rounded.in_features):
-            y[:, first:last] = x @ rounded.rows(first, last).dequantize(torch.float32).t()
-        return y
+        self._round(plan, torch.cat(list(rows)), x)
+        parts = [x @ self._weights[module.path].dequantize(torch.float32).t() for module in plan.modules]
+        return torch.cat(parts, dim=1)
 
     def finish(self) -> None:
         """Hand over the last layer."""
         self._finish_layer()
 
-    def _put(self, plan: SitePlan, rounded: QuantizedWeight) -> None:
-        self._weights[id(plan)] = rounded
+    def _round(self, plan: SitePlan, weight: Tensor, x: Tensor | None) -> None:
+        """Round a site's weight on its inputs; too few of them, or None: for itself."""
+        rotation, first = rotation_block(plan.in_features), 0
+        is_int4 = any(self._format_of(module) == "int4" for module in plan.modules)
+        is_weighed = is_int4 and x is not None and x.shape[0] >= _MIN_ROWS
+        inverse = inverse_factor(rotate(x, rotation)) if x is not None and is_weighed else None
+        # neighbours of a format have the same inputs, and are rounded together
+        for format, group in groupby(plan.modules, key=self._format_of):
+            modules = list(group)
+            rows = weight[first : first + sum(module.out_features for module in modules)]
+            first += rows.shape[0]
+            if inverse is None or format != "int4":
+                rounded = quantize_weight(rows, format, rotation)
+            else:
+                rounded = compensate(rows, inverse, rotation)
+            start = 0
+            for module in modules:
+                self._weights[module.path] = rounded.rows(start, start + module.out_features)
+                start += module.out_features
         self._num_done += 1
         self._progress(self._num_done, len(self._plans))
 
+    def _format_of(self, module: ModulePlan) -> str:
+        return "int8" if module.path in self._int8_paths else "int4"
+
     def _finish_layer(self) -> None:
-        plans = [plan for plan in self._plans if plan.layer == self._layer]
-        for plan in plans:
-            if id(plan) not in self._weights:
+        for plan in self._plans:
+            if plan.layer == self._layer and plan.modules[0].path not in self._weights:
                 # an expert that no row of the text has chosen
-                weight = torch.cat(list(self._base.site_rows(plan)))
-                self._put(plan, quantize_weight(weight, "int4", rotation_block(plan.in_features)))
-        self._keep(self._layer, [(plan, self._weights[id(plan)]) for plan in plans])
-        self._weights.clear()
+                self._round(plan, torch.cat(list(self._base.site_rows(plan))), None)
+        self._keep(self._layer, self._weights)
+        self._weights = {}
         self._layer += 1

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loraserve.errors import ModelError
-from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan
+from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind
 from loraserve.model.checkpoint.files import Checkpoint
 from loraserve.model.checkpoint.headers import INDEX_FILE
 from loraserve.model.config.formats import INT4_GROUP_SIZE
@@ -47,20 +47,20 @@ class CompressedWriter:
         self._partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
         self._num_files = blueprint.config.num_layers + 1
         self._places: dict[str, str] = {}
+        self._int8_paths: list[str] = []
         self._num_bytes = 0
         try:
             self._partial.mkdir(parents=True)
         except OSError as error:
             raise ModelError(f"{self._partial} can't be made: {error.strerror}.") from error
 
-    def put_layer(self, layer: int, weights: Sequence[tuple[SitePlan, QuantizedWeight]]) -> None:
-        """Write the linears of a layer."""
+    def put_layer(self, layer: int, weights: Mapping[str, QuantizedWeight]) -> None:
+        """Write the linears of a layer, by path."""
         tensors: dict[str, Tensor] = {}
-        for plan, weight in weights:
-            first = 0
-            for module in plan.modules:
-                tensors |= _parts(module.path, weight.rows(first, first + module.out_features))
-                first += module.out_features
+        for path, weight in weights.items():
+            tensors |= _parts(path, weight)
+            if weight.format == "int8":
+                self._int8_paths.append(path)
         self._save(layer, tensors)
 
     def finish(self) -> Path:
@@ -102,14 +102,10 @@ class CompressedWriter:
         for site in self._blueprint.sites:
             if site.kind in (SiteKind.LAYER, SiteKind.EXPERT):
                 by_block.setdefault(rotation_block(site.in_features), []).extend(m.path for m in site.modules)
-        weights = {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": False,
-            "strategy": "group",
-            "group_size": INT4_GROUP_SIZE,
-            "dynamic": False,
-        }
+        groups = {"group_0": _group(["Linear"], 4, symmetric=False, strategy="group", group_size=INT4_GROUP_SIZE)}
+        if self._int8_paths:
+            # a path is tried before a class
+            groups["group_1"] = _group(self._int8_paths, 8, symmetric=True, strategy="channel", group_size=None)
         unrounded = [self._blueprint.config.architecture.head.removesuffix(".weight")]
         unrounded += [m.path for site in self._blueprint.sites if site.kind is SiteKind.ROUTER for m in site.modules]
         transforms = {f"h{block}": _transform(block, paths) for block, paths in by_block.items() if block}
@@ -117,10 +113,19 @@ class CompressedWriter:
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+            "config_groups": groups,
             "ignore": unrounded,
             "transform_config": {"config_groups": transforms},
         }
+
+
+def _group(targets: Sequence[str], num_bits: int, **weights: object) -> dict[str, Any]:
+    """Return a config group of linears whose weights are stored in that many bits."""
+    return {
+        "targets": list(targets),
+        "weights": {"num_bits": num_bits, "type": "int", "dynamic": False, **weights},
+        "input_activations": None,
+    }
 
 
 def _transform(block: int, paths: Sequence[str]) -> dict[str, Any]:
@@ -131,9 +136,18 @@ def _transform(block: int, paths: Sequence[str]) -> dict[str, Any]:
 def _parts(path: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of a linear in pack-quantized, whose Hadamard matrices are orthogonal."""
     scales = weight.scales * math.sqrt(max(weight.rotation, 1))
+    shape = torch.tensor([weight.out_features, weight.in_features])
     zeros = weight.zeros
     if zeros is None:
-        raise ModelError(f"{path} has no zeros")
+        # of int8, by channel; a word holds four codes, each its value and 128
+        codes = weight.codes.contiguous().view(torch.uint8) ^ 0x80
+        padded = codes.new_full((weight.out_features, -(-weight.in_features // 4) * 4), 0x80)
+        padded[:, : weight.in_features] = codes
+        return {
+            f"{path}.weight_packed": padded.view(torch.int32),
+            f"{path}.weight_scale": scales.contiguous(),
+            f"{path}.weight_shape": shape,
+        }
     # words hold the zeros of eight channels, the first in the lowest bits
     padded = zeros.new_zeros(zeros.shape[1], -(-zeros.shape[0] // _PER_WORD) * _PER_WORD)
     padded[:, : zeros.shape[0]] = zeros.t()
@@ -142,5 +156,5 @@ def _parts(path: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         f"{path}.weight_packed": weight.codes.contiguous().view(torch.int32),
         f"{path}.weight_scale": scales.bfloat16().contiguous(),
         f"{path}.weight_zero_point": packed_zeros,
-        f"{path}.weight_shape": torch.tensor([weight.out_features, weight.in_features]),
+        f"{path}.weight_shape": shape,
     }

@@ -23,22 +23,22 @@ _SHRINKS = (1.0, 0.93, 0.86)
 """Parts of a group's range that are tried."""
 
 
-def compensate(weight: Tensor, gram: Tensor, rotation: int) -> QuantizedWeight:
+def compensate(weight: Tensor, inverse: Tensor, rotation: int) -> QuantizedWeight:
     """Round a weight to int4 in groups with zeros for the least error of its products.
 
     Args:
         weight: [out_features, in_features] float32, unrotated.
-        gram: [in_features, in_features], ``Σ x' x'^T`` of rotated inputs; it is spent.
-        rotation: inputs of a Hadamard block by which x' was rotated, and the weight is; 0: neither.
+        inverse: `inverse_factor` of the inputs' products.
+        rotation: inputs of a Hadamard block by which the inputs were rotated, and the weight is;
+            0: neither.
 
     Raises:
-        ModelError: the weight or the inputs hold numbers that aren't finite.
+        ModelError: the weight holds numbers that aren't finite.
     """
     out_features, in_features = weight.shape
-    if not bool(torch.isfinite(gram).all()) or not bool(torch.isfinite(weight).all()):
-        raise ModelError("A weight, or its inputs on the calibration text, hold numbers that aren't finite.")
-    columns = rotate(weight, rotation).mul_(1 / max(rotation, 1)).t().contiguous()
-    inverse = _inverse_factor(gram)
+    if not bool(torch.isfinite(weight).all()):
+        raise ModelError("A weight holds numbers that aren't finite.")
+    columns = rotate(weight, rotation).mul(1 / max(rotation, 1)).t().contiguous()
     codes = torch.empty(in_features, out_features, dtype=torch.uint8)
     num_groups = in_features // INT4_GROUP_SIZE
     scales, zeros = torch.empty(num_groups, out_features), torch.empty(num_groups, out_features)
@@ -71,8 +71,20 @@ def compensate(weight: Tensor, gram: Tensor, rotation: int) -> QuantizedWeight:
     )
 
 
-def _inverse_factor(gram: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the damped matrix' inverse, float32."""
+def inverse_factor(x: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of ``x^T x``, damped.
+
+    It is [in_features, in_features] float32.
+
+    Args:
+        x: [num_rows, in_features] float32: a linear's inputs on calibration text, rotated.
+
+    Raises:
+        ModelError: the inputs hold numbers that aren't finite, or can't be inverted.
+    """
+    gram = x.t() @ x
+    if not bool(torch.isfinite(gram).all()):
+        raise ModelError("The inputs of a linear on the calibration text hold numbers that aren't finite.")
     wide, damping = gram.double(), _DAMPING
     mean = float(wide.diagonal().mean()) or 1.0
     while damping <= _MAX_DAMPING:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.transform import TransformConfig
+from safetensors.torch import load_file
 
-from loraserve.errors import ConfigError, ModelError
+from loraserve.errors import ConfigError, MissingTensor, ModelError, ShapeMismatch
 from loraserve.model.checkpoint.blueprint import draw
 from loraserve.model.checkpoint.files import open_checkpoint
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.compensation import quantizing
 from loraserve.model.compensation.calibration import calibrate
 from loraserve.model.compensation.compressed import CompressedWriter
-from loraserve.model.compensation.gptq import compensate
+from loraserve.model.compensation.gptq import compensate, inverse_factor
 from loraserve.model.config.model_config import read_config
 from loraserve.model.layers.linears import quantize_weight
+from loraserve.text.passage import PASSAGE
+from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import QuantizeRequest
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.rotation import rotate
@@ -38,7 +44,7 @@ def correlated_rows(num_rows: int, width: int) -> torch.Tensor:
 def test_compensated_products_err_less_than_plain_ones(width: int, rotation: int) -> None:
     x, weight = correlated_rows(500, width), torch.randn(61, width)
     turned = rotate(x, rotation)
-    compensated = compensate(weight, turned.t() @ turned, rotation)
+    compensated = compensate(weight, inverse_factor(turned), rotation)
     plain = quantize_weight(weight, "int4", rotation)
     assert (compensated.format, compensated.group_size, compensated.rotation) == ("int4", 32, rotation)
     assert torch.equal(compensated.scales.bfloat16().float(), compensated.scales)
@@ -49,13 +55,17 @@ def test_compensated_products_err_less_than_plain_ones(width: int, rotation: int
 
 def test_inputs_of_one_row_are_no_hindrance() -> None:
     x, weight = torch.randn(1, 64), torch.randn(8, 64)
-    rounded = compensate(weight, x.t() @ x, 0).dequantize(torch.float32)
+    rounded = compensate(weight, inverse_factor(x), 0).dequantize(torch.float32)
     assert (rounded - weight).norm() < 0.3 * weight.norm()
-    with pytest.raises(ModelError, match="aren't finite"):
-        compensate(weight, torch.full((64, 64), torch.inf), 0)
+    with pytest.raises(ModelError, match="inputs of a linear"):
+        inverse_factor(torch.full((2, 64), torch.inf))
+    with pytest.raises(ModelError, match="A weight holds"):
+        compensate(torch.full((8, 64), torch.nan), inverse_factor(x), 0)
 
 
-def calibrated(directory: Path, out: Path, sequences: list[list[int]]) -> dict[str, QuantizedWeight]:
+def calibrated(
+    directory: Path, out: Path, sequences: list[list[int]], int8_modules: Collection[str] = ()
+) -> dict[str, QuantizedWeight]:
     """Write a checkpoint; return the weights of each module that it should hold."""
     base, checkpoint = OriginalBase(directory, torch.device("cpu")), open_checkpoint(directory)
     blueprint = draw(read_config(directory), checkpoint.tensors, "int4")
@@ -63,35 +73,40 @@ def calibrated(directory: Path, out: Path, sequences: list[list[int]]) -> dict[s
 
     def keep(layer: int, rounded: Any) -> None:
         writer.put_layer(layer, rounded)
-        for plan, weight in rounded:
-            first = 0
-            for module in plan.modules:
-                weights[module.path] = weight.rows(first, first + module.out_features)
-                first += module.out_features
+        weights.update(rounded)
 
-    calibrate(base, blueprint, sequences, keep, lambda *_: None)
+    paths = [module.path for site in blueprint.sites for module in site.modules]
+    int8_paths = [path for path in paths if path.rpartition(".")[2] in int8_modules]
+    calibrate(base, blueprint, sequences, keep, lambda *_: None, int8_paths)
     writer.finish()
     return weights
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "int8_modules"),
     [
-        ("llama", {}),
-        ("qwen2", {"tie_word_embeddings": True}),
-        ("phi3", {"pad_token_id": 0}),
-        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
+        ("llama", {}, ()),
+        ("llama", {}, ("v_proj", "down_proj")),
+        ("qwen2", {"tie_word_embeddings": True}, ("k_proj",)),
+        ("phi3", {"pad_token_id": 0}, ("qkv_proj",)),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}, ()),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}, ("w2",)),
     ],
 )
-def test_checkpoint_is_served_as_it_was_calibrated(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+def test_checkpoint_is_served_as_it_was_calibrated(
+    tmp_path: Path, kind: str, options: dict[str, Any], int8_modules: tuple[str, ...]
+) -> None:
     model = build_model(kind, **SIZES, **options)
     directory, out = save_model(model, tmp_path / "base"), tmp_path / "out"
-    weights = calibrated(directory, out, [random_tokens(40, seed=seed) for seed in range(4)])
+    weights = calibrated(directory, out, [random_tokens(40, seed=seed) for seed in range(4)], int8_modules)
     decoder = load(out)
-    assert decoder.spec.quantization == "int4"
+    assert decoder.spec.quantization == ("int4+int8" if int8_modules else "int4")
+    names = {path.rpartition(".")[2] for path, weight in weights.items() if weight.format == "int8"}
+    assert names == set(int8_modules)
     # rotated weights take rounded activations, and a rounded head beside them
-    assert decoder.spec.arithmetic.split("+")[0] in ("w4a8-row-h64", "w4a16")
-    assert decoder.spec.arithmetic.split("+")[-1] in ("w8a8-row-h64", "w8a8-row-h32", "w8a7-row-h64", "w8a7-row-h32")
+    arithmetics = {name.rpartition("-h")[0] or name for name in decoder.spec.arithmetic.split("+")}
+    assert arithmetics <= {"w4a8-row", "w4a16", "w8a8-row", "w8a7-row"}
+    assert arithmetics & {"w8a8-row", "w8a7-row"}
     with torch.no_grad():
         for path, weight in weights.items():
             model.get_submodule(path).weight.copy_(weight.dequantize(torch.float32)) if kind != "mixtral" else None
@@ -121,6 +136,14 @@ def test_gpu_rotates_rows_in_floats(tmp_path: Path) -> None:
     assert error < 0.02
 
 
+@pytest.mark.parametrize(("quantize", "num_lines"), [("int4", 1), ("int8", 0), ("none", 0)])
+def test_int4_load_names_calibration_once(
+    tmp_path: Path, quantize: str, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(save_model(build_model(**SIZES), tmp_path), quantize=quantize)
+    assert sum("loraserve quantize DIR --out OUT" in record.getMessage() for record in caplog.records) == num_lines
+
+
 def test_config_names_the_rotation_as_compressed_tensors_does(tmp_path: Path) -> None:
     directory = save_model(build_model(**SIZES), tmp_path / "base")
     calibrated(directory, tmp_path / "out", [random_tokens(40)])
@@ -133,6 +156,38 @@ def test_config_names_the_rotation_as_compressed_tensors_does(tmp_path: Path) ->
     assert all(path.endswith("down_proj") for path in down)
     assert "model.layers.1.self_attn.q_proj" in others
     assert load(tmp_path / "out").spec.digest != load(directory).spec.digest
+
+
+def test_int8_group_is_what_compressed_tensors_reads(tmp_path: Path) -> None:
+    directory, out = save_model(build_model(**SIZES), tmp_path / "base"), tmp_path / "out"
+    weights = calibrated(directory, out, [random_tokens(40)], ("v_proj", "down_proj"))
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    config.pop("transform_config")
+    groups = QuantizationConfig.model_validate(config).config_groups
+    bits = {name: (scheme.weights.num_bits, scheme.weights.symmetric) for name, scheme in groups.items()}
+    assert bits == {"group_0": (4, False), "group_1": (8, True)}
+    path = "model.layers.1.mlp.down_proj"
+    stored = {name: tensor for part in out.glob("*.safetensors") for name, tensor in load_file(part).items()}
+    unpacked = unpack_from_int32(stored[f"{path}.weight_packed"], 8, torch.Size((64, 96)))
+    assert torch.equal(unpacked, weights[path].codes)
+    # orthogonal Hadamard matrices, of blocks of 32
+    plain = unpacked.float() * stored[f"{path}.weight_scale"]
+    assert torch.allclose(rotate(plain, 32) / 32**0.5, weights[path].dequantize(torch.float32), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_bits", [None, 4])
+def test_int8_group_of_other_bits_is_refused(tmp_path: Path, num_bits: int | None) -> None:
+    out = tmp_path / "out"
+    calibrated(save_model(build_model(**SIZES), tmp_path / "base"), out, [random_tokens(40)], ("down_proj",))
+    config = json.loads((out / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    if num_bits is None:
+        del groups["group_1"]
+    else:
+        groups["group_1"]["weights"]["num_bits"] = num_bits
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ModelError, MissingTensor, ShapeMismatch), match="down_proj"):
+        load(out)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +235,62 @@ def test_what_cannot_be_calibrated_is_said(tmp_path: Path) -> None:
         quantizing.quantize_checkpoint(QuantizeRequest(str(base_dir()), str(tmp_path / "there")), lambda *_: None)
 
 
+def test_unknown_int8_names_are_refused_with_choices(tmp_path: Path) -> None:
+    from loraserve.demo.pack import base_dir
+
+    request = QuantizeRequest(str(base_dir()), str(tmp_path / "out"), int8_modules=("v_proj", "w9"))
+    with pytest.raises(ConfigError, match=r"^w9: no linear") as refusal:
+        quantizing.quantize_checkpoint(request, lambda *_: None)
+    assert "down_proj" in (refusal.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        # k and v have 5 % of the weights each
+        ("llama", {"intermediate_size": 256, "num_key_value_heads": 2}, {"v_proj", "k_proj"}),
+        ("llama", {"intermediate_size": 128, "num_key_value_heads": 4}, set()),
+        ("phi3", {"pad_token_id": 0}, set()),
+    ],
+)
+def test_default_keeps_keys_and_values_within_bits(
+    tmp_path: Path, kind: str, options: dict[str, Any], expected: set[str]
+) -> None:
+    directory = save_model(build_model(kind, **(SIZES | {"num_attention_heads": 4} | options)), tmp_path)
+    blueprint = draw(read_config(directory), open_checkpoint(directory).tensors, "int4")
+    paths = quantizing._int8_paths(blueprint, None)
+    assert {path.rpartition(".")[2] for path in paths} == expected
+    assert len(paths) == 2 * len(expected)
+
+
+def test_trained_base_keeps_more_in_eight_bits(tmp_path: Path) -> None:
+    from loraserve.demo.pack import base_dir
+
+    token_ids = Tokenizer(base_dir()).encode(PASSAGE)
+    windows = [token_ids[start : start + 64] for start in range(0, 512, 64)]
+
+    def log_probs(directory: Path, quantize: str = "none") -> torch.Tensor:
+        decoder = load(directory, quantize=quantize)
+        return torch.stack([PagedRun(decoder).logits(window, [64]).log_softmax(-1) for window in windows])
+
+    for name, int8_modules in (("calibrated", ()), ("mixed", ("v_proj", "down_proj"))):
+        request = QuantizeRequest(
+            str(base_dir()), str(tmp_path / name), max_tokens=4096, window=64, int8_modules=int8_modules
+        )
+        quantizing.quantize_checkpoint(request, lambda *_: None)
+    exact = log_probs(base_dir())
+    rounded = [log_probs(base_dir(), "int4"), log_probs(tmp_path / "calibrated"), log_probs(tmp_path / "mixed")]
+    plain, calibrated, mixed = (float((exact.exp() * (exact - one)).sum(-1).mean()) for one in rounded)
+    assert calibrated < 0.6 * plain
+    assert mixed < 0.9 * calibrated
+
+
 def test_bundled_text_has_several_kinds() -> None:
     text = quantizing.calibration_text()
-    assert len(text.split()) > 8_000
-    assert all(part in text for part in ("User:", "def ", "the house"))
+    assert len(text.split()) > 20_000
+    assert len(text.encode()) < 200_000
+    kinds = ("User:", "def ", "the house", "SELECT ", "Der Zug", "the Congress", "Elizabeth", "hackers")
+    assert all(part in text for part in kinds)
+    # what is computed spreads over all of it, so that each kind has a part in each half
+    halves = text[: len(text) // 2], text[len(text) // 2 :]
+    assert all(part in half for half in halves for part in ("Congress", "Elizabeth", "adapter", "User:"))

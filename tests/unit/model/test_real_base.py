@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.formats import FORMATS
 from benchmarks.quality import cut, load, measure, prose
+from loraserve.model.compensation.quantizing import quantize_checkpoint
 from loraserve.text.tokenizer import Tokenizer
+from loraserve.types import QuantizeRequest
 
 from .conftest import PagedRun, random_adapter
 
@@ -52,6 +55,21 @@ def test_formats_keep_the_distributions(base: Path, windows: list[list[int]]) ->
     for name, (divergence, bits) in BOUNDS.items():
         assert found[name][0] < divergence, found
         assert found[name][1] <= bits, found
+
+
+@pytest.mark.parametrize(
+    ("int8_modules", "divergence", "bits"), [(None, 0.065, 5), (("v_proj", "o_proj", "down_proj"), 0.045, 6)]
+)
+def test_calibrated_base_keeps_another_text(
+    int8_modules: tuple[str, ...] | None, divergence: float, bits: float, base: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    quantize_checkpoint(QuantizeRequest(str(base), str(out), int8_modules=int8_modules), lambda *_: None)
+    # Python's language reference, of which the calibration text has nothing
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    (found,) = measure(base, [], [out], cut(Tokenizer(base).encode(text), 4 * WIDTH, WIDTH))
+    assert found.divergence < divergence
+    assert found.bits <= bits
 
 
 @pytest.fixture(scope="module", params=["float32", "int8"])

@@ -24,6 +24,16 @@ def test_process_writes_checkpoint_and_tells_progress(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_interrupted_command_leaves_no_files(tmp_path: Path) -> None:
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    request = QuantizeRequest(str(base_dir()), str(tmp_path / "out"), max_tokens=1024, window=64, num_threads=1)
+    with pytest.raises(KeyboardInterrupt):
+        quantizing.quantize(request, interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_problem_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         quantizing.quantize(

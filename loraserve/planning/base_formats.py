@@ -1,0 +1,119 @@
+"""Formats that a float base can be served in: their bytes, and what they cost a trained base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from loraserve.base_advice import is_low
+from loraserve.config import AUTO_DTYPES, EngineConfig
+from loraserve.planning.base import BasePlan, plan_base
+
+MEASURED_ON = "SmolLM2-135M-Instruct"
+"""Base whose losses are shown; `make bench ARGS='quality --model DIR'` measures another's."""
+_FLOAT, _CALIBRATED = "int8, float activations", "int4, calibrated"
+_CALIBRATE = "loraserve quantize DIR --out DIR"
+_LOSSES = {
+    "float32": (0.0, 1.0),
+    "bfloat16": (0.0004, 0.983),
+    "int8": (0.0058, 0.952),
+    _FLOAT: (0.0042, 0.956),
+    "fp8": (0.039, 0.882),
+    "nf4": (0.244, 0.728),
+    "int4": (0.325, 0.712),
+    _CALIBRATED: (0.148, 0.805),
+}
+"""Mean divergence from float32 in nats, and part of positions with the same likeliest token."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormatPlan:
+    """A base in one of the formats that it can be served in.
+
+    Attributes:
+        name: of the format, and of its activations where they can be chosen.
+        flags: of `serve`; or the command that makes a checkpoint of this format.
+        num_bytes: resident.
+        token_bytes: of the weights that are read for a token of one request.
+        divergence, agreement: measured on `MEASURED_ON`: nats of divergence from float32, and part
+            of positions with the same likeliest token.
+        is_planned: it's the format of this plan.
+        is_recommended: it reads least of those that keep a base's answers.
+    """
+
+    name: str
+    flags: str
+    num_bytes: int
+    token_bytes: int
+    divergence: float
+    agreement: float
+    is_planned: bool = False
+    is_recommended: bool = False
+
+
+def plan_formats(config: EngineConfig, base: BasePlan) -> tuple[FormatPlan, ...]:
+    """Return the formats of a base, largest first; none where its checkpoint is rounded already."""
+    if base.config.quantization is not None:
+        return ()
+    planned = _name_of(config, base)
+    found = [_plan(name, settings, config, base, planned) for name, settings in _settings(base.device).items()]
+    kept = [one for one in found if not is_low(one.agreement, one.divergence)]
+    # of two that read as much the first, which multiplies faster
+    best = min(kept, key=lambda one: one.token_bytes)
+    marked = [replace(one, is_recommended=one is best) for one in found]
+    return tuple(sorted(marked, key=lambda one: -one.num_bytes))
+
+
+def _settings(device: str) -> dict[str, tuple[str, str, str]]:
+    """Return what is to be set for each format: dtype, quantization, and activations."""
+    formats = {
+        "float32": ("float32", "none", "auto"),
+        "bfloat16": ("bfloat16", "none", "auto"),
+        "int8": ("auto", "int8", "auto"),
+        _FLOAT: ("auto", "int8", "float"),
+        "fp8": ("auto", "fp8", "auto"),
+        "nf4": ("auto", "nf4", "auto"),
+        "int4": ("auto", "int4", "auto"),
+        _CALIBRATED: ("auto", "int4", "auto"),
+    }
+    if device == "cuda":
+        # activations aren't rounded there
+        del formats["float32"], formats["int8"]
+    return formats
+
+
+def _name_of(config: EngineConfig, base: BasePlan) -> str:
+    """Return the name of the format that is planned."""
+    if config.quantize == "none":
+        return base.dtype
+    is_float = base.device == "cuda" or config.activation_dtype == "float"
+    return _FLOAT if config.quantize == "int8" and is_float else config.quantize
+
+
+def _plan(name: str, settings: tuple[str, str, str], config: EngineConfig, base: BasePlan, planned: str) -> FormatPlan:
+    dtype, quantize, activations = settings
+    changed = msgspec.structs.replace(config, dtype=dtype, quantize=quantize, activation_dtype=activations)
+    found = plan_base(changed, base.device)
+    flags = [] if quantize == "none" else [f"--quantize {quantize}"]
+    flags += [] if dtype in ("auto", AUTO_DTYPES[base.device]) else [f"--dtype {dtype}"]
+    flags += [] if activations == "auto" or base.device == "cuda" else [f"--activation-dtype {activations}"]
+    divergence, agreement = _LOSSES[name]
+    return FormatPlan(
+        name,
+        _CALIBRATE if name == _CALIBRATED else " ".join(flags),
+        found.num_bytes,
+        token_bytes(found),
+        divergence,
+        agreement,
+        is_planned=name == planned,
+    )
+
+
+def token_bytes(base: BasePlan) -> int:
+    """Return the bytes of the weights that are read for a token: of experts, the chosen ones'."""
+    experts = base.config.experts
+    parts = dict.fromkeys(("linears", "routers", "head", "norms"), 1.0)
+    if experts is not None:
+        parts["experts"] = experts.num_chosen / experts.num_experts
+    return int(sum(part.num_bytes * parts.get(part.name, 0.0) for part in base.parts))
