@@ -42,6 +42,11 @@ BUILD = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+TILES = "ggml/src/ggml-cpu/amx/mmq.cpp"
+TILES_PATCH = ("    _tile_loadconfig(&tc);", '    asm volatile("" : : "r"(&tc) : "memory"); _tile_loadconfig(&tc);')
+"""GCC 12 takes that call for a read of eight bytes, and leaves out most of what was written before:
+with AMX, llama.cpp ends by an illegal instruction.
+"""
 TARGETS = ("llama-server", "llama-quantize", "llama-perplexity")
 TCMALLOC, TCMALLOC_PACKAGE = "libtcmalloc_minimal.so.4", "libtcmalloc-minimal4"
 _LAST_WORDS = 600
@@ -156,6 +161,8 @@ def llama_cpp() -> Path:
             shutil.unpack_archive(archive, folder / "sdist", filter="data")
             archive.unlink()
         (found,) = (folder / "sdist").glob("*/vendor/llama.cpp")
+        tiles = found / TILES
+        tiles.write_text(tiles.read_text().replace(*TILES_PATCH))
         found.rename(source)
         shutil.rmtree(folder / "sdist")
 
@@ -164,11 +171,11 @@ def llama_cpp() -> Path:
         jobs = str(os.cpu_count() or 1)
         run("llama.cpp's build", ["cmake", "--build", build, "-j", jobs, "--target", *TARGETS], log)
 
-    once(folder, "source", [LLAMA_CPP], f"fetching llama.cpp ({LLAMA_CPP})", fetch)
+    once(folder, "source", [LLAMA_CPP, *TILES_PATCH], f"fetching llama.cpp ({LLAMA_CPP})", fetch)
     once(
         folder,
         "build",
-        [LLAMA_CPP, *BUILD],
+        [LLAMA_CPP, *TILES_PATCH, *BUILD, *TARGETS],
         "building llama.cpp, which takes a quarter of an hour on two cores",
         compile_,
     )

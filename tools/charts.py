@@ -84,19 +84,28 @@ def source(name: str) -> str:
 
 
 def peers(name: str) -> str:
-    groups, num_turns = [], 0
-    for row in read(name)["rows"]:
-        if (row["requests"], row["mode"]) != (32, "mixed") or not row["ours"] or not row["peer"]:
+    """Return the chart of pairs; of a trained base, each format has its divergence beside it."""
+    found, groups, num_turns = read(name), [], 0
+    lost = {(one["whose"], one["format"]): one["divergence"] for one in found.get("qualities", ())}
+
+    def label(whose: str, format: str) -> str:
+        divergence = lost.get((whose, format.partition("+")[0]))
+        return format if divergence is None else f"{format} (KL {divergence:.3f})"
+
+    for row in found["rows"]:
+        which = row["requests"], row["mode"], row.get("prompt_tokens", 64), row.get("speculation", "auto")
+        if which not in ((32, "mixed", 64, "auto"), (32, "mixed", 64, "off")) or not row["ours"] or not row["peer"]:
             continue
         pair, theirs, ours = row["pair"], median(row["peer"]), median(row["ours"])
         bars = [
-            Bar(f"loraserve, {pair['ours']}", ours, True, f"{ours:.0f} ({ours / theirs:.1f} ×)"),
-            Bar(f"{pair['peer']}, {pair['format']}", theirs, False, f"{theirs:.0f}"),
+            Bar(f"loraserve, {label('ours', pair['ours'])}", ours, True, f"{ours:.0f} ({ours / theirs:.1f} ×)"),
+            Bar(f"{pair['peer']}, {label(pair['peer'], pair['format'])}", theirs, False, f"{theirs:.0f}"),
         ]
         groups.append(("", bars))
         num_turns = len(row["ours"])
     turns = "one turn" if num_turns == 1 else f"medians of {num_turns} turns"
-    note = f"32 requests at once, each with an adapter of its own, size S, greedy; {turns} each.\n{source(name)}"
+    base = "SmolLM2-135M, speculation off" if found["options"]["size"] == "real" else "size S of random weights"
+    note = f"32 requests at once, each with an adapter of its own, {base}, greedy; {turns} each.\n{source(name)}"
     return draw("Tokens per second, beside others in alternating turns", groups, note)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from loraserve.config import EngineConfig
 from loraserve.planning.adapters import AdapterPlan
 from loraserve.planning.base import BasePlan
+from loraserve.planning.base_formats import FormatPlan
 from loraserve.planning.draft import DraftPlan
 from loraserve.planning.memory import ArenaPlan, StepPlan, load_bytes
 
@@ -100,7 +101,7 @@ class CapacityPlan:
     """The whole plan.
 
     `fits` is in the order of sequences; `loads` is None without adapters or a rate; `ranks` is
-    empty where one process has the base.
+    empty where one process has the base; `formats` where its checkpoint is rounded already.
     """
 
     base: BasePlan
@@ -115,6 +116,7 @@ class CapacityPlan:
     load_bytes: int
     draft: DraftPlan | None = None
     ranks: tuple[RankPlan, ...] = ()
+    formats: tuple[FormatPlan, ...] = ()
 
     @property
     def served(self) -> list[AdapterPlan]:
@@ -140,6 +142,7 @@ class CapacityPlan:
                 "size_bytes": base.num_bytes,
                 "parts": [asdict(part) for part in base.parts],
                 "max_model_len": base.max_model_len,
+                "formats": [asdict(one) for one in self.formats],
             },
             "ranks": [asdict(rank) for rank in self.ranks],
             "draft": None if self.draft is None else self.draft.as_dict(),
@@ -198,6 +201,7 @@ def make_plan(
     disk_bytes_per_s: float | None = None,
     available_bytes: int | None = None,
     draft: DraftPlan | None = None,
+    formats: tuple[FormatPlan, ...] = (),
 ) -> CapacityPlan:
     """Put the plan together.
 
@@ -206,6 +210,7 @@ def make_plan(
             length.
         available_bytes: what the host's memory has left now; None: unknown.
         draft: the draft base, whose cache the arena leaves room for.
+        formats: that the base can be served in.
     """
     served = [adapter for adapter in adapters if adapter.refusal is None]
     looked_at = dict.fromkeys([(1, base.max_model_len), (config.max_num_seqs, base.max_model_len), *running])
@@ -227,6 +232,7 @@ def make_plan(
         load_bytes(config, arena),
         draft,
         tuple(_ranks(base, arena, served)) if base.grid.size > 1 else (),
+        formats,
     )
     return replace(plan, notices=tuple(_notices(plan, config, available_bytes)))
 

@@ -125,6 +125,7 @@ def _make(
     from loraserve.errors import ConfigError
     from loraserve.planning import adapters as a
     from loraserve.planning.base import plan_base
+    from loraserve.planning.base_formats import plan_formats
     from loraserve.planning.capacity_plan import make_plan
     from loraserve.planning.draft import plan_draft
     from loraserve.planning.machine import available_memory, gpu_memory, nearest_folder
@@ -174,6 +175,7 @@ def _make(
         disk_bytes_per_s=rate,
         available_bytes=available_memory(),
         draft=draft,
+        formats=plan_formats(config, base),
     )
 
 
@@ -220,6 +222,12 @@ def _show(output: Output, made: CapacityPlan) -> None:
             output.records(_each(made), name="adapter")
             if len(made.adapters) > _SHOWN:
                 output.note(f"… and {len(made.adapters) - _SHOWN} more; --format json lists all.")
+    if made.formats:
+        from loraserve.planning.base_formats import MEASURED_ON
+
+        output.line("")
+        output.records(_formats(made), name="format")
+        output.note(f"KL and same top-1 are {MEASURED_ON}'s; a server measures its own base's: loraserve ps.")
     for notice in made.notices:
         output.note(f"{notice.level}: {notice.message}" + (f" {notice.hint}" if notice.hint else ""))
 
@@ -272,6 +280,23 @@ def _of_ranks(made: CapacityPlan) -> list[dict[str, object]]:
             "adapters": size(rank.adapter_bytes),
         }
         for rank in made.ranks
+    ]
+
+
+def _formats(made: CapacityPlan) -> list[dict[str, object]]:
+    return [
+        {
+            "format": one.name,
+            "resident": size(one.num_bytes),
+            "read a token": size(one.token_bytes),
+            "KL": f"{one.divergence:.4f}",
+            "same top-1": f"{one.agreement:.1%}",
+            "set by": one.flags or "the default",
+            "note": ", ".join(
+                word for word, holds in (("recommended", one.is_recommended), ("this plan", one.is_planned)) if holds
+            ),
+        }
+        for one in made.formats
     ]
 
 
