@@ -5,6 +5,7 @@ AutoModelForSequenceClassification is the oracle.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,12 @@ from .test_pooling import add, expected, make_engine, prompts, run, vector
 __all__ = ["make_engine"]
 
 Classifier = tuple[AdapterRef, Callable[[list[int]], np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def world(world: World) -> World:
+    """The session's base, with adapters that other modules' tests don't see."""
+    return replace(world, refs=dict(world.refs))
 
 
 @pytest.fixture(scope="module")
