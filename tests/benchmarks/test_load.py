@@ -47,6 +47,7 @@ async def run(content: bytes, size: int) -> tuple[dict[str, Any], list[dict[str,
         prompt_tokens=4,
         output_tokens=3,
         vocab=300,
+        text_tokens=None,
         seed=1,
         body={"lora": "{}"},
     )
