@@ -241,7 +241,7 @@ def take_quiet_turn(asked: Running, idle: Running | None, row: Row, seed: int, q
             return None
 
 
-def qualities_of(work: Work, text: Path, peers: Sequence[str]) -> dict[tuple[str, str], quality.Quality]:
+def qualities_of(work: Work, text: Path, peers: Sequence[str]) -> dict[tuple[str, str], quality.Loss]:
     """Measure what our formats lose, and those of peers that are there."""
     found = quality.of_ours(work.model, work.calibrated, text, OURS_REAL)
     if "llama.cpp" in peers:

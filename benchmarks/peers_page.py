@@ -49,7 +49,13 @@ def quality_text(qualities: quality.Qualities) -> str:
     if not qualities:
         return ""
     rows = [
-        ["loraserve" if who == quality.OURS else who, name, str(one), f"{one.agreement:.1%}", f"{one.perplexity:.3f} ×"]
+        [
+            "loraserve" if who == quality.OURS else who,
+            name,
+            f"{one.divergence:.4f}",
+            f"{one.agreement:.1%}",
+            f"{one.perplexity:.3f} ×",
+        ]
         for (who, name), one in sorted(qualities.items(), key=lambda item: item[1].divergence)
     ]
     table = figures.table(("whose", "format", "KL", "same top-1", "perplexity"), rows)

@@ -46,7 +46,10 @@ def pairs_by_quality(peers: Sequence[str], qualities: quality.Qualities, is_wide
     ours = {name: one.divergence for (who, name), one in qualities.items() if who == quality.OURS}
     theirs = {name: one.divergence for (who, name), one in qualities.items() if who == "llama.cpp"}
     pairs = []
-    if "llama.cpp" in peers:
+    if "llama.cpp" in peers and not theirs:
+        # their rows say why there is nothing to compare with
+        pairs += [Pair("llama.cpp", "Q8_0", "int8")]
+    elif "llama.cpp" in peers:
         pairs += [Pair("llama.cpp", name, quality.nearest(theirs[name], ours)) for name in LLAMA_CPP_COMMON]
         for our, divergence in ours.items():
             format = quality.nearest_not_better(divergence, theirs)

@@ -11,13 +11,13 @@ import contextlib
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import peers_installing as installing
 from benchmarks import quality
 from benchmarks.formats import CALIBRATED
 from benchmarks.peers_installing import CACHE, PeerUnavailableError, last_words
+from benchmarks.quality import Loss
 from benchmarks.serving import say
 from loraserve.text.tokenizer import Tokenizer
 
@@ -27,25 +27,7 @@ _TOP1 = re.compile(r"^Same top p:\s+(\S+)", re.MULTILINE)
 _PERPLEXITY = re.compile(r"^Mean PPL\(Q\)/PPL\(base\)\s*:\s+(\S+)", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """Loss of a contender's format.
-
-    Attributes:
-        divergence: mean Kullback-Leibler divergence from float32, in nats.
-        agreement: share of positions with float32's likeliest token.
-        perplexity: multiple of float32's.
-    """
-
-    divergence: float
-    agreement: float
-    perplexity: float
-
-    def __str__(self) -> str:
-        return f"{self.divergence:.4f}"
-
-
-Qualities = Mapping[tuple[str, str], Quality]
+Qualities = Mapping[tuple[str, str], Loss]
 """Quality by contender ("ours", or a peer) and its base format."""
 OURS = "ours"
 
@@ -55,7 +37,7 @@ def base_format(name: str) -> str:
     return name.partition("+")[0]
 
 
-def of_ours(model: Path, calibrated: Path | None, text: Path, names: Iterable[str]) -> dict[tuple[str, str], Quality]:
+def of_ours(model: Path, calibrated: Path | None, text: Path, names: Iterable[str]) -> dict[tuple[str, str], Loss]:
     """Measure our formats.
 
     Args:
@@ -67,15 +49,13 @@ def of_ours(model: Path, calibrated: Path | None, text: Path, names: Iterable[st
     wanted = sorted({base_format(name) for name in names})
     checkpoints = [] if calibrated is None else [calibrated]
     formats = [name for name in wanted if name not in CALIBRATED]
-    found = {
-        row.format: Quality(row.divergence, row.agreement, row.perplexity)
-        for row in quality.measure(model, formats, checkpoints, windows, first_scored=WINDOW // 2)
-    }
+    measured = quality.measure(model, formats, checkpoints, windows, first_scored=WINDOW // 2)
+    found = {row.format: Loss(row.divergence, row.agreement, row.perplexity) for row in measured}
     by_name = {name: found[checkpoints[0].name if name in CALIBRATED else name] for name in wanted}
     return {(OURS, name): one for name, one in by_name.items()}
 
 
-def of_llama_cpp(model: Path, text: Path, names: Iterable[str]) -> dict[tuple[str, str], Quality]:
+def of_llama_cpp(model: Path, text: Path, names: Iterable[str]) -> dict[tuple[str, str], Loss]:
     """Measure llama.cpp's formats.
 
     Raises:
@@ -95,7 +75,7 @@ def of_llama_cpp(model: Path, text: Path, names: Iterable[str]) -> dict[tuple[st
     return found
 
 
-def parse_llama_cpp(text: str) -> Quality:
+def parse_llama_cpp(text: str) -> Loss:
     """Return what `llama-perplexity --kl-divergence` printed.
 
     Raises:
@@ -104,7 +84,7 @@ def parse_llama_cpp(text: str) -> Quality:
     figures = [match[1] if (match := pattern.search(text)) else None for pattern in (_MEAN_KL, _TOP1, _PERPLEXITY)]
     with contextlib.suppress(TypeError, ValueError):
         divergence, percent, perplexity = map(float, figures)  # type: ignore[arg-type]
-        return Quality(divergence, percent / 100, perplexity)
+        return Loss(divergence, percent / 100, perplexity)
     raise PeerUnavailableError(f"llama-perplexity didn't say what a format loses: {last_words(text)}")
 
 

@@ -41,22 +41,31 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """A format's loss.
+class Loss:
+    """What rounding costs a base's distributions.
 
     Attributes:
-        bits: of a weight of the layers' linears, with scales and zeros.
         divergence: mean Kullback-Leibler divergence from float32, in nats.
         agreement: share of positions with float32's likeliest token.
         perplexity: multiple of float32's.
     """
 
-    format: str
-    arithmetic: str
-    bits: float
     divergence: float
     agreement: float
     perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quality(Loss):
+    """The loss of one of our formats.
+
+    Attributes:
+        bits: of a weight of the layers' linears, with scales and zeros.
+    """
+
+    format: str
+    arithmetic: str
+    bits: float
 
 
 def prose(path: Path | None) -> str:
@@ -178,7 +187,7 @@ def measure(
             del decoder
             decoder = load(path, format, len(windows[0]))
             found = compare(logits_of(decoder, windows), exact, windows, first_scored)
-            yield Quality(name, decoder.spec.arithmetic, bits_of(path, format), *found)
+            yield Quality(*found, name, decoder.spec.arithmetic, bits_of(path, format))
 
 
 def table(rows: Sequence[Quality]) -> str:

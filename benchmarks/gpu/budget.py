@@ -46,23 +46,23 @@ CALLS = {"first": (FIRST, 420.0), "second": (SECOND, 200.0)}
 H100 = Rates(3.0e12, 7.9e14, 5.0e10)
 """Bytes copied, operations, and bytes from pinned memory in a second."""
 DECODE_SHARE, PROMPT_SHARE = 0.5, 0.25
-"""Of the limit that kernels for few rows, and prompts' steps, are assumed to reach."""
+"""Share of the limit that kernels for few rows, and prompts' steps, are assumed to reach."""
 START_S = 12.0
-"""Of a worker: torch, Triton, the device's context."""
+"""Start of a worker: torch, Triton, the device's context."""
 LAUNCH_S = 1e-5
-"""Of the host for one launch, described in Python."""
+"""Time of the host for one launch, described in Python."""
 CAPTURE_S = 0.03
-"""Of a graph, beside its launches: the allocator is emptied for it."""
+"""Capture of a graph, beside its launches: the allocator is emptied for it."""
 CASE_S = 0.4
-"""Of a check: its operands, float64, the comparison."""
+"""Time of a check: its operands, float64, the comparison."""
 SETUP_S = 0.35
-"""Of a case of `kernels`: adapters in pages, described on the host."""
+"""Preparation of a case of `kernels`: adapters in pages, described on the host."""
 BASE_S = {"none": 2.0, "int8": 4.0, "int4": 5.0}
-"""Of a base of random weights, rounded on the device."""
+"""Making of a base of random weights, rounded on the device."""
 ADAPTER_S = 0.15
-"""Of an adapter's load: its file read, hashed and packed, by one of the loaders."""
+"""Time of an adapter's load: its file read, hashed and packed, by one of the loaders."""
 COMPILE_S = 1.0
-"""Of a kernel on one core; 0.65 s were measured (Triton 3.9, sm_90, 89 kernels)."""
+"""Compilation of a kernel on one core; 0.65 s were measured (Triton 3.9, sm_90, 89 kernels)."""
 KERNELS = {"check-lora": 46, "check-attention": 22, "check-gemm": 244, "check-rows": 8, "check-sampling": 8,
            "check-model": 109, "engine": 89, "prefill": 27, "tune": 245, "decode": 55, "kernels": 16, "linears": 102,
            "attention": 5}  # fmt: skip
@@ -85,8 +85,7 @@ class Estimate:
 
 def machine() -> Machine:
     """Return an H100 that nothing runs on: parts make their cases for it."""
-    device = Machine(torch.device("meta"), False, H100, 50 << 20, None)
-    return device
+    return Machine(torch.device("meta"), False, H100, 50 << 20, None)
 
 
 def estimate(parts: Sequence[str], *, num_cores: int, is_compiling: bool) -> Estimate:

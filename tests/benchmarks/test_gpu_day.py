@@ -33,7 +33,7 @@ def make_machine(**changes: object) -> Machine:
 
 
 @pytest.mark.parametrize("call", budget.CALLS)
-def test_call_fits_its_time(call: str) -> None:
+def test_call_fits_the_time(call: str) -> None:
     parts, budget_s = budget.CALLS[call]
     found = budget.estimate(parts, num_cores=16, is_compiling=False)
     assert found.total_s <= budget_s + 20
@@ -70,7 +70,7 @@ def test_memory_held_by_a_cycle_is_freed() -> None:
         gc.enable()
 
 
-def test_package_that_cannot_be_imported_counts_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_package_counts_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "brokenpackage.py").write_text("raise ImportError('needs another numpy')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_spec("brokenpackage") is not None
@@ -81,7 +81,7 @@ def test_package_that_cannot_be_imported_counts_as_missing(tmp_path: Path, monke
     assert "nosuchpackage" not in sys.modules
 
 
-def test_peer_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloadable_peer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("vllm/lora/ops/triton_ops", "sglang/kernels/ops/lora/dense"):
         (tmp_path / package).mkdir(parents=True)
     (tmp_path / "vllm/lora/ops/triton_ops/lora_shrink_op.py").write_text("import vllm.something.new")
@@ -95,7 +95,7 @@ def test_peer_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch: pyt
     assert "vllm.something" in found.failed["vllm"]
 
 
-def test_tool_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_tool_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_tools, "LEAST_S", 0.5)
     mark = tmp_path / "mark"
     script = f"(sleep 2; touch {mark}) & wait"

@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks import load, peers, peers_installing, peers_quality, peers_rows, peers_serving
 from benchmarks.peers_installing import PeerUnavailableError
-from benchmarks.peers_quality import Quality
 from benchmarks.peers_rows import MIXED, Pair, Row, Turn
 from benchmarks.peers_serving import Running, Work
+from benchmarks.quality import Loss
 
 PAIR = Pair("llama.cpp", "Q8_0", "int8")
 OPTIONS = argparse.Namespace(size="S", rounds=3, adapters=32, requests=(1, 8), prompts=(64,), alone=False, quiet=None)
@@ -142,7 +142,7 @@ def test_a_peer_that_fails_leaves_its_reason_on_what_is_missing(monkeypatch: pyt
     assert "not measured: the build ended with 2" in peers.text(OPTIONS, rows, {}, {})
 
 
-def test_turn_beside_other_work_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_beside_other_work_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = iter(make_turns(1.0, 2.0, others=0.4) + make_turns(3.0))
     monkeypatch.setattr(peers, "take_turn", lambda *_: next(turns))
     row = make_row()
@@ -181,9 +181,9 @@ LOST = {
 }
 
 
-def test_pairs_lose_as_much_as_each_other() -> None:
+def test_pairs_have_nearest_losses() -> None:
     ours = {("ours", "bfloat16"): 0.0004, ("ours", "int8"): 0.007, ("ours", "int4-calibrated"): 0.05}
-    qualities = {key: Quality(lost, 0.9, 1.0) for key, lost in {**LOST, **ours}.items()}
+    qualities = {key: Loss(lost, 0.9, 1.0) for key, lost in {**LOST, **ours}.items()}
     assert peers.pairs_by_quality(["llama.cpp", "vllm"], qualities, is_wide_fast=True) == [
         Pair("llama.cpp", "Q8_0", "int8"),
         Pair("llama.cpp", "Q4_K_M", "int4-calibrated"),
@@ -193,6 +193,8 @@ def test_pairs_lose_as_much_as_each_other() -> None:
         Pair("vllm", "bfloat16", "bfloat16"),
         Pair("vllm", "bfloat16", "int8"),
     ]
+    only_ours = {key: lost for key, lost in qualities.items() if key[0] == "ours"}
+    assert peers.pairs_by_quality(["llama.cpp"], only_ours, is_wide_fast=True) == [Pair("llama.cpp", "Q8_0", "int8")]
     assert peers_quality.nearest_not_better(0.4, {"Q4_0": 0.3}) is None
     page = peers.text(argparse.Namespace(**{**vars(OPTIONS), "size": "real"}), [], {}, qualities)
     assert page.index("| loraserve | int8 | 0.0070 |") < page.index("| llama.cpp | Q6_K | 0.0110 |")
@@ -202,7 +204,7 @@ def test_llama_cpps_figures_are_read_or_missed() -> None:
     said = (
         "Mean PPL(Q)/PPL(base)  :   1.00624 ±   0.002\nMean    KLD:   0.003812 ±   0.0001\nSame top p: 96.25 ± 0.2 %\n"
     )
-    assert peers_quality.parse_llama_cpp(said) == Quality(0.003812, 0.9625, 1.00624)
+    assert peers_quality.parse_llama_cpp(said) == Loss(0.003812, 0.9625, 1.00624)
     with pytest.raises(PeerUnavailableError, match="didn't say"):
         peers_quality.parse_llama_cpp("Mean    KLD:   0.003812 ±   0.0001\n")
 

@@ -93,7 +93,7 @@ def calibrated(
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}, ("w2",)),
     ],
 )
-def test_checkpoint_is_served_as_it_was_calibrated(
+def test_checkpoint_is_served_as_calibrated(
     tmp_path: Path, kind: str, options: dict[str, Any], int8_modules: tuple[str, ...]
 ) -> None:
     model = build_model(kind, **SIZES, **options)
@@ -158,7 +158,7 @@ def test_config_names_the_rotation_as_compressed_tensors_does(tmp_path: Path) ->
     assert load(tmp_path / "out").spec.digest != load(directory).spec.digest
 
 
-def test_int8_group_is_what_compressed_tensors_reads(tmp_path: Path) -> None:
+def test_int8_group_equals_compressed_tensors(tmp_path: Path) -> None:
     directory, out = save_model(build_model(**SIZES), tmp_path / "base"), tmp_path / "out"
     weights = calibrated(directory, out, [random_tokens(40)], ("v_proj", "down_proj"))
     config = json.loads((out / "config.json").read_text())["quantization_config"]
