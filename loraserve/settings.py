@@ -459,6 +459,8 @@ class Settings(BaseSettings):
         if self.model_id:
             return self.model_id
         path = Path(self.model)
+        if path.suffix == ".gguf":
+            return path.stem
         return path.resolve().name if path.is_dir() else self.model
 
     def engine_config(self, model_dir: str | Path) -> EngineConfig:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from loraserve import faults
 from loraserve.errors import InvariantViolation
@@ -19,8 +18,9 @@ from loraserve.model.backends.backend import Backend, BackendStep, DecoderLayer,
 from loraserve.model.config.formats import Rotations
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs, PooledRows
+from loraserve.model.layers.embedding import EmbeddingTable, look_up, table_rows
 from loraserve.model.layers.experts import MixtureOfExperts
-from loraserve.model.layers.linears import Linear, float_rows, rounding_of_row
+from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
 from loraserve.model.parallel.rank_part import RankPart
@@ -53,7 +53,7 @@ class Decoder:
         spec: BaseSpec,
         backend: Backend,
         *,
-        embedding: Tensor | None,
+        embedding: EmbeddingTable | None,
         layers: tuple[DecoderLayer, ...],
         norm: Norm,
         head: Linear | None,
@@ -112,8 +112,7 @@ class Decoder:
                 ``embed_tokens``, whose are [n, hidden_size], a row for each token.
         """
         if modules == ("embed_tokens",):
-            embedding = self._embedding_of()
-            yield from float_rows(embedding, 0, embedding.shape[0])
+            yield from table_rows(self._embedding_of())
             return
         if modules == ("lm_head",):
             yield from self._head_of().base.rows(0, self.spec.vocab_size)
@@ -162,7 +161,7 @@ class Decoder:
             raise InvariantViolation(f"{module} of layer {layer} was asked for, which this base doesn't have.")
         return linear.base, start
 
-    def _embedding_of(self) -> Tensor:
+    def _embedding_of(self) -> EmbeddingTable:
         if self._embedding is None:
             raise InvariantViolation("the embedding was asked for, which only the first stage has")
         return self._embedding
@@ -241,10 +240,10 @@ class Decoder:
         hidden = program.hidden(inputs.token_ids.shape[0])
         if received is None:
             embedding = self._embedding_of()
-            if embedding.dtype == hidden.dtype:
+            if isinstance(embedding, Tensor) and embedding.dtype == hidden.dtype:
                 torch.index_select(embedding, 0, inputs.token_ids, out=hidden)
             else:
-                hidden.copy_(F.embedding(inputs.token_ids, embedding))
+                hidden.copy_(look_up(embedding, inputs.token_ids))
             self._adapted_embedding(hidden, inputs)
         else:
             hidden.copy_(received)

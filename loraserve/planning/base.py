@@ -22,6 +22,7 @@ from loraserve.model.checkpoint.blueprint import (
 )
 from loraserve.model.checkpoint.cutting import check_grid, cut_of
 from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
+from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
@@ -160,10 +161,8 @@ def _parts(
     """
     config, tensors, stage = blueprint.config, blueprint.tensors, place.stage
     if stage.is_first:
-        embedding = tensors[config.architecture.embedding]
-        num_rows = place.modules["embed_tokens"][1]
-        num_bytes = num_rows * config.hidden_size * ITEM_SIZES[embedding.dtype]
-        yield "embedding", _STORED_NAMES[embedding.dtype], num_bytes
+        shape = place.modules["embed_tokens"][1], config.hidden_size
+        yield "embedding", *_embedding(blueprint, shape, device, dtype, is_whole=place.shard.size == 1)
     for name in blueprint.norms:
         if stage.has_tensor(name):
             yield "norms", "float32", 4 * prod(tensors[name].shape)
@@ -196,7 +195,36 @@ def _parts(
     if blueprint.is_head_tied and stage.is_last:
         # kept beside the embedding, in the order that products read
         shape = place.modules["lm_head"]
+        stored = blueprint.stored_embedding
+        if stored is not None:
+            yield "head", stored.scheme.format, _block_bytes(stored, *shape)
+            return
         yield "head", *_float_weight(shape, blueprint.head_quantize, dtype, config.hidden_size, is_int4_rounded)
+
+
+def _embedding(
+    blueprint: Blueprint, shape: tuple[int, int], device: str, dtype: str, *, is_whole: bool
+) -> tuple[str, int]:
+    """Return the format of the embedding and its bytes.
+
+    Args:
+        is_whole: False: the base is cut, and this is a part.
+    """
+    stored, size = blueprint.stored_embedding, prod(shape)
+    if stored is None:
+        found = blueprint.tensors[blueprint.config.architecture.embedding].dtype
+        return _STORED_NAMES[found], size * ITEM_SIZES[found]
+    if device == "cpu" and is_whole:
+        return stored.scheme.format, _block_bytes(stored, *shape)
+    kept = "float32" if device == "cpu" else dtype
+    return kept, size * DTYPE_BYTES[kept]
+
+
+def _block_bytes(stored: StoredWeight, out_features: int, in_features: int) -> int:
+    """Return the bytes of GGUF's blocks in the order that kernels read."""
+    scheme = stored.scheme
+    group_bytes = 4 if scheme.is_symmetric else 8
+    return _quantized_bytes(scheme.format, out_features, in_features, scheme.group_size or in_features, group_bytes)
 
 
 def _weight(
@@ -210,6 +238,8 @@ def _weight(
     stored, (out_features, in_features) = blueprint.stored.get(module.path), kept
     if stored is None:
         return _float_weight(kept, site.quantize, dtype, site.in_features, is_int4_rounded)
+    if stored.scheme.layout is Layout.GGUF:
+        return stored.scheme.format, _block_bytes(stored, out_features, in_features)
     if stored.scheme.layout is Layout.BITSANDBYTES:
         return "nf4", _quantized_bytes("nf4", out_features, in_features, NF4_GROUP_SIZE)
     scale = blueprint.tensors[f"{module.path}.weight_scale"]

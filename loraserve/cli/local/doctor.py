@@ -195,6 +195,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     from loraserve.doctor.checks import Status, fail, ok, run, warn
     from loraserve.doctor.parallel import check_parallel
     from loraserve.doctor.server import Expected
+    from loraserve.model.checkpoint.source import local_model_dir
     from loraserve.planning.base import plan_base
     from loraserve.planning.draft import plan_draft
     from loraserve.planning.machine import available_memory, gpu_memory
@@ -203,12 +204,16 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     if settings.model == NO_MODEL:
         yield warn("model", "not named", "--model, LORASERVE_MODEL or loraserve.toml", "loraserve doctor --model DIR")
         return
-    if not Path(settings.model).is_dir():
+    model_dir = local_model_dir(Path(settings.model).expanduser())
+    if not model_dir.is_dir():
         yield warn(
-            "model", f"{settings.model} isn't a directory", "one; a hub's id isn't looked at", "Give its directory."
+            "model",
+            f"{settings.model} is no directory and no GGUF file",
+            "one; a hub's id isn't looked at",
+            "Give its directory.",
         )
         return
-    config = settings.engine_config(settings.model)
+    config = settings.engine_config(model_dir)
     gpu_bytes = probed.gpu_bytes if probed is not None else gpu_memory()
     device = config.device if config.device != "auto" else "cuda" if gpu_bytes and probed and probed.triton else "cpu"
     parallel = run("parallel", lambda: check_parallel(config, device, probed is None or probed.gloo))

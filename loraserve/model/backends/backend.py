@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.layers.embedding import EmbeddingTable
 from loraserve.model.layers.linears import Linear
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
@@ -78,7 +79,7 @@ class DecoderLayer:
 class BackendStep(Protocol):
     """State that all layers of a step share."""
 
-    def embed(self, embedding: Tensor) -> Tensor:
+    def embed(self, embedding: EmbeddingTable) -> Tensor:
         """Return the rows' residual stream before the first layer.
 
         It is [num_tokens, hidden_size] float32.

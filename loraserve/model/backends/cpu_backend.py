@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from loraserve.model.backends.backend import DecoderLayer, Norm
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.layers.embedding import EmbeddingTable, look_up
 from loraserve.model.layers.linears import Linear, check_format, make_linear
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm, geglu, swiglu
@@ -99,8 +99,8 @@ class CpuStep:
         )
         self._attended = torch.empty(inputs.token_ids.shape[0], config.num_heads, config.head_dim)
 
-    def embed(self, embedding: Tensor) -> Tensor:
-        return F.embedding(self._inputs.token_ids, embedding).float()
+    def embed(self, embedding: EmbeddingTable) -> Tensor:
+        return look_up(embedding, self._inputs.token_ids)
 
     def store(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         self._rotate_and_store(layer, qkv, k_cache, v_cache)

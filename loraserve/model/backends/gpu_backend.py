@@ -12,10 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loraserve.errors import ConfigError
+from loraserve.errors import ConfigError, InvariantViolation
 from loraserve.model.backends.backend import DecoderLayer, Norm
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors
+from loraserve.model.layers.embedding import EmbeddingTable
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
@@ -179,7 +180,9 @@ class GpuStep:
         shape = (inputs.token_ids.shape[0], config.num_heads, config.head_dim)
         self._attended = torch.empty(shape, dtype=dtype, device=tables[0].device)
 
-    def embed(self, embedding: Tensor) -> Tensor:
+    def embed(self, embedding: EmbeddingTable) -> Tensor:
+        if not isinstance(embedding, Tensor):
+            raise InvariantViolation("a GPU's embedding is floats")
         shape = (self._inputs.token_ids.shape[0], embedding.shape[1])
         hidden = torch.empty(shape, dtype=torch.float32, device=embedding.device)
         gpu_rows.embed(self._inputs.token_ids, embedding, hidden)

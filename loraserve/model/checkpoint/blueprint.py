@@ -107,6 +107,11 @@ class Blueprint:
         return all(site.kind is not SiteKind.HEAD for site in self.sites)
 
     @property
+    def stored_embedding(self) -> StoredWeight | None:
+        """How the embedding is stored; None: as floats."""
+        return self.stored.get(_embedding_path(self.config))
+
+    @property
     def num_parameters(self) -> int:
         parts = {f"{path}.{suffix}" for path, weight in self.stored.items() for suffix in weight.tensors}
         floats = (self.tensors[name] for name in self.expected if name not in parts)
@@ -185,6 +190,8 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
         architecture.embedding: ExpectedTensor(((config.vocab_size, config.hidden_size),)),
         architecture.norm: ExpectedTensor(((config.hidden_size,),)),
     }
+    if (table := stored.get(_embedding_path(config))) is not None:
+        expected |= {f"{table.path}.{suffix}": part for suffix, part in table.tensors.items()}
     # a checkpoint may hold a head although its config ties it to the embedding: transformers then
     # takes the head's own
     path = _head_path(config)
@@ -345,6 +352,8 @@ def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor
     }
     if not config.is_tied or any(name.startswith(_head_path(config) + ".") for name in tensors):
         linears[_head_path(config)] = (config.vocab_size, config.hidden_size)
+    if config.quantization is not None and config.quantization.has_embedding:
+        linears[_embedding_path(config)] = (config.vocab_size, config.hidden_size)
     found = {path: find_stored_weight(config.quantization, path, shape, tensors) for path, shape in linears.items()}
     return {path: weight for path, weight in found.items() if weight is not None}
 
@@ -391,6 +400,10 @@ def _experts_of(architecture: Architecture) -> ExpertPaths:
 
 def _head_path(config: ModelConfig) -> str:
     return config.architecture.head.removesuffix(".weight")
+
+
+def _embedding_path(config: ModelConfig) -> str:
+    return config.architecture.embedding.removesuffix(".weight")
 
 
 def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str) -> None:

@@ -80,6 +80,10 @@ class Checkpoint:
             ModelError: as `read`.
         """
         stored = self.tensors[name]
+        if stored.num_heads:
+            # rows of a head lie apart
+            (read,) = self.read(frozenset({name}))
+            return read[1][start:end].clone()
         num_bytes = (stored.end - stored.begin) // max(1, stored.shape[0])
         begin = stored.begin + start * num_bytes
         part = replace(
@@ -119,4 +123,13 @@ def _read_tensor(
             )
         position += count
         tick()
-    return stored, memory.view(DTYPES[stored.dtype]).view(stored.shape), view
+    tensor = memory.view(DTYPES[stored.dtype]).view(stored.shape)
+    return stored, tensor if not (stored.num_heads or stored.offset) else _put_back(tensor, stored), view
+
+
+def _put_back(tensor: Tensor, stored: StoredTensor) -> Tensor:
+    """Return a tensor as a checkpoint has it: rows in their order, numbers without the offset."""
+    if stored.num_heads:
+        heads = tensor.view(stored.num_heads, -1, 2, *tensor.shape[1:])
+        tensor = heads.transpose(1, 2).reshape(tensor.shape)
+    return tensor - stored.offset if stored.offset else tensor

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from loraserve.errors import MissingTensor, ModelError
+from loraserve.model.gguf.gguf_file import Gguf, read_gguf
+from loraserve.model.gguf.gguf_folder import source_files
+from loraserve.model.gguf.gguf_layout import PlacedTensor, place_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,6 +46,11 @@ class StoredTensor:
 
     `dtype` is the format's name and may be one that isn't in `ITEM_SIZES`: what is never read may
     be stored in anything.
+
+    Attributes:
+        num_heads: whose rows lie so that neighbours are turned together, and are put back when they
+            are read; 0: they lie as they are multiplied.
+        offset: what was added to the numbers, and is taken off them when they are read.
     """
 
     name: str
@@ -51,18 +59,22 @@ class StoredTensor:
     begin: int
     end: int
     file: Path
+    num_heads: int = 0
+    offset: float = 0.0
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     """Return every tensor by name, ordered by file and in a file by place.
 
     They are those of ``model.safetensors``, or of the shards that ``model.safetensors.index.json``
-    names.
+    names, or of the GGUF file that the directory was made of.
 
     Raises:
         MissingTensor: a shard lacks a tensor that the index places in it.
         ModelError: no weights in this format, or a file that isn't what it claims to be.
     """
+    if (files := source_files(model_dir)) is not None:
+        return _of_gguf(read_gguf(files[0]))
     index = model_dir / INDEX_FILE
     if index.is_file():
         return _read_shards(model_dir, index)
@@ -75,6 +87,25 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
         f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}.",
         hint="Save the model with save_pretrained, which writes safetensors.",
     )
+
+
+def _of_gguf(gguf: Gguf) -> dict[str, StoredTensor]:
+    """Return the tensors of a GGUF file; quantized ones as rows of bytes."""
+    placed = (_of_placed(one) for one in place_tensors(gguf))
+    return {stored.name: stored for stored in placed}
+
+
+def _of_placed(placed: PlacedTensor) -> StoredTensor:
+    tensor, type_ = placed.tensor, placed.tensor.type
+    shape, begin, end = tensor.shape, tensor.begin, tensor.end
+    if placed.expert is not None:
+        size = (end - begin) // shape[0]
+        shape, begin = shape[1:], begin + placed.expert * size
+        end = begin + size
+    dtype = type_.name
+    if dtype not in FLOATS:
+        dtype, shape = "U8", (*shape[:-1], shape[-1] // type_.block * type_.num_bytes)
+    return StoredTensor(placed.name, dtype, shape, begin, end, tensor.file, placed.num_heads, placed.offset)
 
 
 def _read_shards(model_dir: Path, index: Path) -> dict[str, StoredTensor]:

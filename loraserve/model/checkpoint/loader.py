@@ -34,10 +34,12 @@ from loraserve.model.checkpoint.blueprint import (
 )
 from loraserve.model.checkpoint.cutting import check_grid, cut_of, rotation_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
+from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.site import MakeLinear, Site, make_site, return_free_memory
 from loraserve.model.config.formats import Rotations
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
+from loraserve.model.layers.embedding import EmbeddingTable, QuantizedTable
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import Linear, make_linear, quantize_weight
 from loraserve.model.layers.lora_linear import LoraLinear
@@ -188,9 +190,9 @@ class _Loader:
         self._progress.begin("packing the embedding and the head")
         rotaries = [RotaryEmbedding(rope, config.head_dim, max_model_len) for rope in config.ropes]
         self._backend.bind(config if part is None else part.shard.config, *rotaries)
-        embedding = self._tensors.pop(architecture.embedding, None)
-        head = self._make_head(embedding) if stage.is_last else None
-        embedding = self._make_table(embedding) if stage.is_first else None
+        table = self._embedding()
+        head = self._make_head(table) if stage.is_last else None
+        embedding = self._make_table(table) if stage.is_first else None
         layers = tuple(self._layer(layer) for layer in stage.layers)
         delta_name = self._name(stage.layers[-1], architecture.mlp_out_norm)
         # the stages before the last end with the sum
@@ -292,23 +294,34 @@ class _Loader:
     def _keep_as_is(self, name: str, tensor: Tensor) -> None:
         self._tensors[name] = tensor
 
-    def _make_table(self, embedding: Tensor | None) -> Tensor:
+    def _embedding(self) -> Tensor | QuantizedWeight | None:
+        """Return the embedding as the checkpoint holds it; None: this stage hasn't read it."""
+        tensor = self._tensors.pop(self._config.architecture.embedding, None)
+        stored = self._blueprint.stored_embedding
+        return tensor if tensor is None or stored is None else assemble(stored, {"weight": tensor})
+
+    def _make_table(self, embedding: Tensor | QuantizedWeight | None) -> EmbeddingTable:
         """Return the embedding, or this rank's part of it."""
         if embedding is None:
             raise InvariantViolation("a base has no embedding")
+        if isinstance(embedding, QuantizedWeight):
+            if self._part is None and self._device == "cpu":
+                return QuantizedTable(embedding)
+            # parts have a row of zeros, and a GPU's kernel looks up floats
+            embedding = embedding.dequantize(torch.float32 if self._device == "cpu" else self._dtype)
         table = embedding if self._part is None else self._part.embedding.table(embedding)
         return table.to(self._backend.device)
 
-    def _make_head(self, embedding: Tensor | None) -> Linear:
+    def _make_head(self, embedding: Tensor | QuantizedWeight | None) -> Linear:
         """Return the checkpoint's head, or the embedding as the head."""
         if self._head is not None:
             return _finished(self._head)
         if embedding is None:
             raise InvariantViolation("a base has neither a head nor an embedding to take for it")
-        weight: Tensor | QuantizedWeight = embedding.to(self._gather_dtype)
+        weight = embedding if isinstance(embedding, QuantizedWeight) else embedding.to(self._gather_dtype)
         if self._part is not None:
             # the head's scales are of its rows
-            weight, _ = cut_site(self._part.shard.site_cut("lm_head"), weight, None, 0, embedding.shape[0])
+            weight, _ = cut_site(self._part.shard.site_cut("lm_head"), weight, None, 0, self._config.vocab_size)
         format = self._blueprint.head_quantize
         if isinstance(weight, QuantizedWeight) or format == "none":
             return self._backend.head(weight)

@@ -7,6 +7,7 @@ while they are multiplied.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -85,8 +86,13 @@ class OriginalBase:
         """
         if modules == ("embed_tokens",) or (modules == ("lm_head",) and self._head is None):
             name = self.config.architecture.embedding
+            stored = self._blueprint.stored_embedding
             for first, last in row_blocks(0, self.config.vocab_size, self.config.hidden_size, _BLOCK_WEIGHTS):
-                yield self._checkpoint.rows(name, first, last).to(self.device, torch.float32)
+                block = self._checkpoint.rows(name, first, last)
+                if stored is not None:
+                    rows = replace(stored, out_features=last - first)
+                    block = assemble(rows, {"weight": block}).dequantize(torch.float32)
+                yield block.to(self.device, torch.float32)
             return
         if modules == ("lm_head",) and self._head is not None:
             yield from self._head.rows(0, self.config.vocab_size)

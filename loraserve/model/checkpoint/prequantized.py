@@ -17,6 +17,7 @@ from torch import Tensor
 from loraserve.errors import ModelError, ShapeMismatch
 from loraserve.model.checkpoint.stored_weights import NF4_STATE, StoredWeight
 from loraserve.model.config.quantization_config import Layout
+from loraserve.model.gguf.gguf_blocks import unpack_blocks
 from loraserve_kernels.common.quantized import NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
 
 _MAX_STATE_BYTES = 1 << 16
@@ -41,6 +42,8 @@ class _Assembly:
     stored: StoredWeight
 
     def weight(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:
+        if self.stored.scheme.layout is Layout.GGUF:
+            return unpack_blocks(parts["weight"], self.stored.scheme.block_type, self.stored.in_features)
         if self.stored.scheme.layout is Layout.NAIVE:
             zeros = parts.get("weight_zero_point")
             # kernels have the code that means 0 as a number from 0, in bytes

@@ -9,32 +9,46 @@ import re
 from pathlib import Path
 
 from loraserve.errors import ConfigError
+from loraserve.model.gguf.gguf_folder import find_gguf, gguf_folder
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?)(@(?P<revision>[\w./-]{1,200}))?")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 """Pickled weights are never fetched."""
 
 
+def local_model_dir(path: Path) -> Path:
+    """Return the directory that means a base on this machine: a path itself, or a GGUF file's.
+
+    Raises:
+        ConfigError: a directory has several GGUF files.
+        UnknownArchitecture, ModelError: what a GGUF file has that isn't implemented.
+    """
+    file = find_gguf(path)
+    return path if file is None else gguf_folder(file)
+
+
 def resolve_model_dir(model: str) -> Path:
     """Return the absolute path of the directory that holds the model's ``config.json``.
 
-    Where `model` names no directory, it is fetched from the hub.
+    Where `model` names no directory and no GGUF file, it is fetched from the hub.
 
     Args:
-        model: a directory, or ``org/name`` with an optional ``@revision``. A directory goes first.
+        model: a directory, a GGUF file, or ``org/name`` with an optional ``@revision``. A path goes
+            first.
 
     Raises:
         ConfigError: there's no such directory or repository, it holds no ``config.json``, or the
             hub can't be reached (or isn't installed).
+        UnknownArchitecture, ModelError: as `local_model_dir`.
     """
-    path = Path(model).expanduser()
+    path = local_model_dir(Path(model).expanduser())
     if path.is_dir():
         return _with_config(path, model)
     match = _HUB_ID.fullmatch(model)
     if path.exists() or match is None or model.startswith((".", "~", "/")):
         found = "is a file" if path.exists() else "doesn't exist"
         raise ConfigError(
-            f"The model {model!r} {found}; expected a directory with config.json, or org/name on the hub."
+            f"The model {model!r} {found}; expected a directory with config.json, a GGUF file, or org/name on the hub."
         )
     return _with_config(_fetch(match["repo"], match["revision"]), model)
 

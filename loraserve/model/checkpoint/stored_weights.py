@@ -12,6 +12,7 @@ from loraserve.errors import ModelError
 from loraserve.model.checkpoint.headers import FLOATS, ITEM_SIZES, StoredTensor
 from loraserve.model.config.formats import kernels_group_size
 from loraserve.model.config.quantization_config import Layout, QuantizationConfig, Scheme
+from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -71,6 +72,10 @@ def find_stored_weight(
     if scheme is None:
         return None
     out_features, in_features = shape
+    if scheme.layout is Layout.GGUF:
+        row_bytes = BLOCK_FORMATS[scheme.block_type].row_bytes(in_features)
+        tensors = {"weight": ExpectedTensor(((out_features, row_bytes),), ("U8",))}
+        return StoredWeight(path, scheme, out_features, in_features, tensors)
     if scheme.layout is Layout.BITSANDBYTES:
         return _find_bitsandbytes(path, scheme, shape, stored)
     num_groups = _num_groups(path, scheme, in_features)

@@ -18,9 +18,11 @@ from loraserve.errors import InvariantViolation
 from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan, draw
 from loraserve.model.checkpoint.cutting import rotation_of
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
+from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.site import make_site
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
+from loraserve.model.layers.embedding import EmbeddingTable, QuantizedTable, table_rows
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight
 from loraserve_kernels.common.arithmetic import ActivationRounding, Arithmetic, activation_rounding
@@ -64,7 +66,7 @@ class WholeWeights:
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
         """Yield modules' weights in float32, by blocks of rows; see `Decoder.weight_rows`."""
         if modules == ("embed_tokens",):
-            yield from float_rows(self._embedding(), 0, self.config.vocab_size)
+            yield from table_rows(self._embedding())
         elif modules == ("lm_head",):
             yield from self._head().rows(0, self.config.vocab_size)
         else:
@@ -129,14 +131,17 @@ class WholeWeights:
         start = sum(self.config.module_shapes[name][0] for name in names[: names.index(module)])
         return self._sites[layer, site], start
 
-    def _embedding(self) -> Tensor:
-        return self._checkpoint.rows(self.config.architecture.embedding, 0, self.config.vocab_size)
+    def _embedding(self) -> EmbeddingTable:
+        table = self._checkpoint.rows(self.config.architecture.embedding, 0, self.config.vocab_size)
+        stored = self._blueprint.stored_embedding
+        return table if stored is None else QuantizedTable(assemble(stored, {"weight": table}))
 
     def _head(self) -> Linear:
         plan = self._sites.get((0, "lm_head"))
         if plan is not None:
             return self.read(plan)
-        weight: Tensor | QuantizedWeight = self._embedding().to(self._gather_dtype)
+        table = self._embedding()
+        weight = table.to(self._gather_dtype) if isinstance(table, Tensor) else table.weight
         if isinstance(weight, Tensor) and self._blueprint.head_quantize != "none":
             weight = quantize_weight(weight, self._blueprint.head_quantize, self._head_rotation())
         return HeldWeight(weight, None, self._dtype)

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from loraserve.errors import ModelError
+from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 from loraserve_kernels.common.formats import ROTATION_BLOCKS
 
 _HINT = (
@@ -46,6 +47,8 @@ class Layout(StrEnum):
     """``weight`` and what hangs on it: ``weight.absmax``, ``weight.quant_state.bitsandbytes__nf4``
     …
     """
+    GGUF = "gguf"
+    """``weight``: rows of blocks, as llama.cpp's types have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Scheme:
         has_input_scale: the checkpoint has a scale for rounding activations, which isn't used.
         rotation: inputs of an orthogonal Hadamard block by which the weight is rotated, and its
             input must be; 0: neither.
+        block_type: name of llama.cpp's type, of `Layout.GGUF`.
     """
 
     format: str
@@ -68,6 +72,7 @@ class Scheme:
     is_symmetric: bool = True
     has_input_scale: bool = False
     rotation: int = 0
+    block_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,20 @@ class QuantizationConfig:
         ignore: targets whose linears are stored in a float dtype.
         rotations: (target, block) of linears that are rotated by Hadamard blocks of that many
             inputs.
+        by_path: scheme of every quantized weight by its path; where it is given, the others aren't
+            tried.
     """
 
     method: str
     targets: tuple[tuple[str, Scheme], ...]
     ignore: tuple[str, ...]
     rotations: tuple[tuple[str, int], ...] = ()
+    by_path: Mapping[str, Scheme] | None = None
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the embedding may be quantized, as a linear is."""
+        return self.by_path is not None
 
     def scheme(self, path: str) -> Scheme | None:
         """Return how the weight of the linear at this path is stored; None: in a float dtype.
@@ -94,6 +107,8 @@ class QuantizationConfig:
         A path is ``model.layers.0.self_attn.q_proj``, for example. With bitsandbytes it's the
         answer for a linear that has a quantization state; the config doesn't say which have.
         """
+        if self.by_path is not None:
+            return self.by_path.get(path)
         if any(_is_match(path, ignored) for ignored in self.ignore):
             return None
         scheme = next((scheme for target, scheme in self.targets if _is_match(path, target)), None)
@@ -102,9 +117,11 @@ class QuantizationConfig:
 
     def identity(self) -> dict[str, object]:
         """Return the settings that decide how tensors are read; JSON-able."""
+        if self.by_path is not None:
+            return {"method": self.method, "types": {path: one.block_type for path, one in self.by_path.items()}}
         # rotations stand alone: without any, digests are as they were before there were any
         targets = [
-            [target, {name: value for name, value in asdict(scheme).items() if name != "rotation"}]
+            [target, {name: value for name, value in asdict(scheme).items() if name not in ("rotation", "block_type")}]
             for target, scheme in self.targets
         ]
         rotations = {"rotations": [list(rotation) for rotation in self.rotations]} if self.rotations else {}
@@ -132,6 +149,8 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig | None:
         return _bitsandbytes(fields)
     if method == "compressed-tensors":
         return _compressed_tensors(fields)
+    if method == "gguf":
+        return _gguf(fields)
     raise fields.refusal("quant_method", "compressed-tensors or bitsandbytes")
 
 
@@ -188,6 +207,23 @@ def _bitsandbytes(fields: _Fields) -> QuantizationConfig:
     if fields.get("bnb_4bit_quant_type") != "nf4":
         raise fields.refusal("bnb_4bit_quant_type", '"nf4"')
     return QuantizationConfig("bitsandbytes", (("Linear", Scheme("nf4", Layout.BITSANDBYTES)),), ())
+
+
+def _gguf(fields: _Fields) -> QuantizationConfig:
+    """Return what the config of a GGUF file's directory says, which this package writes."""
+    types = _Fields(f"{fields.path}.types", fields.get("types"))
+    schemes: dict[str, Scheme] = {}
+    for path, name in types.value.items():
+        form = BLOCK_FORMATS.get(name) if isinstance(name, str) else None
+        if form is None:
+            raise ModelError(
+                f"The weight of {path} is {_shown(name)}; expected one of {', '.join(BLOCK_FORMATS)}.",
+                hint="Quantize the model again to one of these: llama-quantize --allow-requantize FILE OUT Q4_K_M",
+            )
+        schemes[path] = Scheme(
+            form.format, Layout.GGUF, form.group_size, is_symmetric=not form.has_zeros, block_type=name
+        )
+    return QuantizationConfig("gguf", (), (), by_path=schemes)
 
 
 def _compressed_tensors(fields: _Fields) -> QuantizationConfig:

@@ -1,0 +1,272 @@
+"""The header of a GGUF file: its metadata, and where each tensor lies.
+
+Reads no weight and imports no torch. Source: the format's description
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from loraserve.errors import ModelError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MAX_HEADER_BYTES = 512 << 20
+_MAX_DIMS = 4
+_MAX_NESTING = 2
+_STRING, _ARRAY = 8, 9
+_NUMBERS: Mapping[int, str] = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+"""Struct code of a metadata value's type."""
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Format of a tensor's blocks.
+
+    Attributes:
+        name: as llama.cpp prints it.
+        block: weights of a row that are stored together.
+        num_bytes: of a block.
+    """
+
+    name: str
+    block: int
+    num_bytes: int
+
+
+TYPES: Mapping[int, TensorType] = {
+    number: TensorType(name, block, num_bytes)
+    for number, name, block, num_bytes in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+    )
+}
+"""By the file's number; a file may hold others, which aren't read."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Tensor of a file; its bytes are ``[begin, end)`` of the file.
+
+    Attributes:
+        shape: as torch has it: the last dimension's numbers are neighbours.
+    """
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A base's file, or its shards together.
+
+    Attributes:
+        metadata: values by key; of the first shard.
+        tensors: by name, ordered by file and place.
+    """
+
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a file of this format, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Read the headers of a file, and of its other shards where its name counts them.
+
+    Raises:
+        ModelError: a shard is missing, or a file isn't what it claims to be.
+    """
+    metadata: Mapping[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    files = _shards(path)
+    for number, file in enumerate(files):
+        found, of_file = _read_header(file)
+        if number == 0:
+            metadata = found
+        for tensor in of_file:
+            if tensor.name in tensors:
+                raise ModelError(f"The tensor {tensor.name} is in {file.name} and in a shard before it.")
+            tensors[tensor.name] = tensor
+    return Gguf(files, metadata, tensors)
+
+
+def _shards(path: Path) -> tuple[Path, ...]:
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    count = int(match["count"])
+    files = tuple(path.with_name(f"{match['stem']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count))
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{path.name} is one of {count} shards, and {file.name} isn't beside it.")
+    return files
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(path, data).read()
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}.") from error
+    except (struct.error, ValueError, UnicodeDecodeError, OverflowError) as error:
+        raise ModelError(
+            f"{path} isn't a GGUF file: its header can't be parsed.", hint="Fetch it again: it may be truncated."
+        ) from error
+
+
+class _Header:
+    """Cursor over a file's header."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._position = path, data, 0
+        self._end = min(len(data), _MAX_HEADER_BYTES)
+
+    def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
+        if self._take(len(MAGIC)) != MAGIC:
+            raise ModelError(f"{self._path} isn't a GGUF file: it doesn't begin with {MAGIC.decode()}.")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ModelError(
+                f"{self._path} has version {version} of GGUF; expected {' or '.join(map(str, _VERSIONS))}.",
+                hint="Convert the model again with a current llama.cpp.",
+            )
+        num_tensors, num_values = self._count(8 + 4 + 4 + 8), self._count(8 + 4 + 1)
+        metadata = dict(self._entry() for _ in range(num_values))
+        rows = [self._tensor() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ModelError(f"{self._path}: general.alignment is {alignment!r}; expected a power of 2.")
+        body = -(-self._position // alignment) * alignment
+        return metadata, [self._placed(body, *row) for row in rows]
+
+    def _placed(self, body: int, name: str, number: int, shape: tuple[int, ...], offset: int) -> GgufTensor:
+        type_ = TYPES.get(number)
+        if type_ is None:
+            raise ModelError(f"{self._path}: the tensor {name} has the type {number}, which no format here has.")
+        if shape[-1] % type_.block:
+            raise ModelError(
+                f"{self._path}: rows of {name} have {shape[-1]} numbers; {type_.name} has blocks of {type_.block}."
+            )
+        begin, num_bytes = body + offset, prod(shape) // type_.block * type_.num_bytes
+        if begin + num_bytes > len(self._data):
+            raise ModelError(
+                f"{self._path} ends within the tensor {name}.", hint="Fetch it again: it may be truncated."
+            )
+        return GgufTensor(name, type_, shape, begin, begin + num_bytes, self._path)
+
+    def _entry(self) -> tuple[str, Any]:
+        key, kind = self._string(), self._number("I")
+        return key, self._value(kind, 0)
+
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        name, num_dims = self._string(), self._number("I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise ModelError(f"{self._path}: the tensor {name} has {num_dims} dimensions.")
+        # the file names the dimension of neighbours first
+        shape = tuple(reversed(self._numbers("Q", num_dims)))
+        return name, self._number("I"), shape, self._number("Q")
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._number(_NUMBERS.get(kind) or self._refuse(kind))
+        item, count = self._number("I"), self._number("Q")
+        if item in _NUMBERS:
+            return list(self._numbers(_NUMBERS[item], count))
+        if depth == _MAX_NESTING:
+            self._refuse(item)
+        read: Callable[[], Any] = self._string if item == _STRING else lambda: self._value(item, depth + 1)
+        self._check(count)
+        return [read() for _ in range(count)]
+
+    def _refuse(self, kind: int) -> str:
+        raise ModelError(f"{self._path}: a metadata value has the type {kind}, which GGUF doesn't define.")
+
+    def _count(self, least_bytes: int) -> int:
+        """Return a number of entries, each of which takes some bytes at least."""
+        count: int = self._number("Q")
+        self._check(count * least_bytes)
+        return count
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8", errors="surrogateescape")
+
+    def _number(self, code: str) -> Any:
+        return self._numbers(code, 1)[0]
+
+    def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        size = struct.calcsize(f"<{code}") * count
+        self._check(size)
+        return struct.unpack(f"<{count}{code}", self._take(size))
+
+    def _take(self, size: int) -> bytes:
+        self._check(size)
+        self._position += size
+        return self._data[self._position - size : self._position]
+
+    def _check(self, size: int) -> None:
+        if size > self._end - self._position:
+            raise ModelError(
+                f"{self._path} ends within its header, or the header has more than {_MAX_HEADER_BYTES:,} bytes.",
+                hint="Fetch it again: it may be truncated.",
+            )

@@ -1,0 +1,203 @@
+"""What a GGUF file's architecture is called here, and its tensors by the names of a checkpoint.
+
+Source: llama.cpp's `convert_hf_to_gguf.py`, whose way this goes back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from loraserve.errors import ModelError, UnknownArchitecture
+from loraserve.model.config.architectures import ARCHITECTURES, Architecture
+from loraserve.model.gguf.gguf_file import Gguf, GgufTensor
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""What Llama 3's frequencies are divided by: a part of the config elsewhere."""
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<name>.+)")
+_SUFFIXES = (".weight", ".bias")
+_LINEARS: Mapping[str, str] = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_EXPERTS: Mapping[str, str] = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufLayout:
+    """How the files of an architecture of llama.cpp name and change a checkpoint's tensors.
+
+    Attributes:
+        architecture: name of the row of `ARCHITECTURES`; `with_experts` where the file has some.
+        names: path inside a layer by the file's name, beside those that all have.
+        is_permuted: whether the rows of queries and keys are in the order that turns neighbours.
+        norm_offset: what was added to the norms' weights.
+    """
+
+    architecture: str
+    with_experts: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    is_permuted: bool = False
+    norm_offset: float = 0.0
+
+
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_GEMMA = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LAYOUTS: Mapping[str, GgufLayout] = {
+    "llama": GgufLayout("LlamaForCausalLM", "MixtralForCausalLM", names=_PRE_NORMS, is_permuted=True),
+    "qwen2": GgufLayout("Qwen2ForCausalLM", names=_PRE_NORMS),
+    "qwen3": GgufLayout("Qwen3ForCausalLM", names=_PRE_NORMS),
+    "qwen3moe": GgufLayout("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM", names=_PRE_NORMS),
+    "granite": GgufLayout("GraniteForCausalLM", names=_PRE_NORMS, is_permuted=True),
+    "smollm3": GgufLayout("SmolLM3ForCausalLM", names=_PRE_NORMS, is_permuted=True),
+    "olmo2": GgufLayout(
+        "Olmo2ForCausalLM",
+        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+    "gemma2": GgufLayout("Gemma2ForCausalLM", names=_GEMMA, norm_offset=1.0),
+    "gemma3": GgufLayout("Gemma3ForCausalLM", names=_GEMMA, norm_offset=1.0),
+    "phi3": GgufLayout(
+        "Phi3ForCausalLM", names={**_PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+}
+"""By `general.architecture`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """Tensor of a file under its name in a checkpoint.
+
+    Attributes:
+        expert: number of the expert whose slice of a tensor of all experts this is; None: it is the
+            whole tensor.
+        num_heads: whose rows must be put back into their order; 0: they are in it.
+        offset: what was added to its numbers.
+    """
+
+    name: str
+    tensor: GgufTensor
+    expert: int | None = None
+    num_heads: int = 0
+    offset: float = 0.0
+
+
+def find_layout(gguf: Gguf) -> GgufLayout:
+    """Return the layout of a file.
+
+    Raises:
+        UnknownArchitecture: none is known for its `general.architecture`.
+    """
+    name = str(gguf.metadata.get("general.architecture"))
+    if name not in LAYOUTS:
+        raise UnknownArchitecture(
+            f"{gguf.files[0]} has the architecture {name[:200]!r} (general.architecture); expected one of "
+            f"{', '.join(LAYOUTS)}.",
+            hint="Choose a base model of one of these architectures.",
+        )
+    return LAYOUTS[name]
+
+
+def has_experts(gguf: Gguf) -> bool:
+    """Return whether the layers have mixtures of experts."""
+    return any(name.endswith("_exps.weight") for name in gguf.tensors)
+
+
+def architecture_of(gguf: Gguf) -> Architecture:
+    """Return the row of the table that a file's base is.
+
+    Raises:
+        UnknownArchitecture: as `find_layout`.
+    """
+    layout = find_layout(gguf)
+    is_mixture = has_experts(gguf)
+    name = layout.with_experts if is_mixture else layout.architecture
+    if name is None:
+        raise UnknownArchitecture(
+            f"{gguf.files[0]} has experts, which aren't implemented for {gguf.metadata['general.architecture']}.",
+            hint="Choose a base without experts.",
+        )
+    return ARCHITECTURES[name]
+
+
+def head_counts(gguf: Gguf) -> tuple[int, int]:
+    """Return the numbers of heads, and of those that keys and values have.
+
+    Raises:
+        ModelError: they aren't numbers, or differ between layers.
+    """
+    prefix = f"{gguf.metadata.get('general.architecture')}.attention.head_count"
+    heads = _same(gguf, prefix, gguf.metadata.get(prefix))
+    return heads, _same(gguf, f"{prefix}_kv", gguf.metadata.get(f"{prefix}_kv", heads))
+
+
+def _same(gguf: Gguf, key: str, value: object) -> int:
+    if isinstance(value, list) and value and all(item == value[0] for item in value):
+        value = value[0]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(
+            f"{gguf.files[0]}: {key} is {str(value)[:200]}; only a number above 0, the same in each layer, is "
+            "implemented."
+        )
+    return value
+
+
+def place_tensors(gguf: Gguf) -> Iterator[PlacedTensor]:
+    """Yield every tensor under its name in a checkpoint, in the order of the file.
+
+    Raises:
+        UnknownArchitecture: as `find_layout`.
+        ModelError: a tensor has a name that the architecture doesn't.
+    """
+    num_heads, num_kv_heads = head_counts(gguf)
+    layout, architecture = find_layout(gguf), architecture_of(gguf)
+    whole = {"token_embd.weight": architecture.embedding, "output.weight": architecture.head}
+    names = {**_LINEARS, **layout.names}
+    for tensor in gguf.tensors.values():
+        if tensor.name == ROPE_FACTORS:
+            continue
+        if tensor.name == "output_norm.weight":
+            yield PlacedTensor(architecture.norm, tensor, offset=layout.norm_offset)
+            continue
+        if tensor.name in whole:
+            yield PlacedTensor(whole[tensor.name], tensor)
+            continue
+        match = _BLOCK.fullmatch(tensor.name)
+        suffix = next((suffix for suffix in _SUFFIXES if tensor.name.endswith(suffix)), "")
+        if match is None or not suffix:
+            raise _unknown(tensor)
+        name, prefix = match["name"].removesuffix(suffix), f"{architecture.layers}.{match['layer']}."
+        if architecture.experts is not None and name in _EXPERTS:
+            for expert in range(tensor.shape[0]):
+                linear = getattr(architecture.experts, _EXPERTS[name])
+                path = f"{prefix}{architecture.experts.experts}.{expert}.{linear}{suffix}"
+                yield PlacedTensor(path, tensor, expert)
+            continue
+        if architecture.experts is not None and name == "ffn_gate_inp":
+            yield PlacedTensor(f"{prefix}{architecture.experts.router}{suffix}", tensor)
+            continue
+        if name not in names:
+            raise _unknown(tensor)
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name, 0) if layout.is_permuted else 0
+        offset = layout.norm_offset if name.endswith("_norm") else 0.0
+        yield PlacedTensor(f"{prefix}{names[name]}{suffix}", tensor, None, heads, offset)
+
+
+def _unknown(tensor: GgufTensor) -> ModelError:
+    return ModelError(
+        f"{tensor.file} holds the tensor {tensor.name}, which this architecture doesn't have here: ignoring tensors "
+        "would change the answers.",
+        hint="Give the Hugging Face directory of the base, or convert it again with a current llama.cpp.",
+    )

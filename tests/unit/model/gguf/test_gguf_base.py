@@ -1,0 +1,159 @@
+"""A base in a GGUF file computes what transformers' model of the same weights does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from gguf_files import dequantized, write_gguf
+
+from loraserve.errors import LoraserveError
+from loraserve.model.checkpoint.original import OriginalBase
+from loraserve.model.checkpoint.source import resolve_model_dir
+from loraserve.model.config.model_config import read_config
+
+from ..conftest import PagedRun, build_model, load, random_tokens, reference_logits
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 301}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "llama biases": {"attention_bias": True},
+    "llama bias of mlp": {"mlp_bias": True},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "granite": {"embedding_multiplier": 1.5, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "olmo2": {},
+    "smollm3": {"num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1},
+    "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 8},
+    "gemma3": {"query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 6},
+    "phi3": {"sliding_window": None, "pad_token_id": 0, "head_dim": None, "num_attention_heads": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def built(kind: str, **more: Any) -> Any:
+    settings = {**SIZES, **KINDS[kind], **more}
+    return build_model(kind.split()[0], **{name: value for name, value in settings.items() if value is not None})
+
+
+def difference(file: Path, model: Any, count: int = 40) -> float:
+    tokens = random_tokens(count)
+    ours = PagedRun(load(resolve_model_dir(str(file)))).logits(tokens, [count])
+    return float((ours - reference_logits(model, tokens)).abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model = built(kind)
+    assert difference(write_gguf(model, tmp_path / "base.gguf"), model) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "qwen2", "mixtral"])
+def test_quantized_weights_are_taken_as_stored(kind: str, form: str, tmp_path: Path) -> None:
+    model = built(kind)
+    file = write_gguf(model, tmp_path / "base.gguf", form)
+    assert difference(file, dequantized(model, form)) < 1e-4
+
+
+def test_float_base_reads_the_same_weights(tmp_path: Path) -> None:
+    model = built("llama")
+    folder = resolve_model_dir(str(write_gguf(model, tmp_path / "base.gguf", "Q4_1")))
+    dequantized(model, "Q4_1")
+    base = OriginalBase(folder, torch.device("cpu"))
+    attention = model.model.layers[1].self_attn
+    found = torch.cat(list(base.weight_rows(1, "q_proj")))
+    torch.testing.assert_close(found, attention.q_proj.weight, rtol=0, atol=1e-6)
+    table = torch.cat(list(base.weight_rows(0, "embed_tokens")))
+    torch.testing.assert_close(table, model.model.embed_tokens.weight, rtol=0, atol=1e-6)
+
+
+def cut(whole: Path, folder: Path) -> list[Path]:
+    """The file in two shards, every second tensor in each."""
+    reader, paths = gguf.GGUFReader(whole), [folder / f"base-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, "llama")
+        for key, field in reader.fields.items():
+            if number or key.startswith("GGUF.") or key == "general.architecture":
+                continue
+            if field.types[0] is gguf.GGUFValueType.ARRAY:
+                writer.add_array(key, field.contents())
+            else:
+                writer.add_key_value(key, field.contents(), field.types[0])
+        for tensor in reader.tensors[number::2]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    model, folder = built("llama"), tmp_path / "shards"
+    folder.mkdir()
+    cut(write_gguf(model, tmp_path / "whole.gguf", "Q8_0"), folder)
+    assert difference(folder, dequantized(model, "Q8_0")) < 1e-4
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    first, second = cut(write_gguf(built("llama"), tmp_path / "whole.gguf"), folder)
+    second.unlink()
+    with pytest.raises(LoraserveError, match=r"one of 2 shards, and base-00002-of-00002\.gguf isn't beside it"):
+        resolve_model_dir(str(first))
+
+
+def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    file = write_gguf(built("llama"), tmp_path / "base.gguf")
+    folder = resolve_model_dir(str(file))
+    file.unlink()
+    with pytest.raises(LoraserveError, match=r"base\.gguf, which has the weights, isn't there any more"):
+        load(folder)
+
+
+def test_folder_with_one_file_is_a_base(tmp_path: Path) -> None:
+    write_gguf(built("llama"), tmp_path / "base.gguf")
+    (tmp_path / "mmproj-base.gguf").write_bytes(b"GGUF")
+    assert read_config(resolve_model_dir(str(tmp_path))).hidden_size == 64
+
+
+def test_folder_with_two_files_names_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_gguf(built("llama"), tmp_path / f"{name}.gguf")
+    with pytest.raises(LoraserveError, match=r"has 2 GGUF files: a\.gguf, b\.gguf") as caught:
+        resolve_model_dir(str(tmp_path))
+    assert str(tmp_path / "a.gguf") in str(caught.value.hint)
+
+
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "base.gguf"
+    first = resolve_model_dir(str(write_gguf(built("llama"), file)))
+    assert resolve_model_dir(str(file)) == first
+    model = built("llama", num_hidden_layers=3)
+    file.unlink()
+    assert difference(write_gguf(model, file), model) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["rope.scaling.type", "tokenizer.ggml.pre", "attention.value_length"])
+def test_setting_that_is_not_implemented_is_refused(name: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "rope.scaling.type": {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
+        "tokenizer.ggml.pre": {"tokenizer.ggml.pre": "superbpe"},
+        "attention.value_length": {"llama.attention.value_length": 16},
+    }
+    file = write_gguf(built("llama"), tmp_path / "base.gguf", metadata=values[name])
+    with pytest.raises(LoraserveError, match=name):
+        resolve_model_dir(str(file))
