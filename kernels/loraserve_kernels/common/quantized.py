@@ -10,6 +10,9 @@
            scale for each block of 64 inputs
     fp8    float8_e4m3fn, one scale for each output channel
 
+A group's zero is a code, or any float32: a checkpoint that stores a group's smallest value instead
+has the zero -minimum / scale, which isn't a whole number.
+
 Errors are bounded by the largest magnitude of a group: a half step, amax / 254 for int8, amax / 15
 for int4 (with zeros half of the range / 255 or / 15), 0.152 amax for nf4 (half of its widest gap),
 and for fp8 a sixteenth of the weight itself or amax / 458752, whichever is more. Scales are float32
@@ -73,7 +76,8 @@ class QuantizedWeight:
         scales: [out_features, in_features / group_size] float32, in any order of memory; `to`
             brings them into the one that kernels read fastest.
         zeros: the same shape in uint8, the codes that mean 0: int4's as they are, int8's with 128
-            added. None where that is 8, or 128, everywhere; groups alone have them.
+            added. Or in float32: such codes that aren't whole numbers. None where that is 8, or
+            128, everywhere; groups alone have them.
         group_size: inputs that share a scale: in_features for fp8, in_features or one of
             `GROUP_SIZES` for int8, one of `GROUP_SIZES` for int4, `NF4_GROUP_SIZE`.
         in_features, out_features: of the linear.
@@ -102,7 +106,7 @@ class QuantizedWeight:
         _check("codes", self.codes, (self.out_features, width), _CODES_DTYPE[self.format])
         _check("scales", self.scales, grid, torch.float32)
         if self.zeros is not None:
-            _check("zeros", self.zeros, grid, torch.uint8)
+            _check("zeros", self.zeros, grid, torch.float32 if self.has_float_zeros else torch.uint8)
         if not self.codes.is_contiguous():
             raise TensorMismatch(
                 f"codes have strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
@@ -119,6 +123,11 @@ class QuantizedWeight:
     def has_groups(self) -> bool:
         """Whether an output channel has scales for groups of its inputs, and not one alone."""
         return self.is_packed or self.zeros is not None or self.group_size < self.in_features
+
+    @property
+    def has_float_zeros(self) -> bool:
+        """Whether zeros needn't be whole numbers."""
+        return self.zeros is not None and self.zeros.dtype == torch.float32
 
     @property
     def device(self) -> torch.device:
@@ -163,12 +172,12 @@ class QuantizedWeight:
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return what the codes mean before they are scaled, [out_features, in_features].
 
-        They are whole numbers save for nf4 and fp8, exact in float32, and rotated where the weight
-        is.
+        They are whole numbers save for nf4, fp8 and zeros in float32, exact in float32 but for the
+        latter, and rotated where the weight is.
         """
         if not self.is_packed:
             values = self.codes.to(dtype)
-            return values if self.zeros is None else values + (128 - self._spread_zeros(dtype))
+            return values if self.zeros is None else values + 128 - self._spread_zeros(dtype)
         codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.out_features, self.in_features)
         if self.format == "nf4":
             return torch.tensor(NF4_CODE, dtype=dtype, device=codes.device)[codes.int()]
@@ -331,8 +340,8 @@ def _not_finite(weight: Tensor) -> InvalidWeight:
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return a weight whose output channels are those of the parts, in order.
 
-    It is for linears that share their input. Parts with zeros and without may be mixed; nothing is
-    rounded again.
+    It is for linears that share their input. Parts with zeros, in any dtype, and without may be
+    mixed; nothing is rounded again.
 
     Raises:
         TensorMismatch: no parts, or parts of several formats, group sizes, in_features, rotations
@@ -349,9 +358,9 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(_CODES_DTYPE[format])
     zeros = None
     if any(part.zeros is not None for part in parts):
-        middle = _MIDDLE[format]
+        middle, dtype = _MIDDLE[format], torch.float32 if any(part.has_float_zeros for part in parts) else torch.uint8
         every = [
-            torch.full_like(part.scales, middle, dtype=torch.uint8) if part.zeros is None else part.zeros
+            torch.full_like(part.scales, middle, dtype=dtype) if part.zeros is None else part.zeros.to(dtype)
             for part in parts
         ]
         zeros = _by_channel(torch.cat(every))

@@ -126,8 +126,8 @@ def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounded: Col
     """Return the backend of a kind of device.
 
     Args:
-        rounded: formats of weights, of int8 by output channel and int4, for which a CPU rounds
-            activations to int8; a GPU never does.
+        rounded: formats of weights for which a CPU rounds activations to int8, as
+            `blueprint.rounded_formats` has them; a GPU never does.
 
     Raises:
         ConfigError: there's no such device here, or it can't keep weights so.

@@ -323,6 +323,10 @@ def _check(
                 f"the weight is rotated by blocks of {weight.rotation} inputs, which a GPU's rows aren't: "
                 "round it without a rotation"
             )
+        if weight.has_float_zeros:
+            raise TensorMismatch(
+                "the weight's zeros are float32; a GPU's kernels take whole ones, uint8: round it again, or use a CPU"
+            )
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
         raise TensorMismatch(
             f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; "
