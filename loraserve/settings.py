@@ -335,7 +335,8 @@ class Settings(BaseSettings):
     activation_dtype: Literal["auto", "int8", "float"] = "auto"
     """Activations that int8 and int4 linears multiply on a CPU: rounded to int8, or float.
 
-    auto: int8 with --quantize int8 or int4 and for checkpoints of loraserve quantize, else float.
+    auto and int8: by row where weights are rotated (--quantize int8 or int4, and checkpoints of
+    loraserve quantize), in groups of 32 inputs where a checkpoint stores int8 or int4 otherwise.
     """
     memory_budget: Size | None = None
     """Memory for KV blocks and adapters together.

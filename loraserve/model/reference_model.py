@@ -615,7 +615,7 @@ class _Pass:
 
 
 def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | None = None) -> Tensor:
-    """Return x with each row rounded to integers, by its largest value.
+    """Return x with each row, or group of its inputs, rounded to integers by its largest value.
 
     A row that is rotated before it is rounded is rotated back.
 
@@ -628,8 +628,10 @@ def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | No
     if nudged is not None and len(nudged):
         turned = turned.clone()
         turned[nudged] *= 1 + (torch.arange(x.shape[1], device=x.device) % 2 * 2 - 1) / 4096
-    step = turned.abs().amax(1, keepdim=True) / rounding.levels
-    return _rotated(torch.where(step > 0, torch.round(turned / step) * step, 0.0), rounding.rotation)
+    groups = turned.reshape(x.shape[0], -1, rounding.group or x.shape[1])
+    step = groups.abs().amax(2, keepdim=True) / rounding.levels
+    rounded = torch.where(step > 0, torch.round(groups / step) * step, 0.0).view(x.shape)
+    return _rotated(rounded, rounding.rotation)
 
 
 def _rotated(x: Tensor, block: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from loraserve.model.checkpoint.blueprint import (
     SiteKind,
     SitePlan,
     check_gpu,
+    check_gpu_blocks,
     context_len,
     draw,
     rounded_formats,
@@ -26,6 +27,7 @@ from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
+from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE
@@ -123,9 +125,10 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     model = read_config(model_dir)
     if device == "cuda":
         check_gpu(model)
+        check_gpu_blocks(model.quantization)
     max_model_len = context_len(model, config.max_model_len)
     blueprint = draw(model, read_headers(model_dir), config.quantize)
-    is_int4_rounded = "int4" in rounded_formats(blueprint, config.activation_dtype, device)
+    rounded = rounded_formats(blueprint, config.activation_dtype, device)
     grid = Grid.of(config)
     if grid.size > 1 and device != "cpu":
         raise ConfigError(
@@ -135,7 +138,7 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
     check_grid(blueprint, grid)
     parts, rank_bytes = Counter[tuple[str, str]](), list[int]()
     for place in grid.places(model):
-        of_rank = list(_parts(blueprint, device, dtype, max_model_len, place, is_int4_rounded))
+        of_rank = list(_parts(blueprint, device, dtype, max_model_len, place, rounded))
         rank_bytes.append(sum(num_bytes for *_, num_bytes in of_rank))
         for name, format, num_bytes in of_rank:
             parts[name, format] += num_bytes
@@ -151,13 +154,14 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
 
 
 def _parts(
-    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: RankPlace, is_int4_rounded: bool
+    blueprint: Blueprint, device: str, dtype: str, max_model_len: int, place: RankPlace, rounded: Collection[str]
 ) -> Iterator[tuple[str, str, int]]:
     """Yield what a rank holds: a part's name, its format, and bytes.
 
     Args:
-        is_int4_rounded: whether int4's activations are rounded to int8, whose kernel has zeros for
-            all groups, and scales in 16 bits.
+        rounded: formats of weights whose activations are rounded to int8, as `rounded_formats` has
+            them. By row, int4's kernel has zeros for all groups, and scales in 16 bits where they
+            are numbers of bfloat16; kernels of groups of 32 also where they are float16's.
     """
     config, tensors, stage = blueprint.config, blueprint.tensors, place.stage
     if stage.is_first:
@@ -188,7 +192,7 @@ def _parts(
             out_features = module.out_features if rows is None else sum(end - start for start, end in rows)
             num_biases += out_features
             shape = out_features, in_features
-            yield names[site.kind], *_weight(blueprint, site, module, kept, shape, is_int4_rounded)
+            yield names[site.kind], *_weight(blueprint, site, module, kept, shape, rounded)
         # a site has a bias for all of its linears, or none
         if cut.has_bias and any(module.has_bias for module in site.modules):
             yield names[site.kind], kept, bias_bytes * num_biases
@@ -197,9 +201,9 @@ def _parts(
         shape = place.modules["lm_head"]
         stored = blueprint.stored_embedding
         if stored is not None:
-            yield "head", stored.scheme.format, _block_bytes(stored, *shape)
+            yield "head", stored.scheme.format, _block_bytes(stored, *shape, rounded)
             return
-        yield "head", *_float_weight(shape, blueprint.head_quantize, dtype, config.hidden_size, is_int4_rounded)
+        yield "head", *_float_weight(shape, blueprint.head_quantize, dtype, config.hidden_size, rounded)
 
 
 def _embedding(
@@ -215,20 +219,28 @@ def _embedding(
         found = blueprint.tensors[blueprint.config.architecture.embedding].dtype
         return _STORED_NAMES[found], size * ITEM_SIZES[found]
     if device == "cpu" and is_whole:
-        return stored.scheme.format, _block_bytes(stored, *shape)
+        return stored.scheme.format, _block_bytes(stored, *shape, ())
     kept = "float32" if device == "cpu" else dtype
     return kept, size * DTYPE_BYTES[kept]
 
 
-def _block_bytes(stored: StoredWeight, out_features: int, in_features: int) -> int:
+def _block_bytes(stored: StoredWeight, out_features: int, in_features: int, rounded: Collection[str]) -> int:
     """Return the bytes of GGUF's blocks in the order that kernels read."""
     scheme = stored.scheme
-    group_bytes = 4 if scheme.is_symmetric else 8
-    return _quantized_bytes(scheme.format, out_features, in_features, scheme.group_size or in_features, group_bytes)
+    block, group = BLOCK_FORMATS[scheme.block_type].block, scheme.group_size or in_features
+    # a block of one group has its scale in float16
+    is_half = f"{scheme.format}-g32" in rounded and block == group
+    group_bytes = (2 if is_half else 4) + (0 if scheme.is_symmetric else 4)
+    return _quantized_bytes(scheme.format, out_features, in_features, group, group_bytes)
 
 
 def _weight(
-    blueprint: Blueprint, site: SitePlan, module: ModulePlan, dtype: str, kept: tuple[int, int], is_int4_rounded: bool
+    blueprint: Blueprint,
+    site: SitePlan,
+    module: ModulePlan,
+    dtype: str,
+    kept: tuple[int, int],
+    rounded: Collection[str],
 ) -> tuple[str, int]:
     """Return the format of a linear's weight, and the bytes of what is kept of it.
 
@@ -237,21 +249,23 @@ def _weight(
     """
     stored, (out_features, in_features) = blueprint.stored.get(module.path), kept
     if stored is None:
-        return _float_weight(kept, site.quantize, dtype, site.in_features, is_int4_rounded)
+        return _float_weight(kept, site.quantize, dtype, site.in_features, rounded)
     if stored.scheme.layout is Layout.GGUF:
-        return stored.scheme.format, _block_bytes(stored, out_features, in_features)
+        return stored.scheme.format, _block_bytes(stored, out_features, in_features, rounded)
     if stored.scheme.layout is Layout.BITSANDBYTES:
         return "nf4", _quantized_bytes("nf4", out_features, in_features, NF4_GROUP_SIZE)
     scale = blueprint.tensors[f"{module.path}.weight_scale"]
     group = min(in_features, stored.group_size(scale.shape[-1] if len(scale.shape) == 2 else 1))
     format, has_zeros, scale_bytes = stored.scheme.format, not stored.scheme.is_symmetric, 4
-    if format == "int4" and is_int4_rounded:
+    if f"{format}-g32" in rounded and not stored.scheme.rotation and group % 32 == 0:
+        scale_bytes = 2 if scale.dtype in ("BF16", "F16") else 4
+    elif format == "int4" and "int4" in rounded:
         has_zeros, scale_bytes = True, 2 if scale.dtype == "BF16" else 4
     return format, _quantized_bytes(format, out_features, in_features, group, scale_bytes + has_zeros)
 
 
 def _float_weight(
-    kept: tuple[int, int], quantize: str, dtype: str, whole_in_features: int, is_int4_rounded: bool
+    kept: tuple[int, int], quantize: str, dtype: str, whole_in_features: int, rounded: Collection[str]
 ) -> tuple[str, int]:
     """Return the format of a float weight once it is rounded, and the bytes of what is kept of it.
 
@@ -265,7 +279,7 @@ def _float_weight(
     group = min(in_features, group_size(quantize, whole_in_features))
     group_bytes = 4
     if quantize == "int4":
-        group_bytes = (2 if is_int4_rounded else 4) + 1
+        group_bytes = (2 if "int4" in rounded else 4) + 1
     return quantize, _quantized_bytes(quantize, out_features, in_features, group, group_bytes)
 
 

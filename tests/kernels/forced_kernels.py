@@ -32,6 +32,7 @@ CHANNELS, WIDTH = 80, 768
 TIMED = (1024, 768)
 TIMED_ROWS = (1, 8, 64)
 WINDOWS = 5
+IN_GROUPS = ("int8-g32", "int4-g32")
 
 
 def lower_fbgemm() -> None:
@@ -83,7 +84,7 @@ def follows_weight(candidate: Candidate, format: str) -> bool:
 
 
 def follows_codes(candidate: Candidate, format: str) -> bool:
-    """Return whether products of int4 by int8 are exact within the rounding of their scales.
+    """Return whether products of int4 or groups by int8 are exact but for their scales' rounding.
 
     Rows are their own codes: the largest of each is 127.
     """
@@ -152,7 +153,7 @@ def look_at(format: str) -> dict[str, Any]:
     for candidate in FORMATS[format]:
         if not candidate.is_there() or (format, candidate.kernel) in chooser._hopeless:
             continue
-        if format == "int4-rounded" and candidate.name in LEVELS:
+        if format in ("int4-rounded", *IN_GROUPS) and candidate.name in LEVELS:
             is_right = follows_codes(candidate, format)
         elif candidate.name in LEVELS:
             is_right = not saturates(candidate, format)
@@ -177,7 +178,9 @@ def look_at(format: str) -> dict[str, Any]:
         "ratios": {str(n): ratio(product, packed, torch.randn(n, TIMED[1])) for n in TIMED_ROWS},
         "candidates": found,
         "digest": _digest(product),
-        "rotated_digest": None if isinstance(weight, Tensor) else _digest(taken.make(replace(weight, rotation=64))),
+        "rotated_digest": None
+        if isinstance(weight, Tensor) or format in IN_GROUPS
+        else _digest(taken.make(replace(weight, rotation=64))),
     }
 
 

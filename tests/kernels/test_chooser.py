@@ -105,7 +105,8 @@ def test_int8_gives_the_same_bits_on_every_machine() -> None:
     """All kernels that round activations to 8 bits are of one rank,
     so that the clock may choose among them.
     """
-    for format, name in (("int8", "w8a8-row"), ("int4-rounded", "w4a8-row")):
+    names = {"int8": "w8a8-row", "int4-rounded": "w4a8-row", "int8-g32": "w8a8-g32", "int4-g32": "w4a8-g32"}
+    for format, name in names.items():
         assert {found(machine)[format]["name"] for machine in MACHINES} == {name}
         for digest in ("digest", "rotated_digest"):
             assert len({found(machine)[format][digest] for machine in MACHINES}) == 1, (format, digest)
@@ -147,6 +148,37 @@ def test_our_int8_multiplies_by_the_best_instruction_of_each_processor(
     )
     assert instruction in result.stdout
     assert {"vpmaddwd", "vpdpbusd"} - {instruction} == {"vpmaddwd", "vpdpbusd"} - set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("features", "instruction"),
+    [
+        (AVX2_FEATURES, "vpmaddubsw"),
+        (f"{AVX2_FEATURES},+avxvnni", "vpdpbusd"),
+        (f"{AVX2_FEATURES},{AVX512_FEATURES}", "vpmaddubsw"),
+        (f"{AVX2_FEATURES},{AVX512_FEATURES},+avx512vnni", "vpdpbusd"),
+    ],
+    ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
+)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.skipif(len(MACHINES) == 1, reason="about x86 instructions")
+def test_groups_take_the_best_instruction_of_each_processor(
+    tmp_path: Path, features: str, instruction: str, format: str
+) -> None:
+    script = (
+        "from loraserve_kernels.cpu.linear.tiles.g32_kernel import compiled;"
+        f"print(compiled('g32-{format}-float16-float32')._library.get_asm_str())"
+    )
+    environment = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = set(result.stdout.split())
+    assert {"vpmaddubsw", "vpdpbusd"} & words == {instruction}
 
 
 class Clock:

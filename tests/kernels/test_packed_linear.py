@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ from loraserve_kernels.errors import TensorMismatch
 KINDS = {
     "int4": ("int4", False),
     "int4 with zeros": ("int4", True),
+    "int4 with float zeros": ("int4", True),
     "int8": ("int8", False),
     "int8 with zeros": ("int8", True),
+    "int8 with float zeros": ("int8", True),
     "int8 by channel": ("int8", False),
     "nf4": ("nf4", False),
     "fp8": ("fp8", False),
@@ -26,7 +30,10 @@ def make(kind: str, out_features: int, in_features: int, group_size: int = 64) -
     # groups of very different sizes, and far from zero
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-3, 3, (out_features, 1)) + 0.3
     has_groups = name in ("int4", "int8") and kind != "int8 by channel"
-    return quantize(weight, name, group_size if has_groups else None, has_zeros=has_zeros)
+    made = quantize(weight, name, group_size if has_groups else None, has_zeros=has_zeros)
+    if "float zeros" not in kind or made.zeros is None:
+        return made
+    return replace(made, zeros=made.zeros + torch.rand(made.zeros.shape) - 0.5)
 
 
 KERNELS = ["numba", "widened"]

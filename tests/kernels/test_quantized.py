@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -123,6 +125,20 @@ def test_zeros_serve_groups_on_one_side_of_zero_better() -> None:
         for has_zeros in (False, True)
     ]
     assert errors[1] < 0.6 * errors[0]
+
+
+@pytest.mark.parametrize("format", ["int4", "int8"])
+def test_zeros_may_lie_between_codes(format: str) -> None:
+    made = quantize(torch.randn(6, 128) + 1, format, 32, has_zeros=True)
+    assert made.zeros is not None
+    shifted = replace(made, zeros=made.zeros + 0.25)
+    step = made.scales.repeat_interleave(32, 1)
+    expected = made.dequantize(torch.float64) - step.double() / 4
+    torch.testing.assert_close(shifted.dequantize(torch.float64), expected, rtol=0, atol=1e-9)
+    joined = concatenate([made, shifted])
+    assert joined.has_float_zeros
+    parts = [made.dequantize(torch.float32), shifted.dequantize(torch.float32)]
+    assert torch.equal(joined.dequantize(torch.float32), torch.cat(parts))
 
 
 @pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)

@@ -44,11 +44,20 @@ def words(count: int) -> tuple[list[str], list[str]]:
     return tokens, merges
 
 
-def write_gguf(model: Any, path: Path, form: str = "F32", *, metadata: Mapping[str, Any] | None = None) -> Path:
+def write_gguf(
+    model: Any,
+    path: Path,
+    form: str = "F32",
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    raw: Mapping[str, np.ndarray] | None = None,
+) -> Path:
     """Write a model; its linears and its embedding in this type.
 
     Args:
         metadata: more keys, or others' values.
+        raw: rows of blocks of a matrix by its name in the model, of a type that the package doesn't
+            write.
     """
     config = model.config
     name = _ARCHITECTURES[config.model_type]
@@ -96,8 +105,11 @@ def write_gguf(model: Any, path: Path, form: str = "F32", *, metadata: Mapping[s
             writer.add_uint32(key, value)
         else:
             writer.add_string(key, value)
-    for tensor_name, tensor in _tensors(model, name, heads, kv_heads):
-        _add(writer, tensor_name, tensor, form)
+    for tensor_name, tensor in _tensors(model, name, heads, kv_heads, raw or {}):
+        if isinstance(tensor, Tensor):
+            _add(writer, tensor_name, tensor, form)
+        else:
+            writer.add_tensor(tensor_name, tensor, raw_dtype=GGMLQuantizationType[form])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -114,7 +126,9 @@ def _theta(config: Any) -> float:
     return float(config.rope_parameters["full_attention"]["rope_theta"])
 
 
-def _tensors(model: Any, name: str, heads: int, kv_heads: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    model: Any, name: str, heads: int, kv_heads: int, raw: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, Tensor | np.ndarray]]:
     architecture = next(arch for arch, words_ in gguf.MODEL_ARCH_NAMES.items() if words_ == name)
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     for path, tensor in model.state_dict().items():
@@ -140,6 +154,11 @@ def _tensors(model: Any, name: str, heads: int, kv_heads: int) -> Iterator[tuple
             tensor = _permuted(tensor, kv_heads)
         if name.startswith("gemma") and path.endswith("norm.weight"):
             tensor = tensor + 1
+        if path in raw:
+            rows = torch.from_numpy(raw[path])
+            permuted = name in _PERMUTED and (".q_proj." in path or ".k_proj." in path)
+            yield new, (_permuted(rows, heads if ".q_proj." in path else kv_heads) if permuted else rows).numpy()
+            continue
         yield new, tensor
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 FORMATS = ("int8", "int4", "nf4", "fp8")
 GROUP_SIZES = (32, 64, 128)
 """Group sizes of int4, and of int8 where it has groups."""
+CPU_GROUP_SIZES = (16, *GROUP_SIZES)
+"""Those that a CPU's kernels have."""
 NF4_GROUP_SIZE = 64
 ROTATION_BLOCKS = (64, 32, 16)
 """Inputs of a block that is rotated before numbers are rounded, those first that are preferred."""

@@ -10,6 +10,9 @@
            scale for each block of 64 inputs
     fp8    float8_e4m3fn, one scale for each output channel
 
+A group's zero is a code, or any float32: a checkpoint that stores a group's smallest value instead
+has the zero -minimum / scale, which isn't a whole number.
+
 Errors are bounded by the largest magnitude of a group: a half step, amax / 254 for int8, amax / 15
 for int4 (with zeros half of the range / 255 or / 15), 0.152 amax for nf4 (half of its widest gap),
 and for fp8 a sixteenth of the weight itself or amax / 458752, whichever is more. Scales are float32
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.formats import CPU_GROUP_SIZES as CPU_GROUP_SIZES
 from loraserve_kernels.common.formats import FORMATS as FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES as GROUP_SIZES
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE as NF4_GROUP_SIZE
@@ -73,9 +77,11 @@ class QuantizedWeight:
         scales: [out_features, in_features / group_size] float32, in any order of memory; `to`
             brings them into the one that kernels read fastest.
         zeros: the same shape in uint8, the codes that mean 0: int4's as they are, int8's with 128
-            added. None where that is 8, or 128, everywhere; groups alone have them.
+            added. Or in float32: such codes that aren't whole numbers. None where that is 8, or
+            128, everywhere; groups alone have them.
         group_size: inputs that share a scale: in_features for fp8, in_features or one of
-            `GROUP_SIZES` for int8, one of `GROUP_SIZES` for int4, `NF4_GROUP_SIZE`.
+            `CPU_GROUP_SIZES` for int8, one of those for int4, `NF4_GROUP_SIZE`. A GPU's kernels
+            have `GROUP_SIZES`.
         in_features, out_features: of the linear.
         rotation: inputs of a Hadamard block by which they are rotated (see `rotation`): codes are
             those of ``W H / rotation``. 0: they aren't.
@@ -102,7 +108,7 @@ class QuantizedWeight:
         _check("codes", self.codes, (self.out_features, width), _CODES_DTYPE[self.format])
         _check("scales", self.scales, grid, torch.float32)
         if self.zeros is not None:
-            _check("zeros", self.zeros, grid, torch.uint8)
+            _check("zeros", self.zeros, grid, torch.float32 if self.has_float_zeros else torch.uint8)
         if not self.codes.is_contiguous():
             raise TensorMismatch(
                 f"codes have strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
@@ -119,6 +125,11 @@ class QuantizedWeight:
     def has_groups(self) -> bool:
         """Whether an output channel has scales for groups of its inputs, and not one alone."""
         return self.is_packed or self.zeros is not None or self.group_size < self.in_features
+
+    @property
+    def has_float_zeros(self) -> bool:
+        """Whether zeros needn't be whole numbers."""
+        return self.zeros is not None and self.zeros.dtype == torch.float32
 
     @property
     def device(self) -> torch.device:
@@ -163,12 +174,12 @@ class QuantizedWeight:
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return what the codes mean before they are scaled, [out_features, in_features].
 
-        They are whole numbers save for nf4 and fp8, exact in float32, and rotated where the weight
-        is.
+        They are whole numbers save for nf4, fp8 and zeros in float32, exact in float32 but for the
+        latter, and rotated where the weight is.
         """
         if not self.is_packed:
             values = self.codes.to(dtype)
-            return values if self.zeros is None else values + (128 - self._spread_zeros(dtype))
+            return values if self.zeros is None else values + 128 - self._spread_zeros(dtype)
         codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.out_features, self.in_features)
         if self.format == "nf4":
             return torch.tensor(NF4_CODE, dtype=dtype, device=codes.device)[codes.int()]
@@ -211,7 +222,7 @@ def quantize(
         weight: [out_features, in_features], any float dtype, on any device; the result is there
             too.
         format: one of `FORMATS`.
-        group_size: for int4, one of `GROUP_SIZES` (None: the largest); for int8, one of them or
+        group_size: for int4, one of `CPU_GROUP_SIZES` (None: the largest); for int8, one of them or
             in_features (None: that); the others' is fixed, so None or that number.
         has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its
             largest magnitude both ways.
@@ -331,8 +342,8 @@ def _not_finite(weight: Tensor) -> InvalidWeight:
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return a weight whose output channels are those of the parts, in order.
 
-    It is for linears that share their input. Parts with zeros and without may be mixed; nothing is
-    rounded again.
+    It is for linears that share their input. Parts with zeros, in any dtype, and without may be
+    mixed; nothing is rounded again.
 
     Raises:
         TensorMismatch: no parts, or parts of several formats, group sizes, in_features, rotations
@@ -349,9 +360,9 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(_CODES_DTYPE[format])
     zeros = None
     if any(part.zeros is not None for part in parts):
-        middle = _MIDDLE[format]
+        middle, dtype = _MIDDLE[format], torch.float32 if any(part.has_float_zeros for part in parts) else torch.uint8
         every = [
-            torch.full_like(part.scales, middle, dtype=torch.uint8) if part.zeros is None else part.zeros
+            torch.full_like(part.scales, middle, dtype=dtype) if part.zeros is None else part.zeros.to(dtype)
             for part in parts
         ]
         zeros = _by_channel(torch.cat(every))
@@ -395,9 +406,9 @@ def _check_format(format: str, group_size: int, in_features: int, has_zeros: boo
         raise InvalidWeight(f"the weight's format is {format}; expected one of {', '.join(FORMATS)}")
     if has_zeros and format not in _MIDDLE:
         raise InvalidWeight(f"{format} with zeros; only int8 and int4 have them")
-    sizes: tuple[int, ...] = {"int4": GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
+    sizes: tuple[int, ...] = {"int4": CPU_GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
     if format == "int8":
-        sizes = GROUP_SIZES if has_zeros else (*GROUP_SIZES, in_features)
+        sizes = CPU_GROUP_SIZES if has_zeros else (*CPU_GROUP_SIZES, in_features)
     if group_size not in sizes:
         zeros = " and zeros" if has_zeros else ""
         raise InvalidWeight(

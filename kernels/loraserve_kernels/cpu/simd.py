@@ -425,6 +425,19 @@ def _store_code(element: ir.Type) -> Any:
     return store_code
 
 
+@intrinsic
+def nearest(typingctx: Any, value: Any) -> Any:
+    """Return each lane's nearest whole number, as `store_int8` rounds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.rint.v{LANES}f32"
+        )
+        return builder.call(function, args)
+
+    return vector(vector), codegen
+
+
 store_int8, store_int8_one = _store_codes(INT8), _store_code(INT8)
 store_int16, store_int16_one = _store_codes(INT16), _store_code(INT16)
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from loraserve.model.backends.step_sizes import SMALLEST_GROUP
 from loraserve.model.layers.linears import Int8Linear, JoinedLinear, Linear, own_weight
+from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import DotWeight, GroupDotWeight, code_offset
+from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,14 @@ class RowRounding:
         is_wide: whether they are int16.
         group_size: inputs whose codes are summed beside; 0: none are.
         rotation: inputs of a Hadamard block by which rows are rotated before; 0: they aren't.
+        scale_group: inputs that share a scale, whose codes are summed beside; 0: a row's do.
     """
 
     offset: int
     is_wide: bool
     group_size: int
     rotation: int
+    scale_group: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +41,7 @@ class InputRows:
         values: [capacity, width] float32.
         codes: [capacity, bytes] int8, the same rounded, for linears that take it so; filled up with
             zeros to what one instruction multiplies.
-        scales: [capacity] float32, of the codes.
+        scales: float32, of the codes: the first [capacity], or [capacity, groups].
         starts: [capacity, groups] float32, what int4's kernel multiplies the zero of each group
             with; as many groups as there may be.
     """
@@ -55,7 +59,7 @@ class InputRows:
         return cls(
             torch.zeros(capacity, width),
             torch.zeros(capacity, num_bytes, dtype=torch.int8),
-            torch.ones(capacity),
+            torch.ones(capacity, -(-width // SMALLEST_GROUP)),
             torch.zeros(capacity, -(-width // SMALLEST_GROUP)),
         )
 
@@ -97,6 +101,8 @@ def rounding_of(linear: Linear) -> RowRounding | None:
         return RowRounding(code_offset(), not HAS_VNNI, 0, linear.rotation)
     if isinstance(weight, GroupDotWeight):
         return RowRounding(0, False, weight.group_size, weight.rotation)
+    if isinstance(weight, G32Weight):
+        return RowRounding(0, False, 0, 0, g32_dot.GROUP)
     return None
 
 
@@ -112,7 +118,8 @@ def code_words(rows: InputRows, rounding: RowRounding | None) -> dict[int, int]:
         k.SCALES: rows.scales.data_ptr(),
         k.OFFSET: rounding.offset,
         k.IS_WIDE: int(rounding.is_wide),
-        k.STARTS: rows.starts.data_ptr() if rounding.group_size else 0,
+        k.STARTS: rows.starts.data_ptr() if rounding.group_size or rounding.scale_group else 0,
         k.GROUP: rounding.group_size,
         k.ROTATION: rounding.rotation,
+        k.SCALE_GROUP: rounding.scale_group,
     }

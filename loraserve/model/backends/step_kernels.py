@@ -20,7 +20,9 @@ from loraserve.model.layers.mlp import GatedMlp
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve_kernels.common.modules import MODULE_INDEX, MODULES, SITES
+from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import GROUP, DotWeight, GroupDotWeight, full_bias_of
+from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 from loraserve_kernels.cpu.program.program import Program, kernel
 
 _NO_WINDOW = 1 << 40
@@ -316,6 +318,20 @@ class StepKernels:
                 k.GROUP_STARTS: source.starts.data_ptr(),
                 k.START_STRIDE: weight.scales.shape[0],
                 k.GROUP_ZEROS: weight.zeros.data_ptr(),
+            }
+            return self._add(weight.kernel, k.NUM_ROWS, words)
+        if isinstance(weight, G32Weight):
+            words |= {
+                k.X: source.codes.data_ptr(),
+                k.X_STRIDE: source.codes.stride(0),
+                k.TILE_BYTES: weight.codes.stride(0) * 4,
+                k.WIDTH: weight.in_features,
+                k.GROUP: weight.group_size,
+                k.SCALE_STRIDE: num_channels,
+                k.ROW_SCALES: source.scales.data_ptr(),
+                k.GROUP_STARTS: source.starts.data_ptr(),
+                k.START_STRIDE: weight.in_features // g32_dot.GROUP,
+                k.GROUP_ZEROS: 0 if weight.zeros is None else weight.zeros.data_ptr(),
             }
             return self._add(weight.kernel, k.NUM_ROWS, words)
         has_groups = weight.scales.shape[0] > 1

@@ -39,8 +39,8 @@ def buffer_bytes(config: ModelConfig, num_rows: int) -> int:
 
 
 def _input_bytes(width: int) -> int:
-    """Return the bytes of a row that linears read: values, codes, a scale, and starts of groups."""
-    return 4 * width + 4 * -(-width // 2) + 4 + 4 * -(-width // SMALLEST_GROUP)
+    """Return the bytes of a row that linears read: values, codes, scales and starts of groups."""
+    return 4 * width + 4 * -(-width // 2) + 8 * -(-width // SMALLEST_GROUP)
 
 
 def _output_bytes(width: int) -> int:

@@ -17,7 +17,9 @@ from loraserve.model.checkpoint.stored_weights import ExpectedTensor, StoredWeig
 from loraserve.model.config.architectures import Architecture, ExpertPaths
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ExpertsConfig, ModelConfig
+from loraserve.model.config.quantization_config import QuantizationConfig
 from loraserve.types import BaseSpec, Digest
+from loraserve_kernels.common.formats import GROUP_SIZES
 from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
@@ -229,16 +231,31 @@ def check_gpu(config: ModelConfig) -> None:
         )
 
 
+def check_gpu_blocks(config: QuantizationConfig | None) -> None:
+    """Return if a GPU's kernels read all blocks of a GGUF file; no-op for other checkpoints.
+
+    Raises:
+        ConfigError: they don't; it names the types.
+    """
+    schemes = () if config is None or config.by_path is None else config.by_path.values()
+    unread = {one.block_type for one in schemes if not one.is_symmetric or one.group_size not in GROUP_SIZES}
+    if unread:
+        raise ConfigError(
+            f"The file has weights in {', '.join(sorted(unread))}, which aren't served on GPUs yet.",
+            hint="Use --device cpu, or give a file in Q8_0 or Q4_0, or the Hugging Face directory.",
+        )
+
+
 def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) -> frozenset[str]:
     """Return the formats of weights whose activations are rounded to int8 on a CPU.
 
-    They are ``int8``, for weights by output channel, and ``int4``.
+    By row they are ``int8``, for weights by output channel, and ``int4``; in groups of 32 inputs
+    ``int8-g32`` and ``int4-g32``, which weights take that aren't rotated and have such groups.
 
     Args:
-        activation_dtype: ``int8``: both. ``float``: none. ``auto``: both where float weights are
-            rounded while they're loaded, or the checkpoint holds rotated ones; none where it holds
-            other quantized weights, whose config asks for float activations
-            (``"input_activations": null``; others are refused).
+        activation_dtype: ``int8``: all. ``float``: none. ``auto``: all where float weights are
+            rounded while they're loaded, or the checkpoint holds rotated ones; groups alone where
+            it holds other quantized weights, whose codes can't be rotated any more.
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:
@@ -252,27 +269,24 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
             )
         if not _can_round(blueprint):
             raise ConfigError(
-                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 weights with "
-                "one scale per output channel, or int4 weights, which int8 activations need.",
+                f"--activation-dtype int8: no linear of this base ({blueprint.quantization}) has int8 or int4 "
+                "weights, which int8 activations need.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
-        return frozenset({"int8", "int4"})
-    is_made_for_it = all(weight.scheme.rotation for weight in blueprint.stored.values())
-    return frozenset({"int8", "int4"} if activation_dtype == "auto" and is_made_for_it and device == "cpu" else ())
+        return _BY_ROW | _IN_GROUPS
+    if activation_dtype != "auto" or device != "cpu":
+        return frozenset()
+    is_made_for_rows = all(weight.scheme.rotation for weight in blueprint.stored.values())
+    return _BY_ROW | _IN_GROUPS if is_made_for_rows else _IN_GROUPS
+
+
+_BY_ROW, _IN_GROUPS = frozenset({"int8", "int4"}), frozenset({"int8-g32", "int4-g32"})
 
 
 def _can_round(blueprint: Blueprint) -> bool:
     if {"int8", "int4"} & {blueprint.quantize, blueprint.head_quantize}:
         return True
-    return any(
-        weight.scheme.format == "int4"
-        or (
-            weight.scheme.format == "int8"
-            and weight.scheme.is_symmetric
-            and (weight.scheme.group_size or weight.in_features) >= weight.in_features
-        )
-        for weight in blueprint.stored.values()
-    )
+    return any(weight.scheme.format in ("int4", "int8") for weight in blueprint.stored.values())
 
 
 def context_len(config: ModelConfig, max_model_len: int | None) -> int:

@@ -28,6 +28,7 @@ from loraserve.model.checkpoint.blueprint import (
     SiteKind,
     SitePlan,
     check_gpu,
+    check_gpu_blocks,
     context_len,
     draw,
     rounded_formats,
@@ -103,6 +104,7 @@ def load_model(
     config = read_config(model_dir)
     if device != "cpu":
         check_gpu(config)
+        check_gpu_blocks(config.quantization)
     context = context_len(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
     blueprint = draw(config, checkpoint.tensors, quantize)
@@ -128,8 +130,8 @@ def make_backend(device: str, dtype: torch.dtype, quantize: str, *, rounded: Col
     """Return the backend of a kind of device.
 
     Args:
-        rounded: formats of weights, of int8 by output channel and int4, for which a CPU rounds
-            activations to int8; a GPU never does.
+        rounded: formats of weights for which a CPU rounds activations to int8, as
+            `blueprint.rounded_formats` has them; a GPU never does.
 
     Raises:
         ConfigError: there's no such device here, or it can't keep weights so.

@@ -20,17 +20,17 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """What blocks hold: ``w = scale · (code − zero)``.
+    """Contents of blocks, ``w = scale · code + minimum``.
 
     Attributes:
-        codes: [rows, groups, group_size] uint8, or int8 without zeros.
-        scales: [rows, groups] float32.
-        zeros: the same; None: 0.
+        codes: [rows, groups, group_size], uint8 of int4 and with minima, where int4's without are 8
+            more than their value; int8 else.
+        scales, minima: [rows, groups] float32.
     """
 
     codes: Tensor
     scales: Tensor
-    zeros: Tensor | None
+    minima: Tensor | None
 
 
 def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWeight:
@@ -43,9 +43,9 @@ def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWei
     form = BLOCK_FORMATS[type_name]
     rows = raw.shape[0]
     groups = _UNPACK[type_name](raw.view(rows, -1, form.block_bytes))
-    codes, scales, zeros = groups.codes, groups.scales, groups.zeros
-    if zeros is not None:
-        scales, zeros = _without_empty_scales(scales, zeros)
+    codes, scales, zeros = groups.codes, groups.scales, None
+    if groups.minima is not None:
+        scales, zeros = _scales_and_zeros(scales, groups.minima)
     codes = codes.view(rows, in_features)
     if form.format == "int4":
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
@@ -63,19 +63,14 @@ def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWei
     )
 
 
-def _without_empty_scales(scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima as scales and zeros.
+def _scales_and_zeros(scales: Tensor, minima: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and zeros of scales and minima, ``w = scale · code + minimum``.
 
-    A group whose scale is 0 is its minimum everywhere: its codes, which are read as well, are 0.
-
-    Args:
-        zeros: minima, ``w = scale · code + minimum``.
+    A group whose scale is 0 is its minimum everywhere: it gets a scale so small that codes, times
+    it, round to nothing beside the minimum.
     """
-    is_empty = scales == 0
-    # codes times a number that no float32 sum sees
-    tiny = torch.where(zeros == 0, 1.0, zeros.abs()) * 1e-12
-    scales = torch.where(is_empty, tiny, scales)
-    return scales, -zeros / scales
+    scales = torch.where(scales == 0, minima.abs() * 1e-12, scales)
+    return scales, torch.where(scales == 0, 0.0, -minima / scales)
 
 
 def _halves(blocks: Tensor, place: int) -> Tensor:

@@ -21,6 +21,7 @@ from loraserve.errors import ConfigError, ModelError
 from loraserve.model.config.formats import group_size
 from loraserve_kernels.common.arithmetic import (
     FLOATS,
+    GROUPS,
     LEVELS,
     W4A8_ROW,
     WEIGHT_ONLY,
@@ -33,6 +34,7 @@ from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantiz
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu import instructions
+from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.linear.decoded import (
@@ -42,6 +44,7 @@ from loraserve_kernels.cpu.linear.decoded import (
     pack_group_dot,
     unpack_group_dot,
 )
+from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 from loraserve_kernels.cpu.linear.gemm import (
     HalfWeight,
     Int8Weight,
@@ -116,8 +119,8 @@ def make_linear(
         bias: [out_features] float32.
         quantize: ``none`` or one of `FORMATS`: what a float weight is rounded to.
         dtype: what a float weight is kept in, when not quantized.
-        rounded: formats of weights, of int8 by output channel and int4, for which x is rounded to
-            int8 by row; otherwise it stays float32.
+        rounded: formats of weights for which x is rounded to int8, as `weight_format` has them;
+            otherwise it stays float32.
 
     Raises:
         ModelError: the weight can't be rounded so.
@@ -127,6 +130,8 @@ def make_linear(
     if isinstance(weight, QuantizedWeight):
         format = weight_format(weight, rounded=rounded)
         arithmetic = chooser().choose(format, weight.out_features, weight.in_features).arithmetic
+        if arithmetic.name in GROUPS:
+            return G32Linear(weight, bias, arithmetic)
         if arithmetic.name == W4A8_ROW:
             return Int4Linear(weight, bias, arithmetic)
         if arithmetic.name in LEVELS:
@@ -330,6 +335,29 @@ class Int4Linear:
             yield unpack_group_dot(self.own_weight, first, last)
 
 
+class G32Linear:
+    """int4 or int8 weights, x in int8 in groups of 32 inputs, each with a scale of its own."""
+
+    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight")
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self.own_weight: G32Weight = g32_dot.pack(weight)
+        self.bias, self.out_features = bias, weight.out_features
+        self.num_bytes = self.own_weight.num_bytes + _num_bytes(bias)
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return (self._arithmetic,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return g32_dot.linear(x, self.own_weight, self.bias)
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        for first, last in row_blocks(start, end, self.own_weight.in_features):
+            yield g32_dot.unpack(self.own_weight, first, last)
+
+
 class PackedLinear:
     """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied.
 
@@ -406,7 +434,10 @@ class JoinedLinear:
 
 
 RoundingLinear = Int8Linear | Int4Linear
-"""Linear that rounds each row of x by the row's largest magnitude."""
+"""Linear that rounds each row of x by the row's largest magnitude.
+
+A `G32Linear` isn't one: a rank that has whole groups of a row needs no other rank to round them.
+"""
 
 
 def rounding_of_row(linear: Linear, row: int) -> ActivationRounding | None:
@@ -425,13 +456,13 @@ def rounding_of_row(linear: Linear, row: int) -> ActivationRounding | None:
     return next((activation_rounding(arithmetic.name) for arithmetic in linear.arithmetics), None)
 
 
-OwnWeight = DotWeight | GroupDotWeight | DecodedWeight
+OwnWeight = DotWeight | GroupDotWeight | G32Weight | DecodedWeight
 """Weight as our own kernels multiply it."""
 
 
 def own_weight(linear: Linear) -> OwnWeight | None:
     """Return a CPU linear's weight as our own kernels multiply it; None where a library does."""
-    if isinstance(linear, Int8Linear | Int4Linear | PackedLinear | HalfLinear):
+    if isinstance(linear, Int8Linear | Int4Linear | G32Linear | PackedLinear | HalfLinear):
         return linear.own_weight
     return None
 

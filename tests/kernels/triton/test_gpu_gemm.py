@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,6 +171,10 @@ def test_tensors_that_dont_agree_are_refused() -> None:
             weight_only_linear(bad, weight)
     with pytest.raises(TensorMismatch, match="the bias is"):
         weight_only_linear(x, weight, torch.zeros(32, dtype=torch.float16))
+    by_group = make_weight(("int4", 32, True), 33, 64, torch.float16)
+    assert by_group.zeros is not None
+    with pytest.raises(TensorMismatch, match="zeros are float32"):
+        weight_only_linear(x, replace(by_group, zeros=by_group.zeros.float()))
     with pytest.raises(TensorMismatch, match="contiguous matrix of"):
         weight_only_linear(x, torch.zeros(33, 64, dtype=torch.bfloat16))
     with pytest.raises(TensorMismatch, match="or float32"):

@@ -32,6 +32,7 @@ from loraserve_kernels.common.arithmetic import ActivationRounding
 from loraserve_kernels.common.rotation import rotate
 
 from .conftest import build_model, load, random_tokens, reference_logits, save_model
+from .stored_quantized import group, save_compressed
 from .test_adapter_kinds import open_model
 from .test_equality import CASES
 
@@ -175,6 +176,26 @@ def test_activations_are_rounded_where_products_round_them(tmp_path: Path) -> No
     for prompt, base, nudged in zip(PROMPTS, evaluation.base, evaluation.nudged, strict=True):
         torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
         assert 0 < float((nudged - base).square().mean().sqrt()) < 0.05
+
+
+def test_activations_are_rounded_in_groups_where_products_do(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 1}
+    model = save_compressed(build_model("llama", **sizes), tmp_path, [group(8, "group", group_size=32)])
+    decoder = load(tmp_path)
+    assert decoder.activation_rounding(0, "q_proj") == ActivationRounding(127, 0, 32)
+    for module in LINEARS:
+        linear = model.model.layers[0].get_submodule(decoder.spec.module_paths[module])
+        linear.register_forward_pre_hook(lambda _, inputs: rounded_in_groups(inputs[0]))
+    evaluation = evaluate_alone(decoder, PROMPTS, [])
+    for prompt, base, nudged in zip(PROMPTS, evaluation.base, evaluation.nudged, strict=True):
+        torch.testing.assert_close(base, reference_logits(model, prompt), atol=TOLERANCE, rtol=0)
+        assert 0 < float((nudged - base).square().mean().sqrt()) < 0.05
+
+
+def rounded_in_groups(x: torch.Tensor) -> torch.Tensor:
+    groups = x.unflatten(-1, (-1, 32))
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    return (torch.round(groups / step) * step).flatten(-2)
 
 
 def test_floats_are_nudged_by_nothing(small_llama: tuple[Any, Path]) -> None:

@@ -32,6 +32,7 @@ from .conftest import (
     reference_logits,
     save_model,
 )
+from .stored_quantized import group, save_compressed
 from .test_equality import CASES
 
 # heads that the kernels take; widths that fill no whole vectors, for rows' last elements
@@ -111,6 +112,26 @@ def test_each_format_equals_its_own_layers(format: str, tmp_path: Path, monkeypa
     error = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
     assert error.max() < (0.03 if rounds else 1e-4)
     assert error.median() < (5e-3 if rounds else 1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.usefixtures("two_threads")
+def test_stored_codes_equal_their_own_layers(
+    bits: int, is_symmetric: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are rounded in groups of 32 inputs by the kernels of norms and gates."""
+    monkeypatch.setattr(step_program, "_MIN_PARALLEL_WEIGHTS", 0)
+    groups = [group(bits, "group", group_size=32, symmetric=is_symmetric)]
+    save_compressed(build_model("qwen2", **GROUPED), tmp_path, groups)
+    decoder, layers = load(tmp_path), by_layer(load(tmp_path))
+    assert decoder.spec.arithmetic == f"w{bits}a8-g32+fp32"
+    assert decoder._program is not None
+    adapters = [random_adapter(decoder, rank, seed=rank) for rank in (4, 13)]
+    ours, theirs = mixed_logits(decoder, adapters), mixed_logits(layers, adapters)
+    error = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+    assert error.max() < 0.03
+    assert error.median() < 1e-3
 
 
 def test_rows_are_normed_by_their_own_adapters_norms(tmp_path: Path) -> None:

@@ -17,16 +17,19 @@ from torch import Tensor
 from loraserve_kernels.common.arithmetic import (
     BF16_WEIGHTS,
     FLOATS,
+    GROUPS,
     LEVELS,
+    W4A8_G32,
     W4A8_ROW,
     W8A7_ROW,
+    W8A8_G32,
     W8A8_ROW,
     WEIGHT_ONLY,
     Arithmetic,
 )
 from loraserve_kernels.common.quantized import QuantizedWeight, quantize
 from loraserve_kernels.cpu import instructions
-from loraserve_kernels.cpu.linear import decoded, gemm
+from loraserve_kernels.cpu.linear import decoded, g32_dot, gemm
 from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
 
@@ -67,8 +70,13 @@ def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
     """Return which of `FORMATS` a quantized weight is.
 
     Args:
-        rounded: formats of weights whose activations are rounded to int8, where they can be.
+        rounded: formats of weights whose activations are rounded to int8, where they can be:
+            ``int8`` and ``int4`` by row, ``int8-g32`` and ``int4-g32``, which come first, in groups
+            of 32.
     """
+    in_groups = f"{weight.format}-g32"
+    if in_groups in rounded and HAS_NUMBA and g32_dot.can_round_groups(weight):
+        return in_groups
     if weight.format == "int8" and not weight.has_groups:
         return "int8" if "int8" in rounded else "int8-weights"
     if "int4" in rounded and HAS_NUMBA and decoded.can_round_activations(weight):
@@ -82,7 +90,10 @@ def compile_candidate(candidate: Candidate, format: str) -> None:
 
     Otherwise compiling would be taken for slowness.
     """
-    if candidate.kernel == "numba-dot":
+    if candidate.kernel == "numba-dot" and candidate.name in GROUPS:
+        # a checkpoint's own scales and zeros may need another, which the load compiles
+        decoded.warm_up(g32_dot.pack(_quantized(format, 64, 64)).kernel)
+    elif candidate.kernel == "numba-dot":
         for kind in ("int4-dot", "int4-dot-half") if candidate.name == W4A8_ROW else ("dot",):
             decoded.warm_up(kind)
     elif candidate.kernel == "numba":
@@ -98,6 +109,13 @@ def example(format: str, out_features: int, in_features: int) -> QuantizedWeight
     return _of_codes(format, codes.to(torch.int8))
 
 
+def _quantized(format: str, out_features: int, in_features: int) -> QuantizedWeight:
+    weight = example(format, out_features, in_features)
+    if isinstance(weight, Tensor):
+        raise TypeError("a float weight")
+    return weight
+
+
 def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
     """Return a weight of these values, as nearly as the format holds them.
 
@@ -108,13 +126,21 @@ def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
     kind, _, rest = format.partition("-")
     out_features, in_features = codes.shape
     if kind == "int8":
-        group = 64 if rest.startswith("groups") and in_features % 64 == 0 else in_features
+        size = _GROUP_SIZES.get(rest.partition("-")[0], in_features)
+        group = size if in_features % size == 0 else in_features
         scales = torch.ones(out_features, in_features // group)
         zeros = None
         if rest == "groups-zeros" and group < in_features:
             zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
         return QuantizedWeight("int8", codes.contiguous(), scales, zeros, group, in_features, out_features)
-    return quantize(codes.float(), kind, 64 if kind == "int4" else None, has_zeros=rest == "zeros")
+    size = _GROUP_SIZES.get(rest, 64) if kind == "int4" else None
+    weight = quantize(codes.float(), kind, size, has_zeros=rest == "zeros")
+    # as checkpoints mostly have them
+    return replace(weight, scales=weight.scales.bfloat16().float()) if rest == "g32" else weight
+
+
+_GROUP_SIZES = {"groups": 64, "g32": 32}
+"""Inputs that share a scale in an example, by what follows its kind."""
 
 
 def _largest(num_rows: int, in_features: int, top: int, bottom: int) -> Tensor:
@@ -162,6 +188,9 @@ def _multiplies_exactly(candidate: Candidate, format: str, in_features: int) -> 
     product, tolerance = candidate.make(weight), _TOLERANCES.get(candidate.name, 2e-5)
     for num_rows in _EXACT_ROWS:
         x = _largest(num_rows, in_features, 127, -127).float()
+        if candidate.name in GROUPS:
+            # each group's largest magnitude is 127, so that its codes are itself
+            x[:, :: GROUPS[candidate.name]] = 127
         bound = tolerance * (x.double().abs() @ wide.abs().T)
         if ((product(x).double() - x.double() @ wide.T).abs() > bound).any():
             return False
@@ -206,6 +235,13 @@ def _make_int4_dot(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tenso
     return lambda x: gemm.int4_linear(x, packed)
 
 
+def _make_g32(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
+    if isinstance(weight, Tensor):
+        raise TypeError("a float weight")
+    packed = g32_dot.pack(weight)
+    return lambda x: g32_dot.linear(x, packed)
+
+
 def _make_packed(kernel: str) -> Callable[[QuantizedWeight | Tensor], Callable[[Tensor], Tensor]]:
     def make(weight: QuantizedWeight | Tensor) -> Callable[[Tensor], Tensor]:
         if isinstance(weight, Tensor):
@@ -246,6 +282,12 @@ def _weight_only(format: str) -> tuple[Candidate, ...]:
     )
 
 
+def _in_groups(kind: str, name: str) -> tuple[Candidate, ...]:
+    """Return the candidates of weights whose activations are rounded in groups of 32."""
+    own = Candidate(name, "numba-dot", 0, instructions.numba, _make_g32, _multiplies_exactly, _has_byte_pairs)
+    return (own, *(replace(candidate, rank=candidate.rank + 1) for candidate in _weight_only(kind)))
+
+
 def _int8(name: str, kernel: str, rank: int, isa: Callable[[], str], is_there: Callable[[], bool]) -> Candidate:
     return Candidate(name, kernel, rank, isa, _make_int8(kernel), _rounds_exactly, is_there)
 
@@ -270,6 +312,7 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
         Candidate(W4A8_ROW, "numba-dot", 0, instructions.numba, _make_int4_dot, _multiplies_exactly, _has_byte_pairs),
         *(replace(candidate, rank=candidate.rank + 1) for candidate in _weight_only("int4")),
     ),
+    **{f"{kind}-g32": _in_groups(kind, name) for kind, name in (("int8", W8A8_G32), ("int4", W4A8_G32))},
     **{format: _weight_only(format) for format in _KINDS if format not in DTYPES},
     "bfloat16": (
         Candidate(
@@ -304,6 +347,6 @@ FORMATS: dict[str, tuple[Candidate, ...]] = {
 }
 """Format → its candidates, by rank.
 
-``int8``, ``int4-rounded``: activations are rounded by row too; ``int8-weights``, ``int4``: they
-aren't.
+``int8``, ``int4-rounded``: activations are rounded by row too; ``int8-g32``, ``int4-g32``: in
+groups of 32; ``int8-weights``, ``int4``: they aren't.
 """

@@ -35,11 +35,11 @@ class DecodedWeight:
     """A linear's weight whose codes are decoded while they're multiplied.
 
     Attributes:
-        kind: ``int8``, ``int8z``, ``int4``, ``int4z`` (z: with zeros), ``nf4``, ``fp8``, ``bf16``
-            or ``f16``.
+        kind: ``int8``, ``int8z``, ``int8f``, ``int4``, ``int4z``, ``int4f`` (z: with zeros, f: with
+            zeros in float32), ``nf4``, ``fp8``, ``bf16`` or ``f16``.
         codes: [tiles, inputs or bytes of two inputs, channels of a tile], the channels filled up
             with zeros to whole tiles.
-        scales: [groups, channels] float32; zeros: the same in uint8, or None.
+        scales: [groups, channels] float32; zeros: the same in uint8 or float32, or None.
         group_size: inputs that share a scale.
         in_features, out_features: of the linear.
     """
@@ -57,7 +57,8 @@ class DecodedWeight:
         """Bytes of codes, scales and zeros of the channels that there are."""
         per_channel = self.codes.shape[1] * self.codes.element_size()
         if self.kind not in ("bf16", "f16"):
-            per_channel += self.scales.shape[0] * (4 + (self.zeros is not None))
+            zero_bytes = 0 if self.zeros is None else self.zeros.element_size()
+            per_channel += self.scales.shape[0] * (4 + zero_bytes)
         return self.out_features * per_channel
 
 
@@ -139,11 +140,12 @@ def pack(weight: QuantizedWeight) -> DecodedWeight:
     from loraserve_kernels.cpu.linear.tiles.decoded_kernel import FP8_SCALE
 
     scales = weight.scales.t() * (FP8_SCALE if weight.format == "fp8" else 1.0)
+    zeros_letter = "" if weight.zeros is None else "f" if weight.has_float_zeros else "z"
     return DecodedWeight(
-        weight.format + ("z" if weight.zeros is not None else ""),
-        _tiles(weight.codes.view(torch.uint8)),
-        _filled(scales),
-        None if weight.zeros is None else _filled(weight.zeros.t()),
+        weight.format + zeros_letter,
+        tiles_of(weight.codes.view(torch.uint8)),
+        filled(scales),
+        None if weight.zeros is None else filled(weight.zeros.t()),
         weight.group_size,
         weight.in_features,
         weight.out_features,
@@ -154,8 +156,8 @@ def pack_half(weight: Tensor) -> DecodedWeight:
     """Bring a bfloat16 or float16 weight [out_features, in_features] into tiles; it's copied."""
     out_features, in_features = weight.shape
     kind = "bf16" if weight.dtype == torch.bfloat16 else "f16"
-    scales = _filled(torch.ones(1, out_features))
-    return DecodedWeight(kind, _tiles(weight.view(torch.int16)), scales, None, in_features, in_features, out_features)
+    scales = filled(torch.ones(1, out_features))
+    return DecodedWeight(kind, tiles_of(weight.view(torch.int16)), scales, None, in_features, in_features, out_features)
 
 
 def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
@@ -172,7 +174,7 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
     codes = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
     if weight.kind in ("bf16", "f16"):
         return codes.view(torch.bfloat16 if weight.kind == "bf16" else torch.float16).float()
-    format = weight.kind.removesuffix("z")
+    format = weight.kind.rstrip("zf") if weight.zeros is not None else weight.kind
     dtypes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     rows = QuantizedWeight(
         format,
@@ -219,8 +221,8 @@ def linear(x: Tensor, weight: DecodedWeight, bias: Tensor | None = None) -> Tens
         weight.group_size if has_groups else GROUP,
         weight.codes.shape[0],
     )
-    _run(_compiled(weight.kind), args, weight.codes.numel() * x.shape[0])
-    return _cut(y, weight.out_features)
+    run(weight.kind, args, weight.codes.numel() * x.shape[0])
+    return cut(y, weight.out_features)
 
 
 def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
@@ -234,11 +236,11 @@ def pack_dot(codes: Tensor, scales: Tensor) -> DotWeight:
     out_features, in_features = codes.shape
     num_more = -in_features % DOT_INPUTS
     padded = F.pad(codes, (0, num_more)) if num_more else codes.contiguous()
-    tiles = _tiles(padded.view(_RUNS[DOT_INPUTS])).view(torch.int8)
+    tiles = tiles_of(padded.view(_RUNS[DOT_INPUTS])).view(torch.int8)
     # a sum of int8 makes a wider copy first
     sums = torch.cat([part.sum(1, dtype=torch.int32) for part in torch.split(codes, _SUMMED_ROWS)])
     sums *= -128 if HAS_VNNI else 0
-    return DotWeight(tiles, _filled(scales[None])[0], _filled(sums[None])[0], in_features, out_features)
+    return DotWeight(tiles, filled(scales[None])[0], filled(sums[None])[0], in_features, out_features)
 
 
 def unpack_dot(weight: DotWeight) -> Tensor:
@@ -250,18 +252,41 @@ def unpack_dot(weight: DotWeight) -> Tensor:
     return codes.view(torch.int8)[:, : weight.in_features].contiguous()
 
 
+def byte_runs(codes: Tensor) -> Tensor:
+    """Return int4's codes as runs of eight inputs, [out_features, in_features / 8] int32.
+
+    A run is four bytes, each with one of the first four inputs in its low half and of the next four
+    in its high half.
+
+    Args:
+        codes: [out_features, in_features / 2] uint8, neighbours in a byte.
+    """
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1, 2, 4)
+    return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)[..., 0]
+
+
+def of_byte_runs(runs: Tensor) -> Tensor:
+    """Return the codes that `byte_runs` was given."""
+    codes = _unpacked(runs.contiguous().view(torch.uint8))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _unpacked(runs: Tensor) -> Tensor:
+    """Return the codes of runs, given as bytes, one a byte."""
+    runs = runs.view(runs.shape[0], -1, 1, 4)
+    return torch.cat((runs & 15, runs >> 4), -2).view(runs.shape[0], -1)
+
+
 def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
     """Bring a weight in int4, which `can_round_activations`, into tiles; it's copied."""
-    codes = weight.codes.view(torch.uint8)
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).view(weight.out_features, -1, 2, 4)
-    packed = (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)[..., 0]
+    packed = byte_runs(weight.codes.view(torch.uint8))
     halves = weight.scales.bfloat16()
     scales = halves if torch.equal(halves.float(), weight.scales) else weight.scales
     zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     return GroupDotWeight(
-        _tiles(packed),
-        _filled(scales.t()),
-        _filled(zeros.t()),
+        tiles_of(packed),
+        filled(scales.t()),
+        filled(zeros.t()),
         weight.group_size,
         weight.in_features,
         weight.out_features,
@@ -276,8 +301,7 @@ def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
     first = start // TILE
     tiles = weight.codes[first : -(-end // TILE)]
     runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
-    packed = runs[..., None].view(torch.uint8)
-    codes = torch.stack((packed & 15, packed >> 4), -2).view(end - start, weight.in_features).float()
+    codes = _unpacked(runs.view(torch.uint8)).float()
     groups = codes.view(end - start, -1, weight.group_size) - weight.zeros[:, start:end].t()[..., None]
     scales = weight.scales[:, start:end].t().float()
     rows = (groups * scales[..., None]).view(end - start, weight.in_features)
@@ -324,8 +348,8 @@ def group_dot(
         starts.data_ptr(),
         weight.zeros.data_ptr(),
     )
-    _run(_compiled(weight.kernel), args, weight.codes.numel() * 8 * codes.shape[0])
-    return _cut(y, weight.out_features)
+    run(weight.kernel, args, weight.codes.numel() * 8 * codes.shape[0])
+    return cut(y, weight.out_features)
 
 
 def code_offset() -> int:
@@ -368,24 +392,24 @@ def dot(codes: Tensor, scales: Tensor, weight: DotWeight, bias: Tensor | None = 
     args[tile.SUM_STARTS], args[tile.ROW_SCALES] = weight.sum_starts.data_ptr(), scales.data_ptr()
     args[tile.DOT_BIAS] = full_bias.data_ptr()
     args[tile.WIDTH], args[tile.NUM_TILES] = width, weight.codes.shape[0]
-    _run(_compiled("dot"), args, weight.codes.numel() * x.shape[0])
-    return _cut(y, weight.out_features)
+    run("dot", args, weight.codes.numel() * x.shape[0])
+    return cut(y, weight.out_features)
 
 
 def warm_up(kind: str) -> None:
-    """Compile the kernel of a `DecodedWeight.kind`, or ``dot``, or read it from numba's cache."""
+    """Compile a kernel, as `compiled_handle` names it, or read it from numba's cache."""
     _compiled(kind)
 
 
 def full_bias_of(bias: Tensor | None, num_channels: int) -> Tensor:
     """Return a bias with zeros added up to whole tiles: zeros alone where there is none."""
-    return _no_bias(num_channels) if bias is None else _filled(bias[None])[0]
+    return _no_bias(num_channels) if bias is None else filled(bias[None])[0]
 
 
 @functools.cache
 def compiled_handle(kind: str) -> Any:
-    """Return the kernel of a `DecodedWeight.kind`, ``dot``, or a `GroupDotWeight.kernel`."""
-    from loraserve_kernels.cpu.linear.tiles import decoded_kernel, dot_kernel, group_dot_kernel
+    """Return the kernel of a `DecodedWeight.kind`, ``dot``, or the `kernel` of another weight."""
+    from loraserve_kernels.cpu.linear.tiles import decoded_kernel, dot_kernel, g32_kernel, group_dot_kernel
 
     if kind == "dot":
         return dot_kernel.compiled()
@@ -393,17 +417,7 @@ def compiled_handle(kind: str) -> Any:
         return group_dot_kernel.compiled()
     if kind == "int4-dot-half":
         return group_dot_kernel.compiled_half()
-    kinds = {
-        "int8": decoded_kernel.INT8,
-        "int8z": decoded_kernel.INT8_ZEROS,
-        "int4": decoded_kernel.INT4,
-        "int4z": decoded_kernel.INT4_ZEROS,
-        "nf4": decoded_kernel.NF4,
-        "fp8": decoded_kernel.FP8,
-        "bf16": decoded_kernel.BF16,
-        "f16": decoded_kernel.F16,
-    }
-    return decoded_kernel.compiled(kinds[kind])
+    return g32_kernel.compiled(kind) if kind.startswith("g32-") else decoded_kernel.compiled(kind)
 
 
 @functools.cache
@@ -412,13 +426,14 @@ def _compiled(kind: str) -> tuple[Callable[[int], None], int, Any]:
     return handle.ctypes, handle.address, handle
 
 
-def _run(compiled: tuple[Callable[[int], None], int, Any], args: Any, num_products: int) -> None:
-    call, address, _ = compiled
+def run(kernel: str, args: Any, num_products: int) -> None:
+    """Run a kernel, by its name, on an argument block; small ones on this thread alone."""
+    call, address, _ = _compiled(kernel)
     num_threads = threads.num_threads() if num_products >= _MIN_PARALLEL_WEIGHTS else 1
     threads.run(call, address, args.ctypes.data, num_threads)
 
 
-def _tiles(codes: Tensor) -> Tensor:
+def tiles_of(codes: Tensor) -> Tensor:
     """Return rows [channels, width] as [tiles, width, channels of a tile]."""
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
@@ -431,14 +446,14 @@ def _tiles(codes: Tensor) -> Tensor:
     return tiles
 
 
-def _filled(grid: Tensor) -> Tensor:
+def filled(grid: Tensor) -> Tensor:
     """Return [groups, channels] in that order of memory, zeros added up to whole tiles."""
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     groups, channels = grid.shape
-    filled = grid.new_zeros(groups, -(-channels // TILE) * TILE)
-    filled[:, :channels] = grid
-    return filled
+    whole = grid.new_zeros(groups, -(-channels // TILE) * TILE)
+    whole[:, :channels] = grid
+    return whole
 
 
 @functools.lru_cache(maxsize=64)
@@ -446,5 +461,6 @@ def _no_bias(num_channels: int) -> Tensor:
     return torch.zeros(num_channels)
 
 
-def _cut(y: Tensor, out_features: int) -> Tensor:
+def cut(y: Tensor, out_features: int) -> Tensor:
+    """Return a product without the channels that fill up the last tile."""
     return y if y.shape[1] == out_features else y[:, :out_features].contiguous()

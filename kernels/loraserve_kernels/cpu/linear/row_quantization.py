@@ -1,4 +1,7 @@
-"""Rows of activations rounded to int8, each by its own absolute maximum; compiled by numba."""
+"""Rows of activations rounded to int8 by their absolute maximum, or by those of groups of inputs.
+
+Compiled by numba.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from loraserve_kernels.cpu.simd import (
     load_int,
     load_one,
     max_lanes,
+    nearest,
     splat,
     stamp_with,
     store_int8,
@@ -38,10 +42,12 @@ CLAIMED, X, X_STRIDE, NUM_ROWS, WIDTH = 0, 8, 9, 10, 11
 
 # Words of every kernel that rounds its rows: where the codes and scales go (no codes: nothing is
 # rounded), what is added to the codes, whether they are int16, where the starts of groups go, where
-# the largest magnitudes of rows are of which this is a part (0: rows are whole), and the inputs of
-# a Hadamard block by which a row is rotated before (0: it isn't).
+# the largest magnitudes of rows are of which this is a part (0: rows are whole), the inputs of a
+# Hadamard block by which a row is rotated before (0: it isn't), and the inputs of a group that has
+# a scale of its own (0: a row has one scale). Groups with scales have starts, and of the other
+# words CODES, CODE_ROW_BYTES and SCALES alone.
 CODES, CODE_ROW_BYTES, SCALES, OFFSET, IS_WIDE, STARTS, GROUP, TOPS, ROTATION = 40, 41, 42, 43, 44, 45, 46, 47, 48
-NUM_WORDS = 49
+SCALE_GROUP, NUM_WORDS = 49, 50
 
 F32_BYTES = 4
 
@@ -114,6 +120,41 @@ def quantize_row(source, target, scale, width, offset, is_wide, starts, group, t
 
 
 @numba.njit
+def quantize_groups(source, target, scales, starts, width, group):  # type: ignore[no-untyped-def]
+    """Write a row's codes and scales as `quantize_row` does, for each group of its inputs.
+
+    Args:
+        source: address of `width` float32, which stay as they are.
+        target: of as many bytes.
+        scales: of a float32 for each group. A group that isn't finite gets codes of 0 and the scale
+            NaN, which makes all of its row's products NaN.
+        starts: of a float32 for each group: the sum of its codes, negated.
+        group: inputs of a group, a multiple of `LANES` that divides `width`.
+    """
+    zero = splat(np.float32(0))
+    for number in range(width // group):
+        first = number * group
+        # x · 0 is NaN for NaN and for infinity: what a maximum alone could pass over
+        largest, taint = zero, zero
+        for k in range(first, first + group, LANES):
+            v = load(source, k, F32)
+            largest, taint = larger(absolute(v), largest), fma(v, zero, taint)
+        top, bad = max_lanes(largest), sum_lanes(taint)
+        # also for groups so small that the factor overflows: they round to nothing
+        factor = np.float32(127) / top if top > np.float32(1e-36) else np.float32(0)
+        if bad != bad:
+            factor = np.float32(0)
+        store_one(scales, number, top / np.float32(127) + bad)
+        times, total = splat(factor), zero
+        for k in range(first, first + group, LANES):
+            # infinity · 0 would be NaN
+            codes = zero if factor == np.float32(0) else nearest(fma(load(source, k, F32), times, zero))
+            store_int8(target, k, codes, 0)
+            total = add(total, codes)
+        store_one(starts, number, -sum_lanes(total))
+
+
+@numba.njit
 def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
     """Round a row as a kernel's argument block says, if it says so.
 
@@ -129,11 +170,16 @@ def round_row(args, source, row, width):  # type: ignore[no-untyped-def]
     )
     if codes == 0:
         return
+    target, scale_group = codes + row * load_int(args, CODE_ROW_BYTES), load_int(args, SCALE_GROUP)
+    if scale_group != 0:
+        first = row * (width // scale_group) * F32_BYTES
+        quantize_groups(source, target, load_int(args, SCALES) + first, starts + first, width, scale_group)
+        return
     if starts != 0:
         starts += row * (width // group) * F32_BYTES
     if tops != 0:
         tops += row * F32_BYTES
-    target, scale = codes + row * load_int(args, CODE_ROW_BYTES), load_int(args, SCALES) + row * F32_BYTES
+    scale = load_int(args, SCALES) + row * F32_BYTES
     offset, is_wide, rotation = load_int(args, OFFSET), load_int(args, IS_WIDE), load_int(args, ROTATION)
     quantize_row(source, target, scale, width, offset, is_wide, starts, group, tops, rotation)
 

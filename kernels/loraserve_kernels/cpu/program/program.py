@@ -45,8 +45,8 @@ def kernel(name: str) -> Kernel:
 
     Args:
         name: ``norm``, ``gate``, ``gather``, ``rotary``, ``attention``, ``quantize``, ``dot``,
-            ``int4-dot``, ``int4-dot-half``, a kind of `DecodedWeight`, or ``lora-`` and the dtype
-            that adapters are stored in.
+            ``int4-dot``, ``int4-dot-half``, a kind of `DecodedWeight`, the kernel of a
+            `G32Weight`, or ``lora-`` and the dtype that adapters are stored in.
     """
     from loraserve_kernels.cpu.attention import kernel as attention_kernel
     from loraserve_kernels.cpu.linear import decoded, row_quantization

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve_kernels.common.quantized import QuantizedWeight, zero_words
+from loraserve_kernels.common.quantized import GROUP_SIZES, QuantizedWeight, zero_words
 from loraserve_kernels.errors import TensorMismatch
 from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS
 from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
@@ -322,6 +322,15 @@ def _check(
             raise TensorMismatch(
                 f"the weight is rotated by blocks of {weight.rotation} inputs, which a GPU's rows aren't: "
                 "round it without a rotation"
+            )
+        if weight.format in ("int4", "int8") and weight.has_groups and weight.group_size not in GROUP_SIZES:
+            raise TensorMismatch(
+                f"the weight has groups of {weight.group_size} inputs; a GPU's kernels have "
+                f"{', '.join(map(str, GROUP_SIZES))}: use a CPU"
+            )
+        if weight.has_float_zeros:
+            raise TensorMismatch(
+                "the weight's zeros are float32; a GPU's kernels take whole ones, uint8: round it again, or use a CPU"
             )
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
         raise TensorMismatch(

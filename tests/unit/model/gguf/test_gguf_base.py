@@ -8,14 +8,17 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from gguf_files import dequantized, write_gguf
 
 from loraserve.errors import LoraserveError
+from loraserve.model.checkpoint.blueprint import check_gpu_blocks
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.model.config.model_config import read_config
 
 from ..conftest import PagedRun, build_model, load, random_tokens, reference_logits
+from .test_gguf_blocks import random_rows
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 301}
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,8 +52,10 @@ def built(kind: str, **more: Any) -> Any:
 
 def difference(file: Path, model: Any, count: int = 40) -> float:
     tokens = random_tokens(count)
-    ours = PagedRun(load(resolve_model_dir(str(file)))).logits(tokens, [count])
-    return float((ours - reference_logits(model, tokens)).abs().max())
+    decoder = load(resolve_model_dir(str(file)), activation_dtype="float")
+    ours, theirs = PagedRun(decoder).logits(tokens, [count]), reference_logits(model, tokens)
+    # random blocks make logits of some hundreds
+    return float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max()) / 10))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,6 +70,32 @@ def test_quantized_weights_are_taken_as_stored(kind: str, form: str, tmp_path: P
     model = built(kind)
     file = write_gguf(model, tmp_path / "base.gguf", form)
     assert difference(file, dequantized(model, form)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_types_of_large_blocks_are_served(name: str, tmp_path: Path) -> None:
+    # llama.cpp's package reads them, and doesn't write them
+    model = built("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    rows = {path: tensor for path, tensor in model.state_dict().items() if tensor.dim() == 2}
+    raw = {path: random_rows(name, *tensor.shape) for path, tensor in rows.items()}
+    for path, tensor in rows.items():
+        tensor.copy_(torch.from_numpy(quants.dequantize(raw[path], GGMLQuantizationType[name])))
+    file = write_gguf(model, tmp_path / "base.gguf", name, raw=raw)
+    assert difference(file, model) < 1e-4
+
+
+def test_gpu_refuses_types_that_it_has_no_kernel_for(tmp_path: Path) -> None:
+    folder = resolve_model_dir(str(write_gguf(built("llama"), tmp_path / "base.gguf", "Q4_1")))
+    with pytest.raises(LoraserveError, match="weights in Q4_1, which aren't served on GPUs yet"):
+        check_gpu_blocks(read_config(folder).quantization)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "Q4_1"])
+def test_activations_are_rounded_in_groups_by_default(form: str, tmp_path: Path) -> None:
+    folder = resolve_model_dir(str(write_gguf(built("llama"), tmp_path / "base.gguf", form)))
+    width = {"Q8_0": "8"}.get(form, "4")
+    assert load(folder).spec.arithmetic == f"w{width}a8-g32"
+    assert load(folder, activation_dtype="float").spec.arithmetic == f"w{width}a16"
 
 
 def test_float_base_reads_the_same_weights(tmp_path: Path) -> None:

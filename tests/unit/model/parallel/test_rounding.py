@@ -10,6 +10,7 @@ import torch
 from rank_pool import RankPool
 
 from ..conftest import build_model, load, save_model
+from ..stored_quantized import group, save_compressed
 from .test_architectures import logits
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
@@ -31,6 +32,19 @@ def test_ranks_round_rows_like_one_process(kind: str, quantize: str, rank_pool: 
     options: dict[str, Any] = {"quantize": quantize, "activation_dtype": "int8"}
     expected = all_rows(load(directory, **options))
     with rank_pool.load(directory, 2, **options) as base:
+        off = (all_rows(base) - expected).abs().amax(1)
+    assert float(off.median()) < 1e-4
+    assert float(off.mean()) < 0.1
+
+
+@pytest.mark.parametrize(("bits", "strategy"), [(4, "group"), (8, "channel")])
+def test_ranks_round_groups_without_an_exchange(bits: int, strategy: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    sizes = {"group_size": 32} if strategy == "group" else {}
+    save_compressed(build_model("llama", **SIZES), tmp_path, [group(bits, strategy, **sizes)])
+    whole = load(tmp_path)
+    assert whole.spec.arithmetic == f"w{bits}a8-g32+fp32"
+    expected = all_rows(whole)
+    with rank_pool.load(tmp_path, 2) as base:
         off = (all_rows(base) - expected).abs().amax(1)
     assert float(off.median()) < 1e-4
     assert float(off.mean()) < 0.1

@@ -64,6 +64,7 @@ INT8, INT8_ZEROS, INT4, INT4_ZEROS, NF4, FP8, BF16, F16 = (
     np.uint16(0),
     np.int16(0),
 )
+INT8_FLOAT_ZEROS, INT4_FLOAT_ZEROS = (np.int8(0), np.float32(0)), (np.int32(0), np.float32(0))
 _NAMES: dict[Any, str] = {
     types.int8: "int8",
     types.uint8: "int8z",
@@ -73,6 +74,8 @@ _NAMES: dict[Any, str] = {
     types.uint64: "fp8",
     types.uint16: "bf16",
     types.int16: "f16",
+    numba.typeof(INT8_FLOAT_ZEROS): "int8f",
+    numba.typeof(INT4_FLOAT_ZEROS): "int4f",
 }
 _INT4_CODE = tuple(float(code - 8) for code in range(16))
 FP8_SCALE = 256.0
@@ -80,7 +83,7 @@ FP8_SCALE = 256.0
 
 
 def _codes_per_load(kind: str) -> int:
-    return 2 if kind in ("int4", "int4z", "nf4") else 1
+    return 2 if kind in ("int4", "int4z", "int4f", "nf4") else 1
 
 
 def _code_bytes(kind: str) -> int:
@@ -104,6 +107,10 @@ def _decode(writer: TileWriter, kind: str, address: Any, zero: Any) -> list[Any]
         bits = builder.shl(builder.sext(raw, vector(I16)), fill(I16, 7))
         bits = builder.and_(bits, fill(I16, 0xBFFF))
         return [builder.fpext(builder.bitcast(bits, vector(ir.HalfType())), floats)]
+    if kind == "int8f":
+        # plus 128: a zero in float32 is subtracted from that, in one rounding
+        value = builder.sitofp(builder.zext(builder.xor(raw, fill(I8, 0x80)), ints), floats)
+        return [builder.fsub(value, zero)]
     if kind in ("int8", "int8z"):
         value = builder.sitofp(builder.sext(raw, ints), floats)
         return [value if kind == "int8" else builder.fsub(value, zero)]
@@ -134,8 +141,10 @@ def _tile(num_rows: int) -> Any:
             codes_ahead = CodesAhead(writer, values, TILE * _code_bytes(name), is_once=num_rows == 1)
             channel = writer.times(values[1], TILE)
             scales = writer.at(writer.word(SCALES), writer.times(channel, 4))
-            zeros = writer.at(writer.word(ZEROS), channel)
-            scale_bytes, zero_bytes = writer.times(writer.word(SCALE_STRIDE), 4), writer.word(ZERO_STRIDE)
+            zero_size = 4 if name in ("int8f", "int4f") else 1
+            zeros = writer.at(writer.word(ZEROS), writer.times(channel, zero_size))
+            scale_bytes = writer.times(writer.word(SCALE_STRIDE), 4)
+            zero_bytes = writer.times(writer.word(ZERO_STRIDE), zero_size)
             width, group = writer.word(WIDTH), writer.word(GROUP)
             cells = [(t, c) for t in range(num_rows) for c in range(VECTORS)]
             totals = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
@@ -146,8 +155,11 @@ def _tile(num_rows: int) -> Any:
                     builder.store(ZERO, sums[cell])
                 index = builder.udiv(start, group)
                 zero: list[Any] = [fill(F32, 8.0)] * VECTORS
-                if name in ("int4z", "int8z"):
-                    first = writer.at(zeros, builder.mul(index, zero_bytes))
+                first = writer.at(zeros, builder.mul(index, zero_bytes))
+                if name in ("int4f", "int8f"):
+                    offsets = [writer.const(c * LANES * 4) for c in range(VECTORS)]
+                    zero = [writer.load(writer.at(first, offset), vector(F32), 4) for offset in offsets]
+                elif name in ("int4z", "int8z"):
                     raw = [writer.load(writer.at(first, writer.const(c * LANES)), vector(I8)) for c in range(VECTORS)]
                     zero = [builder.uitofp(one, vector(F32)) for one in raw]
                     if name == "int8z":
@@ -190,18 +202,38 @@ def _with_bias(writer: TileWriter, value: Any, bias: Any, c: int) -> Any:
 _run_tiles = tile_loop(_tile(1), _tile(4), _tile(8))
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # the kinds' values are equal, their types aren't
-def compiled(kind: Any) -> Any:
+_KINDS: dict[str, Any] = {
+    _NAMES[numba.typeof(kind)]: kind
+    for kind in (
+        INT8,
+        INT8_ZEROS,
+        INT8_FLOAT_ZEROS,
+        INT4,
+        INT4_ZEROS,
+        INT4_FLOAT_ZEROS,
+        NF4,
+        FP8,
+        BF16,
+        F16,
+    )
+}
+
+
+@functools.cache
+def compiled(name: str) -> Any:
     """Return the kernel for codes of a kind, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
+
+    Args:
+        name: a `DecodedWeight.kind`.
     """
-    stamp = tile_stamp()
+    stamp, kind = tile_stamp(), _KINDS[name]
 
     def multiply(args):  # type: ignore[no-untyped-def]
         if stamp != 0:
             _run_tiles(args, kind)
 
     # by its name numba resolves it from its cache, too
-    multiply.__name__ = multiply.__qualname__ = f"multiply_{_NAMES[numba.typeof(kind)]}"
+    multiply.__name__ = multiply.__qualname__ = f"multiply_{name}"
     return compile_kernel(multiply)

@@ -17,7 +17,7 @@ SUM_STARTS, ROW_SCALES, DOT_BIAS = GROUP, ZEROS, BIAS
 """int8 by int8: each channel's first sum, [channels] int32; the rows' scales, [rows] float32."""
 GROUP_STARTS, START_STRIDE, GROUP_ZEROS = 23, ZERO_STRIDE, 24
 """int4 by int8: what the zero of each group is multiplied with, [rows, groups] float32; the zeros,
-[groups, channels] uint8.
+[groups, channels] uint8. Where groups of inputs have scales, ROW_SCALES are [rows, groups] too.
 """
 
 VECTORS = 2

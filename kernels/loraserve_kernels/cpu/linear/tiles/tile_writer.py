@@ -115,11 +115,38 @@ class TileWriter:
         if HAS_VNNI:
             return self.multiply_fours(sums, a, b)
         # two products of at most 15 · 128 fit in 16 bits
-        shorts, width = vector(I16, 2 * LANES), 32 * LANES
+        return self.builder.add(sums, self.sum_pairs(self.multiply_bytes(a, b)))
+
+    def multiply_bytes(self, a: Any, b: Any) -> Any:
+        """Return the sums of two products of bytes each, of unsigned a by signed b, in 16 bits.
+
+        They are wrong where 16 bits don't hold them.
+        """
         name = "llvm.x86.avx512.pmaddubs.w.512" if LANES == 16 else "llvm.x86.avx2.pmadd.ub.sw"
-        bytes_ = vector(I8, width // 8)
-        pairs = self._call(name, shorts, self.builder.bitcast(a, bytes_), self.builder.bitcast(b, bytes_))
-        return self.builder.add(sums, self.multiply_pairs(pairs, fill(I16, 1, 2 * LANES)))
+        return self._call(name, vector(I16, 2 * LANES), self.as_bytes(a), self.as_bytes(b))
+
+    def sum_pairs(self, shorts: Any) -> Any:
+        """Return the sums of neighbours in 16 bits, in 32 bits."""
+        return self.multiply_pairs(shorts, fill(I16, 1, 2 * LANES))
+
+    def magnitudes(self, codes: Any) -> Any:
+        """Return the magnitudes of bytes with a sign, as bytes without one."""
+        bytes_ = self.as_bytes(codes)
+        return self._call(f"llvm.abs.v{4 * LANES}i8", bytes_.type, bytes_, ir.Constant(ir.IntType(1), 0))
+
+    def with_signs(self, a: Any, signs: Any) -> Any:
+        """Return bytes with a sign, negated where those of `signs` are negative.
+
+        Where `signs` is 0 they may be anything; -128 stays -128.
+        """
+        builder, a, signs = self.builder, self.as_bytes(a), self.as_bytes(signs)
+        if LANES == 8:
+            return self._call("llvm.x86.avx2.psign.b", a.type, a, signs)
+        zeros = fill(I8, 0, 4 * LANES)
+        return builder.select(builder.icmp_signed("<", signs, zeros), builder.sub(zeros, a), a)
+
+    def as_bytes(self, value: Any) -> Any:
+        return self.builder.bitcast(value, vector(I8, 4 * LANES))
 
     def _call(self, name: str, result: ir.Type, *args: Any) -> Any:
         function = cgutils.get_or_insert_function(

@@ -1,0 +1,221 @@
+"""Weights in int4 or int8 for activations that are rounded to int8 in groups of 32 inputs.
+
+A row's group has a scale of its own, so that an outlier takes precision from its group alone: what
+codes need that can't be rotated, since a checkpoint stores them. Needs numba.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.cpu import threads
+from loraserve_kernels.cpu.linear import decoded
+from loraserve_kernels.cpu.linear.widen import widen
+from loraserve_kernels.errors import InvalidWeight, TensorMismatch
+
+GROUP = 32
+"""Inputs of a row that share a scale."""
+
+_MIN_PARALLEL_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class G32Weight:
+    """A linear's weight in int4 or int8 for activations in int8 with a scale for each group of 32.
+
+    Attributes:
+        format: ``int4`` or ``int8``.
+        codes: int4: [tiles, runs of eight inputs, channels of a tile] int32, as a
+            `decoded.GroupDotWeight` has them. int8: [tiles, runs of four inputs, channels of a
+            tile] int32: four codes, each plus 128 where the processor has VNNI. Filled up with
+            zeros.
+        scales: [groups, channels] bfloat16 or float16 where all of them are numbers of it, else
+            float32.
+        zeros: the same shape, as `QuantizedWeight` has them.
+        group_size: inputs of a weight's group, a multiple of 32.
+        in_features, out_features: of the linear.
+    """
+
+    format: str
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    in_features: int
+    out_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and zeros of the channels that there are."""
+        group_bytes = self.scales.element_size() + (0 if self.zeros is None else self.zeros.element_size())
+        code_bytes = self.in_features // 2 if self.format == "int4" else self.in_features
+        return self.out_features * (code_bytes + group_bytes * self.scales.shape[0])
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that multiplies it."""
+        zeros = "none" if self.zeros is None else _name(self.zeros)
+        return f"g32-{self.format}-{_name(self.scales)}-{zeros}"
+
+
+def can_round_groups(weight: QuantizedWeight) -> bool:
+    """Return whether there is a kernel for this weight and activations in int8 in groups of 32."""
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_BYTE_PAIRS
+
+    is_whole = weight.in_features % GROUP == 0 and weight.group_size % GROUP == 0
+    # a group's products, at most 255 · 127 · 32, add up to less than 2²⁴: float32 holds the sum
+    return HAS_BYTE_PAIRS and weight.format in ("int4", "int8") and not weight.rotation and is_whole
+
+
+def pack(weight: QuantizedWeight) -> G32Weight:
+    """Bring a weight into tiles; it's copied.
+
+    Raises:
+        InvalidWeight: `can_round_groups` is false of it.
+    """
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
+
+    if not can_round_groups(weight):
+        raise InvalidWeight(
+            f"{weight.format} with groups of {weight.group_size} of {weight.in_features} inputs, rotated by "
+            f"{weight.rotation}; activations in groups of {GROUP} take int4 and int8, unrotated, in multiples of that"
+        )
+    codes = weight.codes.view(torch.uint8)
+    if weight.format == "int4":
+        packed = decoded.byte_runs(codes)
+    else:
+        packed = (codes ^ 0x80 if HAS_VNNI else codes).view(torch.int32)
+    return G32Weight(
+        weight.format,
+        decoded.tiles_of(packed),
+        decoded.filled(_narrowest(weight.scales).t()),
+        None if weight.zeros is None else decoded.filled(weight.zeros.t()),
+        weight.group_size,
+        weight.in_features,
+        weight.out_features,
+    )
+
+
+def unpack(weight: G32Weight, start: int, end: int) -> Tensor:
+    """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI, TILE
+
+    first = start // TILE
+    tiles = weight.codes[first : -(-end // TILE)]
+    runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    if weight.format == "int4":
+        codes = decoded.of_byte_runs(runs)
+    else:
+        codes = runs.view(torch.uint8)
+        codes = (codes ^ 0x80 if HAS_VNNI else codes).view(torch.int8)
+    return widen(
+        QuantizedWeight(
+            weight.format,
+            codes,
+            weight.scales[:, start:end].t().float(),
+            None if weight.zeros is None else weight.zeros[:, start:end].t(),
+            weight.group_size,
+            weight.in_features,
+            end - start,
+        )
+    )
+
+
+def linear(x: Tensor, weight: G32Weight, bias: Tensor | None = None) -> Tensor:
+    """Return ``x W^T + bias`` with x rounded in groups of 32, [num_tokens, out_features] float32.
+
+    A row's bits don't depend on the other rows, and are the same on every processor.
+
+    Args:
+        x: [num_tokens, in_features] float32. A row that isn't finite yields NaN in its own row
+            only.
+        bias: [out_features] float32.
+
+    Raises:
+        TensorMismatch: x isn't float32 of the weight's in_features.
+    """
+    from loraserve_kernels.cpu.linear.tiles import tile
+
+    if x.dim() != 2 or x.shape[1] != weight.in_features or x.dtype != torch.float32:
+        raise TensorMismatch(
+            f"x is {tuple(x.shape)} {x.dtype}; this linear takes (num_tokens, {weight.in_features}) float32"
+        )
+    codes, scales, starts = quantize_groups(x)
+    num_channels = weight.scales.shape[1]
+    y = torch.empty(codes.shape[0], num_channels)
+    full_bias = decoded.full_bias_of(bias, num_channels)
+    args = np.zeros(tile.NUM_WORDS, dtype=np.int64)
+    args[tile.X :] = (
+        codes.data_ptr(),
+        codes.stride(0),
+        codes.shape[0],
+        y.data_ptr(),
+        num_channels,
+        weight.codes.data_ptr(),
+        weight.codes.stride(0) * 4,
+        weight.scales.data_ptr(),
+        num_channels,
+        scales.data_ptr(),
+        starts.shape[1],
+        full_bias.data_ptr(),
+        weight.in_features,
+        weight.group_size,
+        weight.codes.shape[0],
+        starts.data_ptr(),
+        0 if weight.zeros is None else weight.zeros.data_ptr(),
+    )
+    decoded.run(weight.kernel, args, weight.out_features * weight.in_features * codes.shape[0])
+    return decoded.cut(y, weight.out_features)
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round each group of 32 inputs of a row by its own largest magnitude.
+
+    Returns:
+        Codes [num_tokens, in_features] int8 within ±127, scales and starts [num_tokens, groups]
+        float32: the sum of each group's codes, negated. A group that isn't finite has zeros and the
+        scale NaN.
+    """
+    from loraserve_kernels.cpu.linear import row_quantization as k
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    call, address, _ = _rows_kernel()
+    num_rows, width = x.shape
+    codes = torch.empty((num_rows, width), dtype=torch.int8)
+    scales, starts = torch.empty(num_rows, width // GROUP), torch.empty(num_rows, width // GROUP)
+    args = np.zeros(k.NUM_WORDS, dtype=np.int64)
+    args[k.X : k.WIDTH + 1] = x.data_ptr(), x.stride(0), num_rows, width
+    args[k.CODES : k.SCALES + 1] = codes.data_ptr(), width, scales.data_ptr()
+    args[k.STARTS], args[k.SCALE_GROUP] = starts.data_ptr(), GROUP
+    num_threads = threads.num_threads() if num_rows * width * 4 >= _MIN_PARALLEL_BYTES else 1
+    threads.run(call, address, args.ctypes.data, num_threads)
+    return codes, scales, starts
+
+
+@functools.cache
+def _rows_kernel() -> tuple[Callable[[int], None], int, Any]:
+    from loraserve_kernels.cpu.linear import row_quantization
+
+    handle = row_quantization.compiled()
+    return handle.ctypes, handle.address, handle
+
+
+def _narrowest(scales: Tensor) -> Tensor:
+    """Return scales in 16 bits where that changes none of them."""
+    for dtype in (torch.bfloat16, torch.float16):
+        halves = scales.to(dtype)
+        if torch.equal(halves.float(), scales):
+            return halves
+    return scales
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

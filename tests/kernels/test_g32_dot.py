@@ -1,0 +1,174 @@
+"""Products of weights in int4 and int8 by activations in int8, rounded in groups of 32 inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.cpu.linear import g32_dot
+from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.errors import InvalidWeight, TensorMismatch
+
+pytestmark = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+
+KINDS = [
+    ("int4", False, "float32"),
+    ("int4", True, "bfloat16"),
+    ("int4", True, "float16"),
+    ("int8", False, "float16"),
+    ("int8", True, "float32"),
+]
+ZEROS = ["whole", "float"]
+# out_features, in_features, inputs of a weight's group
+SHAPES = [(61, 32, 32), (40, 96, 32), (128, 576, 64), (33, 1536, 128)]
+
+
+def make_weight(
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    kind: tuple[str, bool, str] = KINDS[0],
+    zeros: str = "whole",
+) -> QuantizedWeight:
+    format, has_zeros, scales = kind
+    weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-2, 2, (out_features, 1)) + 0.2
+    made = quantize(weight, format, group_size, has_zeros=has_zeros)
+    made = replace(made, scales=made.scales.to(getattr(torch, scales)).float())
+    if zeros == "float" and made.zeros is not None:
+        made = replace(made, zeros=made.zeros + torch.rand(made.zeros.shape) - 0.5)
+    return made
+
+
+def make_rows(num_tokens: int, in_features: int) -> Tensor:
+    """Rows of very different sizes, with outliers."""
+    x = torch.randn(num_tokens, in_features) * 10.0 ** torch.randint(-6, 6, (num_tokens, 1))
+    x[:, 5] *= 100
+    return x
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each group of 32 inputs rounded to 127 steps both ways."""
+    groups = x.double().view(x.shape[0], -1, 32)
+    step = groups.abs().amax(2, keepdim=True) / 127
+    return torch.where(step > 0, (groups / step).round() * step, 0.0).view(x.shape)
+
+
+@pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 33])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_product_is_that_of_the_rounded_groups(
+    out_features: int, in_features: int, group_size: int, num_tokens: int, kind: tuple[str, bool, str], zeros: str
+) -> None:
+    weight, x = make_weight(out_features, in_features, group_size, kind, zeros), make_rows(num_tokens, in_features)
+    bias = torch.randn(out_features) if num_tokens % 3 == 0 else None
+    codes, scales, starts = g32_dot.quantize_groups(x)
+    groups = codes.view(num_tokens, -1, 32)
+    assert torch.equal(starts, -groups.sum(2).float())
+    again = (groups.double() * scales[..., None]).view(x.shape)
+    # a number in the middle between two codes may go to either
+    step = scales.repeat_interleave(32, 1)
+    assert ((again - rounded(x)).abs() <= 1.001 * step).all()
+    assert ((again - x).abs() <= 0.501 * step).all()
+    wide = weight.dequantize(torch.float64)
+    expected = again @ wide.T + (0 if bias is None else bias.double())
+    # zeros make terms that cancel
+    spread = 1 if weight.zeros is None else 1 + 256 * (weight.format == "int8") + 16
+    top = (wide.abs() + weight.scales.repeat_interleave(group_size, 1) * spread * (weight.zeros is not None)).T
+    bound = 1e-6 * (again.abs() @ top + (0 if bias is None else bias.abs()))
+    y = g32_dot.linear(x, g32_dot.pack(weight), bias)
+    assert y.shape == (num_tokens, out_features)
+    assert ((y - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_bits_of_rows_are_independent_of_batch(
+    out_features: int, in_features: int, group_size: int, kind: tuple[str, bool, str], zeros: str
+) -> None:
+    packed = g32_dot.pack(make_weight(out_features, in_features, group_size, kind, zeros))
+    x = make_rows(70, in_features)
+    together = g32_dot.linear(x, packed)
+    for count in (1, 2, 4, 5, 8, 9, 64, 65):
+        assert torch.equal(g32_dot.linear(x[:count].clone(), packed), together[:count])
+        assert torch.equal(g32_dot.linear(x[-count:].clone(), packed), together[-count:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_rows_of_the_weight_are_the_references_bit_for_bit(kind: tuple[str, bool, str], zeros: str) -> None:
+    weight = make_weight(101, 192, 64, kind, zeros)
+    packed = g32_dot.pack(weight)
+    assert packed.kernel.split("-")[2] == kind[2]
+    assert torch.equal(g32_dot.unpack(packed, 30, 99), weight.dequantize(torch.float32)[30:99])
+    num_bytes = weight.num_bytes - weight.scales.numel() * (4 - packed.scales.element_size())
+    assert packed.num_bytes == num_bytes
+
+
+@pytest.mark.parametrize(("format", "code", "value"), [("int4", 0xFF, 7), ("int8", -128, -128), ("int8", 127, 127)])
+def test_largest_codes_are_summed_exactly(format: str, code: int, value: int) -> None:
+    width = 1024
+    codes = torch.full((32, width // 2 if format == "int4" else width), code, dtype=torch.int32)
+    codes = codes.to(torch.uint8 if format == "int4" else torch.int8)
+    weight = QuantizedWeight(format, codes, torch.ones(32, 8), None, 128, width, 32)
+    x = torch.full((2, width), 127.0)
+    x[1] = -x[1]
+    y = g32_dot.linear(x, g32_dot.pack(weight))
+    assert torch.equal(y, torch.tensor([[1.0], [-1.0]]).expand(2, 32) * value * 127 * width)
+
+
+def test_zeros_at_both_ends_are_summed_exactly() -> None:
+    """255 · 127 in every place, less a zero that leaves 0 or -255 of each."""
+    codes = torch.full((2, 64), 127, dtype=torch.int8)
+    codes[1] = -128
+    zeros = torch.full((2, 2), 255, dtype=torch.uint8)
+    packed = g32_dot.pack(QuantizedWeight("int8", codes, torch.ones(2, 2), zeros, 32, 64, 2))
+    y = g32_dot.linear(torch.full((1, 64), 127.0), packed)
+    assert torch.equal(y, torch.tensor([[0.0, -255.0 * 127 * 64]]))
+
+
+def test_an_outlier_takes_precision_from_its_own_group() -> None:
+    weight, x = make_weight(64, 256, 32), torch.randn(4, 256)
+    exact = x @ weight.dequantize(torch.float32).T
+    x[:, 40] = 0
+    quiet = g32_dot.linear(x, g32_dot.pack(weight))
+    loud = x.clone()
+    loud[:, 40] = 1000
+    codes, scales, _ = g32_dot.quantize_groups(loud)
+    assert torch.equal(codes[:, :32], g32_dot.quantize_groups(x)[0][:, :32])
+    assert (scales[:, 2:] < 0.1).all()
+    assert (quiet - exact).norm() < exact.norm()
+
+
+def test_a_row_that_isnt_finite_is_nan_alone() -> None:
+    packed, x = g32_dot.pack(make_weight(64, 128, 64)), torch.randn(9, 128)
+    quiet = g32_dot.linear(x, packed)
+    x[3, 5], x[7, 100] = torch.inf, torch.nan
+    y = g32_dot.linear(x, packed)
+    assert y[[3, 7]].isnan().all()
+    rest = [row for row in range(9) if row not in (3, 7)]
+    assert torch.equal(y[rest], quiet[rest])
+
+
+def test_weights_that_the_kernel_doesnt_take_are_told() -> None:
+    assert g32_dot.can_round_groups(make_weight(8, 64, 32))
+    assert g32_dot.can_round_groups(quantize(torch.randn(8, 96), "int8"))
+    for weight in (
+        quantize(torch.randn(8, 48), "int8"),
+        quantize(torch.randn(8, 64), "int4", 32, rotation=32),
+        quantize(torch.randn(8, 64), "nf4"),
+        quantize(torch.randn(8, 64), "fp8"),
+    ):
+        assert not g32_dot.can_round_groups(weight)
+        with pytest.raises(InvalidWeight, match="groups of 32 take int4 and int8"):
+            g32_dot.pack(weight)
+
+
+def test_input_that_doesnt_fit_is_refused() -> None:
+    with pytest.raises(TensorMismatch, match="64"):
+        g32_dot.linear(torch.randn(2, 32), g32_dot.pack(make_weight(8, 64, 32)))
