@@ -218,6 +218,9 @@ def _embedding(
     if stored is None:
         found = blueprint.tensors[blueprint.config.architecture.embedding].dtype
         return _STORED_NAMES[found], size * ITEM_SIZES[found]
+    if device == "cpu" and is_whole and blueprint.is_head_tied:
+        # the head's rows are the embedding's
+        return stored.scheme.format, 0
     if device == "cpu" and is_whole:
         return stored.scheme.format, _block_bytes(stored, *shape, ())
     kept = "float32" if device == "cpu" else dtype

@@ -40,7 +40,7 @@ from loraserve.model.checkpoint.site import MakeLinear, Site, make_site, return_
 from loraserve.model.config.formats import Rotations
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
-from loraserve.model.layers.embedding import EmbeddingTable, QuantizedTable
+from loraserve.model.layers.embedding import EmbeddingTable, quantized_table
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import Linear, make_linear, quantize_weight
 from loraserve.model.layers.lora_linear import LoraLinear
@@ -194,7 +194,7 @@ class _Loader:
         self._backend.bind(config if part is None else part.shard.config, *rotaries)
         table = self._embedding()
         head = self._make_head(table) if stage.is_last else None
-        embedding = self._make_table(table) if stage.is_first else None
+        embedding = self._make_table(table, head) if stage.is_first else None
         layers = tuple(self._layer(layer) for layer in stage.layers)
         delta_name = self._name(stage.layers[-1], architecture.mlp_out_norm)
         # the stages before the last end with the sum
@@ -302,13 +302,13 @@ class _Loader:
         stored = self._blueprint.stored_embedding
         return tensor if tensor is None or stored is None else assemble(stored, {"weight": tensor})
 
-    def _make_table(self, embedding: Tensor | QuantizedWeight | None) -> EmbeddingTable:
+    def _make_table(self, embedding: Tensor | QuantizedWeight | None, head: Linear | None) -> EmbeddingTable:
         """Return the embedding, or this rank's part of it."""
         if embedding is None:
             raise InvariantViolation("a base has no embedding")
         if isinstance(embedding, QuantizedWeight):
             if self._part is None and self._device == "cpu":
-                return QuantizedTable(embedding)
+                return quantized_table(embedding, head if self._head is None else None)
             # parts have a row of zeros, and a GPU's kernel looks up floats
             embedding = embedding.dequantize(torch.float32 if self._device == "cpu" else self._dtype)
         table = embedding if self._part is None else self._part.embedding.table(embedding)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve.model.layers.linears import float_rows
+from loraserve.errors import InvariantViolation
+from loraserve.model.layers.linears import G32Linear, Linear, PackedLinear, float_rows
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.row_blocks import row_blocks
+from loraserve_kernels.cpu.linear import decoded, g32_dot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,18 +52,63 @@ class QuantizedTable:
             yield self.weight.rows(first, last).dequantize(torch.float32)
 
 
-EmbeddingTable = Tensor | QuantizedTable
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadTable:
+    """Rows of a quantized head that is the embedding too: there is one copy of them.
+
+    Attributes:
+        hidden_size: of a row.
+    """
+
+    head: G32Linear | PackedLinear
+    hidden_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.head.out_features, self.hidden_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the head's: none."""
+        return 0
+
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Return the tokens' rows, [num_tokens, hidden_size] float32."""
+        if isinstance(self.head, G32Linear):
+            return g32_dot.look_up(self.head.own_weight, token_ids)
+        weight = self.head.own_weight
+        if weight is None:
+            raise InvariantViolation("rows are looked up in a head that is multiplied by a library")
+        return decoded.look_up(weight, token_ids)
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        """Yield these rows in float32, a block at a time, in order."""
+        return self.head.rows(start, end)
+
+
+def quantized_table(weight: QuantizedWeight, head: Linear | None) -> QuantizedTable | HeadTable:
+    """Return the table of a quantized embedding.
+
+    Args:
+        head: the linear of the same weight, where the embedding is the head; None: it isn't.
+    """
+    if isinstance(head, G32Linear) or (isinstance(head, PackedLinear) and head.own_weight is not None):
+        return HeadTable(head, weight.in_features)
+    return QuantizedTable(weight)
+
+
+EmbeddingTable = Tensor | QuantizedTable | HeadTable
 
 
 def look_up(table: EmbeddingTable, token_ids: Tensor) -> Tensor:
     """Return the tokens' rows, [num_tokens, hidden_size] float32."""
-    if isinstance(table, QuantizedTable):
-        return table.look_up(token_ids)
-    return F.embedding(token_ids, table).float()
+    if isinstance(table, Tensor):
+        return F.embedding(token_ids, table).float()
+    return table.look_up(token_ids)
 
 
 def table_rows(table: EmbeddingTable) -> Iterator[Tensor]:
     """Yield all rows in float32, a block at a time, in order."""
-    if isinstance(table, QuantizedTable):
-        return table.rows(0, table.shape[0])
-    return float_rows(table, 0, table.shape[0])
+    if isinstance(table, Tensor):
+        return float_rows(table, 0, table.shape[0])
+    return table.rows(0, table.shape[0])

@@ -166,12 +166,25 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
     The kernels scale the sum of a group, so a product differs from this by the rounding of the sums
     alone.
     """
-    from loraserve_kernels.cpu.linear.tiles.decoded_kernel import FP8_SCALE
     from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     first = start // TILE
     tiles = weight.codes[first : -(-end // TILE)]
     codes = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    zeros = None if weight.zeros is None else weight.zeros[:, start:end]
+    return _widened(weight, codes, weight.scales[:, start:end], zeros)
+
+
+def look_up(weight: DecodedWeight, channels: Tensor) -> Tensor:
+    """Return the rows of the weight that these are the numbers of, [n, in_features] float32."""
+    zeros = None if weight.zeros is None else weight.zeros[:, channels]
+    return _widened(weight, channels_of(weight.codes, channels), weight.scales[:, channels], zeros)
+
+
+def _widened(weight: DecodedWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Return rows of the weight, of their codes, and of scales and zeros [groups, n]."""
+    from loraserve_kernels.cpu.linear.tiles.decoded_kernel import FP8_SCALE
+
     if weight.kind in ("bf16", "f16"):
         return codes.view(torch.bfloat16 if weight.kind == "bf16" else torch.float16).float()
     format = weight.kind.rstrip("zf") if weight.zeros is not None else weight.kind
@@ -179,11 +192,11 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
     rows = QuantizedWeight(
         format,
         codes.view(dtypes.get(format, torch.uint8)),
-        weight.scales[:, start:end].t() / (FP8_SCALE if format == "fp8" else 1.0),
-        None if weight.zeros is None else weight.zeros[:, start:end].t(),
+        scales.t() / (FP8_SCALE if format == "fp8" else 1.0),
+        None if zeros is None else zeros.t(),
         weight.group_size,
         weight.in_features,
-        end - start,
+        codes.shape[0],
     )
     return widen(rows)
 
@@ -444,6 +457,13 @@ def tiles_of(codes: Tensor) -> Tensor:
     if channels > whole * TILE:
         tiles[whole, :, : channels - whole * TILE] = codes[whole * TILE :].t()
     return tiles
+
+
+def channels_of(tiles: Tensor, channels: Tensor) -> Tensor:
+    """Return the channels with these numbers, [n, width], of [tiles, width, channels of a tile]."""
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
+
+    return tiles[channels // TILE, :, channels % TILE].contiguous()
 
 
 def filled(grid: Tensor) -> Tensor:

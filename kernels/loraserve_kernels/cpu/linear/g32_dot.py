@@ -106,11 +106,26 @@ def pack(weight: QuantizedWeight) -> G32Weight:
 
 def unpack(weight: G32Weight, start: int, end: int) -> Tensor:
     """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
-    from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI, TILE
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
 
     first = start // TILE
     tiles = weight.codes[first : -(-end // TILE)]
     runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    zeros = None if weight.zeros is None else weight.zeros[:, start:end]
+    return _widened(weight, runs, weight.scales[:, start:end], zeros)
+
+
+def look_up(weight: G32Weight, channels: Tensor) -> Tensor:
+    """Return the rows of the weight that these are the numbers of, [n, in_features] float32."""
+    runs = decoded.channels_of(weight.codes, channels)
+    zeros = None if weight.zeros is None else weight.zeros[:, channels]
+    return _widened(weight, runs, weight.scales[:, channels], zeros)
+
+
+def _widened(weight: G32Weight, runs: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Return rows of the weight, of their runs, and of scales and zeros [groups, n]."""
+    from loraserve_kernels.cpu.linear.tiles.tile import HAS_VNNI
+
     if weight.format == "int4":
         codes = decoded.of_byte_runs(runs)
     else:
@@ -120,11 +135,11 @@ def unpack(weight: G32Weight, start: int, end: int) -> Tensor:
         QuantizedWeight(
             weight.format,
             codes,
-            weight.scales[:, start:end].t().float(),
-            None if weight.zeros is None else weight.zeros[:, start:end].t(),
+            scales.t().float(),
+            None if zeros is None else zeros.t(),
             weight.group_size,
             weight.in_features,
-            end - start,
+            runs.shape[0],
         )
     )
 

@@ -22,11 +22,11 @@ HALVES = {
 """Where a block has its float16 numbers: random bytes would be infinite there."""
 
 
-def random_rows(name: str, rows: int = 7, width: int = 512, seed: int = 0) -> np.ndarray:
+def random_rows(name: str, rows: int = 7, width: int = 512, *, scale: float = 0.01, seed: int = 0) -> np.ndarray:
     form, generator = BLOCK_FORMATS[name], np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows, width // form.block, form.block_bytes), dtype=np.uint8)
     for place in HALVES[name]:
-        numbers = (generator.standard_normal((*blocks.shape[:2], 1)) * 0.01).astype(np.float16)
+        numbers = (generator.standard_normal((*blocks.shape[:2], 1)) * scale).astype(np.float16)
         blocks[..., place : place + 2] = numbers.view(np.uint8)
     return blocks.reshape(rows, -1)
 
