@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FORMATS = ("int8", "int4", "nf4", "fp8")
 GROUP_SIZES = (32, 64, 128)
-"""Group sizes of int4, and of int8 where it has groups."""
+"""Group sizes of int4, and of int8 and fp8 where they have groups."""
 NF4_GROUP_SIZE = 64
 ROTATION_BLOCKS = (64, 32, 16)
 """Inputs of a block that is rotated before numbers are rounded, those first that are preferred."""

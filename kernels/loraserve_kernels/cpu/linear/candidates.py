@@ -29,6 +29,7 @@ from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear import decoded, gemm
 from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.errors import TensorMismatch
 
 _EXACT_ROWS = (1, 3, 33)
 _EXACT_CHANNELS = 72
@@ -68,7 +69,12 @@ def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
 
     Args:
         rounded: formats of weights whose activations are rounded to int8, where they can be.
+
+    Raises:
+        TensorMismatch: the weight's inputs are permuted, and no kernel gathers them.
     """
+    if weight.permutation is not None:
+        raise TensorMismatch("the weight's inputs are permuted: gather x and pass weight.without_permutation")
     if weight.format == "int8" and not weight.has_groups:
         return "int8" if "int8" in rounded else "int8-weights"
     if "int4" in rounded and HAS_NUMBA and decoded.can_round_activations(weight):

@@ -323,6 +323,8 @@ def _check(
                 f"the weight is rotated by blocks of {weight.rotation} inputs, which a GPU's rows aren't: "
                 "round it without a rotation"
             )
+        if weight.permutation is not None:
+            raise TensorMismatch("the weight's inputs are permuted: gather x and pass weight.without_permutation")
     elif weight.dim() != 2 or weight.dtype != x.dtype or not weight.is_contiguous():
         raise TensorMismatch(
             f"the weight is {tuple(weight.shape)} {weight.dtype} of strides {weight.stride()}; "
