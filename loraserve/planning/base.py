@@ -193,6 +193,10 @@ def _parts(
             num_biases += out_features
             shape = out_features, in_features
             yield names[site.kind], *_weight(blueprint, site, module, kept, shape, rounded)
+        weights = [blueprint.stored.get(module.path) for module in site.modules]
+        if any(weight is not None and weight.scheme.is_reordered and weight.order_name for weight in weights):
+            # the order of the inputs, which linears of a site share
+            yield names[site.kind], "int32", 4 * in_features
         # a site has a bias for all of its linears, or none
         if cut.has_bias and any(module.has_bias for module in site.modules):
             yield names[site.kind], kept, bias_bytes * num_biases
@@ -257,8 +261,8 @@ def _weight(
         return stored.scheme.format, _block_bytes(stored, out_features, in_features, rounded)
     if stored.scheme.layout is Layout.BITSANDBYTES:
         return "nf4", _quantized_bytes("nf4", out_features, in_features, NF4_GROUP_SIZE)
-    scale = blueprint.tensors[f"{module.path}.weight_scale"]
-    group = min(in_features, stored.group_size(scale.shape[-1] if len(scale.shape) == 2 else 1))
+    scale = blueprint.tensors[f"{module.path}.{stored.scale_name}"]
+    group = min(in_features, stored.group_size)
     format, has_zeros, scale_bytes = stored.scheme.format, not stored.scheme.is_symmetric, 4
     if f"{format}-g32" in rounded and not stored.scheme.rotation and group % 32 == 0:
         scale_bytes = 2 if scale.dtype in ("BF16", "F16") else 4

@@ -22,6 +22,7 @@ KINDS = {
     "int8 by channel": ("int8", False),
     "nf4": ("nf4", False),
     "fp8": ("fp8", False),
+    "fp8 with groups": ("fp8", False),
 }
 
 
@@ -29,7 +30,7 @@ def make(kind: str, out_features: int, in_features: int, group_size: int = 64) -
     name, has_zeros = KINDS[kind]
     # groups of very different sizes, and far from zero
     weight = torch.randn(out_features, in_features) * 10.0 ** torch.randint(-3, 3, (out_features, 1)) + 0.3
-    has_groups = name in ("int4", "int8") and kind != "int8 by channel"
+    has_groups = kind == "fp8 with groups" or (name in ("int4", "int8") and kind != "int8 by channel")
     made = quantize(weight, name, group_size if has_groups else None, has_zeros=has_zeros)
     if "float zeros" not in kind or made.zeros is None:
         return made

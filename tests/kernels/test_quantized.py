@@ -6,12 +6,15 @@ from torch import Tensor
 
 from loraserve_kernels.common import row_blocks
 from loraserve_kernels.common.quantized import FORMATS, NF4_CODE, QuantizedWeight, concatenate, quantize, zero_words
+from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.errors import InvalidWeight, TensorMismatch
 
 CONFIGS = [
     ("int8", None, False),
     ("fp8", None, False),
     ("nf4", None, False),
+    ("fp8", 32, False),
+    ("fp8", 128, False),
     *[
         (format, size, has_zeros)
         for format in ("int4", "int8")
@@ -196,8 +199,8 @@ def test_formats_and_groups_that_dont_exist_are_refused() -> None:
         quantize(weight, "int4", 16)
     with pytest.raises(InvalidWeight, match="192 inputs can't be cut into groups of 128"):
         quantize(weight, "int4")
-    with pytest.raises(InvalidWeight, match="groups of 64; the kernels have 192"):
-        quantize(weight, "fp8", 64)
+    with pytest.raises(InvalidWeight, match="groups of 48; the kernels have 32, 64, 128, 192"):
+        quantize(weight, "fp8", 48)
     with pytest.raises(InvalidWeight, match="groups of 96; the kernels have 32, 64, 128, 192"):
         quantize(weight, "int8", 96)
     with pytest.raises(InvalidWeight, match="groups of 192 and zeros; the kernels have 32, 64, 128"):
@@ -236,6 +239,39 @@ def test_a_weight_that_is_rounded_block_by_block_is_what_it_would_be_at_once(
     weight[[12, 30], 5] = float("nan")
     with pytest.raises(InvalidWeight, match="2 of 37 output channels hold numbers that aren't finite, the first is 12"):
         quantize(weight, format, group_size, has_zeros=has_zeros)
+
+
+def permuted(weight: Tensor, order: Tensor) -> QuantizedWeight:
+    """The weight in int4, quantized with its inputs in this order."""
+    return replace(quantize(weight[:, order], "int4", 32, has_zeros=True), permutation=order.int())
+
+
+def test_permuted_weight_means_inputs_in_their_order() -> None:
+    order = torch.randperm(128)
+    made = permuted(torch.randn(6, 128), order)
+    ordered = made.without_permutation.dequantize(torch.float32)
+    assert torch.equal(made.dequantize(torch.float32)[:, order], ordered)
+    for moved in (made.to("cpu"), made.rows(0, 6), concatenate([made.rows(0, 2), made.rows(2, 6)])):
+        assert torch.equal(moved.dequantize(torch.float32), made.dequantize(torch.float32))
+    assert made.num_bytes == made.without_permutation.num_bytes + 4 * 128
+
+
+def test_weights_with_several_permutations_arent_joined() -> None:
+    weight, order = torch.randn(6, 128), torch.randperm(128)
+    made = permuted(weight, order)
+    for other in (permuted(weight, order.flip(0)), made.without_permutation):
+        with pytest.raises(TensorMismatch, match="one permutation of their inputs"):
+            concatenate([made, other])
+
+
+def test_permutation_is_checked() -> None:
+    made = quantize(torch.randn(6, 128), "int4", 32)
+    with pytest.raises(TensorMismatch, match=r"permutation are \(127,\) torch.int32"):
+        replace(made, permutation=torch.randperm(128)[:127].int())
+    with pytest.raises(InvalidWeight, match="rotated and permuted"):
+        replace(quantize(torch.randn(6, 128), "int4", 32, rotation=32), permutation=torch.randperm(128).int())
+    with pytest.raises(TensorMismatch, match="inputs are permuted: gather x"):
+        weight_format(permuted(torch.randn(6, 128), torch.randperm(128)), rounded=())
 
 
 def test_tensors_that_dont_agree_are_refused() -> None:

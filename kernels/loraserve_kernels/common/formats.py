@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FORMATS = ("int8", "int4", "nf4", "fp8")
 GROUP_SIZES = (32, 64, 128)
-"""Group sizes of int4, and of int8 where it has groups."""
+"""Group sizes of int4, and of int8 and fp8 where they have groups."""
 CPU_GROUP_SIZES = (16, *GROUP_SIZES)
 """Those that a CPU's kernels have."""
 NF4_GROUP_SIZE = 64

@@ -8,7 +8,8 @@
            zeros, codes from 0 to 15 less the group's zero
     nf4    sixteen quantiles of the normal distribution, as QLoRA trains on them, one
            scale for each block of 64 inputs
-    fp8    float8_e4m3fn, one scale for each output channel
+    fp8    float8_e4m3fn, one scale for each output channel, or for each group of 32, 64 or 128
+           inputs
 
 A group's zero is a code, or any float32: a checkpoint that stores a group's smallest value instead
 has the zero -minimum / scale, which isn't a whole number.
@@ -22,7 +23,7 @@ and rounding is to the nearest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,15 +80,17 @@ class QuantizedWeight:
         zeros: the same shape in uint8, the codes that mean 0: int4's as they are, int8's with 128
             added. Or in float32: such codes that aren't whole numbers. None where that is 8, or
             128, everywhere; groups alone have them.
-        group_size: inputs that share a scale: in_features for fp8, in_features or one of
-            `CPU_GROUP_SIZES` for int8, one of those for int4, `NF4_GROUP_SIZE`. A GPU's kernels
-            have `GROUP_SIZES`.
+        group_size: inputs that share a scale: in_features or one of `CPU_GROUP_SIZES` for int8 and
+            fp8, one of those for int4, `NF4_GROUP_SIZE`. A GPU's kernels have `GROUP_SIZES`.
         in_features, out_features: of the linear.
         rotation: inputs of a Hadamard block by which they are rotated (see `rotation`): codes are
             those of ``W H / rotation``. 0: they aren't.
+        permutation: [in_features] int32: column j of the codes is input ``permutation[j]``, so that
+            inputs that share a scale stand side by side. None: column j is input j. Kernels take
+            weights without: a linear gathers its input by it (`without_permutation`).
 
     Raises:
-        InvalidWeight: a format, group size or rotation that the kernels don't have.
+        InvalidWeight: a format, group size, rotation or permutation that the kernels don't have.
         TensorMismatch: tensors whose shapes, dtypes or devices don't agree with it.
     """
 
@@ -99,6 +102,7 @@ class QuantizedWeight:
     in_features: int
     out_features: int
     rotation: int = 0
+    permutation: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_format(self.format, self.group_size, self.in_features, self.zeros is not None)
@@ -109,6 +113,10 @@ class QuantizedWeight:
         _check("scales", self.scales, grid, torch.float32)
         if self.zeros is not None:
             _check("zeros", self.zeros, grid, torch.float32 if self.has_float_zeros else torch.uint8)
+        if self.permutation is not None:
+            _check("permutation", self.permutation, (self.in_features,), torch.int32)
+            if self.rotation:
+                raise InvalidWeight("a weight is rotated and permuted; the kernels have either")
         if not self.codes.is_contiguous():
             raise TensorMismatch(
                 f"codes have strides {self.codes.stride()}; they must be contiguous: pass codes.contiguous()"
@@ -137,9 +145,14 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and zeros."""
-        parts = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
-        return sum(part.numel() * part.element_size() for part in parts)
+        """Bytes of codes, scales and zeros, and of the permutation."""
+        parts = (self.codes, self.scales, self.zeros, self.permutation)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    @property
+    def without_permutation(self) -> QuantizedWeight:
+        """The weight of an input that is gathered by the permutation already."""
+        return self if self.permutation is None else replace(self, permutation=None)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the same weight on a device, with scales and zeros in the order read fastest.
@@ -156,6 +169,7 @@ class QuantizedWeight:
             self.in_features,
             self.out_features,
             self.rotation,
+            None if self.permutation is None else self.permutation.to(device),
         )
 
     def rows(self, start: int, end: int) -> QuantizedWeight:
@@ -169,13 +183,14 @@ class QuantizedWeight:
             self.in_features,
             end - start,
             self.rotation,
+            self.permutation,
         )
 
     def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return what the codes mean before they are scaled, [out_features, in_features].
 
         They are whole numbers save for nf4, fp8 and zeros in float32, exact in float32 but for the
-        latter, and rotated where the weight is.
+        latter, and rotated or permuted where the weight is.
         """
         if not self.is_packed:
             values = self.codes.to(dtype)
@@ -197,12 +212,22 @@ class QuantizedWeight:
         """Return the weight, [out_features, in_features]: ``value · scale``, rounded once.
 
         It is of `dtype`, computed in float32, or in float64 if that is asked for. A rotated
-        weight is rotated back.
+        weight is rotated back, and a permuted one has its inputs in their order.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         values = self.values(wide).view(self.out_features, -1, self.group_size)
         weight = (values * self.scales.to(wide)[:, :, None]).view(self.out_features, self.in_features)
-        return rotate(weight, self.rotation).to(dtype)
+        return unpermute(rotate(weight, self.rotation), self.permutation).to(dtype)
+
+
+def unpermute(rows: Tensor, permutation: Tensor | None) -> Tensor:
+    """Return rows whose columns are in the order of the inputs.
+
+    Args:
+        rows: [n, in_features], column j for input ``permutation[j]``.
+        permutation: [in_features] int32; None: `rows` is returned as it is.
+    """
+    return rows if permutation is None else torch.empty_like(rows).index_copy_(1, permutation.long(), rows)
 
 
 def quantize(
@@ -222,8 +247,8 @@ def quantize(
         weight: [out_features, in_features], any float dtype, on any device; the result is there
             too.
         format: one of `FORMATS`.
-        group_size: for int4, one of `CPU_GROUP_SIZES` (None: the largest); for int8, one of them or
-            in_features (None: that); the others' is fixed, so None or that number.
+        group_size: for int4, one of `CPU_GROUP_SIZES` (None: the largest); for int8 and fp8, one of
+            them or in_features (None: that); nf4's is fixed, so None or that number.
         has_zeros: groups of int8 and int4 alone: codes span each group's range instead of its
             largest magnitude both ways.
         is_searched: int4 with zeros alone: of several narrower ranges, each group gets the one of
@@ -346,8 +371,8 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     mixed; nothing is rounded again.
 
     Raises:
-        TensorMismatch: no parts, or parts of several formats, group sizes, in_features, rotations
-            or devices.
+        TensorMismatch: no parts, or parts of several formats, group sizes, in_features, rotations,
+            permutations or devices.
     """
     kinds = {(part.format, part.group_size, part.in_features, part.device, part.rotation) for part in parts}
     if len(kinds) != 1:
@@ -356,6 +381,9 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         )
         raise TensorMismatch(f"weights to concatenate must be of one kind; these are: {found or 'none'}")
     ((format, group_size, in_features, _, rotation),) = kinds
+    permutation = parts[0].permutation
+    if not all(is_same_permutation(permutation, part.permutation) for part in parts):
+        raise TensorMismatch("weights to concatenate must have one permutation of their inputs; these have several")
     # not every device can join float8 tensors
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(_CODES_DTYPE[format])
     zeros = None
@@ -368,7 +396,14 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         zeros = _by_channel(torch.cat(every))
     scales = _by_channel(torch.cat([part.scales for part in parts]))
     out_features = sum(part.out_features for part in parts)
-    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features, rotation)
+    return QuantizedWeight(format, codes, scales, zeros, group_size, in_features, out_features, rotation, permutation)
+
+
+def is_same_permutation(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return whether two weights have their inputs in one order."""
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
 
 
 def _by_channel(grid: Tensor) -> Tensor:
@@ -407,7 +442,7 @@ def _check_format(format: str, group_size: int, in_features: int, has_zeros: boo
     if has_zeros and format not in _MIDDLE:
         raise InvalidWeight(f"{format} with zeros; only int8 and int4 have them")
     sizes: tuple[int, ...] = {"int4": CPU_GROUP_SIZES, "nf4": (NF4_GROUP_SIZE,)}.get(format, (in_features,))
-    if format == "int8":
+    if format in ("int8", "fp8"):
         sizes = CPU_GROUP_SIZES if has_zeros else (*CPU_GROUP_SIZES, in_features)
     if group_size not in sizes:
         zeros = " and zeros" if has_zeros else ""

@@ -21,7 +21,7 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve.progress import Progress
 from loraserve_kernels.common.arithmetic import FLOATS, WEIGHT_ONLY, Arithmetic
-from loraserve_kernels.common.quantized import QuantizedWeight, quantize
+from loraserve_kernels.common.quantized import QuantizedWeight, quantize, unpermute
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import GPU_BLOCK_WEIGHTS, row_blocks
 from loraserve_kernels.cpu import instructions
@@ -95,20 +95,24 @@ class GpuLinear:
     """``x W^T + bias`` with the weight as it is stored.
 
     x and the result are in the activations' dtype, or the result in `out_dtype`. Where the weight
-    is rotated, x is too: in float32, before the product.
+    is rotated, x is too: in float32, before the product. Where its inputs are permuted, x is
+    gathered.
     """
 
-    __slots__ = ("_out_dtype", "_rotation", "_weight", "bias", "num_bytes", "out_features")
+    __slots__ = ("_out_dtype", "_permutation", "_rotation", "_weight", "bias", "num_bytes", "out_features")
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
         self._rotation = 0 if isinstance(weight, Tensor) else weight.rotation
         if self._rotation and isinstance(weight, QuantizedWeight):
             # x H / n has the size of x; H x would leave float16's range
             weight = replace(weight, rotation=0, scales=weight.scales * self._rotation)
+        self._permutation = None if isinstance(weight, Tensor) else weight.permutation
+        permutation_bytes = 0 if self._permutation is None else self._permutation.nbytes
+        weight = weight if isinstance(weight, Tensor) else weight.without_permutation
         self._weight, self.bias, self._out_dtype = weight, bias, out_dtype
         self.out_features = weight.shape[0] if isinstance(weight, Tensor) else weight.out_features
         self.num_bytes = weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes
-        self.num_bytes += 0 if bias is None else bias.nbytes
+        self.num_bytes += permutation_bytes + (0 if bias is None else bias.nbytes)
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
@@ -123,6 +127,8 @@ class GpuLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._rotation:
             x = (rotate(x.float(), self._rotation) / self._rotation).to(x.dtype)
+        if self._permutation is not None:
+            x = x.index_select(1, self._permutation)
         return weight_only_linear(x, self._weight, self.bias, out_dtype=self._out_dtype)
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
@@ -133,7 +139,8 @@ class GpuLinear:
                 yield weight[first:last].float()
             else:
                 block = weight.rows(first, last).dequantize(torch.float32)
-                yield rotate(block, self._rotation) / self._rotation if self._rotation else block
+                block = rotate(block, self._rotation) / self._rotation if self._rotation else block
+                yield unpermute(block, self._permutation)
 
 
 class GpuNorm:

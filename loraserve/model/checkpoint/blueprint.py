@@ -254,8 +254,9 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
 
     Args:
         activation_dtype: ``int8``: all. ``float``: none. ``auto``: all where float weights are
-            rounded while they're loaded, or the checkpoint holds rotated ones; groups alone where
-            it holds other quantized weights, whose codes can't be rotated any more.
+            rounded while they're loaded, or the checkpoint holds rotated ones, or ones that were
+            calibrated for activations rounded so (compressed-tensors' int8 by token); groups alone
+            where it holds other quantized weights, whose codes can't be rotated any more.
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:
@@ -276,7 +277,9 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
         return _BY_ROW | _IN_GROUPS
     if activation_dtype != "auto" or device != "cpu":
         return frozenset()
-    is_made_for_rows = all(weight.scheme.rotation for weight in blueprint.stored.values())
+    is_made_for_rows = all(
+        weight.scheme.rotation or weight.scheme.has_rounded_inputs for weight in blueprint.stored.values()
+    )
     return _BY_ROW | _IN_GROUPS if is_made_for_rows else _IN_GROUPS
 
 
@@ -358,17 +361,20 @@ def _expect_site(
 def _find_stored_weights(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
     """Return the linears that the checkpoint holds quantized, by path."""
     linears = {
-        module.path: (module.out_features, site.in_features)
+        module.path: (module.out_features, site.in_features, module.has_bias)
         for layer in range(config.num_layers)
         for site in _sites_of_layer(config, layer, "none")
         if site.kind is not SiteKind.ROUTER
         for module in site.modules
     }
     if not config.is_tied or any(name.startswith(_head_path(config) + ".") for name in tensors):
-        linears[_head_path(config)] = (config.vocab_size, config.hidden_size)
+        linears[_head_path(config)] = (config.vocab_size, config.hidden_size, False)
     if config.quantization is not None and config.quantization.has_embedding:
-        linears[_embedding_path(config)] = (config.vocab_size, config.hidden_size)
-    found = {path: find_stored_weight(config.quantization, path, shape, tensors) for path, shape in linears.items()}
+        linears[_embedding_path(config)] = (config.vocab_size, config.hidden_size, False)
+    found = {
+        path: find_stored_weight(config.quantization, path, (out_features, in_features), tensors, has_bias=has_bias)
+        for path, (out_features, in_features, has_bias) in linears.items()
+    }
     return {path: weight for path, weight in found.items() if weight is not None}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from loraserve.errors import ConfigError
 from loraserve.limits import LIMITS
 from loraserve.model.checkpoint.blueprint import Blueprint, SiteKind, SitePlan
-from loraserve.model.config.formats import Rotations, group_size, kernels_group_size
+from loraserve.model.config.formats import Rotations, group_size
 from loraserve.model.parallel.grid import Grid
 from loraserve.model.parallel.shard import Shard, SiteCut
 
@@ -77,6 +77,12 @@ def _problem(blueprint: Blueprint, size: int) -> str | None:
         return f"{inner} inner features of an MLP (intermediate_size) aren't a multiple of it"
     for plan in blueprint.sites:
         if is_row_parallel(plan):
+            stored = blueprint.stored.get(plan.modules[0].path)
+            if size > 1 and stored is not None and stored.scheme.is_reordered and stored.order_name is not None:
+                return (
+                    f"the inputs of {plan.modules[0].path} are quantized in another order than they stand "
+                    "(desc_act or actorder), which can't be cut"
+                )
             group = _group(blueprint, plan)
             if plan.in_features // size % group:
                 return (
@@ -95,11 +101,7 @@ def _group(blueprint: Blueprint, plan: SitePlan) -> int:
             group = group_size(format, plan.in_features)
         # one scale of an output channel is that of each part of it
         return group
-    scheme = stored.scheme
-    if scheme.format == "nf4":
-        return group_size("nf4", plan.in_features)
-    is_by_group = scheme.format == "int4" or scheme.group_size is not None or not scheme.is_symmetric
-    return (kernels_group_size(scheme.group_size or plan.in_features) if is_by_group else None) or 1
+    return stored.group_size if stored.has_groups else 1
 
 
 def _listed(names: list[str]) -> str:

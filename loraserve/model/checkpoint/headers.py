@@ -66,8 +66,9 @@ class StoredTensor:
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     """Return every tensor by name, ordered by file and in a file by place.
 
-    They are those of ``model.safetensors``, or of the shards that ``model.safetensors.index.json``
-    names, or of the GGUF file that the directory was made of.
+    They are those of ``model.safetensors``, of the shards that ``model.safetensors.index.json``
+    names, of the directory's only file of this kind, or of the GGUF file that the directory was
+    made of.
 
     Raises:
         MissingTensor: a shard lacks a tensor that the index places in it.
@@ -81,6 +82,10 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     single = model_dir / SINGLE_FILE
     if single.is_file():
         return {stored.name: stored for stored in _read_header(single)}
+    named = sorted(model_dir.glob("*.safetensors"))
+    if len(named) == 1:
+        # AutoGPTQ names the file by its settings
+        return {stored.name: stored for stored in _read_header(named[0])}
     others = sorted(path.name for path in model_dir.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     found = f"; it has {', '.join(others[:3])}, which isn't read" if others else ""
     raise ModelError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loraserve.errors import ModelError, ShapeMismatch
 from loraserve.model.checkpoint.stored_weights import NF4_STATE, StoredWeight
+from loraserve.model.checkpoint.word_codes import assemble_words, input_order, reordered
 from loraserve.model.config.quantization_config import Layout
 from loraserve.model.gguf.gguf_blocks import unpack_blocks
 from loraserve_kernels.common.quantized import NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
@@ -44,6 +45,10 @@ class _Assembly:
     def weight(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:
         if self.stored.scheme.layout is Layout.GGUF:
             return unpack_blocks(parts["weight"], self.stored.scheme.block_type, self.stored.in_features)
+        if self.stored.scheme.layout in (Layout.GPTQ, Layout.AWQ):
+            return assemble_words(self.stored, parts)
+        if self.stored.scheme.layout is Layout.FP8:
+            return self._finish(parts["weight"], parts[self.stored.scale_name], None)
         if self.stored.scheme.layout is Layout.NAIVE:
             zeros = parts.get("weight_zero_point")
             # kernels have the code that means 0 as a number from 0, in bytes
@@ -67,7 +72,8 @@ class _Assembly:
             # each code is its value and 128
             codes = (codes[:, : self.stored.in_features] ^ 0x80).view(torch.int8)
         zeros = parts.get("weight_zero_point")
-        return self._finish(codes, parts["weight_scale"], None if zeros is None else self._zeros(zeros))
+        zeros = None if zeros is None else self._zeros(zeros)
+        return self._finish(codes, parts["weight_scale"], zeros, parts.get("weight_g_idx"))
 
     def _zeros(self, packed: Tensor) -> Tensor:
         """Return each group's code for 0, [out_features, groups] uint8.
@@ -80,30 +86,33 @@ class _Assembly:
             codes = torch.stack((columns & 15, columns >> 4), dim=-1).view(columns.shape[0], -1)
         return codes[:, : self.stored.out_features].t().contiguous()
 
-    def _finish(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeight:
+    def _finish(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None = None
+    ) -> QuantizedWeight:
         """Bring scales and zeros into groups that kernels have."""
         self._check_numbers(codes, scales)
         # one scale for the whole tensor is the scale of every channel
         scales = scales.float().reshape(-1, scales.shape[-1] if scales.dim() == 2 else 1)
-        scales = scales.expand(self.stored.out_features, scales.shape[1])
-        group_size = self.stored.group_size(scales.shape[1])
-        if group_size != self.stored.in_features:
-            num_repeats = self.stored.in_features // group_size // scales.shape[1]
-            scales = scales.repeat_interleave(num_repeats, dim=1)
-            zeros = None if zeros is None else zeros.repeat_interleave(num_repeats, dim=1)
+        block_rows, out_features = self.stored.scheme.block_rows, self.stored.out_features
+        if block_rows:
+            scales = scales.repeat_interleave(block_rows, dim=0)[:out_features]
+        scales = scales.expand(out_features, scales.shape[1])
+        permutation, groups = input_order(self.stored, g_idx, self.stored.group_size)
+        scales, zeros = scales[:, groups], None if zeros is None else zeros[:, groups]
         rotation = self.stored.scheme.rotation
         if rotation:
             # the file's Hadamard matrices are orthogonal, the kernels' have elements of 1 and −1
             scales = scales / math.sqrt(rotation)
         return QuantizedWeight(
             self.stored.scheme.format,
-            codes.contiguous(),
+            reordered(codes, permutation),
             scales.contiguous(),
             zeros,
-            group_size,
+            self.stored.group_size,
             self.stored.in_features,
             self.stored.out_features,
             rotation,
+            permutation,
         )
 
     def _check_numbers(self, codes: Tensor, scales: Tensor) -> None:
@@ -111,8 +120,8 @@ class _Assembly:
         num_bad = int((~(torch.isfinite(scales) & (scales > 0))).sum())
         if num_bad:
             raise ModelError(
-                f"The tensor {self.stored.path}.weight_scale has {num_bad} of {scales.numel()} scales that aren't "
-                "finite and above 0.",
+                f"The tensor {self.stored.path}.{self.stored.scale_name} has {num_bad} of {scales.numel()} scales "
+                "that aren't finite and above 0.",
                 hint="Fetch the checkpoint again, or quantize it again.",
             )
         if self.stored.scheme.format == "fp8":

@@ -136,10 +136,13 @@ class Site:
             weight, bias = self._cut(weight, bias, self._first_rows[first], self._first_rows[last])
         return self._make(weight, bias)
 
-    def _kind(self, index: int) -> tuple[str, int]:
+    def _kind(self, index: int) -> tuple[str, int, bytes]:
         """Modules of one kind, side by side, become one weight."""
         weight = self._weights[index]
-        return ("", 0) if isinstance(weight, Tensor) else (weight.format, weight.group_size)
+        if isinstance(weight, Tensor):
+            return "", 0, b""
+        order = b"" if weight.permutation is None else weight.permutation.numpy().tobytes()
+        return weight.format, weight.group_size, order
 
     def _joined(self, weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
         if len(weights) == 1:

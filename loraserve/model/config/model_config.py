@@ -178,9 +178,24 @@ def read_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelError(f"config.json is missing in {model_dir}.", hint="Give --model a Hugging Face directory.")
-    config = _read_object(path)
+    config = _with_quantization(_read_object(path), model_dir)
     generation_path = model_dir / "generation_config.json"
     return parse_config(config, _read_object(generation_path) if generation_path.is_file() else {})
+
+
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""File in which older libraries keep what config.json lacks → the method that it means."""
+
+
+def _with_quantization(config: Mapping[str, Any], model_dir: Path) -> Mapping[str, Any]:
+    """Return config.json with the quantization_config that stands in a file of its own."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        return config
+    for name, method in _QUANTIZATION_FILES.items():
+        if (model_dir / name).is_file():
+            value = _read_object(model_dir / name)
+            return {**config, "quantization_config": {"quant_method": method, **value}}
+    return config
 
 
 def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:

@@ -30,7 +30,7 @@ from loraserve_kernels.common.arithmetic import (
     activation_rounding,
     rotated_name,
 )
-from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize
+from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize, unpermute
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu import instructions
@@ -128,6 +128,9 @@ def make_linear(
     if isinstance(weight, Tensor) and quantize != "none":
         weight = quantize_weight(weight, quantize)
     if isinstance(weight, QuantizedWeight):
+        if weight.permutation is not None:
+            ordered = make_linear(weight.without_permutation, bias, quantize=quantize, dtype=dtype, rounded=rounded)
+            return PermutedLinear(ordered, weight.permutation)
         format = weight_format(weight, rounded=rounded)
         arithmetic = chooser().choose(format, weight.out_features, weight.in_features).arithmetic
         if arithmetic.name in GROUPS:
@@ -390,6 +393,31 @@ class PackedLinear:
 
     def rows(self, start: int, end: int) -> Iterator[Tensor]:
         return self._weight.rows(start, end)
+
+
+class PermutedLinear:
+    """A linear whose weight has its inputs in another order, by which x is gathered before.
+
+    GPTQ's ``desc_act`` makes such weights. Adapters read x as it is.
+    """
+
+    __slots__ = ("bias", "num_bytes", "ordered", "out_features", "permutation")
+
+    def __init__(self, ordered: Linear, permutation: Tensor) -> None:
+        self.ordered, self.permutation = ordered, permutation
+        self.bias, self.out_features = ordered.bias, ordered.out_features
+        self.num_bytes = ordered.num_bytes + permutation.nbytes
+
+    @property
+    def arithmetics(self) -> tuple[Arithmetic, ...]:
+        return self.ordered.arithmetics
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ordered(x.index_select(1, self.permutation))
+
+    def rows(self, start: int, end: int) -> Iterator[Tensor]:
+        for block in self.ordered.rows(start, end):
+            yield unpermute(block, self.permutation)
 
 
 class JoinedLinear:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraserve.errors import ModelError
 from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear
 from loraserve.model.layers.lora_linear import LoraLinear
@@ -88,6 +89,12 @@ def _columns(weight: Weight, columns: Range) -> Weight:
     start, end = columns
     if isinstance(weight, Tensor):
         return weight[:, start:end].contiguous()
+    if weight.permutation is not None:
+        raise ModelError(
+            "A linear's inputs are quantized in another order than they stand (g_idx), which can't be cut between "
+            "ranks.",
+            hint="Leave --tensor-parallel out, or give a checkpoint with desc_act false.",
+        )
     per_code = 2 if weight.is_packed else 1
     is_by_channel = not weight.has_groups
     group = weight.group_size

@@ -25,6 +25,8 @@ KINDS = [
     ("int4", 32, True),
     ("int8", 128, False),
     ("int8", 32, True),
+    ("fp8", 128, False),
+    ("fp8", 32, False),
 ]
 # out_features and in_features: not filling a tile, in one part; filling tiles, in two parts; in
 # four parts, of which the last is empty

@@ -83,6 +83,11 @@ def _qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     if args.strategy == "group":
         rows = weight.view(weight.shape[0], -1, args.group_size)
         return calculate_qparams(rows.amin(-1), rows.amax(-1), args)
+    if args.strategy == "block":
+        rows, columns = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+        blocks = padded.view(padded.shape[0] // rows, rows, -1, columns)
+        return calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args)
     if args.strategy == "channel":
         return calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), args)
     return calculate_qparams(weight.amin().view(1), weight.amax().view(1), args)

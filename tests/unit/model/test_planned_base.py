@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored_words import save_awq, save_fp8, save_gptq
 
 from loraserve.config import EngineConfig
 from loraserve.engine.execution.runner import kv_block_bytes
@@ -97,6 +98,23 @@ def test_a_checkpoint_that_is_quantized_already_takes_what_was_planned(
 def test_nf4_of_bitsandbytes_takes_what_was_planned(tmp_path: Path) -> None:
     save_nf4(tmp_path)
     assert_planned(tmp_path)
+
+
+WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq": (save_gptq, {"group_size": 64}),
+    "gptq-8-bits": (save_gptq, {"bits": 8, "sym": True}),
+    "gptq-reordered": (save_gptq, {"desc_act": True}),
+    "awq": (save_awq, {}),
+    "fp8": (save_fp8, {}),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", WORDS)
+def test_checkpoint_of_words_takes_planned_memory(tmp_path: Path, kind: str, device: str) -> None:
+    save, options = WORDS[kind]
+    save(build_model(**WIDE), tmp_path, **options)
+    assert_planned(tmp_path, device)
 
 
 def test_what_the_loader_refuses_is_refused_in_its_words(tmp_path: Path, wide: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from real_model import find_real_model
+from stored_words import save_awq, save_gptq
 from transformers import AutoModelForCausalLM
 
 from benchmarks.formats import FORMATS
@@ -44,6 +45,21 @@ def test_float32_equals_transformers(base: Path, windows: list[list[int]]) -> No
             ours, theirs = PagedRun(decoder).logits(window, [WIDTH]), model(torch.tensor([window])).logits[0]
             # logits of a trained base are some tens
             assert (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max() < 1e-3
+            assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_words_of_codes_equal_the_weights_they_mean(
+    layout: str, base: Path, windows: list[list[int]], tmp_path: Path
+) -> None:
+    """4 bits in groups of 32 with zeros; GPTQ's with inputs in another order (desc_act)."""
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    meant = save_gptq(model, tmp_path, desc_act=True) if layout == "gptq" else save_awq(model, tmp_path)
+    decoder = load(tmp_path, FORMATS["float32"], WIDTH)
+    assert decoder.spec.quantization == "int4"
+    with torch.inference_mode():
+        for window in windows[::4]:
+            ours, theirs = PagedRun(decoder).logits(window, [WIDTH]), meant(torch.tensor([window])).logits[0]
             assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 

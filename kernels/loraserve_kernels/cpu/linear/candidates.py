@@ -32,6 +32,7 @@ from loraserve_kernels.cpu import instructions
 from loraserve_kernels.cpu.linear import decoded, g32_dot, gemm
 from loraserve_kernels.cpu.linear.packed_linear import pack_quantized, packed_linear
 from loraserve_kernels.cpu.lora.apply import HAS_NUMBA
+from loraserve_kernels.errors import TensorMismatch
 
 _EXACT_ROWS = (1, 3, 33)
 _EXACT_CHANNELS = 72
@@ -73,7 +74,12 @@ def weight_format(weight: QuantizedWeight, *, rounded: Collection[str]) -> str:
         rounded: formats of weights whose activations are rounded to int8, where they can be:
             ``int8`` and ``int4`` by row, ``int8-g32`` and ``int4-g32``, which come first, in groups
             of 32.
+
+    Raises:
+        TensorMismatch: the weight's inputs are permuted, and no kernel gathers them.
     """
+    if weight.permutation is not None:
+        raise TensorMismatch("the weight's inputs are permuted: gather x and pass weight.without_permutation")
     in_groups = f"{weight.format}-g32"
     if in_groups in rounded and HAS_NUMBA and g32_dot.can_round_groups(weight):
         return in_groups

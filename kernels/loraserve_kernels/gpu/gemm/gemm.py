@@ -323,6 +323,8 @@ def _check(
                 f"the weight is rotated by blocks of {weight.rotation} inputs, which a GPU's rows aren't: "
                 "round it without a rotation"
             )
+        if weight.permutation is not None:
+            raise TensorMismatch("the weight's inputs are permuted: gather x and pass weight.without_permutation")
         if weight.format in ("int4", "int8") and weight.has_groups and weight.group_size not in GROUP_SIZES:
             raise TensorMismatch(
                 f"the weight has groups of {weight.group_size} inputs; a GPU's kernels have "

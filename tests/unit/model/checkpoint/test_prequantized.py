@@ -32,6 +32,9 @@ from ..stored_quantized import WIDE, group, save_compressed, save_nf4
 DATA = Path(__file__).parent / "data"
 NAME = "model.layers.1.mlp.up_proj"
 FP8_DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+FP8_BY_GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+INT8_DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+INT8_STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
 FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
 # groups that are no whole channel of any linear
@@ -48,6 +51,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "fp8-tensor": ([group(8, "tensor", type="float")], {}),
     "fp8-dynamic-activations": ([group(8, "channel", type="float", input_activations=FP8_DYNAMIC)], {}),
     "fp8-static-activations": ([group(8, "tensor", type="float", input_activations=FP8_STATIC)], {}),
+    "fp8-blocks": (
+        [group(8, "block", type="float", block_structure=[128, 128], input_activations=FP8_BY_GROUP)],
+        {"format": "float-quantized"},
+    ),
     "fp8-head-too": ([group(8, "channel", type="float")], {"ignore": [], "format": "float-quantized"}),
     "int8-groups": ([group(8, "group", group_size=128)], {}),
     "int8-groups-of-32-bytes": ([group(8, "group", group_size=32)], {"format": "int-quantized"}),
@@ -96,6 +103,36 @@ def test_logits_equal_transformers_on_the_weights_that_the_library_reads(tmp_pat
     torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
     assert decoder.spec.quantization == FORMATS[case.split("-")[0]]
     assert decoder.spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_inputs_ordered_by_activation_are_used_so(tmp_path: Path, num_bits: int) -> None:
+    """``actorder: group`` of the library before 0.20: codes in the inputs' order, and g_idx."""
+    groups = [group(num_bits, "group", group_size=32, symmetric=False)]
+    model = save_compressed(build_model("qwen2", **WIDE), tmp_path, groups)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        path = name.removesuffix(".weight_packed")
+        weight = model.get_submodule(path).weight
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+        codes = tensors[name].view(torch.uint8)
+        if num_bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).view(len(codes), -1)
+        codes = codes[:, order]
+        if num_bits == 4:
+            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        tensors[name] = codes.contiguous().view(torch.int32)
+        tensors[f"{path}.weight_g_idx"] = (order // 32).int()
+        with torch.no_grad():
+            weight.copy_(weight[:, order])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    edit_json(tmp_path / "config.json", quantization_config=config)
+    assert assembled(tmp_path, NAME).permutation is not None
+    token_ids = random_tokens(30)
+    ours, expected = PagedRun(load(tmp_path)).logits(token_ids, [30]), reference_logits(model, token_ids)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 
 
 def test_scales_in_half_precision_are_used_as_they_are(tmp_path: Path) -> None:
@@ -165,6 +202,30 @@ def test_stored_channels_that_groups_dont_fill_keep_whole_rows(
     sizes = {**WIDE, "hidden_size": 144, "intermediate_size": 144, "head_dim": 36, "num_attention_heads": 4}
     save_compressed(build_model(**sizes), tmp_path, [group(8, "channel")])
     assert load(tmp_path, activation_dtype=asked).spec.arithmetic.removesuffix("+fp32") in arithmetics
+
+
+@pytest.mark.parametrize(
+    ("activations", "asked", "arithmetic"),
+    [
+        (INT8_DYNAMIC, "auto", {"w8a8-row+fp32", "w8a7-row+fp32"}),
+        (INT8_DYNAMIC, "float", {"w8a16+fp32"}),
+        (INT8_STATIC, "auto", {"w8a16+fp32"}),
+        (INT8_STATIC, "int8", {"w8a8-row+fp32", "w8a7-row+fp32"}),
+    ],
+    ids=["by token", "by token in float", "static", "static by token"],
+)
+def test_int8_activations_are_rounded_where_calibrated_so(
+    tmp_path: Path, activations: dict[str, Any], asked: str, arithmetic: set[str]
+) -> None:
+    groups = [group(8, "channel", input_activations=activations)]
+    model = save_compressed(build_model(**WIDE), tmp_path, groups, format="int-quantized")
+    decoder, token_ids = load(tmp_path, activation_dtype=asked), random_tokens(30)
+    assert decoder.spec.arithmetic in arithmetic
+    expected = reference_logits(model, token_ids)
+    errors = (PagedRun(decoder).logits(token_ids, [30]) - expected).norm(dim=1) / expected.norm(dim=1)
+    is_rounded = "row" in decoder.spec.arithmetic
+    assert errors.max() < (0.1 if is_rounded else 1e-5)
+    assert (errors.max() > 1e-3) == is_rounded
 
 
 @pytest.mark.parametrize(("asked", "arithmetic"), [("auto", {"w8a8-row-h64", "w8a7-row-h64"}), ("float", {"w8a16"})])

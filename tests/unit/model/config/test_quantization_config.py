@@ -3,9 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.utils.quantization_config import QuantizationMethod
 
 from loraserve.errors import ModelError
-from loraserve.model.config.quantization_config import Layout, QuantizationConfig, Scheme, parse_quantization
+from loraserve.model.config.quantization_config import (
+    METHODS,
+    REFUSED,
+    Layout,
+    QuantizationConfig,
+    Scheme,
+    parse_quantization,
+)
 
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -72,6 +80,7 @@ def test_linear_that_nothing_targets_is_float() -> None:
         ({**INT4, "symmetric": False}, {}, Scheme("int4", Layout.PACKED, 128, is_symmetric=False)),
         ({**INT4, "strategy": None, "group_size": -1}, {}, Scheme("int4", Layout.PACKED)),
         ({**INT4, "actorder": "static"}, {}, Scheme("int4", Layout.PACKED, 128)),
+        ({**INT4, "actorder": "group"}, {}, Scheme("int4", Layout.PACKED, 128, is_reordered=True)),
         (INT8, {}, Scheme("int8", Layout.PACKED)),
         (INT8, {"format": "int-quantized"}, Scheme("int8", Layout.NAIVE)),
         ({**INT8, "strategy": "tensor"}, {"format": "naive-quantized"}, Scheme("int8", Layout.NAIVE)),
@@ -110,14 +119,154 @@ def test_nf4_of_bitsandbytes_is_understood(changes: dict[str, Any]) -> None:
     assert parse({**NF4, **changes}).scheme(UP) == Scheme("nf4", Layout.BITSANDBYTES)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "hqq", "torchao", "mxfp4", "quark", None, 4])
-def test_other_methods_are_named_with_what_is_supported(method: object) -> None:
+@pytest.mark.parametrize("method", ["new-method", None, 4])
+def test_unknown_method_is_named_with_supported_ones(method: object) -> None:
     with pytest.raises(
-        ModelError, match=r"quantization_config\.quant_method is .*; only compressed-tensors or"
+        ModelError, match=r"quantization_config\.quant_method is .*; only compressed-tensors,"
     ) as raised:
         parse({"quant_method": method, "bits": 4})
     assert raised.value.hint is not None
     assert "bitsandbytes NF4" in raised.value.hint
+
+
+@pytest.mark.parametrize("method", [*REFUSED, "HQQ", "quip-sharp"])
+def test_method_that_isnt_read_is_named_with_cure(method: str) -> None:
+    with pytest.raises(ModelError, match=rf'quant_method is "{method}": .* aren\'t read') as raised:
+        parse({"quant_method": method, "bits": 4})
+    assert raised.value.hint is not None
+    assert raised.value.hint.startswith("Give the float checkpoint")
+
+
+def test_methods_of_transformers_are_read_or_refused() -> None:
+    """Those that the hub has few checkpoints of are refused with the list of what is read."""
+    rare = {"gemma", "metal", "fouroversix", "sinq"}
+    known = {*REFUSED, *METHODS, *rare}
+    assert {method.value for method in QuantizationMethod} <= known
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+}
+BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("value", "scheme"),
+    [
+        (GPTQ, Scheme("int4", Layout.GPTQ, 128, zero_offset=1)),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, Scheme("int4", Layout.GPTQ, 128)),
+        ({**GPTQ, "format": "gptq_v2"}, Scheme("int4", Layout.GPTQ, 128)),
+        ({**GPTQ, "group_size": -1, "bits": 8}, Scheme("int8", Layout.GPTQ, zero_offset=1)),
+        (
+            {**GPTQ, "sym": False, "desc_act": True},
+            Scheme("int4", Layout.GPTQ, 128, is_symmetric=False, zero_offset=1, is_reordered=True),
+        ),
+        ({**GPTQ, "dynamic": {r"-:.*mlp": {}}}, Scheme("int4", Layout.GPTQ, 128, zero_offset=1)),
+        ({**GPTQ, "dynamic": {r".*mlp": {"bits": 8}}}, Scheme("int8", Layout.GPTQ, 128, zero_offset=1)),
+        (AWQ, Scheme("int4", Layout.AWQ, 128, is_symmetric=False)),
+        ({**AWQ, "version": "GEMM", "zero_point": False}, Scheme("int4", Layout.AWQ, 128)),
+        (AUTO_ROUND, Scheme("int4", Layout.GPTQ, 128, zero_offset=1)),
+        ({**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, Scheme("int4", Layout.AWQ, 128)),
+        (
+            {**AUTO_ROUND, "packing_format": "auto_round:gptq:exllamav2"},
+            Scheme("int4", Layout.GPTQ, 128, zero_offset=1),
+        ),
+        ({**AUTO_ROUND, "packing_format": None, "backend": "auto_round"}, Scheme("int4", Layout.GPTQ, 128)),
+        ({**AUTO_ROUND, "packing_format": None, "backend": "auto"}, Scheme("int4", Layout.GPTQ, 128, zero_offset=1)),
+        (
+            {**AUTO_ROUND, "extra_config": {UP: {"bits": 8, "sym": False}}},
+            Scheme("int8", Layout.GPTQ, 128, is_symmetric=False, zero_offset=1),
+        ),
+        (BLOCKS, Scheme("fp8", Layout.FP8, 128, block_rows=128)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, Scheme("fp8", Layout.FP8, has_input_scale=True)),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Scheme("fp8", Layout.FP8)),
+        (
+            compressed({**FP8, "strategy": "block", "block_structure": [128, 128]}, format="float-quantized"),
+            Scheme("fp8", Layout.NAIVE, 128, block_rows=128),
+        ),
+    ],
+)
+def test_packed_settings_are_understood(value: dict[str, Any], scheme: Scheme) -> None:
+    assert parse(value).scheme(UP) == scheme
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({**GPTQ, "bits": 3}, "bits is 3; only 4 or 8 bits"),
+        ({**GPTQ, "bits": 2}, "bits is 2; only 4 or 8 bits"),
+        ({**GPTQ, "bits": None}, "w_bit is null"),
+        ({**GPTQ, "group_size": 16}, "group_size is 16; only -1 or a multiple of 32"),
+        ({**GPTQ, "group_size": True}, "group_size is true"),
+        ({**GPTQ, "sym": 1}, "sym is 1; only true or false"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"; only "gptq" or "gptq_v2"'),
+        ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is true"),
+        ({**GPTQ, "pack_dtype": "int16"}, 'pack_dtype is "int16"'),
+        ({**GPTQ, "rotation": "hadamard"}, "rotation is"),
+        ({**GPTQ, "dynamic": {".*mlp": {"bits": 2}}}, r"dynamic\[\.\*mlp\]\.bits is 2"),
+        ({**GPTQ, "dynamic": {".*mlp": {"adapter": {"rank": 8}}}}, r"dynamic\[\.\*mlp\]\.adapter is"),
+        ({**GPTQ, "dynamic": {"+:(": {}}}, r"dynamic\.\+:\( is .*; only a regular expression"),
+        ({**AWQ, "version": "gemv"}, 'version is "gemv"; only "gemm"'),
+        ({**AWQ, "version": "gemv_fast"}, 'version is "gemv_fast"'),
+        ({**AWQ, "version": None, "format": "llm-awq"}, 'format is "llm-awq"'),
+        ({**AWQ, "backend": "llm-awq"}, 'backend is "llm-awq"'),
+        ({**AWQ, "bits": 8}, "bits is 8; only 4 bits"),
+        (
+            {**AUTO_ROUND, "packing_format": "auto_round:llm_compressor"},
+            'packing_format is "auto_round:llm_compressor"',
+        ),
+        ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, 'packing_format is "auto_round:fp8"'),
+        ({**AUTO_ROUND, "data_type": "mx_fp"}, 'data_type is "mx_fp"'),
+        ({**AUTO_ROUND, "act_bits": 8}, "act_bits is 8; only 16"),
+        ({**AUTO_ROUND, "bits": 2}, "bits is 2"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 3}}}, r"extra_config\[lm_head\]\.bits is 3"),
+        ({**AUTO_ROUND, "extra_config": {"a": {"bits": 4, "data_type": "fp8"}}}, r"extra_config\[a\]\.data_type is"),
+        ({**BLOCKS, "weight_block_size": [128]}, "weight_block_size is"),
+        ({**BLOCKS, "weight_block_size": [128, 48]}, "weight_block_size is .*; only a multiple of 32 inputs"),
+        ({**BLOCKS, "fmt": "e5m2"}, 'fmt is "e5m2"'),
+        ({**BLOCKS, "expert_dtype": "fp4"}, 'expert_dtype is "fp4"'),
+        ({**BLOCKS, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+    ],
+)
+def test_packed_settings_that_arent_read_are_named(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as raised:
+        parse(value)
+    assert raised.value.hint
+
+
+INT8_INPUT: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes", "inputs", "is_rounded"),
+    [
+        (INT8, {"format": "int-quantized"}, {}, True),
+        (INT4, {}, {}, True),
+        (INT8, {"format": "int-quantized"}, {"strategy": "tensor", "dynamic": False}, False),
+        (INT8, {"format": "int-quantized"}, {"symmetric": False}, False),
+        ({**INT8, "strategy": "group", "group_size": 128}, {}, {}, False),
+    ],
+    ids=["by token", "int4", "static", "asymmetric", "groups"],
+)
+def test_int8_activations_are_rounded_as_calibrated_or_not(
+    weights: dict[str, Any],
+    changes: dict[str, Any],
+    inputs: dict[str, Any],
+    is_rounded: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = parse(compressed(weights, group={"input_activations": {**INT8_INPUT, **inputs}}, **changes))
+    scheme = config.scheme(UP)
+    assert scheme is not None
+    assert scheme.has_rounded_inputs == is_rounded
+    assert scheme.has_input_scale == (inputs.get("dynamic") is False)
+    assert ("asks for int8 activations" in caplog.text) == (not is_rounded)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +277,13 @@ def test_other_methods_are_named_with_what_is_supported(method: object) -> None:
         ({**NF4, "load_in_4bit": False}, "load_in_4bit is false; only NF4"),
         ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type is \"fp4\""),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb_4bit_quant_type is null"),
-        # W8A8, W4A8 and what else rounds activations
-        (compressed(INT8, group={"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}),
+        # what rounds activations in other ways
+        (compressed(INT8, group={"input_activations": {**FP8_INPUT, "type": "int", "num_bits": 4}}),
             "input_activations is"),
         (compressed(INT4, group={"input_activations": FP8_INPUT}), "input_activations is"),
         (compressed(FP8, format="float-quantized", group={"input_activations": {**FP8_INPUT, "num_bits": 4}}),
             "input_activations is"),
-        (compressed(FP8, format="float-quantized", group={"input_activations": {**FP8_INPUT, "strategy": "group"}}),
+        (compressed(FP8, format="float-quantized", group={"input_activations": {**FP8_INPUT, "strategy": "channel"}}),
             "input_activations.strategy is"),
         (compressed(INT4, group={"output_activations": FP8_INPUT}), "output_activations is"),
         (compressed(INT4, kv_cache_scheme=FP8_INPUT), "kv_cache_scheme is"),
@@ -163,11 +312,13 @@ def test_other_methods_are_named_with_what_is_supported(method: object) -> None:
         (compressed({**INT8, "strategy": "group", "group_size": 48}), "group_size is 48; only a multiple of 32"),
         (compressed({**INT8, "strategy": "block"}), "strategy is \"block\"; only channel, group or tensor with int8"),
         (compressed({**FP8, "strategy": "group", "group_size": 128}, format="float-quantized"),
-            "strategy is \"group\"; only channel or tensor with fp8"),
-        (compressed({**FP8, "strategy": "block", "block_structure": [128, 128]}, format="float-quantized"),
-            "block_structure is"),
-        (compressed({**FP8, "strategy": "block"}, format="float-quantized"), "strategy is \"block\""),
-        (compressed({**INT4, "actorder": "group"}), "actorder is \"group\""),
+            "strategy is \"group\"; only channel, block or tensor with fp8"),
+        (compressed({**FP8, "strategy": "block", "block_structure": [128, 48]}, format="float-quantized"),
+            "block_structure is .*; only a multiple of 32 inputs"),
+        (compressed({**FP8, "strategy": "block"}, format="float-quantized"), "block_structure is null"),
+        (compressed({**FP8, "block_structure": [128, 128]}, format="float-quantized"), "block_structure is"),
+        (compressed({**INT8, "actorder": "group"}), "actorder is \"group\"; only null or \"weight\" without groups"),
+        (compressed({**INT4, "actorder": "random"}), "actorder is \"random\""),
         (compressed({**INT4, "actorder": True}), "actorder is true"),
         (compressed({**INT4, "dynamic": True}), "dynamic is true"),
         (compressed(None), "weights is null; expected an object"),
@@ -192,6 +343,13 @@ def test_identity_follows_what_is_read_otherwise() -> None:
         compressed(INT4, ignore=[]),
         compressed(INT4, group={"targets": ["re:.*mlp"]}),
         NF4,
+        GPTQ,
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+        {**GPTQ, "dynamic": {".*mlp": {"bits": 8}}},
+        AWQ,
+        BLOCKS,
+        {**BLOCKS, "weight_block_size": [64, 128]},
+        {"quant_method": "fp8"},
     ]
     identities = [parse(value).identity() for value in values]
     assert all(a != b for i, a in enumerate(identities) for b in identities[:i])
