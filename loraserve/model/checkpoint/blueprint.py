@@ -254,9 +254,9 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
 
     Args:
         activation_dtype: ``int8``: all. ``float``: none. ``auto``: all where float weights are
-            rounded while they're loaded, or the checkpoint holds rotated ones, or ones that were
-            calibrated for activations rounded so (compressed-tensors' int8 by token); groups alone
-            where it holds other quantized weights, whose codes can't be rotated any more.
+            rounded while they're loaded, or the checkpoint holds rotated ones; rows alone where it
+            holds weights that were calibrated for that (compressed-tensors' int8 by token); groups
+            alone where it holds other quantized weights, whose codes can't be rotated any more.
         device: cpu or cuda. A GPU's activations keep the 16 bits of its dtype.
 
     Raises:
@@ -277,10 +277,10 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
         return _BY_ROW | _IN_GROUPS
     if activation_dtype != "auto" or device != "cpu":
         return frozenset()
-    is_made_for_rows = all(
-        weight.scheme.rotation or weight.scheme.has_rounded_inputs for weight in blueprint.stored.values()
-    )
-    return _BY_ROW | _IN_GROUPS if is_made_for_rows else _IN_GROUPS
+    schemes = [weight.scheme for weight in blueprint.stored.values()]
+    if any(scheme.has_rounded_inputs for scheme in schemes):
+        return _BY_ROW
+    return _BY_ROW | _IN_GROUPS if all(scheme.rotation for scheme in schemes) else _IN_GROUPS
 
 
 _BY_ROW, _IN_GROUPS = frozenset({"int8", "int4"}), frozenset({"int8-g32", "int4-g32"})

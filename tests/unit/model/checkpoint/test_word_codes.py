@@ -53,7 +53,7 @@ def assembled(directory: Path, path: str = NAME) -> QuantizedWeight:
 
 
 def assert_equal_logits(directory: Path, model: Any, quantization: str) -> None:
-    decoder, token_ids = load(directory), random_tokens(30)
+    decoder, token_ids = load(directory, activation_dtype="float"), random_tokens(30)
     ours = PagedRun(decoder).logits(token_ids, [20, 5])
     torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
     assert decoder.spec.quantization == quantization
@@ -194,7 +194,7 @@ def test_experts_in_words_equal_transformers(tmp_path: Path, layout: str, kind: 
     edit_json(tmp_path / "float/config.json", quantization_config=None)
     reference = type(reference).from_pretrained(tmp_path / "float", attn_implementation="eager").float().eval()
     token_ids = random_tokens(30)
-    ours = PagedRun(load(tmp_path)).logits(token_ids, [30])
+    ours = PagedRun(load(tmp_path, activation_dtype="float")).logits(token_ids, [30])
     torch.testing.assert_close(ours, reference_logits(reference, token_ids), rtol=0, atol=1e-4)
 
 
@@ -445,12 +445,11 @@ def test_fp8_scales_that_arent_positive_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [save_gptq, save_awq])
-def test_rows_are_rounded_where_that_is_asked_for(tmp_path: Path, save: Any) -> None:
+def test_rows_are_rounded_in_groups_by_default(tmp_path: Path, save: Any) -> None:
     save(build_model(**WIDE), tmp_path)
-    assert load(tmp_path).spec.arithmetic == "w4a16+fp32"
-    decoder = load(tmp_path, activation_dtype="int8")
-    assert decoder.spec.arithmetic == "w4a8-row+fp32"
-    plain, rounded = (PagedRun(one).logits(random_tokens(20), [20]) for one in (load(tmp_path), decoder))
+    plain, rounded = (load(tmp_path, activation_dtype=dtype) for dtype in ("float", "auto"))
+    assert (plain.spec.arithmetic, rounded.spec.arithmetic) == ("w4a16+fp32", "w4a8-g32+fp32")
+    plain, rounded = (PagedRun(one).logits(random_tokens(20), [20]) for one in (plain, rounded))
     assert 1e-4 < (plain - rounded).abs().max() < 0.5
 
 
@@ -464,7 +463,8 @@ def test_precision_of_words_is_that_of_the_dequantized_base(tmp_path: Path, layo
         (save_awq if layout == "awq" else save_fp8)(trained, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(base_dir() / name, tmp_path)
-    found = measure(EngineConfig(model_dir=str(tmp_path), model_id="base", store_url=""))
+    config = EngineConfig(model_dir=str(tmp_path), model_id="base", store_url="", activation_dtype="float")
+    found = measure(config)
     assert found.quantization == ("fp8" if layout == "fp8" else "int4")
     assert found.total.top1_agreement == 1.0
     assert found.total.max_difference < 1e-4
