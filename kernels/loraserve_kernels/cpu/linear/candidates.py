@@ -139,8 +139,8 @@ def _of_codes(format: str, codes: Tensor) -> QuantizedWeight | Tensor:
         if rest == "groups-zeros" and group < in_features:
             zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
         return QuantizedWeight("int8", codes.contiguous(), scales, zeros, group, in_features, out_features)
-    size = _GROUP_SIZES.get(rest, 64) if kind == "int4" else None
-    weight = quantize(codes.float(), kind, size, has_zeros=rest == "zeros")
+    group_size = _GROUP_SIZES.get(rest, 64) if kind == "int4" else None
+    weight = quantize(codes.float(), kind, group_size, has_zeros=rest == "zeros")
     # as checkpoints mostly have them
     return replace(weight, scales=weight.scales.bfloat16().float()) if rest == "g32" else weight
 

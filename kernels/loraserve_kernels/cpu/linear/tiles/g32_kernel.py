@@ -123,29 +123,39 @@ class _Weight:
             value = writer.fma(fill(F32, -128.0), start, value)
         return writer.fma(zero, start, value)
 
-    def sums(self, codes: Any, inputs: Sequence[Any], codes_ahead: CodesAhead) -> dict[tuple[int, int], Any]:
+    def sums(
+        self, codes: Any, inputs: Sequence[Any], count: Any, codes_ahead: CodesAhead
+    ) -> dict[tuple[int, int], Any]:
         """Return a group's ``sum(code · x)`` by row and vector, in 32 bits.
 
         Args:
             codes: address of the group's codes of a tile.
             inputs: addresses of the group's activations of each row.
+            count: `INPUTS`, as a number that the compiler doesn't know: it would unroll the loop,
+                and run out of registers.
         """
-        writer = self._writer
-        found: dict[tuple[int, int], Any] = {}
-        for step in range(INPUTS // self.inputs_per_load):
+        writer, builder = self._writer, self._builder
+        cells = [(t, c) for t in range(len(inputs)) for c in range(VECTORS)]
+        # eight sums of two products in int4, at most 30,480 together: 16 bits hold them
+        is_short = self._is_int4 and not HAS_VNNI
+        # not a constant either: else sums were converted to floats in each round of the loop
+        zero = writer.splat(builder.trunc(builder.sub(count, writer.const(INPUTS)), I32))
+        zero = builder.bitcast(zero, vector(I16, 2 * LANES)) if is_short else zero
+        found = {cell: cgutils.alloca_once(builder, zero.type) for cell in cells}
+        for cell in cells:
+            builder.store(zero, found[cell])
+        step = writer.const(self.inputs_per_load)
+        with cgutils.for_range_slice(builder, writer.const(0), count, step, I64, inc=True) as (k, _):
             codes_ahead.ask()
-            at = writer.at(codes, writer.const(step * TILE * _FOURS))
+            at = writer.at(codes, writer.times(k, TILE * _FOURS // self.inputs_per_load))
             loaded = [writer.load(writer.at(at, writer.const(c * LANES * _FOURS)), vector(I32)) for c in range(VECTORS)]
             for part, weights in enumerate(self._weights(loaded)):
-                first = step * self.inputs_per_load + part * _FOURS
                 for t, address in enumerate(inputs):
-                    x = writer.splat(writer.load(writer.at(address, writer.const(first)), I32))
+                    x = writer.splat(writer.load(writer.at(address, k, writer.const(part * _FOURS)), I32))
                     for c in range(VECTORS):
-                        found[t, c] = self._add(found.get((t, c)), weights[c], x)
-        if self._is_int4 and not HAS_VNNI:
-            # eight sums of two products, at most 30,480 together: 16 bits hold them
-            return {cell: writer.sum_pairs(shorts) for cell, shorts in found.items()}
-        return found
+                        builder.store(self._add(builder.load(found[t, c]), weights[c], x), found[t, c])
+        sums = {cell: builder.load(found[cell]) for cell in cells}
+        return {cell: writer.sum_pairs(one) for cell, one in sums.items()} if is_short else sums
 
     def _weights(self, loaded: Sequence[Any]) -> list[list[tuple[Any, Any]]]:
         """Return four inputs' codes by vector, for each four of them: unsigned, and as they are."""
@@ -160,17 +170,17 @@ class _Weight:
         return [[(writer.magnitudes(codes), codes) for codes in loaded]]
 
     def _add(self, sums: Any, weights: tuple[Any, Any], x: Any) -> Any:
-        """Return sums plus products with a row's four activations; sums may be None: 0."""
+        """Return sums plus products with a row's four activations."""
         writer = self._writer
         unsigned, codes = weights
         if HAS_VNNI:
-            return writer.multiply_fours(fill(I32, 0) if sums is None else sums, unsigned, x)
+            return writer.multiply_fours(sums, unsigned, x)
         if self._is_int4:
             products = writer.multiply_bytes(unsigned, x)
         else:
             # |code| · (x with the code's sign): two products of at most 128 · 127 fit in 16 bits
             products = writer.sum_pairs(writer.multiply_bytes(unsigned, writer.with_signs(x, codes)))
-        return products if sums is None else self._builder.add(sums, products)
+        return self._builder.add(sums, products)
 
 
 def _product(num_rows: int) -> Any:
@@ -197,7 +207,7 @@ def _product(num_rows: int) -> Any:
             stride, width, group = writer.word(SCALE_STRIDE), writer.word(WIDTH), writer.word(GROUP)
             cells = [(t, c) for t in range(num_rows) for c in range(VECTORS)]
             totals = {cell: cgutils.alloca_once_value(builder, ZERO) for cell in cells}
-            one = writer.const(INPUTS)
+            one, inputs_count = writer.const(INPUTS), writer.smaller(group, writer.const(INPUTS))
             with cgutils.for_range_slice(builder, writer.const(0), width, group, I64, inc=True) as (start, count):
                 place = builder.mul(count, stride)
                 scale_at = writer.at(scales, writer.times(place, weight.scale_bytes))
@@ -212,7 +222,9 @@ def _product(num_rows: int) -> Any:
                 end = writer.at(start, group)
                 with cgutils.for_range_slice(builder, start, end, one, I64, inc=True) as (k, _):
                     at = writer.times(k, TILE * _FOURS // weight.inputs_per_load)
-                    sums = weight.sums(writer.at(codes, at), [writer.at(x, k) for x in inputs], codes_ahead)
+                    sums = weight.sums(
+                        writer.at(codes, at), [writer.at(x, k) for x in inputs], inputs_count, codes_ahead
+                    )
                     offset = writer.times(builder.lshr(k, writer.const(_INPUTS_BIT)), 4)
                     for t in range(num_rows):
                         x_scale, x_start = (
