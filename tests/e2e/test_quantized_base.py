@@ -1,5 +1,5 @@
-"""A server on a base in GPTQ's layout, with inputs in another order: adapters of every kind answer
-as PEFT does on the weights that the codes mean.
+"""Servers on bases that are quantized already: adapters of every kind answer as PEFT does on the
+weights that the codes mean.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import dequantized, write_gguf
 from server_process import ServerProcess
 from stored_words import save_gptq
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,23 @@ from .test_adapter_kinds import check_kinds
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
+FLOAT = ("--activation-dtype", "float")
+"""PEFT rounds no activations."""
+
+
+def test_adapters_answer_on_gguf_base_as_peft(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
+    file = write_gguf(model, tmp_path / "toy.Q4_1.gguf", "Q4_1")
+    dequantized(model, "Q4_1").save_pretrained(tmp_path / "float")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    server = ServerProcess(tmp_path / "data", model=file, flags=FLOAT, variables=cache)
+    server.start()
+    try:
+        assert server.admin().base().id == "toy.Q4_1"
+        check_kinds(server, tmp_path / "float", tmp_path, num_steps=6)
+    finally:
+        assert server.stop() == 0
+
 
 def test_adapters_answer_on_gptq_base_as_peft(tmp_path: Path) -> None:
     meant = save_gptq(
@@ -27,7 +45,7 @@ def test_adapters_answer_on_gptq_base_as_peft(tmp_path: Path) -> None:
     meant.save_pretrained(tmp_path / "float")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(base_dir() / name, tmp_path / "gptq")
-    server = ServerProcess(tmp_path / "data", model=tmp_path / "gptq")
+    server = ServerProcess(tmp_path / "data", model=tmp_path / "gptq", flags=FLOAT)
     server.start()
     try:
         check_kinds(server, tmp_path / "float", tmp_path, num_steps=6)
