@@ -198,8 +198,9 @@ def test_a_checkpoint_of_int8_weights_has_its_activations_rounded_where_that_is_
         (INT8_DYNAMIC, "float", {"w8a16+fp32"}),
         (INT8_STATIC, "auto", {"w8a16+fp32"}),
         (INT8_STATIC, "int8", {"w8a8-row+fp32", "w8a7-row+fp32"}),
+        ({**INT8_STATIC, "symmetric": False}, "auto", {"w8a16+fp32"}),
     ],
-    ids=["by token", "by token in float", "static", "static by token"],
+    ids=["by token", "by token in float", "static", "static by token", "static with zeros"],
 )
 def test_int8_activations_are_rounded_where_calibrated_so(
     tmp_path: Path, activations: dict[str, Any], asked: str, arithmetic: set[str]
