@@ -117,7 +117,7 @@ def find_stored_weight(
             f"{path} has {in_features} inputs, which isn't a multiple of its rotation's blocks, {scheme.rotation}."
         )
     scale = _expected_scales(scheme, shape, num_groups)
-    unread = ("input_scale",) if scheme.has_input_scale else ()
+    unread = ("input_scale", "input_zero_point") if scheme.has_input_scale else ()
     if scheme.layout is Layout.NAIVE:
         codes = ExpectedTensor((shape,), ("I8",) if scheme.format == "int8" else ("F8_E4M3",))
         tensors = {"weight": codes, "weight_scale": scale}

@@ -54,7 +54,7 @@ def assemble_words(stored: StoredWeight, parts: Mapping[str, Tensor]) -> Quantiz
         zeros = None
     group_size = _group_size(stored, zeros)
     permutation, groups = input_order(stored, parts.get("g_idx"), group_size)
-    codes = _gptq_codes(stored, parts["qweight"], permutation)
+    codes = _codes(stored, parts["qweight"], permutation)
     return QuantizedWeight(
         stored.scheme.format,
         codes,
@@ -151,7 +151,7 @@ def input_order(stored: StoredWeight, g_idx: Tensor | None, group_size: int) -> 
     return None if is_in_order else order.to(torch.int32), blocks[:, 0]
 
 
-def _gptq_codes(stored: StoredWeight, words: Tensor, permutation: Tensor | None) -> Tensor:
+def _codes(stored: StoredWeight, words: Tensor, permutation: Tensor | None) -> Tensor:
     """Return the codes as a `QuantizedWeight` has them, their inputs in the permutation's order."""
     if stored.scheme.layout is Layout.AWQ:
         return _awq_codes(stored, words)

@@ -212,8 +212,9 @@ def test_stored_channels_that_groups_dont_fill_keep_whole_rows(
         (INT8_DYNAMIC, "float", {"w8a16+fp32"}),
         (INT8_STATIC, "auto", {"w8a8-g32+fp32"}),
         (INT8_STATIC, "float", {"w8a16+fp32"}),
+        ({**INT8_STATIC, "symmetric": False}, "auto", {"w8a8-g32+fp32"}),
     ],
-    ids=["by token", "by token in float", "static", "static in float"],
+    ids=["by token", "by token in float", "static", "static in float", "static with zeros"],
 )
 def test_int8_activations_are_rounded_where_calibrated_so(
     tmp_path: Path, activations: dict[str, Any], asked: str, arithmetic: set[str]

@@ -143,6 +143,16 @@ def test_linears_with_several_orders_of_inputs_are_apart(tmp_path: Path) -> None
     assert_equal_logits(tmp_path, model, "int4")
 
 
+def test_rows_of_reordered_weights_have_inputs_in_order(tmp_path: Path) -> None:
+    """Certificates and DoRA read them."""
+    model = save_gptq(build_model(**WIDE), tmp_path, desc_act=True)
+    decoder = load(tmp_path)
+    for module in ("k_proj", "down_proj"):
+        path = f"model.layers.1.{'self_attn' if module == 'k_proj' else 'mlp'}.{module}"
+        rows = torch.cat(list(decoder.weight_rows(1, module)))
+        assert torch.equal(rows, model.get_submodule(path).weight)
+
+
 @pytest.mark.parametrize("is_head_quantized", [False, True])
 @pytest.mark.parametrize("layout", ["gptq", "awq", "fp8"])
 def test_head_is_what_its_tensors_are(tmp_path: Path, layout: str, is_head_quantized: bool) -> None:
