@@ -129,7 +129,7 @@ def make_linear(
         weight = quantize_weight(weight, quantize)
     if isinstance(weight, QuantizedWeight):
         if weight.permutation is not None:
-            # groups of inputs that stand side by side in the weight don't in x, by which references round
+            # a group of the weight's inputs isn't one of x, whose groups references round
             by_row = frozenset(format for format in rounded if not format.endswith("-g32"))
             ordered = make_linear(weight.without_permutation, bias, quantize=quantize, dtype=dtype, rounded=by_row)
             return PermutedLinear(ordered, weight.permutation)
