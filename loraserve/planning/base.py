@@ -25,9 +25,9 @@ from loraserve.model.checkpoint.cutting import check_grid, cut_of
 from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
 from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.config.formats import group_size
+from loraserve.model.config.gguf_types import BLOCK_FORMATS
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
-from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.formats import NF4_GROUP_SIZE

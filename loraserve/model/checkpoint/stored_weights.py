@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from loraserve.errors import ModelError
 from loraserve.model.checkpoint.headers import FLOATS, ITEM_SIZES, StoredTensor
 from loraserve.model.config.formats import kernels_group_size
+from loraserve.model.config.gguf_types import BLOCK_FORMATS
 from loraserve.model.config.quantization_config import Layout, QuantizationConfig, Scheme
-from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 from loraserve_kernels.common.formats import GROUP_SIZES, NF4_GROUP_SIZE
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"

@@ -22,7 +22,7 @@ from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.checkpoint.site import make_site
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
-from loraserve.model.layers.embedding import EmbeddingTable, QuantizedTable, table_rows
+from loraserve.model.layers.embedding import QuantizedTable, table_rows
 from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight
 from loraserve_kernels.common.arithmetic import ActivationRounding, Arithmetic, activation_rounding
@@ -131,7 +131,7 @@ class WholeWeights:
         start = sum(self.config.module_shapes[name][0] for name in names[: names.index(module)])
         return self._sites[layer, site], start
 
-    def _embedding(self) -> EmbeddingTable:
+    def _embedding(self) -> Tensor | QuantizedTable:
         table = self._checkpoint.rows(self.config.architecture.embedding, 0, self.config.vocab_size)
         stored = self._blueprint.stored_embedding
         return table if stored is None else QuantizedTable(assemble(stored, {"weight": table}))

@@ -13,12 +13,12 @@ from typing import Any
 
 from loraserve.errors import ModelError
 from loraserve.model.config.compressed_tensors import parse_compressed_tensors
+from loraserve.model.config.gguf_types import BLOCK_FORMATS
 from loraserve.model.config.packed_formats import parse_auto_round, parse_awq, parse_fp8, parse_gptq
 from loraserve.model.config.quantization_fields import QuantizationFields, shown
 from loraserve.model.config.quantization_scheme import Layout as Layout
 from loraserve.model.config.quantization_scheme import QuantizationConfig as QuantizationConfig
 from loraserve.model.config.quantization_scheme import Scheme as Scheme
-from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 
 _QUANTIZE = "Give the float checkpoint and --quantize"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
+from loraserve.model.config.gguf_types import BLOCK_FORMATS
 from loraserve_kernels.common.quantized import QuantizedWeight
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

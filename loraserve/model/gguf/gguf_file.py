@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loraserve.errors import ModelError
+from loraserve.model.config.gguf_types import TYPES, TensorType
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -40,54 +41,6 @@ _NUMBERS: Mapping[int, str] = {
 """Struct code of a metadata value's type."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """Format of a tensor's blocks.
-
-    Attributes:
-        name: as llama.cpp prints it.
-        block: weights of a row that are stored together.
-        num_bytes: of a block.
-    """
-
-    name: str
-    block: int
-    num_bytes: int
-
-
-TYPES: Mapping[int, TensorType] = {
-    number: TensorType(name, block, num_bytes)
-    for number, name, block, num_bytes in (
-        (0, "F32", 1, 4),
-        (1, "F16", 1, 2),
-        (2, "Q4_0", 32, 18),
-        (3, "Q4_1", 32, 20),
-        (6, "Q5_0", 32, 22),
-        (7, "Q5_1", 32, 24),
-        (8, "Q8_0", 32, 34),
-        (10, "Q2_K", 256, 84),
-        (11, "Q3_K", 256, 110),
-        (12, "Q4_K", 256, 144),
-        (13, "Q5_K", 256, 176),
-        (14, "Q6_K", 256, 210),
-        (16, "IQ2_XXS", 256, 66),
-        (17, "IQ2_XS", 256, 74),
-        (18, "IQ3_XXS", 256, 98),
-        (19, "IQ1_S", 256, 50),
-        (20, "IQ4_NL", 32, 18),
-        (21, "IQ3_S", 256, 110),
-        (22, "IQ2_S", 256, 82),
-        (23, "IQ4_XS", 256, 136),
-        (29, "IQ1_M", 256, 56),
-        (30, "BF16", 1, 2),
-        (34, "TQ1_0", 256, 54),
-        (35, "TQ2_0", 256, 66),
-        (39, "MXFP4", 32, 17),
-    )
-}
-"""By the file's number; a file may hold others, which aren't read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
+from loraserve.model.config.gguf_types import BLOCK_FORMATS, TYPES
 from loraserve.model.gguf.gguf_blocks import unpack_blocks
-from loraserve.model.gguf.gguf_file import TYPES
-from loraserve.model.gguf.gguf_types import BLOCK_FORMATS
 
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
