@@ -51,7 +51,7 @@ TYPES: Mapping[int, TensorType] = {
         (39, "MXFP4", 32, 17),
     )
 }
-"""By the file's number; a file may hold others, which aren't read."""
+"""Types by their number in a file, which may hold others that aren't read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +95,4 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
         ("IQ4_XS", "int8", 32, False),
     )
 }
-"""By the type's name."""
+"""Formats by the type's name."""

@@ -1,4 +1,4 @@
-"""How each linear of a checkpoint that is quantized already is stored. Imports no torch."""
+"""Schemes in which a quantized checkpoint stores its linears. Imports no torch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from loraserve.model.gguf.gguf_tokenizer import GgufVocabulary
 SOURCE_FILE = "gguf.json"
 """Names the file that has the weights."""
 _VERSION = 1
-"""Of what is made: another one makes directories again."""
+"""Version of the directories: another one makes them again."""
 
 
 def find_gguf(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What a GGUF file's architecture is called here, and its tensors by the names of a checkpoint.
+"""Architectures of GGUF files, and their tensors by the names of a checkpoint.
 
 Source: llama.cpp's `convert_hf_to_gguf.py`, whose way this goes back.
 """
@@ -14,7 +14,7 @@ from loraserve.model.config.architectures import ARCHITECTURES, Architecture
 from loraserve.model.gguf.gguf_file import Gguf, GgufTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""What Llama 3's frequencies are divided by: a part of the config elsewhere."""
+"""Tensor of the divisors of Llama 3's frequencies, which elsewhere are a part of the config."""
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<name>.+)")
 _SUFFIXES = (".weight", ".bias")
 _LINEARS: Mapping[str, str] = {
@@ -33,7 +33,7 @@ _EXPERTS: Mapping[str, str] = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ff
 
 @dataclass(frozen=True, slots=True)
 class GgufLayout:
-    """How the files of an architecture of llama.cpp name and change a checkpoint's tensors.
+    """Names and changes of a checkpoint's tensors in files of an architecture of llama.cpp.
 
     Attributes:
         architecture: name of the row of `ARCHITECTURES`; `with_experts` where the file has some.
@@ -73,7 +73,7 @@ LAYOUTS: Mapping[str, GgufLayout] = {
         "Phi3ForCausalLM", names={**_PRE_NORMS, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
 }
-"""By `general.architecture`."""
+"""Layouts by `general.architecture`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,13 @@ _SPLITS: Mapping[str, tuple[Sequence[str], bool]] = {
     "tekken": ((_TEKKEN,), True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), ((_GPT4O,), False)),
 }
-"""By `tokenizer.ggml.pre`: a text's splits, one after the other, and whether a split that is a
+"""Splits by `tokenizer.ggml.pre`: a text's, one after the other, and whether a split that is a
 token itself isn't merged.
 """
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's sign for a space."""
 _NAMES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_WORDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
