@@ -56,3 +56,17 @@ CALIBRATED: Mapping[str, Format] = {
     "int4-calibrated+int8": Format("none", INT4_BYTES, 1, INT8, adapters="int8"),
 }
 """Formats of the checkpoint that `loraserve quantize` makes of a base."""
+AS_STORED = Format("none", INT4_BYTES, 1, INT8)
+SAME_FILE = "gguf"
+"""Our format of a pair whose peer has a GGUF file: that file."""
+_OF_FILE = f"{SAME_FILE}-"
+
+
+def file_format(type_name: str) -> str:
+    """Return the name of our format that is a GGUF file of this type."""
+    return _OF_FILE + type_name
+
+
+def file_type(name: str) -> str | None:
+    """Return the type of the GGUF file that a format of ours is; None: it isn't one."""
+    return name.removeprefix(_OF_FILE) if name.startswith(_OF_FILE) else None

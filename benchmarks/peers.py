@@ -18,8 +18,9 @@ it. Nothing is stopped and continued by signals: threads that spin would be caug
 turn beside which anything else took more than a tenth of a core is dropped and taken again.
 
 With `--size real` the loss of every format is measured first (`benchmarks/peers_quality.py`), and
-pairs are chosen by it: each of llama.cpp's common formats beside ours that is nearest, and each of
-our fast ones beside llama.cpp's that loses least of those that lose as much or more. Speculation is
+pairs are chosen by it: each of llama.cpp's common formats beside ours that is nearest, and beside
+ours on llama.cpp's own file (`gguf`), whose weights are the same to the bit; and each of our fast
+ones beside llama.cpp's that loses least of those that lose as much or more. Speculation is
 off on both sides, and in rows of their own on; prompts of 512 and 2,000 tokens come after those of
 64.
 """
@@ -41,10 +42,12 @@ import psutil
 
 from benchmarks import peers_quality as quality
 from benchmarks import reporting
+from benchmarks.formats import file_format, file_type
 from benchmarks.make_model import Size
 from benchmarks.peers_installing import PeerUnavailableError
 from benchmarks.peers_page import REAL, text
 from benchmarks.peers_pairs import (
+    LLAMA_CPP_COMMON,
     LLAMA_CPP_REAL,
     OURS_REAL,
     default_pairs,
@@ -241,15 +244,29 @@ def take_quiet_turn(asked: Running, idle: Running | None, row: Row, seed: int, q
             return None
 
 
-def qualities_of(work: Work, text: Path, peers: Sequence[str]) -> dict[tuple[str, str], quality.Loss]:
-    """Measure what our formats lose, and those of peers that are there."""
-    found = quality.of_ours(work.model, work.calibrated, text, OURS_REAL)
+def qualities_of(
+    work: Work, text: Path, peers: Sequence[str], chosen: Sequence[Pair] | None
+) -> dict[tuple[str, str], quality.Loss]:
+    """Measure what our formats lose, and those of peers that are there.
+
+    Args:
+        chosen: pairs whose formats alone are measured; None: all that pairs are chosen from.
+    """
+    ours: Sequence[str] = (*OURS_REAL, *map(file_format, LLAMA_CPP_COMMON))
+    theirs: Sequence[str] = LLAMA_CPP_REAL
+    if chosen is not None:
+        ours = [pair.ours for pair in chosen]
+        theirs = [pair.format for pair in chosen if pair.peer == "llama.cpp"]
+    elif "llama.cpp" not in peers:
+        ours = OURS_REAL
+    found: dict[tuple[str, str], quality.Loss] = {}
     if "llama.cpp" in peers:
         try:
-            found |= quality.of_llama_cpp(work.model, text, LLAMA_CPP_REAL)
+            found |= quality.of_llama_cpp(work.model, text, theirs)
         except PeerUnavailableError as error:
             say(f"llama.cpp's formats aren't measured: {error}")
-    return found
+            ours = [name for name in ours if file_type(name) is None]
+    return quality.of_ours(work.model, work.calibrated, text, ours) | found
 
 
 def work_of(options: argparse.Namespace) -> Work:
@@ -314,11 +331,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=numbers, help="tokens of prompts (default: 64; real: 64,512,2000)")
     parser.add_argument("--adapters", type=int, default=NUM_ADAPTERS)
     parser.add_argument(
+        "--speculation", default="off,on", help="with --size real, of off and on (default: both, in rows of their own)"
+    )
+    parser.add_argument(
         "--quiet", type=float, metavar="CORES", help="wait a minute at most for a second without others"
     )
     parser.add_argument("--alone", action="store_true", help="start each for its turns, even where both have room")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else ROUNDS)
+    options.speculation = tuple(options.speculation.split(","))
+    if not options.speculation or set(options.speculation) - {"off", "on"}:
+        parser.error(f"--speculation has {','.join(options.speculation)}; expected some of off, on")
     options.prompts = options.prompts or (REAL_PROMPTS if options.size == REAL else PROMPTS)
     peers, modes = options.peers.split(","), options.modes.split(",")
     for option, values, known in (("--peers", peers, START), ("--modes", modes, MODES)):
@@ -332,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     work, qualities, speculations = work_of(options), {}, ("auto",)
     if options.size == REAL:
-        qualities, speculations = qualities_of(work, write_evaluated(work.model), peers), ("off", "on")
+        qualities, speculations = qualities_of(work, write_evaluated(work.model), peers, chosen), options.speculation
     pairs = chosen or default_pairs(peers, machine["instructions"])
     if options.size == REAL and chosen is None:
         pairs = pairs_by_quality(peers, qualities, is_bfloat16_fast(machine["instructions"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import peers_quality as quality
-from benchmarks.formats import CALIBRATED, FORMATS
+from benchmarks.formats import CALIBRATED, FORMATS, SAME_FILE, file_format, file_type
 from benchmarks.peers_rows import Pair
 
 OURS_REAL = ("bfloat16", "int8", "int4-rounded", "int4-calibrated")
@@ -43,7 +43,11 @@ def default_pairs(peers: Sequence[str], instructions: Sequence[str]) -> list[Pai
 
 def pairs_by_quality(peers: Sequence[str], qualities: quality.Qualities, is_wide_fast: bool) -> list[Pair]:
     """Return pairs that lose about as much of the base."""
-    ours = {name: one.divergence for (who, name), one in qualities.items() if who == quality.OURS}
+    ours = {
+        name: one.divergence
+        for (who, name), one in qualities.items()
+        if who == quality.OURS and file_type(name) is None
+    }
     theirs = {name: one.divergence for (who, name), one in qualities.items() if who == "llama.cpp"}
     pairs = []
     if "llama.cpp" in peers and not theirs:
@@ -51,6 +55,8 @@ def pairs_by_quality(peers: Sequence[str], qualities: quality.Qualities, is_wide
         pairs += [Pair("llama.cpp", "Q8_0", "int8")]
     elif "llama.cpp" in peers:
         pairs += [Pair("llama.cpp", name, quality.nearest(theirs[name], ours)) for name in LLAMA_CPP_COMMON]
+        # the same weights to the bit
+        pairs += [Pair("llama.cpp", name, file_format(name)) for name in LLAMA_CPP_COMMON]
         for our, divergence in ours.items():
             format = quality.nearest_not_better(divergence, theirs)
             if format is not None:
@@ -73,10 +79,13 @@ def parse_pairs(text: str, peers: Sequence[str]) -> list[Pair]:
     for item in text.split(","):
         peer, _, formats = item.strip().partition(":")
         theirs, _, our = formats.partition("=")
-        if peer not in peers or not theirs or our not in {**FORMATS, **CALIBRATED}:
+        if peer == "llama.cpp" and our == SAME_FILE:
+            our = file_format(theirs)
+        elif peer not in peers or not theirs or our not in {**FORMATS, **CALIBRATED}:
             raise ValueError(
                 f"--formats has {item!r}; expected PEER:FORMAT=OURS with a PEER of {', '.join(peers)} "
-                f"and OURS of {', '.join((*FORMATS, *CALIBRATED))}, such as llama.cpp:Q8_0=int8."
+                f"and OURS of {', '.join((*FORMATS, *CALIBRATED))}, or gguf, llama.cpp's own file; such as "
+                "llama.cpp:Q8_0=int8."
             )
         pairs.append(Pair(peer, theirs, our))
     return pairs

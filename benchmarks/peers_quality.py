@@ -15,10 +15,11 @@ from pathlib import Path
 
 from benchmarks import peers_installing as installing
 from benchmarks import quality
-from benchmarks.formats import CALIBRATED
+from benchmarks.formats import CALIBRATED, file_type
 from benchmarks.peers_installing import CACHE, PeerUnavailableError, last_words
 from benchmarks.quality import Loss
 from benchmarks.serving import say
+from loraserve.model.checkpoint.source import local_model_dir
 from loraserve.text.tokenizer import Tokenizer
 
 WINDOW, NUM_WINDOWS = 512, 16
@@ -47,12 +48,16 @@ def of_ours(model: Path, calibrated: Path | None, text: Path, names: Iterable[st
     token_ids = Tokenizer(model).encode(text.read_text())[: WINDOW * NUM_WINDOWS]
     windows = [token_ids[first : first + WINDOW] for first in range(0, len(token_ids) - WINDOW + 1, WINDOW)]
     wanted = sorted({base_format(name) for name in names})
-    checkpoints = [] if calibrated is None else [calibrated]
-    formats = [name for name in wanted if name not in CALIBRATED]
+    folders: dict[str, Path] = {}
+    for name in wanted:
+        if (type_name := file_type(name)) is not None:
+            folders[name] = local_model_dir(installing.gguf_base(model, type_name))
+        elif name in CALIBRATED and calibrated is not None:
+            folders[name] = calibrated
+    formats, checkpoints = [name for name in wanted if name not in folders], list(dict.fromkeys(folders.values()))
     measured = quality.measure(model, formats, checkpoints, windows, first_scored=WINDOW // 2)
     found = {row.format: Loss(row.divergence, row.agreement, row.perplexity) for row in measured}
-    by_name = {name: found[checkpoints[0].name if name in CALIBRATED else name] for name in wanted}
-    return {(OURS, name): one for name, one in by_name.items()}
+    return {(OURS, name): found[folders[name].name if name in folders else name] for name in wanted}
 
 
 def of_llama_cpp(model: Path, text: Path, names: Iterable[str]) -> dict[tuple[str, str], Loss]:

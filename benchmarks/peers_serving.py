@@ -19,7 +19,7 @@ import httpx2
 import psutil
 
 from benchmarks import peers_installing as installing
-from benchmarks.formats import CALIBRATED, FORMATS
+from benchmarks.formats import AS_STORED, CALIBRATED, FORMATS, file_type
 from benchmarks.peers_installing import CACHE, PeerUnavailableError, last_words, plain
 from benchmarks.peers_rows import BASE, MIXED
 from benchmarks.run import Peft
@@ -131,7 +131,9 @@ def load(
 @contextlib.contextmanager
 def ours(work: Work, name: str, mode: str) -> Iterator[Running]:
     chosen, model = FORMATS.get(name), work.model
-    if chosen is None:
+    if (type_name := file_type(name)) is not None:
+        chosen, model = AS_STORED, installing.gguf_base(work.model, type_name)
+    elif chosen is None:
         if work.calibrated is None:
             raise InvariantViolation(f"{name} is a format of a calibrated base, and there is none")
         chosen, model = CALIBRATED[name], work.calibrated

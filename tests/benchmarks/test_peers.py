@@ -84,7 +84,16 @@ def test_formats_may_be_chosen_and_a_wrong_one_is_named() -> None:
     assert chosen == [Pair("llama.cpp", "F16", "bfloat16"), Pair("vllm", "float32", "float32")]
     held = peers.parse_pairs("llama.cpp:Q4_0+Q8_0=int4-rounded+int8", ["llama.cpp"])
     assert held == [Pair("llama.cpp", "Q4_0+Q8_0", "int4-rounded+int8")]
-    for wrong in ("", "vllm", "vllm:x", "vllm:=int8", "peft:float32=float32", "vllm:bfloat16=bf16"):
+    assert peers.parse_pairs("llama.cpp:Q6_K=gguf", ["llama.cpp"]) == [Pair("llama.cpp", "Q6_K", "gguf-Q6_K")]
+    for wrong in (
+        "",
+        "vllm",
+        "vllm:x",
+        "vllm:=int8",
+        "peft:float32=float32",
+        "vllm:bfloat16=bf16",
+        "vllm:bfloat16=gguf",
+    ):
         with pytest.raises(ValueError, match="expected PEER:FORMAT=OURS"):
             peers.parse_pairs(wrong, ["llama.cpp", "vllm"])
 
@@ -188,6 +197,7 @@ def test_pairs_have_nearest_losses() -> None:
         Pair("llama.cpp", "Q8_0", "int8"),
         Pair("llama.cpp", "Q4_K_M", "int4-calibrated"),
         Pair("llama.cpp", "Q4_0", "int4-calibrated"),
+        *(Pair("llama.cpp", name, f"gguf-{name}") for name in ("Q8_0", "Q4_K_M", "Q4_0")),
         Pair("llama.cpp", "Q8_0", "bfloat16"),
         Pair("llama.cpp", "Q6_K", "int8"),
         Pair("vllm", "bfloat16", "bfloat16"),

@@ -29,14 +29,14 @@ _VERSION = 1
 def find_gguf(path: Path) -> Path | None:
     """Return the GGUF file that a path means, the first of its shards; None: it means none.
 
-    A directory means its only GGUF file, where it has neither a config.json nor safetensors.
+    A directory means its only GGUF file, where it has no safetensors.
 
     Raises:
         ConfigError: a directory has several.
     """
     if path.is_file():
         return path if path.suffix == ".gguf" or is_gguf(path) else None
-    if not path.is_dir() or (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+    if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     # multimodal projectors lie beside their base
     files = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))

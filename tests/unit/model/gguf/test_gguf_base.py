@@ -17,7 +17,7 @@ from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve.model.config.model_config import read_config
 
-from ..conftest import PagedRun, build_model, load, random_tokens, reference_logits
+from ..conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
 from .test_gguf_blocks import random_rows
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 301}
@@ -158,7 +158,15 @@ def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_folder_with_one_file_is_a_base(tmp_path: Path) -> None:
     write_gguf(built("llama"), tmp_path / "base.gguf")
     (tmp_path / "mmproj-base.gguf").write_bytes(b"GGUF")
+    # as repositories of GGUF files have it
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_config(resolve_model_dir(str(tmp_path))).hidden_size == 64
+
+
+def test_folder_with_safetensors_is_its_own_base(tmp_path: Path) -> None:
+    write_gguf(built("llama"), tmp_path / "base.gguf")
+    save_model(built("llama"), tmp_path)
+    assert resolve_model_dir(str(tmp_path)) == tmp_path
 
 
 def test_folder_with_two_files_names_them(tmp_path: Path) -> None:
