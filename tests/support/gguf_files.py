@@ -51,6 +51,7 @@ def write_gguf(
     *,
     metadata: Mapping[str, Any] | None = None,
     raw: Mapping[str, np.ndarray] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a model; its linears and its embedding in this type.
 
@@ -58,6 +59,7 @@ def write_gguf(
         metadata: more keys, or others' values.
         raw: rows of blocks of a matrix by its name in the model, of a type that the package doesn't
             write.
+        extra: more tensors, by their names in the file.
     """
     config = model.config
     name = _ARCHITECTURES[config.model_type]
@@ -91,8 +93,10 @@ def write_gguf(
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     tokens, merges = words(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
+    if "tokenizer.ggml.pre" not in (metadata or {}):
+        writer.add_tokenizer_pre("gpt-2")
+    if "tokenizer.ggml.tokens" not in (metadata or {}):
+        writer.add_token_list(tokens)
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
     writer.add_token_merges(merges)
     writer.add_eos_token_id(config.eos_token_id if isinstance(config.eos_token_id, int) else 2)
@@ -110,6 +114,8 @@ def write_gguf(
             _add(writer, tensor_name, tensor, form)
         else:
             writer.add_tensor(tensor_name, tensor, raw_dtype=GGMLQuantizationType[form])
+    for tensor_name, array in (extra or {}).items():
+        writer.add_tensor(tensor_name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -61,6 +61,11 @@ def gguf_folder(file: Path) -> Path:
         return folder
     gguf = read_gguf(file)
     vocabulary, config = GgufVocabulary(gguf), make_config(gguf)
+    if vocabulary.size > config["vocab_size"]:
+        raise ModelError(
+            f"{file} has {vocabulary.size} tokens, and its embedding {config['vocab_size']} rows.",
+            hint="Convert the model again with a current llama.cpp.",
+        )
     contents = {
         "config.json": config,
         "tokenizer.json": vocabulary.tokenizer(),

@@ -71,6 +71,11 @@ class GgufVocabulary:
                 hint="Give the Hugging Face directory of the base.",
             )
 
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self._tokens)
+
     def tokenizer(self) -> dict[str, Any]:
         """Return tokenizer.json."""
         parts = self._byte_level() if self._model == "gpt2" else self._sentence_piece()

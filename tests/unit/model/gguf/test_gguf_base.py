@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from gguf_files import dequantized, write_gguf
+from gguf_files import dequantized, words, write_gguf
 
 from loraserve.errors import LoraserveError
 from loraserve.model.checkpoint.blueprint import check_gpu_blocks
@@ -62,6 +62,59 @@ def difference(file: Path, model: Any, count: int = 40) -> float:
 def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
     model = built(kind)
     assert difference(write_gguf(model, tmp_path / "base.gguf"), model) < 1e-4
+
+
+ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        {"rope_type": "linear", "factor": 2.0},
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+    ),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 2.0,
+            "llama.rope.scaling.original_context_length": 64,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_stretched_positions_equal_transformers(name: str, tmp_path: Path) -> None:
+    parameters, metadata = ROPES[name]
+    model = built("llama", rope_parameters={**parameters, "rope_theta": 10_000.0})
+    assert difference(write_gguf(model, tmp_path / "base.gguf", metadata=metadata), model) < 1e-4
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_frequencies_equal_transformers(factor: float, tmp_path: Path) -> None:
+    theta = 500_000.0
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = built("llama", rope_parameters=parameters)
+    # the converter writes what plain frequencies are divided by
+    plain = 1 / theta ** (torch.arange(0, 32, 2) / 32)
+    factors = (plain / model.model.rotary_emb.inv_freq).float().numpy()
+    assert factors.max() == pytest.approx(factor)
+    file = write_gguf(model, tmp_path / "base.gguf", extra={"rope_freqs.weight": factors})
+    assert difference(file, model) < 1e-4
+    wrong = write_gguf(model, tmp_path / "wrong.gguf", extra={"rope_freqs.weight": 1.5 * factors})
+    with pytest.raises(LoraserveError, match="of no scaling that Llama 3 was published with"):
+        resolve_model_dir(str(wrong))
+
+
+def test_vocabulary_beyond_the_embedding_is_refused(tmp_path: Path) -> None:
+    tokens, _ = words(302)
+    file = write_gguf(built("llama"), tmp_path / "base.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    with pytest.raises(LoraserveError, match="302 tokens, and its embedding 301 rows"):
+        resolve_model_dir(str(file))
 
 
 @pytest.mark.parametrize("form", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
