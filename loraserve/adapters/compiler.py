@@ -15,6 +15,7 @@ from typing import Any
 from loraserve.adapters.config.kinds import check_kind
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.format.tensor_names import PREFIX
+from loraserve.adapters.format.wrappers import unwrap
 from loraserve.adapters.ir import SCORE, AdapterIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import shape_words
@@ -49,7 +50,7 @@ def compile_adapter(
     Args:
         config: contents of ``adapter_config.json``.
         tensors: contents of ``adapter_model.safetensors``, under the names that PEFT's
-            save_pretrained writes.
+            save_pretrained writes, or with what wrappers around a model add to them.
         reserve: called before an adapter of products of small matrices is unfolded, with the bytes
             that it will take; what it raises ends the compilation.
 
@@ -62,18 +63,20 @@ def compile_adapter(
     """
     check_kind(config)
     compiled = TUNERS[str(config["peft_type"])]
-    head, others = _split_head(tensors)
+    named = unwrap(tensors, base)
+    head, others = _split_head(named.tensors)
     if head is None:
-        return _unfold(compiled(config, tensors, base, limits), reserve)
+        ir = _unfold(compiled(config, named.tensors, named.base, limits), reserve)
+        return replace(ir, renames=named.notes) if named.notes else ir
     problems = Problems()
     _check_head(head, config, base, limits, problems)
     try:
-        folded = compiled(config, others, base, limits)
+        folded = compiled(config, others, named.base, limits)
     except AdapterRejected as error:
         error.problems = (*error.problems, *problems.texts)
         raise
     problems.raise_if_any()
-    return replace(_unfold(folded, reserve), head=head)
+    return replace(_unfold(folded, reserve), head=head, renames=named.notes)
 
 
 def open_adapter(

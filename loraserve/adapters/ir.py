@@ -124,6 +124,7 @@ class AdapterIR:
             and not at all where they don't occur. Empty: it acts on every token.
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …
         head: weight of its classification head, [num_labels, hidden_size].
+        renames: what was left out of its tensors' names or added to them, for people.
     """
 
     modules: tuple[ModuleIR, ...]
@@ -133,6 +134,7 @@ class AdapterIR:
     invocation_token_ids: tuple[int, ...] = ()
     kind: str = "LORA"
     head: TensorView | None = None
+    renames: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:

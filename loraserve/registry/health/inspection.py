@@ -73,6 +73,7 @@ def inspect_upload(
         checks=(
             _passed("format", f"{_kind(ir)}: {len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),
             base_check(base, f"fits {base.id} ({base.digest[:12]}) in {len(ir.layers)} of {base.num_layers} layers"),
+            *([_passed("names", f"renamed: {'; '.join(ir.renames)}")] if ir.renames else []),
             *named,
             _passed("finite", "no NaN, no infinity, no update out of range"),
         ),

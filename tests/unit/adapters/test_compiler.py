@@ -145,7 +145,7 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
     ("name", "kind", "reason"),
     [
         (
-            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.mine.weight",
             AdapterFormatError,
             "adapter's name",
         ),

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from safetensors.numpy import load, save
 from sqlalchemy import select
 
 from adapters_store import LocalStore
@@ -292,6 +293,19 @@ def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monk
     assert format_of() == "LORA: 8 tensors, 112 parameters"
     monkeypatch.setattr(inspection, "compile_adapter", compile_as_another)
     assert format_of().startswith("VERA with magnitudes (DoRA), the invocation tokens 5 7 (aLoRA): 8 tensors")
+
+
+def test_upload_names_renamed_tensors(small_base: Any, make_upload: Any) -> None:
+    config, weights = make_upload()
+    wrapped = {
+        name.replace("base_model.model.", "base_model.model._orig_mod."): array for name, array in load(weights).items()
+    }
+    plain = inspection.inspect_upload(config, memoryview(weights), small_base)
+    found = inspection.inspect_upload(config, memoryview(save(wrapped)), small_base)
+    assert "names" not in [check["name"] for check in plain.checks]
+    (check,) = (check for check in found.checks if check["name"] == "names")
+    assert (check["status"], check["detail"]) == ("passed", "renamed: left out _orig_mod, torch.compile's")
+    assert (found.rank, found.target_modules) == (plain.rank, plain.target_modules)
 
 
 @pytest.mark.parametrize("was_corrupt", [False, True])
