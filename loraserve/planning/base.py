@@ -264,7 +264,8 @@ def _weight(
     scale = blueprint.tensors[f"{module.path}.{stored.scale_name}"]
     group = min(in_features, stored.group_size)
     format, has_zeros, scale_bytes = stored.scheme.format, not stored.scheme.is_symmetric, 4
-    if f"{format}-g32" in rounded and not stored.scheme.rotation and group % 32 == 0:
+    is_permuted = stored.scheme.is_reordered and stored.order_name
+    if f"{format}-g32" in rounded and not stored.scheme.rotation and not is_permuted and group % 32 == 0:
         scale_bytes = 2 if scale.dtype in ("BF16", "F16") else 4
     elif format == "int4" and "int4" in rounded:
         has_zeros, scale_bytes = True, 2 if scale.dtype == "BF16" else 4

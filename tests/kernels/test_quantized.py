@@ -195,15 +195,15 @@ def test_formats_and_groups_that_dont_exist_are_refused() -> None:
     weight = torch.randn(4, 192)
     with pytest.raises(InvalidWeight, match="expected one of int8, int4, nf4, fp8"):
         quantize(weight, "int3")
-    with pytest.raises(InvalidWeight, match="groups of 16; the kernels have 32, 64, 128"):
-        quantize(weight, "int4", 16)
+    with pytest.raises(InvalidWeight, match="groups of 8; the kernels have 16, 32, 64, 128"):
+        quantize(weight, "int4", 8)
     with pytest.raises(InvalidWeight, match="192 inputs can't be cut into groups of 128"):
         quantize(weight, "int4")
-    with pytest.raises(InvalidWeight, match="groups of 48; the kernels have 32, 64, 128, 192"):
+    with pytest.raises(InvalidWeight, match="groups of 48; the kernels have 16, 32, 64, 128, 192"):
         quantize(weight, "fp8", 48)
-    with pytest.raises(InvalidWeight, match="groups of 96; the kernels have 32, 64, 128, 192"):
+    with pytest.raises(InvalidWeight, match="groups of 96; the kernels have 16, 32, 64, 128, 192"):
         quantize(weight, "int8", 96)
-    with pytest.raises(InvalidWeight, match="groups of 192 and zeros; the kernels have 32, 64, 128"):
+    with pytest.raises(InvalidWeight, match="groups of 192 and zeros; the kernels have 16, 32, 64, 128"):
         quantize(weight, "int8", has_zeros=True)
     with pytest.raises(InvalidWeight, match="nf4 with zeros; only int8 and int4"):
         quantize(weight, "nf4", has_zeros=True)

@@ -55,7 +55,7 @@ def test_words_of_codes_equal_the_weights_they_mean(
     """4 bits in groups of 32 with zeros; GPTQ's with inputs in another order (desc_act)."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     meant = save_gptq(model, tmp_path, desc_act=True) if layout == "gptq" else save_awq(model, tmp_path)
-    decoder = load(tmp_path, FORMATS["float32"], WIDTH)
+    decoder = load(tmp_path, replace(FORMATS["float32"], activations="float"), WIDTH)
     assert decoder.spec.quantization == "int4"
     with torch.inference_mode():
         for window in windows[::4]:
