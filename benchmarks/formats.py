@@ -56,7 +56,8 @@ CALIBRATED: Mapping[str, Format] = {
     "int4-calibrated+int8": Format("none", INT4_BYTES, 1, INT8, adapters="int8"),
 }
 """Formats of the checkpoint that `loraserve quantize` makes of a base."""
-AS_STORED = Format("none", INT4_BYTES, 1, INT8)
+AS_STORED = CALIBRATED["int4-calibrated"]
+"""Settings of a server on weights that are quantized already."""
 SAME_FILE = "gguf"
 """Our format of a pair whose peer has a GGUF file: that file."""
 _OF_FILE = f"{SAME_FILE}-"

@@ -233,8 +233,8 @@ def _embedding(
 
 def _block_bytes(stored: StoredWeight, out_features: int, in_features: int, rounded: Collection[str]) -> int:
     """Return the bytes of GGUF's blocks in the order that kernels read."""
-    scheme = stored.scheme
-    block, group = BLOCK_FORMATS[scheme.block_type].block, scheme.group_size or in_features
+    scheme, group = stored.scheme, stored.group_size
+    block = BLOCK_FORMATS[scheme.block_type].block
     # a block of one group has its scale in float16
     is_half = f"{scheme.format}-g32" in rounded and block == group
     group_bytes = (2 if is_half else 4) + (0 if scheme.is_symmetric else 4)

@@ -61,7 +61,7 @@ def rounded(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 33])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zeros", ZEROS)
-def test_product_is_that_of_the_rounded_groups(
+def test_product_equals_rounded_groups(
     out_features: int, in_features: int, group_size: int, num_tokens: int, kind: tuple[str, bool, str], zeros: str
 ) -> None:
     weight, x = make_weight(out_features, in_features, group_size, kind, zeros), make_rows(num_tokens, in_features)
@@ -132,7 +132,7 @@ def test_zeros_at_both_ends_are_summed_exactly() -> None:
     assert torch.equal(y, torch.tensor([[0.0, -255.0 * 127 * 64]]))
 
 
-def test_an_outlier_takes_precision_from_its_own_group() -> None:
+def test_outlier_spoils_one_group_alone() -> None:
     weight, x = make_weight(64, 256, 32), torch.randn(4, 256)
     exact = x @ weight.dequantize(torch.float32).T
     x[:, 40] = 0
@@ -145,7 +145,7 @@ def test_an_outlier_takes_precision_from_its_own_group() -> None:
     assert (quiet - exact).norm() < exact.norm()
 
 
-def test_a_row_that_isnt_finite_is_nan_alone() -> None:
+def test_infinite_row_is_nan_alone() -> None:
     packed, x = g32_dot.pack(make_weight(64, 128, 64)), torch.randn(9, 128)
     quiet = g32_dot.linear(x, packed)
     x[3, 5], x[7, 100] = torch.inf, torch.nan
@@ -155,7 +155,7 @@ def test_a_row_that_isnt_finite_is_nan_alone() -> None:
     assert torch.equal(y[rest], quiet[rest])
 
 
-def test_weights_that_the_kernel_doesnt_take_are_told() -> None:
+def test_unfit_weights_are_refused() -> None:
     assert g32_dot.can_round_groups(make_weight(8, 64, 32))
     assert g32_dot.can_round_groups(quantize(torch.randn(8, 96), "int8"))
     for weight in (
@@ -169,6 +169,6 @@ def test_weights_that_the_kernel_doesnt_take_are_told() -> None:
             g32_dot.pack(weight)
 
 
-def test_input_that_doesnt_fit_is_refused() -> None:
+def test_unfit_input_is_refused() -> None:
     with pytest.raises(TensorMismatch, match="64"):
         g32_dot.linear(torch.randn(2, 32), g32_dot.pack(make_weight(8, 64, 32)))

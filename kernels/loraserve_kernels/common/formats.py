@@ -6,8 +6,12 @@ FORMATS = ("int8", "int4", "nf4", "fp8")
 GROUP_SIZES = (32, 64, 128)
 """Group sizes of int4, and of int8 and fp8 where they have groups."""
 CPU_GROUP_SIZES = (16, *GROUP_SIZES)
-"""Those that a CPU's kernels have."""
+"""Group sizes of a CPU's kernels."""
 NF4_GROUP_SIZE = 64
+ROUNDED_BY_ROW = frozenset({"int8", "int4"})
+"""Formats of weights whose activations a CPU rounds to int8 by row."""
+ROUNDED_IN_GROUPS = frozenset({"int8-g32", "int4-g32"})
+"""Formats, as kernels name them, whose activations it rounds in groups of 32 inputs."""
 ROTATION_BLOCKS = (64, 32, 16)
 """Inputs of a block that is rotated before numbers are rounded, those first that are preferred."""
 

@@ -195,7 +195,7 @@ class QuantizedWeight:
         if not self.is_packed:
             values = self.codes.to(dtype)
             return values if self.zeros is None else values + 128 - self._spread_zeros(dtype)
-        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.out_features, self.in_features)
+        codes = unpack_nibbles(self.codes)
         if self.format == "nf4":
             return torch.tensor(NF4_CODE, dtype=dtype, device=codes.device)[codes.int()]
         if self.zeros is None:
@@ -287,7 +287,7 @@ def quantize(
             rounded, scales, zeros = _searched(groups)
         rounded = rounded.view(end - first, in_features)
         if is_packed:
-            rounded = rounded[:, 0::2] | rounded[:, 1::2] << 4
+            rounded = pack_nibbles(rounded)
         codes[first:end] = rounded
         all_scales.append(scales.view(end - first, -1))
         if zeros is not None:
@@ -362,6 +362,20 @@ def _not_finite(weight: Tensor) -> InvalidWeight:
     return InvalidWeight(
         f"{len(rows)} of {len(weight)} output channels hold numbers that aren't finite, the first is {int(rows[0])}"
     )
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Return two neighbouring codes in a byte, the first in the low half.
+
+    Args:
+        codes: [rows, width] uint8 from 0 to 15.
+    """
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_nibbles(octets: Tensor) -> Tensor:
+    """Return the codes that `pack_nibbles` was given, [rows, 2 · bytes] uint8."""
+    return torch.stack((octets & 15, octets >> 4), dim=-1).view(octets.shape[0], -1)
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -355,17 +355,24 @@ def dot_rows(typingctx: Any, x: Any, rows: Any, stride: Any, width: Any) -> Any:
     return vector(types.intp, types.intp, types.intp, types.intp), codegen
 
 
-@intrinsic
-def absolute(typingctx: Any, value: Any) -> Any:
-    """Return the magnitude of each lane."""
+def _by_lane(name: str, doc: str) -> Any:
+    """Return the intrinsic that is LLVM's function of this name on each lane."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.fabs.v{LANES}f32"
-        )
-        return builder.call(function, args)
+    @intrinsic
+    def of_lanes(typingctx: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function_type = ir.FunctionType(VECTOR, [VECTOR])
+            function = cgutils.get_or_insert_function(builder.module, function_type, f"llvm.{name}.v{LANES}f32")
+            return builder.call(function, args)
 
-    return vector(vector), codegen
+        return vector(vector), codegen
+
+    of_lanes.__doc__ = doc
+    return of_lanes
+
+
+absolute = _by_lane("fabs", "Return the magnitude of each lane.")
+nearest = _by_lane("rint", "Return each lane's nearest whole number, as `store_int8` rounds.")
 
 
 @intrinsic
@@ -423,19 +430,6 @@ def _store_code(element: ir.Type) -> Any:
         return types.void(types.intp, types.intp, types.float32, types.int64), codegen
 
     return store_code
-
-
-@intrinsic
-def nearest(typingctx: Any, value: Any) -> Any:
-    """Return each lane's nearest whole number, as `store_int8` rounds."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.rint.v{LANES}f32"
-        )
-        return builder.call(function, args)
-
-    return vector(vector), codegen
 
 
 store_int8, store_int8_one = _store_codes(INT8), _store_code(INT8)

@@ -69,7 +69,8 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
                 hint="Save with PEFT's save_pretrained on the model without its wrappers.",
             )
         named[plain], origins[plain] = tensor, name
-    if named and not any(name.startswith(PREFIX) for name in named):
+    roots = tuple(f"{path}.layers." for path in (_DECODER, *LANGUAGE_PATHS))
+    if any(name.startswith(roots) for name in named) and not any(name.startswith(PREFIX) for name in named):
         named = {PREFIX + name: tensor for name, tensor in named.items()}
         found[f"added {PREFIX[:-1]}"] = None
     alias = _language_path(named, base)

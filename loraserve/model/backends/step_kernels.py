@@ -306,7 +306,9 @@ class StepKernels:
                 k.ROW_SCALES: source.scales.data_ptr(),
             }
             return self._add("dot", k.NUM_ROWS, words)
-        if isinstance(weight, GroupDotWeight):
+        if isinstance(weight, GroupDotWeight | G32Weight):
+            # a row's sums are those of the weight's groups, or of its own
+            sum_size = weight.group_size if isinstance(weight, GroupDotWeight) else g32_dot.GROUP
             words |= {
                 k.X: source.codes.data_ptr(),
                 k.X_STRIDE: source.codes.stride(0),
@@ -316,21 +318,7 @@ class StepKernels:
                 k.SCALE_STRIDE: num_channels,
                 k.ROW_SCALES: source.scales.data_ptr(),
                 k.GROUP_STARTS: source.starts.data_ptr(),
-                k.START_STRIDE: weight.scales.shape[0],
-                k.GROUP_ZEROS: weight.zeros.data_ptr(),
-            }
-            return self._add(weight.kernel, k.NUM_ROWS, words)
-        if isinstance(weight, G32Weight):
-            words |= {
-                k.X: source.codes.data_ptr(),
-                k.X_STRIDE: source.codes.stride(0),
-                k.TILE_BYTES: weight.codes.stride(0) * 4,
-                k.WIDTH: weight.in_features,
-                k.GROUP: weight.group_size,
-                k.SCALE_STRIDE: num_channels,
-                k.ROW_SCALES: source.scales.data_ptr(),
-                k.GROUP_STARTS: source.starts.data_ptr(),
-                k.START_STRIDE: weight.in_features // g32_dot.GROUP,
+                k.START_STRIDE: weight.in_features // sum_size,
                 k.GROUP_ZEROS: 0 if weight.zeros is None else weight.zeros.data_ptr(),
             }
             return self._add(weight.kernel, k.NUM_ROWS, words)

@@ -19,7 +19,7 @@ from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ExpertsConfig, ModelConfig
 from loraserve.model.config.quantization_config import QuantizationConfig
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.common.formats import GROUP_SIZES
+from loraserve_kernels.common.formats import GROUP_SIZES, ROUNDED_BY_ROW, ROUNDED_IN_GROUPS
 from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
@@ -274,16 +274,14 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
                 "weights, which int8 activations need.",
                 hint="Leave --activation-dtype out, or give a float checkpoint and --quantize int8.",
             )
-        return _BY_ROW | _IN_GROUPS
+        return ROUNDED_BY_ROW | ROUNDED_IN_GROUPS
     if activation_dtype != "auto" or device != "cpu":
         return frozenset()
     schemes = [weight.scheme for weight in blueprint.stored.values()]
     if any(scheme.has_rounded_inputs for scheme in schemes):
-        return _BY_ROW
-    return _BY_ROW | _IN_GROUPS if all(scheme.rotation for scheme in schemes) else _IN_GROUPS
-
-
-_BY_ROW, _IN_GROUPS = frozenset({"int8", "int4"}), frozenset({"int8-g32", "int4-g32"})
+        return ROUNDED_BY_ROW
+    is_made_for_rows = all(scheme.rotation for scheme in schemes)
+    return ROUNDED_BY_ROW | ROUNDED_IN_GROUPS if is_made_for_rows else ROUNDED_IN_GROUPS
 
 
 def _can_round(blueprint: Blueprint) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loraserve.errors import MissingTensor, ModelError
+from loraserve.model.config.gguf_types import FLOAT_TYPES
 from loraserve.model.gguf.gguf_file import Gguf, read_gguf
 from loraserve.model.gguf.gguf_folder import source_files
 from loraserve.model.gguf.gguf_layout import PlacedTensor, place_tensors
@@ -108,7 +109,7 @@ def _of_placed(placed: PlacedTensor) -> StoredTensor:
         shape, begin = shape[1:], begin + placed.expert * size
         end = begin + size
     dtype = type_.name
-    if dtype not in FLOATS:
+    if dtype not in FLOAT_TYPES:
         dtype, shape = "U8", (*shape[:-1], shape[-1] // type_.block * type_.num_bytes)
     return StoredTensor(placed.name, dtype, shape, begin, end, tensor.file, placed.num_heads, placed.offset)
 

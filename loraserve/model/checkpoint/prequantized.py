@@ -19,7 +19,7 @@ from loraserve.model.checkpoint.stored_weights import NF4_STATE, StoredWeight
 from loraserve.model.checkpoint.word_codes import assemble_words, input_order, reordered
 from loraserve.model.config.quantization_config import Layout
 from loraserve.model.gguf.gguf_blocks import unpack_blocks
-from loraserve_kernels.common.quantized import NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight
+from loraserve_kernels.common.quantized import NF4_CODE, NF4_GROUP_SIZE, QuantizedWeight, unpack_nibbles
 
 _MAX_STATE_BYTES = 1 << 16
 
@@ -83,7 +83,7 @@ class _Assembly:
         columns = packed.t().contiguous().view(torch.uint8)
         codes = columns
         if self.stored.scheme.format == "int4":
-            codes = torch.stack((columns & 15, columns >> 4), dim=-1).view(columns.shape[0], -1)
+            codes = unpack_nibbles(columns)
         return codes[:, : self.stored.out_features].t().contiguous()
 
     def _finish(

@@ -62,6 +62,8 @@ class StoredWeight:
         """Inputs that share a scale in memory."""
         if self.scheme.format == "nf4":
             return NF4_GROUP_SIZE
+        if self.scheme.layout is Layout.GGUF:
+            return self.scheme.group_size or self.in_features
         # the last group of the checkpoint may have fewer inputs
         size = math.gcd(self.scheme.group_size or self.in_features, self.in_features)
         return (kernels_group_size(size) if self.has_groups else None) or self.in_features
@@ -104,7 +106,8 @@ def find_stored_weight(
     if scheme.layout is Layout.GGUF:
         row_bytes = BLOCK_FORMATS[scheme.block_type].row_bytes(in_features)
         tensors = {"weight": ExpectedTensor(((out_features, row_bytes),), ("U8",))}
-        return StoredWeight(path, scheme, out_features, in_features, tensors)
+        num_groups = in_features // (scheme.group_size or in_features)
+        return StoredWeight(path, scheme, out_features, in_features, tensors, num_scales=num_groups)
     if scheme.layout is Layout.BITSANDBYTES:
         return _find_bitsandbytes(path, scheme, shape, stored)
     if scheme.layout in (Layout.GPTQ, Layout.AWQ):

@@ -19,7 +19,7 @@ from loraserve.errors import ModelError
 from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.config.formats import kernels_group_size
 from loraserve.model.config.quantization_scheme import Layout
-from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles, unpack_nibbles
 from loraserve_kernels.common.row_blocks import row_blocks
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -109,7 +109,7 @@ def _output_codes(stored: StoredWeight, words: Tensor) -> Tensor:
     octets = words.contiguous().view(torch.uint8)
     if stored.scheme.format == "int8":
         return octets
-    codes = torch.stack((octets & 15, octets >> 4), dim=-1).view(len(octets), -1)
+    codes = unpack_nibbles(octets)
     if stored.scheme.layout is Layout.AWQ:
         codes = codes.view(len(octets), -1, 8)[:, :, list(_AWQ_PLACES)].reshape(len(octets), -1)
     return codes
@@ -175,8 +175,7 @@ def reordered(codes: Tensor, permutation: Tensor | None) -> Tensor:
     out = torch.empty_like(codes)
     for first, last in row_blocks(0, codes.shape[0], 2 * codes.shape[1]):
         block = codes[first:last]
-        one_each = torch.stack((block & 15, block >> 4), dim=-1).view(last - first, -1)
-        out[first:last] = _packed(one_each.index_select(1, permutation))
+        out[first:last] = pack_nibbles(unpack_nibbles(block).index_select(1, permutation))
     return out
 
 
@@ -186,10 +185,5 @@ def _awq_codes(stored: StoredWeight, words: Tensor) -> Tensor:
     for first in range(0, words.shape[1], _AWQ_WORDS):
         codes = _output_codes(stored, words[:, first : first + _AWQ_WORDS])
         rows = out[8 * first : 8 * (first + _AWQ_WORDS)]
-        rows.copy_(_packed(codes.t()[: len(rows)]))
+        rows.copy_(pack_nibbles(codes.t()[: len(rows)]))
     return out
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Return two neighbouring codes in a byte, the first in the low half."""
-    return codes[:, 0::2] | codes[:, 1::2] << 4

@@ -24,7 +24,7 @@ from loraserve.model.checkpoint.files import Checkpoint
 from loraserve.model.checkpoint.headers import INDEX_FILE
 from loraserve.model.config.formats import INT4_GROUP_SIZE
 from loraserve_kernels.common.formats import rotation_block
-from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles
 
 _PER_WORD = 8
 
@@ -151,7 +151,7 @@ def _parts(path: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     # words hold the zeros of eight channels, the first in the lowest bits
     padded = zeros.new_zeros(zeros.shape[1], -(-zeros.shape[0] // _PER_WORD) * _PER_WORD)
     padded[:, : zeros.shape[0]] = zeros.t()
-    packed_zeros = (padded[:, 0::2] | padded[:, 1::2] << 4).contiguous().view(torch.int32).t().contiguous()
+    packed_zeros = pack_nibbles(padded).contiguous().view(torch.int32).t().contiguous()
     return {
         f"{path}.weight_packed": weight.codes.contiguous().view(torch.int32),
         f"{path}.weight_scale": scales.bfloat16().contiguous(),

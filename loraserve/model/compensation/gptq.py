@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loraserve.errors import ModelError
 from loraserve.model.config.formats import INT4_GROUP_SIZE
-from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.cpu import threads
 
@@ -61,7 +61,7 @@ def compensate(weight: Tensor, inverse: Tensor, rotation: int) -> QuantizedWeigh
     packed = codes.t().contiguous()
     return QuantizedWeight(
         "int4",
-        packed[:, 0::2] | packed[:, 1::2] << 4,
+        pack_nibbles(packed),
         scales.t(),
         zeros.t().to(torch.uint8),
         INT4_GROUP_SIZE,

@@ -169,8 +169,7 @@ def _activations(group: QuantizationFields, kind: str, can_round: bool) -> tuple
     FP8 weights stand in checkpoints whose activations are to be rounded to FP8 too, so that the
     GPU's FP8 products can be used. Here the activations keep their precision, as in vLLM on a GPU
     without FP8. int8 activations by token are what our kernels round too; those with a scale of the
-    whole tensor, or with zeros, keep their precision, which is closer to the weights' meaning than
-    another rounding.
+    whole tensor, or with zeros, are treated as a checkpoint's that asks for none.
 
     Args:
         can_round: whether kernels round rows to int8 with this group's weights.
@@ -188,7 +187,7 @@ def _activations(group: QuantizationFields, kind: str, can_round: bool) -> tuple
     if kind == "int" and can_round and (strategy, is_dynamic, is_symmetric) == ("token", True, True):
         return False, True
     logger.warning(
-        "config.json: %s asks for %s activations%s, which this server doesn't round; weights are used as stored",
+        "config.json: %s asks for %s activations%s, which this server doesn't round so; weights are used as stored",
         activations.path,
         "FP8" if kind == "float" else "int8",
         "" if is_dynamic else " with a stored scale",

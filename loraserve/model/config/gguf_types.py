@@ -54,6 +54,10 @@ TYPES: Mapping[int, TensorType] = {
 """Types by their number in a file, which may hold others that aren't read."""
 
 
+FLOAT_TYPES = ("F32", "F16", "BF16")
+"""Types whose numbers are stored one by one, named as safetensors names their dtypes."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
     """Format that a type's blocks become: the smallest of the kernels' that holds their codes.

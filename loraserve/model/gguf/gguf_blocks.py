@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loraserve.model.config.gguf_types import BLOCK_FORMATS
-from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -48,7 +48,7 @@ def unpack_blocks(raw: Tensor, type_name: str, in_features: int) -> QuantizedWei
         scales, zeros = _scales_and_zeros(scales, groups.minima)
     codes = codes.view(rows, in_features)
     if form.format == "int4":
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        codes = pack_nibbles(codes)
     elif zeros is not None:
         # a code of int8 with zeros stands for its value and 128
         codes = (codes ^ 0x80).view(torch.int8)

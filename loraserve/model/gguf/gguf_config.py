@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loraserve.errors import ModelError
+from loraserve.model.config.architectures import Architecture, Window
+from loraserve.model.config.gguf_types import FLOAT_TYPES
 from loraserve.model.gguf.gguf_file import Gguf
-from loraserve.model.gguf.gguf_layout import ROPE_FACTORS, architecture_of, head_counts, place_tensors
+from loraserve.model.gguf.gguf_layout import ROPE_FACTORS, architecture_of, place_tensors
 
-FLOAT_TYPES = ("F32", "F16", "BF16")
 _LLAMA3: Sequence[Mapping[str, Any]] = tuple(
     {
         "rope_type": "llama3",
@@ -25,6 +26,7 @@ _LLAMA3: Sequence[Mapping[str, Any]] = tuple(
 """Scalings that Llama 3.1, 3.2 and 4 were published with."""
 _FACTORS_TOLERANCE = 1e-3
 _LAYERS_OF_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
+"""Layers of the models whose scores have another scale than those of their family."""
 
 
 def make_config(gguf: Gguf) -> dict[str, Any]:
@@ -35,36 +37,36 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
     Raises:
         UnknownArchitecture, ModelError: what isn't implemented, or is missing.
     """
-    architecture, metadata = architecture_of(gguf), _Metadata(gguf)
+    architecture = architecture_of(gguf)
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{gguf.files[0]} has no embedding, token_embd.weight.", hint="Give a file with a whole base.")
-    (heads, kv_heads), context = head_counts(gguf), metadata.count("context_length")
-    hidden = metadata.count("embedding_length")
+    heads = gguf.count("attention.head_count")
+    hidden = gguf.count("embedding_length")
     config: dict[str, Any] = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": metadata.count("feed_forward_length"),
-        "num_hidden_layers": metadata.count("block_count"),
+        "intermediate_size": gguf.count("feed_forward_length"),
+        "num_hidden_layers": gguf.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": metadata.count("attention.key_length", hidden // heads),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": context,
-        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
+        "num_key_value_heads": gguf.count("attention.head_count_kv", heads),
+        "head_dim": gguf.count("attention.key_length", hidden // heads),
+        "rms_norm_eps": gguf.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": gguf.count("context_length"),
+        "rope_theta": gguf.number("rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": "float32",
     }
-    value_length = metadata.count("attention.value_length", config["head_dim"])
+    value_length = gguf.count("attention.value_length", config["head_dim"])
     if value_length != config["head_dim"]:
-        raise metadata.refusal("attention.value_length", str(config["head_dim"]))
-    rotated = metadata.count("rope.dimension_count", config["head_dim"])
+        raise gguf.refusal("attention.value_length", str(config["head_dim"]))
+    rotated = gguf.count("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         config["partial_rotary_factor"] = rotated / config["head_dim"]
-    config |= _biases(gguf) | _scales(metadata) | _window(metadata, architecture.name) | _experts(metadata)
-    scaling = _rope_scaling(gguf, metadata, config)
+    config |= _biases(gguf) | _scales(gguf) | _window(gguf, architecture) | _experts(gguf)
+    scaling = _rope_scaling(gguf, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
     types = {
@@ -77,60 +79,6 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
     return config
 
 
-class _Metadata:
-    """A file's values about its base, whose keys begin with its architecture."""
-
-    def __init__(self, gguf: Gguf) -> None:
-        self._gguf = gguf
-        self._prefix = f"{gguf.metadata['general.architecture']}."
-
-    def get(self, name: str) -> Any:
-        return self._gguf.metadata.get(self._prefix + name)
-
-    def refusal(self, name: str, expected: str) -> ModelError:
-        return ModelError(
-            f"{self._gguf.files[0]}: {self._prefix}{name} is {str(self.get(name))[:200]}; only {expected} is "
-            "implemented."
-        )
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a number above 0, the same for each layer.
-
-        Raises:
-            ModelError: it is missing and has no default, or is something else.
-        """
-        value = self.get(name)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refusal(name, "a number above 0, the same in each layer,")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number; one of float32 as the shortest decimal that means it.
-
-        Raises:
-            ModelError: as `count`.
-        """
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.refusal(name, "a finite number")
-        return shortest(value)
-
-
-def shortest(value: float) -> float:
-    """Return the number of the fewest digits that float32 rounds to this one."""
-    for digits in range(1, 10):
-        near = float(f"{value:.{digits}g}")
-        if struct.pack("<f", near) == struct.pack("<f", value):
-            return near
-    return value
-
-
 def _biases(gguf: Gguf) -> dict[str, Any]:
     """Return the flags of biases, of those architectures that ask for them."""
     return {
@@ -139,7 +87,7 @@ def _biases(gguf: Gguf) -> dict[str, Any]:
     }
 
 
-def _scales(metadata: _Metadata) -> dict[str, Any]:
+def _scales(gguf: Gguf) -> dict[str, Any]:
     names = {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -148,28 +96,32 @@ def _scales(metadata: _Metadata) -> dict[str, Any]:
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     }
-    return {ours: metadata.number(name) for name, ours in names.items() if metadata.get(name) is not None}
+    return {ours: gguf.number(name) for name, ours in names.items() if gguf.value(name) is not None}
 
 
-def _window(metadata: _Metadata, architecture: str) -> dict[str, Any]:
-    window = metadata.get("attention.sliding_window")
-    found: dict[str, Any] = {"sliding_window": None if not window else metadata.count("attention.sliding_window")}
-    if architecture in _LAYERS_OF_27B:
+def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
+    found: dict[str, Any] = {"sliding_window": None}
+    if gguf.value("attention.sliding_window"):
+        if architecture.window not in (Window.EVERY_LAYER, Window.BY_PATTERN):
+            # files don't say which layers have it
+            raise gguf.refusal("attention.sliding_window", "none")
+        found["sliding_window"] = gguf.count("attention.sliding_window")
+    if architecture.name in _LAYERS_OF_27B:
         # files don't say it; the largest published models have another scale than the others
-        scalar = metadata.count("attention.key_length", 256)
-        if metadata.count("block_count") == _LAYERS_OF_27B[architecture]:
-            scalar = metadata.count("embedding_length") // metadata.count("attention.head_count")
+        scalar = gguf.count("attention.key_length", 256)
+        if gguf.count("block_count") == _LAYERS_OF_27B[architecture.name]:
+            scalar = gguf.count("embedding_length") // gguf.count("attention.head_count")
         found["query_pre_attn_scalar"] = scalar
     return found
 
 
-def _experts(metadata: _Metadata) -> dict[str, Any]:
-    if not metadata.get("expert_count"):
+def _experts(gguf: Gguf) -> dict[str, Any]:
+    if not gguf.value("expert_count"):
         return {}
-    inner = metadata.count("expert_feed_forward_length", metadata.count("feed_forward_length"))
-    number, chosen = metadata.count("expert_count"), metadata.count("expert_used_count")
-    if metadata.get("expert_shared_count"):
-        raise metadata.refusal("expert_shared_count", "0")
+    inner = gguf.count("expert_feed_forward_length", gguf.count("feed_forward_length"))
+    number, chosen = gguf.count("expert_count"), gguf.count("expert_used_count")
+    if gguf.value("expert_shared_count"):
+        raise gguf.refusal("expert_shared_count", "0")
     return {
         "num_local_experts": number,
         "num_experts": number,
@@ -180,7 +132,7 @@ def _experts(metadata: _Metadata) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(gguf: Gguf, metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(name.startswith("rope_factors_") for name in gguf.tensors):
         raise ModelError(
             f"{gguf.files[0]} has rope_factors_long, a longrope whose settings the file doesn't hold.",
@@ -188,16 +140,16 @@ def _rope_scaling(gguf: Gguf, metadata: _Metadata, config: Mapping[str, Any]) ->
         )
     if ROPE_FACTORS in gguf.tensors:
         return _llama3_scaling(gguf, config)
-    kind = metadata.get("rope.scaling.type")
+    kind = gguf.value("rope.scaling.type")
     if kind in (None, "none"):
         return None
-    factor = metadata.number("rope.scaling.factor")
+    factor = gguf.number("rope.scaling.factor")
     if kind == "linear":
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        original = metadata.count("rope.scaling.original_context_length")
+        original = gguf.count("rope.scaling.original_context_length")
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise metadata.refusal("rope.scaling.type", "linear or yarn")
+    raise gguf.refusal("rope.scaling.type", "linear or yarn")
 
 
 def _llama3_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any]:

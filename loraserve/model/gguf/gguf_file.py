@@ -6,6 +6,7 @@ Reads no weight and imports no torch. Source: the format's description
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -71,6 +72,60 @@ class Gguf:
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """Name of its architecture, with which the keys of its base begin."""
+        return str(self.metadata.get("general.architecture"))
+
+    def value(self, name: str) -> Any:
+        """Return what the file says of its base under this name; None: nothing."""
+        return self.metadata.get(f"{self.architecture}.{name}")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a number above 0, the same for each layer.
+
+        Raises:
+            ModelError: it is missing and has no default, or is something else.
+        """
+        value = self.value(name)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(name, "a number above 0, the same in each layer,")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number; one of float32 as the shortest decimal that means it.
+
+        Raises:
+            ModelError: as `count`.
+        """
+        value = self.value(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.refusal(name, "a finite number")
+        return _shortest(value)
+
+    def refusal(self, name: str, expected: str) -> ModelError:
+        """Return the error of a value that isn't implemented."""
+        found = str(self.value(name))[:200]
+        return ModelError(
+            f"{self.files[0]}: {self.architecture}.{name} is {found}; only {expected} is implemented.",
+            hint="Give the Hugging Face directory of the base, or another file.",
+        )
+
+
+def _shortest(value: float) -> float:
+    """Return the number of the fewest digits that float32 rounds to this one."""
+    for digits in range(1, 10):
+        near = float(f"{value:.{digits}g}")
+        if struct.pack("<f", near) == struct.pack("<f", value):
+            return near
+    return value
 
 
 def is_gguf(path: Path) -> bool:

@@ -100,7 +100,7 @@ def find_layout(gguf: Gguf) -> GgufLayout:
     Raises:
         UnknownArchitecture: none is known for its `general.architecture`.
     """
-    name = str(gguf.metadata.get("general.architecture"))
+    name = gguf.architecture
     if name not in LAYOUTS:
         raise UnknownArchitecture(
             f"{gguf.files[0]} has the architecture {name[:200]!r} (general.architecture); expected one of "
@@ -126,32 +126,10 @@ def architecture_of(gguf: Gguf) -> Architecture:
     name = layout.with_experts if is_mixture else layout.architecture
     if name is None:
         raise UnknownArchitecture(
-            f"{gguf.files[0]} has experts, which aren't implemented for {gguf.metadata['general.architecture']}.",
+            f"{gguf.files[0]} has experts, which aren't implemented for {gguf.architecture}.",
             hint="Choose a base without experts.",
         )
     return ARCHITECTURES[name]
-
-
-def head_counts(gguf: Gguf) -> tuple[int, int]:
-    """Return the numbers of heads, and of those that keys and values have.
-
-    Raises:
-        ModelError: they aren't numbers, or differ between layers.
-    """
-    prefix = f"{gguf.metadata.get('general.architecture')}.attention.head_count"
-    heads = _same(gguf, prefix, gguf.metadata.get(prefix))
-    return heads, _same(gguf, f"{prefix}_kv", gguf.metadata.get(f"{prefix}_kv", heads))
-
-
-def _same(gguf: Gguf, key: str, value: object) -> int:
-    if isinstance(value, list) and value and all(item == value[0] for item in value):
-        value = value[0]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(
-            f"{gguf.files[0]}: {key} is {str(value)[:200]}; only a number above 0, the same in each layer, is "
-            "implemented."
-        )
-    return value
 
 
 def place_tensors(gguf: Gguf) -> Iterator[PlacedTensor]:
@@ -161,7 +139,8 @@ def place_tensors(gguf: Gguf) -> Iterator[PlacedTensor]:
         UnknownArchitecture: as `find_layout`.
         ModelError: a tensor has a name that the architecture doesn't.
     """
-    num_heads, num_kv_heads = head_counts(gguf)
+    num_heads = gguf.count("attention.head_count")
+    num_kv_heads = gguf.count("attention.head_count_kv", num_heads)
     layout, architecture = find_layout(gguf), architecture_of(gguf)
     whole = {"token_embd.weight": architecture.embedding, "output.weight": architecture.head}
     names = {**_LINEARS, **layout.names}

@@ -30,6 +30,7 @@ from loraserve_kernels.common.arithmetic import (
     activation_rounding,
     rotated_name,
 )
+from loraserve_kernels.common.formats import ROUNDED_IN_GROUPS
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize, unpermute
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import row_blocks
@@ -130,7 +131,7 @@ def make_linear(
     if isinstance(weight, QuantizedWeight):
         if weight.permutation is not None:
             # a group of the weight's inputs isn't one of x, whose groups references round
-            by_row = frozenset(format for format in rounded if not format.endswith("-g32"))
+            by_row = frozenset(rounded) - ROUNDED_IN_GROUPS
             ordered = make_linear(weight.without_permutation, bias, quantize=quantize, dtype=dtype, rounded=by_row)
             return PermutedLinear(ordered, weight.permutation)
         format = weight_format(weight, rounded=rounded)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import dequantized, write_gguf
 from real_model import find_real_model
 from stored_words import save_awq, save_gptq
 from transformers import AutoModelForCausalLM
 
 from benchmarks.formats import FORMATS
 from benchmarks.quality import compare, cut, load, logits_of, measure, prose
+from loraserve.model.checkpoint.source import local_model_dir
 from loraserve.model.compensation.quantizing import quantize_checkpoint
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import QuantizeRequest
@@ -61,6 +63,26 @@ def test_words_of_codes_equal_the_weights_they_mean(
         for window in windows[::4]:
             ours, theirs = PagedRun(decoder).logits(window, [WIDTH]), meant(torch.tensor([window])).logits[0]
             assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def test_gguf_keeps_stored_weights(
+    base: Path, windows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    file = write_gguf(model, tmp_path / "base.gguf", "Q4_1")
+    folder, meant = local_model_dir(file), dequantized(model, "Q4_1")
+    # scales are float32 where activations are
+    for activations, bound, size in (("float", 1e-6, 1.2), ("auto", 0.005, 1.15)):
+        decoder = load(folder, replace(FORMATS["float32"], activations=activations), WIDTH)
+        assert decoder.spec.size_bytes < size * file.stat().st_size
+        with torch.inference_mode():
+            losses = []
+            for window in windows[::4]:
+                ours = PagedRun(decoder).logits(window, [WIDTH]).log_softmax(-1)
+                theirs = meant(torch.tensor([window])).logits[0].log_softmax(-1)
+                losses.append((theirs.exp() * (theirs - ours)).sum(-1).mean())
+            assert torch.stack(losses).mean() < bound, activations
 
 
 BOUNDS = {"int8": (0.008, 8.1), "int8-float": (0.008, 8.1), "int4-rounded": (0.5, 5.0)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.common.quantized import QuantizedWeight, pack_nibbles, unpack_nibbles
 from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.cpu.linear.widen import widen
@@ -166,11 +166,7 @@ def unpack(weight: DecodedWeight, start: int, end: int) -> Tensor:
     The kernels scale the sum of a group, so a product differs from this by the rounding of the sums
     alone.
     """
-    from loraserve_kernels.cpu.linear.tiles.tile import TILE
-
-    first = start // TILE
-    tiles = weight.codes[first : -(-end // TILE)]
-    codes = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    codes = channels_between(weight.codes, start, end)
     zeros = None if weight.zeros is None else weight.zeros[:, start:end]
     return _widened(weight, codes, weight.scales[:, start:end], zeros)
 
@@ -274,14 +270,14 @@ def byte_runs(codes: Tensor) -> Tensor:
     Args:
         codes: [out_features, in_features / 2] uint8, neighbours in a byte.
     """
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1, 2, 4)
+    nibbles = unpack_nibbles(codes).view(codes.shape[0], -1, 2, 4)
     return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).contiguous().view(torch.int32)[..., 0]
 
 
 def of_byte_runs(runs: Tensor) -> Tensor:
     """Return the codes that `byte_runs` was given."""
     codes = _unpacked(runs.contiguous().view(torch.uint8))
-    return codes[:, 0::2] | codes[:, 1::2] << 4
+    return pack_nibbles(codes)
 
 
 def _unpacked(runs: Tensor) -> Tensor:
@@ -309,11 +305,7 @@ def pack_group_dot(weight: QuantizedWeight) -> GroupDotWeight:
 
 def unpack_group_dot(weight: GroupDotWeight, start: int, end: int) -> Tensor:
     """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
-    from loraserve_kernels.cpu.linear.tiles.tile import TILE
-
-    first = start // TILE
-    tiles = weight.codes[first : -(-end // TILE)]
-    runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    runs = channels_between(weight.codes, start, end)
     codes = _unpacked(runs.view(torch.uint8)).float()
     groups = codes.view(end - start, -1, weight.group_size) - weight.zeros[:, start:end].t()[..., None]
     scales = weight.scales[:, start:end].t().float()
@@ -457,6 +449,15 @@ def tiles_of(codes: Tensor) -> Tensor:
     if channels > whole * TILE:
         tiles[whole, :, : channels - whole * TILE] = codes[whole * TILE :].t()
     return tiles
+
+
+def channels_between(tiles: Tensor, start: int, end: int) -> Tensor:
+    """Return neighbouring channels, [end - start, width], of [tiles, width, channels of a tile]."""
+    from loraserve_kernels.cpu.linear.tiles.tile import TILE
+
+    first = start // TILE
+    some = tiles[first : -(-end // TILE)]
+    return some.mT.reshape(-1, some.shape[1])[start - first * TILE : end - first * TILE].contiguous()
 
 
 def channels_of(tiles: Tensor, channels: Tensor) -> Tensor:

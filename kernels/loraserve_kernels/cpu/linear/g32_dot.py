@@ -106,11 +106,7 @@ def pack(weight: QuantizedWeight) -> G32Weight:
 
 def unpack(weight: G32Weight, start: int, end: int) -> Tensor:
     """Return these rows of the weight as it is multiplied, [end - start, in_features] float32."""
-    from loraserve_kernels.cpu.linear.tiles.tile import TILE
-
-    first = start // TILE
-    tiles = weight.codes[first : -(-end // TILE)]
-    runs = tiles.mT.reshape(-1, tiles.shape[1])[start - first * TILE : end - first * TILE].contiguous()
+    runs = decoded.channels_between(weight.codes, start, end)
     zeros = None if weight.zeros is None else weight.zeros[:, start:end]
     return _widened(weight, runs, weight.scales[:, start:end], zeros)
 

@@ -43,6 +43,16 @@ class ImagesAndText(nn.Module):
         self.language_model = decoder()
 
 
+class TextModel(nn.Module):
+    """The shape of Idefics' and SmolVLM's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        plain = decoder()
+        self.model, self.lm_head = nn.Module(), plain.lm_head
+        self.model.text_model = plain.model
+
+
 class NewerImagesAndText(nn.Module):
     """The shape of Qwen2.5-VL's and newer Gemma 3's models."""
 
@@ -64,7 +74,7 @@ def trained(model: nn.Module, **config: Any) -> Any:
 
 
 def plain(name: str) -> str:
-    for word in ("_orig_mod.", "_checkpoint_wrapped_module.", "language_model."):
+    for word in ("_orig_mod.", "_checkpoint_wrapped_module.", "language_model.", "text_model."):
         name = name.replace(word, "")
     return name.replace("model.model.model.", "model.model.")
 
@@ -104,6 +114,7 @@ def expected(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> AdapterIR:
 WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torch.compile": (lambda: compiled_layers(decoder()), "left out _orig_mod, torch.compile's"),
     "images": (ImagesAndText, "left out language_model, the decoder's path in a model of images and text"),
+    "text model": (TextModel, "left out text_model, the decoder's path in a model of images and text"),
     "newer images": (NewerImagesAndText, "left out language_model, the decoder's path in a model of images and text"),
 }
 
@@ -118,7 +129,7 @@ def test_wrapped_model_gives_the_plain_adapter(
     assert found.renames == (note,)
 
 
-def test_targets_match_by_the_path_that_was_trained(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
+def test_target_patterns_match_trained_paths(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
     adapted = trained(
         ImagesAndText(),
         target_modules=EXPRESSION,
@@ -129,7 +140,7 @@ def test_targets_match_by_the_path_that_was_trained(tmp_path: Path, make_base: C
     assert {m.module for m in found.modules} == {"q_proj", "down_proj"}
 
 
-def test_tensors_of_a_running_model_are_the_saved_ones(
+def test_running_model_gives_the_plain_adapter(
     tmp_path: Path, expected: AdapterIR, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapted = trained(decoder())
@@ -151,7 +162,7 @@ def test_tensors_of_a_running_model_are_the_saved_ones(
     assert open_adapter(config, weights, make_base()).renames == ()
 
 
-def test_parameters_of_checkpointed_layers_are_the_saved_ones(
+def test_checkpointed_layers_give_the_plain_adapter(
     tmp_path: Path, expected: AdapterIR, make_base: Callable[..., BaseSpec]
 ) -> None:
     config, _ = saved(trained(decoder()), tmp_path / "plain")
@@ -163,7 +174,22 @@ def test_parameters_of_checkpointed_layers_are_the_saved_ones(
     assert "left out _checkpoint_wrapped_module, activation checkpointing's" in found.renames
 
 
-def test_tensor_that_is_there_twice_is_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
+def test_names_of_fsdp_are_left_out(tmp_path: Path, expected: AdapterIR, make_base: Callable[..., BaseSpec]) -> None:
+    config, _ = saved(trained(decoder()), tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    sharded = {name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."): t for name, t in tensors.items()}
+    found = open_adapter(config, save(sharded), make_base())
+    assert_same(found, expected)
+    assert found.renames == ("left out _fsdp_wrapped_module, FSDP's",)
+
+
+def test_foreign_names_are_refused_as_written(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
+    config, _ = saved(trained(decoder()), tmp_path / "plain")
+    with pytest.raises(AdapterRejected, match=r"'lora_unet_down_blocks\.lora_down\.weight' doesn't begin with"):
+        open_adapter(config, save({"lora_unet_down_blocks.lora_down.weight": torch.zeros(4, 32)}), make_base())
+
+
+def test_duplicate_tensor_is_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
     config, _ = saved(trained(decoder()), tmp_path / "plain")
     tensors = load_file(tmp_path / "plain" / "adapter_model.safetensors")
     name = next(iter(tensors))
@@ -172,7 +198,7 @@ def test_tensor_that_is_there_twice_is_refused(tmp_path: Path, make_base: Callab
         open_adapter(config, save(tensors), make_base())
 
 
-def test_linears_of_an_image_tower_are_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
+def test_image_towers_linears_are_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
     config, _ = saved(trained(ImagesAndText()), tmp_path / "wrapped")
     tensors = load_file(tmp_path / "wrapped" / "adapter_model.safetensors")
     name = "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"

@@ -98,7 +98,7 @@ def make_engine(world: World) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Subject]]:
-    """Those of each whole pass over the base's weights.
+    """Note the subjects of each whole pass over the base's weights.
 
     A pass on a starved idle thread is given up and begun again on another: it isn't one of them.
     """

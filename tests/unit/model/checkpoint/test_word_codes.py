@@ -465,7 +465,7 @@ def test_rows_are_rounded_in_groups_by_default(tmp_path: Path, save: Any) -> Non
 
 @pytest.mark.parametrize("layout", ["gptq", "awq", "fp8"])
 def test_precision_of_words_is_that_of_the_dequantized_base(tmp_path: Path, layout: str) -> None:
-    """What `loraserve doctor --precision` measures; certificates compare with the same base."""
+    """`loraserve doctor --precision` measures it; certificates compare with the same base."""
     trained = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
     if layout == "gptq":
         save_gptq(trained, tmp_path, desc_act=True)

@@ -138,7 +138,7 @@ def test_method_that_isnt_read_is_named_with_cure(method: str) -> None:
 
 
 def test_methods_of_transformers_are_read_or_refused() -> None:
-    """Those that the hub has few checkpoints of are refused with the list of what is read."""
+    """Methods of few checkpoints on the hub are refused with the list of what is read."""
     rare = {"gemma", "metal", "fouroversix", "sinq"}
     known = {*REFUSED, *METHODS, *rare}
     assert {method.value for method in QuantizationMethod} <= known

@@ -10,14 +10,22 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from gguf_files import dequantized, words, write_gguf
+from rank_pool import RankPool
 
 from loraserve.errors import LoraserveError
-from loraserve.model.checkpoint.blueprint import check_gpu_blocks
+from loraserve.model.checkpoint.blueprint import check_gpu_blocks, draw
+from loraserve.model.checkpoint.cutting import check_grid
+from loraserve.model.checkpoint.headers import read_headers
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.checkpoint.source import resolve_model_dir
+from loraserve.model.config.gguf_types import TYPES
 from loraserve.model.config.model_config import read_config
+from loraserve.model.gguf.gguf_config import make_config
+from loraserve.model.gguf.gguf_file import Gguf, GgufTensor
+from loraserve.model.parallel.grid import Grid
 
 from ..conftest import PagedRun, build_model, load, random_tokens, reference_logits, save_model
+from ..parallel.test_architectures import logits
 from .test_gguf_blocks import random_rows
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 301}
@@ -137,7 +145,7 @@ def test_types_of_large_blocks_are_served(name: str, tmp_path: Path) -> None:
     assert difference(file, model) < 1e-4
 
 
-def test_gpu_refuses_types_that_it_has_no_kernel_for(tmp_path: Path) -> None:
+def test_gpu_refuses_types_without_kernel(tmp_path: Path) -> None:
     folder = resolve_model_dir(str(write_gguf(built("llama"), tmp_path / "base.gguf", "Q4_1")))
     with pytest.raises(LoraserveError, match="weights in Q4_1, which aren't served on GPUs yet"):
         check_gpu_blocks(read_config(folder).quantization)
@@ -191,6 +199,34 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
     assert difference(folder, dequantized(model, "Q8_0")) < 1e-4
 
 
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_1"])
+def test_ranks_answer_as_one_process(form: str, tmp_path: Path, rank_pool: RankPool) -> None:
+    model = built("llama tied", hidden_size=128, intermediate_size=128)
+    folder = resolve_model_dir(str(write_gguf(model, tmp_path / "base.gguf", form)))
+    expected = logits(load(folder, activation_dtype="float"))
+    with rank_pool.load(folder, 2, activation_dtype="float") as base:
+        for got, wanted in zip(logits(base), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_ranks_cut_no_group(tmp_path: Path) -> None:
+    folder = resolve_model_dir(str(write_gguf(built("llama"), tmp_path / "base.gguf", "Q8_0")))
+    blueprint = draw(read_config(folder), read_headers(folder), "none")
+    with pytest.raises(LoraserveError, match=r"48 inputs of .*down_proj, whose scales are of groups of 32"):
+        check_grid(blueprint, Grid(2, 1))
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(26, 256), (46, 144)])
+def test_gemmas_scores_have_published_scale(layers: int, scalar: int, tmp_path: Path) -> None:
+    sizes = {"block_count": layers, "embedding_length": 4608, "attention.head_count": 32, "feed_forward_length": 64}
+    settings = {"attention.key_length": 256, "attention.value_length": 256, "context_length": 128}
+    metadata = {f"gemma2.{name}": value for name, value in {**sizes, **settings}.items()}
+    metadata |= {"general.architecture": "gemma2", "gemma2.attention.layer_norm_rms_epsilon": 1e-6}
+    table = GgufTensor("token_embd.weight", TYPES[0], (8, 4608), 0, 0, tmp_path)
+    config = make_config(Gguf((tmp_path,), metadata, {table.name: table}))
+    assert config["query_pre_attn_scalar"] == scalar
+
+
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     folder.mkdir()
@@ -200,7 +236,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         resolve_model_dir(str(first))
 
 
-def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     file = write_gguf(built("llama"), tmp_path / "base.gguf")
     folder = resolve_model_dir(str(file))
     file.unlink()
@@ -216,7 +252,7 @@ def test_folder_with_one_file_is_a_base(tmp_path: Path) -> None:
     assert read_config(resolve_model_dir(str(tmp_path))).hidden_size == 64
 
 
-def test_folder_with_safetensors_is_its_own_base(tmp_path: Path) -> None:
+def test_safetensors_go_before_gguf(tmp_path: Path) -> None:
     write_gguf(built("llama"), tmp_path / "base.gguf")
     save_model(built("llama"), tmp_path)
     assert resolve_model_dir(str(tmp_path)) == tmp_path
@@ -239,12 +275,15 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
     assert difference(write_gguf(model, file), model) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["rope.scaling.type", "tokenizer.ggml.pre", "attention.value_length"])
-def test_setting_that_is_not_implemented_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["rope.scaling.type", "tokenizer.ggml.pre", "attention.value_length", "sliding_window"]
+)
+def test_unknown_setting_is_refused(name: str, tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "rope.scaling.type": {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
         "tokenizer.ggml.pre": {"tokenizer.ggml.pre": "superbpe"},
         "attention.value_length": {"llama.attention.value_length": 16},
+        "sliding_window": {"llama.attention.sliding_window": 64},
     }
     file = write_gguf(built("llama"), tmp_path / "base.gguf", metadata=values[name])
     with pytest.raises(LoraserveError, match=name):

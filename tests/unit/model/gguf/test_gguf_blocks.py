@@ -18,7 +18,7 @@ HALVES = {
     "Q3_K": (108,),
     "Q6_K": (208,),
 }
-"""Where a block has its float16 numbers: random bytes would be infinite there."""
+"""Places of a block's float16 numbers: random bytes would be infinite there."""
 
 
 def random_rows(name: str, rows: int = 7, width: int = 512, *, scale: float = 0.01, seed: int = 0) -> np.ndarray:
