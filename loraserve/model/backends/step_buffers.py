@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from loraserve.model.backends.step_sizes import SMALLEST_GROUP
-from loraserve.model.layers.linears import Int8Linear, JoinedLinear, Linear, own_weight
+from loraserve.model.layers.linears import JoinedLinear, Linear, own_weight
+from loraserve.model.layers.quantized_linears import Int8Linear
 from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import DotWeight, GroupDotWeight, code_offset
 from loraserve_kernels.cpu.linear.g32_dot import G32Weight

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.errors import InvariantViolation
-from loraserve.model.layers.linears import G32Linear, Linear, PackedLinear, float_rows
+from loraserve.model.layers.linears import Linear, float_rows
+from loraserve.model.layers.quantized_linears import G32Linear, PackedLinear
 from loraserve_kernels.common.quantized import QuantizedWeight
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu.linear import decoded, g32_dot

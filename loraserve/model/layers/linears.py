@@ -11,7 +11,6 @@ batch either.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,48 +18,37 @@ from torch import Tensor
 
 from loraserve.errors import ConfigError, ModelError
 from loraserve.model.config.formats import group_size
+from loraserve.model.layers.quantized_linears import G32Linear, Int4Linear, Int8Linear, PackedLinear, bias_bytes
 from loraserve_kernels.common.arithmetic import (
     FLOATS,
     GROUPS,
     LEVELS,
     W4A8_ROW,
-    WEIGHT_ONLY,
     ActivationRounding,
     Arithmetic,
     activation_rounding,
-    rotated_name,
 )
 from loraserve_kernels.common.formats import ROUNDED_IN_GROUPS
 from loraserve_kernels.common.quantized import FORMATS, QuantizedWeight, quantize, unpermute
-from loraserve_kernels.common.rotation import rotate
 from loraserve_kernels.common.row_blocks import row_blocks
 from loraserve_kernels.cpu import instructions
-from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.candidates import weight_format
 from loraserve_kernels.cpu.linear.chooser import chooser
 from loraserve_kernels.cpu.linear.decoded import (
     DecodedWeight,
     DotWeight,
     GroupDotWeight,
-    pack_group_dot,
-    unpack_group_dot,
 )
 from loraserve_kernels.cpu.linear.g32_dot import G32Weight
 from loraserve_kernels.cpu.linear.gemm import (
     HalfWeight,
-    Int8Weight,
     blocks_in_place,
     float_linear,
     half_linear,
     half_rows,
-    int4_linear,
-    int8_linear,
     pack_float,
     pack_half,
-    pack_int8,
-    unpack_int8,
 )
-from loraserve_kernels.cpu.linear.packed_linear import PackedWeight, pack_quantized, packed_linear
 from loraserve_kernels.errors import InvalidWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -208,7 +196,7 @@ class Float32Linear:
         self._weight = pack_float(weight)
         self._blocks = blocks_in_place(self._weight, weight)
         self.bias, self.out_features = bias, weight.shape[0]
-        self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
+        self.num_bytes = self._weight.num_bytes + bias_bytes(bias)
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
@@ -252,7 +240,7 @@ class HalfLinear:
         self._arithmetic = chooser().choose(format, *weight.shape).arithmetic
         self._weight: HalfWeight = pack_half(weight, dtype, self._arithmetic.kernel)
         self.bias, self.out_features = half_bias(bias, self._arithmetic), weight.shape[0]
-        self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
+        self.num_bytes = self._weight.num_bytes + bias_bytes(bias)
 
     @property
     def arithmetics(self) -> tuple[Arithmetic, ...]:
@@ -272,130 +260,6 @@ class HalfLinear:
             return
         for first, last in row_blocks(start, end, self._weight.in_features):
             yield half_rows(self._weight, first, last)
-
-
-def _rotated(arithmetic: Arithmetic, block: int) -> Arithmetic:
-    return replace(arithmetic, name=rotated_name(arithmetic.name, block))
-
-
-class Int8Linear:
-    """int8 weights by output channel, x in int8 by row; both rotated where the weight is.
-
-    Attributes:
-        rotation: inputs of the Hadamard block; 0: there's none.
-    """
-
-    __slots__ = ("_arithmetic", "_weight", "bias", "num_bytes", "out_features", "rotation")
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
-        self._arithmetic, self.rotation = _rotated(arithmetic, weight.rotation), weight.rotation
-        scales = weight.scales.flatten()
-        self._weight: Int8Weight = pack_int8(weight.codes, scales, arithmetic.kernel, weight.rotation)
-        self.bias, self.out_features = bias, weight.out_features
-        self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
-
-    @property
-    def arithmetics(self) -> tuple[Arithmetic, ...]:
-        return (self._arithmetic,)
-
-    @property
-    def own_weight(self) -> DotWeight | None:
-        """Weight as our own kernels multiply it; None where a library does."""
-        return self._weight.packed if self._weight.kernel == "numba-dot" else None
-
-    def __call__(self, x: Tensor, tops: Tensor | None = None) -> Tensor:
-        """Return the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
-        return int8_linear(x, self._weight, self.bias, tops)
-
-    def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        codes = unpack_int8(self._weight)
-        for first, last in row_blocks(start, end, self._weight.in_features):
-            yield rotate(codes[first:last].float() * self._weight.scales[first:last, None], self.rotation)
-
-
-class Int4Linear:
-    """int4 weights in groups, x in int8 by row; both rotated where the weight is.
-
-    Attributes:
-        rotation: inputs of the Hadamard block; 0: there's none.
-    """
-
-    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight", "rotation")
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
-        self._arithmetic, self.rotation = _rotated(arithmetic, weight.rotation), weight.rotation
-        self.own_weight: GroupDotWeight = pack_group_dot(weight)
-        self.bias, self.out_features = bias, weight.out_features
-        self.num_bytes = self.own_weight.num_bytes + _num_bytes(bias)
-
-    @property
-    def arithmetics(self) -> tuple[Arithmetic, ...]:
-        return (self._arithmetic,)
-
-    def __call__(self, x: Tensor, tops: Tensor | None = None) -> Tensor:
-        """Return the product; `tops` as for `gemm.int8_linear`, where x is a part of each row."""
-        return int4_linear(x, self.own_weight, self.bias, tops)
-
-    def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        for first, last in row_blocks(start, end, self.own_weight.in_features):
-            yield unpack_group_dot(self.own_weight, first, last)
-
-
-class G32Linear:
-    """int4 or int8 weights, x in int8 in groups of 32 inputs, each with a scale of its own."""
-
-    __slots__ = ("_arithmetic", "bias", "num_bytes", "out_features", "own_weight")
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, arithmetic: Arithmetic) -> None:
-        self._arithmetic = arithmetic
-        self.own_weight: G32Weight = g32_dot.pack(weight)
-        self.bias, self.out_features = bias, weight.out_features
-        self.num_bytes = self.own_weight.num_bytes + _num_bytes(bias)
-
-    @property
-    def arithmetics(self) -> tuple[Arithmetic, ...]:
-        return (self._arithmetic,)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return g32_dot.linear(x, self.own_weight, self.bias)
-
-    def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        for first, last in row_blocks(start, end, self.own_weight.in_features):
-            yield g32_dot.unpack(self.own_weight, first, last)
-
-
-class PackedLinear:
-    """int4, nf4, fp8 or int8 weights, decoded or widened to float32 while they're multiplied.
-
-    x isn't rounded.
-    """
-
-    __slots__ = ("_weight", "bias", "num_bytes", "out_features")
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: str) -> None:
-        self._weight: PackedWeight = pack_quantized(weight, kernel)
-        self.bias, self.out_features = bias, weight.out_features
-        self.num_bytes = self._weight.num_bytes + _num_bytes(bias)
-
-    @property
-    def arithmetics(self) -> tuple[Arithmetic, ...]:
-        kernel = self._weight.kernel
-        isa = instructions.numba() if kernel == "numba" else instructions.onednn()
-        return (Arithmetic(WEIGHT_ONLY[self._weight.format], kernel, isa),)
-
-    @property
-    def own_weight(self) -> DecodedWeight | None:
-        """Weight as our own kernels multiply it.
-
-        None where a library does, or where rows are rotated before, which no kernel does in floats.
-        """
-        return None if self._weight.rotation else self._weight.decoded
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self._weight, self.bias)
-
-    def rows(self, start: int, end: int) -> Iterator[Tensor]:
-        return self._weight.rows(start, end)
 
 
 class PermutedLinear:
@@ -496,7 +360,3 @@ def own_weight(linear: Linear) -> OwnWeight | None:
     if isinstance(linear, Int8Linear | Int4Linear | G32Linear | PackedLinear | HalfLinear):
         return linear.own_weight
     return None
-
-
-def _num_bytes(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.nbytes
