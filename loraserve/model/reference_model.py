@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
-from loraserve.model.layers.experts import MixtureOfExperts
+from loraserve.model.layers.experts import Expert, MixtureOfExperts
 from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.layers.rotary import rope_frequencies
 from loraserve_kernels.common.arithmetic import ActivationRounding
@@ -357,13 +357,14 @@ class _Pass:
         config, architecture = self._config, self._config.architecture
         num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         q, k, v = self._linears(x, layer, {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv})
-        if architecture.has_qk_norm:
-            q = self._norm_heads(q, layer, architecture.q_norm)
-            k = self._norm_heads(k, layer, architecture.k_norm)
-        q, k, v = (y.view(y.shape[0], -1, config.head_dim) for y in (q, k, v))
+        if architecture.has_qk_norm and not architecture.is_qk_norm_after_rope:
+            q, k = self._norm_heads(q, layer, architecture.q_norm), self._norm_heads(k, layer, architecture.k_norm)
         rope = config.layer_ropes[layer]
         if rope is not None:
             q, k = self._rotate(q, rope), self._rotate(k, rope)
+        if architecture.is_qk_norm_after_rope:
+            q, k = self._norm_heads(q, layer, architecture.q_norm), self._norm_heads(k, layer, architecture.k_norm)
+        q, k, v = (y.view(y.shape[0], -1, config.head_dim) for y in (q, k, v))
         # each key and value serves a group of heads
         k, v = (y.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for y in (k, v))
         window = config.sliding_windows[layer]
@@ -383,12 +384,23 @@ class _Pass:
         return torch.einsum("hij,jhd->ihd", scores.masked_fill(is_hidden, -torch.inf).softmax(-1), v)
 
     def _rotate(self, x: Tensor, rope: int) -> Tensor:
+        """Return heads turned by their positions.
+
+        Args:
+            x: [num_tokens, num_heads * head_dim].
+        """
         config = self._config.ropes[rope]
+        x = x.view(x.shape[0], -1, self._config.head_dim)
         angles = self._positions.float()[:, None] * rope_frequencies(config, self._config.head_dim).to(self._device)
         cos, sin = ((y * config.attention_factor)[:, None] for y in (angles.cos(), angles.sin()))
         turning, still = x.tensor_split([2 * angles.shape[-1]], -1)
-        first, second = turning.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
+        if self._config.architecture.is_rope_interleaved:
+            first, second = turning[..., 0::2], turning[..., 1::2]
+            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+        else:
+            first, second = turning.chunk(2, -1)
+            turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((turned, still), -1).flatten(1)
 
     def _mlp(self, x: Tensor, layer: int) -> Tensor:
         mixture = self._base.experts(layer)
@@ -399,7 +411,7 @@ class _Pass:
         return self._linear(self._activate(gate) * up, layer, "down_proj")
 
     def _mix(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
-        """Return the chosen experts' outputs, weighted.
+        """Return the chosen experts' outputs and the shared one's, weighted.
 
         No adapter acts on them.
         """
@@ -414,9 +426,14 @@ class _Pass:
             rows = chosen[:, i].nonzero()[:, 0]
             if not len(rows):
                 continue
-            gate, up = self._multiply_by(x[rows], expert.gate_up).chunk(2, 1)
-            out[rows] += weights[rows, i : i + 1] * self._multiply_by(self._activate(gate) * up, expert.down)
+            out[rows] += weights[rows, i : i + 1] * self._expert(x[rows], expert)
+        if mixture.shared is not None:
+            out += self._multiply_by(x, mixture.shared.gate).sigmoid() * self._expert(x, mixture.shared.expert)
         return out
+
+    def _expert(self, x: Tensor, expert: Expert) -> Tensor:
+        gate, up = self._multiply_by(x, expert.gate_up).chunk(2, 1)
+        return self._multiply_by(self._activate(gate) * up, expert.down)
 
     def _activate(self, gate: Tensor) -> Tensor:
         return F.silu(gate) if self._config.activation is ActivationFunction.SILU else F.gelu(gate, approximate="tanh")

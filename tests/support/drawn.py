@@ -18,8 +18,12 @@ from safetensors.torch import load_file, save_file
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = LINEARS[:4]
-EXPERTS = ("mixtral", "qwen3-moe")
-FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
+FUSED = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "glm": (*ATTENTION, "gate_up_proj", "down_proj"),
+    "glm4": (*ATTENTION, "gate_up_proj", "down_proj"),
+}
 TOKENS = 101
 
 BASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -41,6 +45,26 @@ BASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("phi3", {"pad_token_id": 0}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("qwen3-moe", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ("gemma", {"head_dim": 16}),
+    ("vaultgemma", {"head_dim": 16, "sliding_window": 7, "pad_token_id": 0, "bos_token_id": 1}),
+    ("olmo3", {"sliding_window": 7}),
+    ("exaone4", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
+    ("seed-oss", {"head_dim": 16}),
+    ("ernie4.5", {"head_dim": 16}),
+    ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    ("hunyuan", {"head_dim": 16}),
+    ("ministral", {"head_dim": 16, "sliding_window": 9}),
+    ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    (
+        "qwen2-moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
 )
 """(kind, what differs from the small config)."""
 
@@ -75,11 +99,11 @@ def draw_base(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_layers: int) -> Draw:
     """An adapter that fits a base of this kind."""
-    linears = FUSED if kind == "phi3" else ATTENTION if kind in EXPERTS else LINEARS
+    linears = FUSED.get(kind, ATTENTION if kind in EXPERTS else LINEARS)
     biased = [m for m in linears if has_bias(kind, options, m)]
     kinds = ["lora", "lora", "patterns", "dora", "regex", "lora bias", "outside", "norms", "tokens", "alora", "head"]
     kinds += ["copies", "float64", "defaults"]
-    if kind != "phi3":
+    if kind not in FUSED:
         kinds += ["loha", "lokr", "ia3", "vera"]
     if biased:
         kinds += ["bias", "bias"]
@@ -152,7 +176,7 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
         case "head":
             saved = (
                 ["lm_head", "embed_tokens"]
-                if options.get("tie_word_embeddings") or "gemma" in kind
+                if options.get("tie_word_embeddings") or "gemma" in kind or kind == "ernie4.5"
                 else rng.choice((["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]))
             )
             return Draw(name, lora(**common, modules_to_save=saved, ensure_weight_tying=False))
@@ -188,23 +212,22 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
             )
 
 
+_ALL_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORMS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    **dict.fromkeys(("gemma2", "gemma3"), _ALL_NORMS),
+    "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
+    "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+
+
 def norms(kind: str) -> list[str]:
     """Names of norms that an adapter may have weights of its own for."""
-    if kind == "olmo2":
-        return ["post_attention_layernorm", "post_feedforward_layernorm", "model.norm"]
-    if "gemma" in kind:
-        return [
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-            "model.norm",
-        ]
-    return ["input_layernorm", "post_attention_layernorm", "model.norm"]
+    return [*_NORMS.get(kind, ("input_layernorm", "post_attention_layernorm")), "model.norm"]
 
 
 def has_bias(kind: str, options: dict[str, Any], module: str) -> bool:
-    if kind == "qwen2":
+    if kind in ("qwen2", "qwen2-moe", "glm", "glm4", "seed-oss"):
         return module in ("q_proj", "k_proj", "v_proj")
     return bool(options.get("attention_bias" if module in ATTENTION else "mlp_bias"))
 

@@ -124,11 +124,20 @@ class CpuStep:
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = qkv.view(qkv.shape[0], -1, config.head_dim)
         q, k, v = qkv[:, : config.num_heads], qkv[:, config.num_heads : num_rotated], qkv[:, num_rotated:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            normed_q, normed_k = (q.flatten(1), k.flatten(1)) if config.architecture.is_qk_norm_whole else (q, k)
-            normed_q.copy_(layer.q_norm(normed_q))
-            normed_k.copy_(layer.k_norm(normed_k))
+        if not config.architecture.is_qk_norm_after_rope:
+            self._norm_heads(layer, q, k)
         if layer.rope is not None:
-            rotate(qkv[:, :num_rotated], *self._angles[layer.rope])
+            is_interleaved = config.architecture.is_rope_interleaved
+            rotate(qkv[:, :num_rotated], *self._angles[layer.rope], is_interleaved=is_interleaved)
+        if config.architecture.is_qk_norm_after_rope:
+            self._norm_heads(layer, q, k)
         store_kv(k, v, k_cache, v_cache, self._inputs.slot_mapping)
         return q
+
+    def _norm_heads(self, layer: DecoderLayer, q: Tensor, k: Tensor) -> None:
+        """Norm queries and keys in place; no-op for a layer that doesn't."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return
+        normed_q, normed_k = (q.flatten(1), k.flatten(1)) if self._config.architecture.is_qk_norm_whole else (q, k)
+        normed_q.copy_(layer.q_norm(normed_q))
+        normed_k.copy_(layer.k_norm(normed_k))

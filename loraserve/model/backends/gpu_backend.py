@@ -214,6 +214,8 @@ class GpuStep:
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=config.rms_norm_eps,
+            is_norm_last=config.architecture.is_qk_norm_after_rope,
+            is_interleaved=config.architecture.is_rope_interleaved,
         )
 
     def attend(self, layer: DecoderLayer, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:

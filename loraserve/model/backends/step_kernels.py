@@ -371,6 +371,7 @@ class StepKernels:
                 k.Q_NORM: self._keep(layer.q_norm.weight),
                 k.K_NORM: self._keep(layer.k_norm.weight),
                 k.IS_NORM_WHOLE: int(config.architecture.is_qk_norm_whole),
+                k.IS_NORM_LAST: int(config.architecture.is_qk_norm_after_rope),
                 k.EPS: _float_word(layer.q_norm.eps),
             }
         if layer.rope is not None:
@@ -379,6 +380,7 @@ class StepKernels:
                 k.ROTATED: 2 * rotary.cos.shape[1],
                 k.COS: self._keep(rotary.cos),
                 k.SIN: self._keep(rotary.sin),
+                k.IS_INTERLEAVED: int(rotary.is_interleaved),
             }
         self._rotary.append(self._add("rotary", k.NUM_ROWS, words))
 

@@ -16,7 +16,7 @@ from loraserve.model.checkpoint.headers import StoredTensor
 from loraserve.model.checkpoint.stored_weights import ExpectedTensor, StoredWeight, find_stored_weight
 from loraserve.model.config.architectures import Architecture, ExpertPaths
 from loraserve.model.config.formats import group_size
-from loraserve.model.config.model_config import ExpertsConfig, ModelConfig
+from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.config.quantization_config import QuantizationConfig
 from loraserve.types import BaseSpec, Digest
 from loraserve_kernels.common.formats import GROUP_SIZES, ROUNDED_BY_ROW, ROUNDED_IN_GROUPS
@@ -33,7 +33,7 @@ so it has eight bits where the layers have four.
 
 class SiteKind(Enum):
     LAYER = "a layer's, that adapters know"
-    ROUTER = "what chooses experts: float32 always"
+    ROUTER = "what chooses experts, or weighs the shared one: float32 always"
     EXPERT = "one of an expert's two"
     HEAD = "the head"
 
@@ -79,7 +79,8 @@ class Blueprint:
             quantized already.
         head_quantize: so for the head.
         norms: the names of their tensors.
-        sites: in order; an expert's gate and up before its down, experts in theirs.
+        sites: in order; an expert's gate and up before its down, experts in theirs, the shared one
+            and its gate after the others.
         expected: every tensor that is read.
         tensors: every tensor that there is.
     """
@@ -220,14 +221,9 @@ def check_gpu(config: ModelConfig) -> None:
     Raises:
         ConfigError: they haven't; it names what.
     """
-    missing = None
     if config.experts is not None:
-        missing = "experts"
-    elif any(rope.rotated != 1 for rope in config.ropes):
-        missing = "partial rotary positions (partial_rotary_factor)"
-    if missing is not None:
         raise ConfigError(
-            f"{config.architecture.name} has {missing}, which aren't served on GPUs yet.", hint="Use --device cpu."
+            f"{config.architecture.name} has experts, which aren't served on GPUs yet.", hint="Use --device cpu."
         )
 
 
@@ -330,12 +326,20 @@ def _sites_of_layer(config: ModelConfig, layer: int, quantize: str) -> Iterator[
         yield SitePlan(SiteKind.LAYER, layer, site, _site_modules(config, layer, site), in_features, quantize)
     if config.experts is None:
         return
-    router = f"{config.architecture.layers}.{layer}.{_experts_of(config.architecture).router}"
+    paths, prefix = _experts_of(config.architecture), f"{config.architecture.layers}.{layer}."
     # the router decides between experts: it isn't rounded
-    router_module = ModulePlan(router, config.experts.num_experts, False)
-    yield SitePlan(SiteKind.ROUTER, layer, "", (router_module,), config.hidden_size, "none")
-    for expert in range(config.experts.num_experts):
-        for modules, in_features in _expert_modules(config, config.experts, layer, expert):
+    router = ModulePlan(prefix + paths.router, config.experts.num_experts, False)
+    yield SitePlan(SiteKind.ROUTER, layer, "", (router,), config.hidden_size, "none")
+    experts = [
+        (f"{prefix}{paths.experts}.{expert}.", config.experts.intermediate_size)
+        for expert in range(config.experts.num_experts)
+    ]
+    if config.experts.shared_intermediate_size is not None:
+        gate = ModulePlan(prefix + paths.shared_gate, 1, False)
+        yield SitePlan(SiteKind.ROUTER, layer, "", (gate,), config.hidden_size, "none")
+        experts.append((f"{prefix}{paths.shared}.", config.experts.shared_intermediate_size))
+    for path, inner in experts:
+        for modules, in_features in _expert_modules(config, path, inner):
             yield SitePlan(SiteKind.EXPERT, layer, "", modules, in_features, quantize)
 
 
@@ -395,17 +399,12 @@ def _layer_sites(config: ModelConfig) -> list[str]:
     return [site for site in LAYER_SITES if SITES[site][0] in config.module_shapes]
 
 
-def _expert_modules(
-    config: ModelConfig, experts: ExpertsConfig, layer: int, expert: int
-) -> Iterator[tuple[tuple[ModulePlan, ...], int]]:
+def _expert_modules(config: ModelConfig, prefix: str, inner: int) -> Iterator[tuple[tuple[ModulePlan, ...], int]]:
     """Yield an expert's two sites.
 
     Each is what the checkpoint holds of its linears, and their in_features.
     """
-    architecture = config.architecture
-    paths = _experts_of(architecture)
-    prefix = f"{architecture.layers}.{layer}.{paths.experts}.{expert}."
-    inner, hidden = experts.intermediate_size, config.hidden_size
+    paths, hidden = _experts_of(config.architecture), config.hidden_size
     yield (ModulePlan(prefix + paths.gate, inner, False), ModulePlan(prefix + paths.up, inner, False)), hidden
     yield (ModulePlan(prefix + paths.down, hidden, False),), inner
 

@@ -72,9 +72,11 @@ def _problem(blueprint: Blueprint, size: int) -> str | None:
             f"{config.num_kv_heads} KV heads (num_key_value_heads) are neither a multiple of it nor a divisor, "
             "by which each rank would have one"
         )
-    inner = config.intermediate_size if config.experts is None else config.experts.intermediate_size
-    if inner % size:
-        return f"{inner} inner features of an MLP (intermediate_size) aren't a multiple of it"
+    experts = config.experts
+    inner = config.intermediate_size if experts is None else experts.intermediate_size
+    for count in (inner, 0 if experts is None else experts.shared_intermediate_size or 0):
+        if count % size:
+            return f"{count} inner features of an MLP (intermediate_size) aren't a multiple of it"
     for plan in blueprint.sites:
         if is_row_parallel(plan):
             stored = blueprint.stored.get(plan.modules[0].path)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from loraserve.errors import MissingTensor, ModelError
 from loraserve.model.config.gguf_types import FLOAT_TYPES
+from loraserve.model.config.wrappers import decoder_name
 from loraserve.model.gguf.gguf_file import Gguf, read_gguf
 from loraserve.model.gguf.gguf_folder import source_files
 from loraserve.model.gguf.gguf_layout import PlacedTensor, place_tensors
@@ -77,6 +78,29 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     """
     if (files := source_files(model_dir)) is not None:
         return _of_gguf(read_gguf(files[0]))
+    return decoder_tensors(_read_safetensors(model_dir))
+
+
+def decoder_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return a checkpoint's tensors by the names that they have in a model of text alone.
+
+    Those of the parts of a wrapper that read images or sound are left out.
+
+    Raises:
+        ModelError: two tensors have one name then.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        plain = decoder_name(name)
+        if plain is None:
+            continue
+        if plain in found:
+            raise ModelError(f"The checkpoint has the tensor {plain} twice, once as {name}.")
+        found[plain] = stored if plain == name else replace(stored, name=plain)
+    return found
+
+
+def _read_safetensors(model_dir: Path) -> dict[str, StoredTensor]:
     index = model_dir / INDEX_FILE
     if index.is_file():
         return _read_shards(model_dir, index)

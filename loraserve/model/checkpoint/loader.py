@@ -41,7 +41,7 @@ from loraserve.model.config.formats import Rotations
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.embedding import EmbeddingTable, quantized_table
-from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.experts import make_mixture
 from loraserve.model.layers.linears import Linear, make_linear, quantize_weight
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
@@ -173,7 +173,7 @@ class _Loader:
         self._sinks: dict[str, Callable[[str, Tensor], None]] = {}
         self._tensors: dict[str, Tensor] = {}
         self._sites: dict[tuple[int, str], Site] = {}
-        self._routers: dict[int, Site] = {}
+        self._routers: dict[int, list[Site]] = {}
         # by layer, in the experts' order: gate and up, down
         self._experts: dict[int, list[Site]] = {}
         self._head: Site | None = None
@@ -190,7 +190,10 @@ class _Loader:
         config, architecture, stage, part = self._config, self._config.architecture, self._stage, self._part
         tensors = self._stream()
         self._progress.begin("packing the embedding and the head")
-        rotaries = [RotaryEmbedding(rope, config.head_dim, max_model_len) for rope in config.ropes]
+        rotaries = [
+            RotaryEmbedding(rope, config.head_dim, max_model_len, is_interleaved=architecture.is_rope_interleaved)
+            for rope in config.ropes
+        ]
         self._backend.bind(config if part is None else part.shard.config, *rotaries)
         table = self._embedding()
         head = self._make_head(table) if stage.is_last else None
@@ -261,7 +264,7 @@ class _Loader:
         if plan.kind is SiteKind.HEAD:
             self._head = self._site(plan, self._make_head_linear)
         elif plan.kind is SiteKind.ROUTER:
-            self._routers[plan.layer] = self._site(plan, self._make_router)
+            self._routers.setdefault(plan.layer, []).append(self._site(plan, self._make_router))
         elif plan.kind is SiteKind.EXPERT:
             self._experts.setdefault(plan.layer, []).append(self._site(plan, self._backend.linear))
         else:
@@ -285,7 +288,8 @@ class _Loader:
 
     def _all_sites(self) -> Iterator[Site]:
         yield from self._sites.values()
-        yield from self._routers.values()
+        for routers in self._routers.values():
+            yield from routers
         for experts in self._experts.values():
             yield from experts
 
@@ -403,17 +407,8 @@ class _Loader:
         experts = self._config.experts
         if experts is None:
             return GatedMlp(self._linear(layer, "gate_up"), self._linear(layer, "down"), self._backend.gated)
-        sites = self._experts[layer]
-        mixture = MixtureOfExperts(
-            _finished(self._routers[layer]),
-            [
-                Expert(_finished(gate_up), _finished(down))
-                for gate_up, down in zip(sites[::2], sites[1::2], strict=True)
-            ],
-            num_chosen=experts.num_chosen,
-            is_normed=experts.is_normed,
-            gated=self._backend.gated,
-        )
+        routers, linears = ([_finished(site) for site in held[layer]] for held in (self._routers, self._experts))
+        mixture = make_mixture(experts, routers, linears, self._backend.gated)
         return mixture if self._part is None else self._part.experts(mixture)
 
     def _linear(self, layer: int, site: str) -> LoraLinear:

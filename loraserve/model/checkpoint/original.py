@@ -19,7 +19,7 @@ from loraserve.model.checkpoint.blueprint import Blueprint, ModulePlan, SiteKind
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.config.model_config import ActivationFunction, read_config
-from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.experts import MixtureOfExperts, make_mixture
 from loraserve.model.layers.norms import geglu, swiglu
 from loraserve_kernels.common.arithmetic import FLOATS, ActivationRounding, Arithmetic
 from loraserve_kernels.common.row_blocks import row_blocks
@@ -51,7 +51,7 @@ class OriginalBase:
         self._checkpoint = open_checkpoint(model_dir)
         self._blueprint = draw(self.config, self._checkpoint.tensors, "none")
         self._sites: dict[tuple[int, str], StreamedLinear] = {}
-        self._routers: dict[int, StreamedLinear] = {}
+        self._routers: dict[int, list[StreamedLinear]] = {}
         self._experts: dict[int, list[StreamedLinear]] = {}
         self._head: StreamedLinear | None = None
         for plan in self._blueprint.sites:
@@ -73,7 +73,7 @@ class OriginalBase:
             case SiteKind.HEAD:
                 self._head = linear
             case SiteKind.ROUTER:
-                self._routers[plan.layer] = linear
+                self._routers.setdefault(plan.layer, []).append(linear)
             case SiteKind.EXPERT:
                 self._experts.setdefault(plan.layer, []).append(linear)
             case SiteKind.LAYER:
@@ -118,14 +118,8 @@ class OriginalBase:
         experts = self.config.experts
         if experts is None:
             return None
-        linears = self._experts[layer]
-        return MixtureOfExperts(
-            self._routers[layer],
-            [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)],
-            num_chosen=experts.num_chosen,
-            is_normed=experts.is_normed,
-            gated=swiglu if self.config.activation is ActivationFunction.SILU else geglu,
-        )
+        gated = swiglu if self.config.activation is ActivationFunction.SILU else geglu
+        return make_mixture(experts, self._routers[layer], self._experts[layer], gated)
 
     def norm_weight(self, name: str) -> Tensor:
         """Return what a norm multiplies with, float32, by the name of its tensor."""

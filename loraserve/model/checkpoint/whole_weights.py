@@ -23,7 +23,7 @@ from loraserve.model.checkpoint.site import make_site
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.embedding import QuantizedTable, table_rows
-from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.experts import MixtureOfExperts, make_mixture
 from loraserve.model.layers.linears import Linear, float_rows, half_bias, quantize_weight
 from loraserve_kernels.common.arithmetic import ActivationRounding, Arithmetic, activation_rounding
 from loraserve_kernels.common.quantized import QuantizedWeight
@@ -57,10 +57,12 @@ class WholeWeights:
         self._decoder, self._gated, self._dtype = decoder, decoder.backend.gated, dtype
         self._gather_dtype = dtype if self._blueprint.quantize == "none" else torch.float32
         self._sites = {(plan.layer, plan.name): plan for plan in self._blueprint.sites if plan.name}
-        self._routers = {plan.layer: plan for plan in self._blueprint.sites if plan.kind is SiteKind.ROUTER}
+        self._routers: dict[int, list[SitePlan]] = {}
         self._experts: dict[int, list[SitePlan]] = {}
         for plan in self._blueprint.sites:
-            if plan.kind is SiteKind.EXPERT:
+            if plan.kind is SiteKind.ROUTER:
+                self._routers.setdefault(plan.layer, []).append(plan)
+            elif plan.kind is SiteKind.EXPERT:
                 self._experts.setdefault(plan.layer, []).append(plan)
 
     def weight_rows(self, layer: int, *modules: str) -> Iterator[Tensor]:
@@ -104,14 +106,10 @@ class WholeWeights:
         """Return what stands in the place of a layer's MLP; its weights are read when asked for."""
         if self.config.experts is None:
             return None
-        linears = [_StoredLinear(self, plan) for plan in self._experts[layer]]
-        return MixtureOfExperts(
-            _StoredLinear(self, self._routers[layer]),
-            [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)],
-            num_chosen=self.config.experts.num_chosen,
-            is_normed=self.config.experts.is_normed,
-            gated=self._gated,
+        routers, linears = (
+            [_StoredLinear(self, plan) for plan in held[layer]] for held in (self._routers, self._experts)
         )
+        return make_mixture(self.config.experts, routers, linears, self._gated)
 
     def _rows(self, layer: int, modules: Sequence[str]) -> Iterator[Tensor]:
         plan, start = self._site_of(layer, modules[0])

@@ -25,6 +25,8 @@ class Window(Enum):
         "when use_sliding_window is set"
     )
     BY_PATTERN = "those that layer_types calls sliding_attention, or else all but each window_pattern-th"
+    BY_PATTERN_IF_SET = "so too, when sliding_window is set; else none"
+    BY_TYPE_OR_ALL = "those that layer_types calls sliding_attention, or else all, when sliding_window is set"
     WITHOUT_ROPE = (
         "those that layer_types calls sliding_attention (or else those without rotary positions), "
         "when use_sliding_window is set"
@@ -45,6 +47,9 @@ class ExpertPaths:
         intermediate_size: field of an expert's.
         is_normed: whether the chosen experts' probabilities are scaled to sum to 1; a string names
             the config's field that says so.
+        shared: path inside a layer of the expert that all rows pass; None: there is none.
+        shared_gate: of the linear whose sigmoid its output is multiplied with.
+        shared_intermediate_size: field of its size.
     """
 
     router: str
@@ -55,6 +60,9 @@ class ExpertPaths:
     num_experts: tuple[str, ...]
     intermediate_size: str
     is_normed: bool | str
+    shared: str | None = None
+    shared_gate: str = ""
+    shared_intermediate_size: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +76,17 @@ class Architecture:
             field that says so.
         has_qk_norm: whether queries and keys pass an RMSNorm before they're rotated.
         is_qk_norm_whole: whether that is one over all heads together rather than one per head.
+        is_qk_norm_after_rope: whether they pass it after they're rotated.
         window: which layers have a sliding window.
         window_pattern: of `Window.BY_PATTERN`; a string names the config's field that says so.
         has_layers_without_rope: whether ``no_rope_layers``, or else ``no_rope_layer_interval``,
             says which layers have rotary positions.
-        has_local_rope: whether layers with a window turn by a rope of their own, whose theta is
-            ``rope_local_base_freq``.
+        has_local_rope: whether layers with a window turn by a rope of their own.
+        local_theta: field of its theta.
+        is_rope_in_windows_only: whether layers without a window aren't rotated where
+            ``sliding_window`` is set.
+        is_rope_interleaved: whether neighbouring elements of a head turn together, rather than
+            those half a head apart.
         embedding_multiplier: field of what embeddings are multiplied with; None: 1. So for the next
             ones.
         residual_multiplier: what is added to the residual stream.
@@ -84,6 +97,7 @@ class Architecture:
         attention_cap, logits_cap: fields of what scores and logits are softly kept below: cap *
             tanh(x / cap).
         activation: field of the gate's.
+        activation_names: what it calls a function by another name than transformers' own.
         norm_offset: what is added to the weights of norms.
         refused: fields that must be absent, null, or this.
         defaults: what absent fields of the config mean. A field that isn't here must be there.
@@ -99,6 +113,8 @@ class Architecture:
             of the site's.
         rope_names: what its configs call a rope type by another name than transformers' own.
         has_partial_rope: whether it may be that only the first elements of a head turn.
+        has_query_scale: whether queries are scaled by their position past the context before it was
+            stretched, which isn't implemented: that context is served.
         experts: where each layer has a mixture of experts; None: they have MLPs.
     """
 
@@ -109,10 +125,14 @@ class Architecture:
     mlp_bias: bool | str = False
     has_qk_norm: bool = False
     is_qk_norm_whole: bool = False
+    is_qk_norm_after_rope: bool = False
     window: Window = Window.NONE
     window_pattern: int | str = 1
     has_layers_without_rope: bool = False
     has_local_rope: bool = False
+    local_theta: str = "rope_local_base_freq"
+    is_rope_in_windows_only: bool = False
+    is_rope_interleaved: bool = False
     embedding_multiplier: str | None = None
     residual_multiplier: str | None = None
     attention_multiplier: str | None = None
@@ -122,6 +142,7 @@ class Architecture:
     attention_cap: str | None = None
     logits_cap: str | None = None
     activation: str = "hidden_act"
+    activation_names: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
     refused: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -132,6 +153,7 @@ class Architecture:
     fused_paths: Mapping[str, str] = field(default_factory=dict)
     rope_names: Mapping[str, str] = field(default_factory=dict)
     has_partial_rope: bool = False
+    has_query_scale: bool = False
     experts: ExpertPaths | None = None
     attention_norm: str | None = "input_layernorm.weight"
     attention_out_norm: str | None = None
@@ -183,6 +205,25 @@ _GEMMA: Mapping[str, object] = {
     "layer_types": None,
 }
 
+_GLM: Mapping[str, object] = {
+    **_COMMON,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+}
+_FUSED_GATE_UP: Mapping[str, str] = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    # PEFT knows the fused linear alone: `adapters.tensor_names` takes it apart
+    "gate_proj": "mlp.gate_up_proj[gate_proj]",
+    "up_proj": "mlp.gate_up_proj[up_proj]",
+    "down_proj": "mlp.down_proj",
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
@@ -199,6 +240,102 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             model_type="mistral",
             window=Window.EVERY_LAYER,
             defaults={**_COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+        ),
+        Architecture(
+            name="MinistralForCausalLM",
+            model_type="ministral",
+            window=Window.BY_TYPE_OR_ALL,
+            defaults={**_COMMON, "num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
+        ),
+        Architecture(
+            name="Ministral3ForCausalLM",
+            model_type="ministral3",
+            window=Window.EVERY_LAYER,
+            has_query_scale=True,
+            defaults={**_COMMON, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+        ),
+        Architecture(
+            name="SeedOssForCausalLM",
+            model_type="seed_oss",
+            qkv_bias="attention_bias",
+            o_bias="attention_out_bias",
+            mlp_bias="mlp_bias",
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "attention_bias": True,
+                "attention_out_bias": False,
+                "mlp_bias": False,
+            },
+        ),
+        Architecture(
+            name="Ernie4_5ForCausalLM",
+            model_type="ernie4_5",
+            qkv_bias="use_bias",
+            o_bias="use_bias",
+            mlp_bias="use_bias",
+            is_rope_interleaved=True,
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "tie_word_embeddings": True,
+                "use_bias": False,
+            },
+        ),
+        Architecture(
+            name="HeliumForCausalLM",
+            model_type="helium",
+            qkv_bias="attention_bias",
+            mlp_bias="mlp_bias",
+            is_rope_interleaved=True,
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 20,
+                "head_dim": 128,
+                "rms_norm_eps": 1e-8,
+                "rope_theta": 100_000.0,
+                "attention_bias": False,
+                "mlp_bias": False,
+            },
+        ),
+        Architecture(
+            name="GlmForCausalLM",
+            model_type="glm",
+            qkv_bias="attention_bias",
+            is_rope_interleaved=True,
+            has_partial_rope=True,
+            fused_paths={"gate_up": "mlp.gate_up_proj"},
+            module_paths=_FUSED_GATE_UP,
+            defaults=_GLM,
+        ),
+        Architecture(
+            name="Glm4ForCausalLM",
+            model_type="glm4",
+            qkv_bias="attention_bias",
+            is_rope_interleaved=True,
+            has_partial_rope=True,
+            attention_out_norm="post_self_attn_layernorm.weight",
+            mlp_out_norm="post_mlp_layernorm.weight",
+            fused_paths={"gate_up": "mlp.gate_up_proj"},
+            module_paths=_FUSED_GATE_UP,
+            defaults=_GLM,
+        ),
+        Architecture(
+            name="HunYuanDenseV1ForCausalLM",
+            model_type="hunyuan_v1_dense",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            is_qk_norm_after_rope=True,
+            # of the first checkpoints: norms that may be absent, and keys that layers share
+            refused={"use_qk_norm": True, "use_cla": False},
+            q_norm="self_attn.query_layernorm.weight",
+            k_norm="self_attn.key_layernorm.weight",
+            defaults={**_COMMON, "rms_norm_eps": 1e-5, "attention_bias": False},
         ),
         Architecture(
             name="Qwen2ForCausalLM",
@@ -250,6 +387,51 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             defaults={**_COMMON, "attention_bias": False, "rms_norm_eps": 1e-5},
         ),
         Architecture(
+            name="Olmo3ForCausalLM",
+            model_type="olmo3",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            is_qk_norm_whole=True,
+            window=Window.BY_PATTERN,
+            window_pattern=4,
+            # only the layers without a window are stretched
+            has_local_rope=True,
+            local_theta="rope_theta",
+            attention_norm=None,
+            attention_out_norm="post_attention_layernorm.weight",
+            mlp_norm=None,
+            mlp_out_norm="post_feedforward_layernorm.weight",
+            defaults={
+                **_COMMON,
+                "attention_bias": False,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500_000.0,
+                "sliding_window": 4096,
+                "layer_types": None,
+            },
+        ),
+        Architecture(
+            name="Exaone4ForCausalLM",
+            model_type="exaone4",
+            has_qk_norm=True,
+            window=Window.BY_PATTERN_IF_SET,
+            window_pattern="sliding_window_pattern",
+            is_rope_in_windows_only=True,
+            attention_norm=None,
+            attention_out_norm="post_attention_layernorm.weight",
+            mlp_norm=None,
+            mlp_out_norm="post_feedforward_layernorm.weight",
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                "layer_types": None,
+            },
+        ),
+        Architecture(
             name="SmolLM3ForCausalLM",
             model_type="smollm3",
             qkv_bias="attention_bias",
@@ -269,6 +451,38 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "no_rope_layers": None,
                 "no_rope_layer_interval": 4,
             },
+        ),
+        Architecture(
+            name="GemmaForCausalLM",
+            model_type="gemma",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            is_embedding_scaled=True,
+            # "gelu" of the first configs is the approximation too
+            activation_names={"gelu": "gelu_pytorch_tanh"},
+            norm_offset=1.0,
+            refused={"use_bidirectional_attention": False},
+            defaults={
+                **_GEMMA,
+                "hidden_act": "gelu_pytorch_tanh",
+                "num_key_value_heads": 16,
+            },
+        ),
+        Architecture(
+            name="VaultGemmaForCausalLM",
+            model_type="vaultgemma",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            window=Window.BY_PATTERN,
+            window_pattern=2,
+            query_scalar="query_pre_attn_scalar",
+            is_embedding_scaled=True,
+            attention_cap="attn_logit_softcapping",
+            logits_cap="final_logit_softcapping",
+            activation="hidden_activation",
+            norm_offset=1.0,
+            mlp_norm="pre_feedforward_layernorm.weight",
+            defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         ),
         Architecture(
             name="Gemma2ForCausalLM",
@@ -356,6 +570,63 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "rope_theta": 1_000_000.0,
                 "num_local_experts": 8,
                 "num_experts_per_tok": 2,
+            },
+        ),
+        Architecture(
+            name="OlmoeForCausalLM",
+            model_type="olmoe",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            has_qk_norm=True,
+            is_qk_norm_whole=True,
+            refused={"clip_qkv": None},
+            experts=ExpertPaths(
+                router="mlp.gate",
+                experts="mlp.experts",
+                gate="gate_proj",
+                up="up_proj",
+                down="down_proj",
+                num_experts=("num_experts", "num_local_experts"),
+                intermediate_size="intermediate_size",
+                is_normed="norm_topk_prob",
+            ),
+            defaults={
+                **_COMMON,
+                "attention_bias": False,
+                "rms_norm_eps": 1e-5,
+                "num_experts": 64,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": False,
+            },
+        ),
+        Architecture(
+            name="Qwen2MoeForCausalLM",
+            model_type="qwen2_moe",
+            qkv_bias="qkv_bias",
+            # every layer has experts, and none a window
+            refused={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+            experts=ExpertPaths(
+                router="mlp.gate",
+                experts="mlp.experts",
+                gate="gate_proj",
+                up="up_proj",
+                down="down_proj",
+                num_experts=("num_experts", "num_local_experts"),
+                intermediate_size="moe_intermediate_size",
+                is_normed="norm_topk_prob",
+                shared="mlp.shared_expert",
+                shared_gate="mlp.shared_expert_gate",
+                shared_intermediate_size="shared_expert_intermediate_size",
+            ),
+            defaults={
+                **_COMMON,
+                "num_key_value_heads": 16,
+                "qkv_bias": True,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "norm_topk_prob": False,
             },
         ),
         Architecture(

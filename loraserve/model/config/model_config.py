@@ -19,6 +19,7 @@ from loraserve.model.config.architectures import Architecture, Window, find_arch
 from loraserve.model.config.config_fields import Fields, shown
 from loraserve.model.config.quantization_config import QuantizationConfig, parse_quantization
 from loraserve.model.config.ropes import RopeConfig, RopeType, check_rotated, read_ropes, stretched_context
+from loraserve.model.config.wrappers import text_config
 
 _MAX_CONFIG_BYTES = 16 << 20
 
@@ -38,12 +39,30 @@ class ExpertsConfig:
         num_chosen: experts for each row.
         intermediate_size: of one expert.
         is_normed: whether the chosen experts' probabilities are scaled to sum to 1.
+        shared_intermediate_size: of the expert that all rows pass; None: there is none.
     """
 
     num_experts: int
     num_chosen: int
     intermediate_size: int
     is_normed: bool
+    shared_intermediate_size: int | None = None
+
+    @property
+    def widest(self) -> int:
+        """Inner features of the widest expert."""
+        return max(self.intermediate_size, self.shared_intermediate_size or 0)
+
+    def identity(self) -> dict[str, object]:
+        """Fields, JSON-able; a shared expert's alone where there is one."""
+        fields: dict[str, object] = {
+            "num_experts": self.num_experts,
+            "num_chosen": self.num_chosen,
+            "intermediate_size": self.intermediate_size,
+            "is_normed": self.is_normed,
+        }
+        shared = self.shared_intermediate_size
+        return fields if shared is None else {**fields, "shared_intermediate_size": shared}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +180,7 @@ class ModelConfig:
         if any(rope != 0 for rope in self.layer_ropes):
             identity["layer_ropes"] = list(self.layer_ropes)
         if self.experts is not None:
-            identity["experts"] = {name: getattr(self.experts, name) for name in ExpertsConfig.__slots__}
+            identity["experts"] = self.experts.identity()
         if self.local_rope is not None:
             identity["local_rope"] = self.local_rope.identity()
         return identity if self.quantization is None else {**identity, "quantization": self.quantization.identity()}
@@ -204,6 +223,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         UnknownArchitecture, ModelError: as `read_config`.
     """
+    config = text_config(config)
     architecture = find_architecture(config.get("architectures"), config.get("model_type"))
     fields = Fields(config, architecture)
     for name, allowed in architecture.refused.items():
@@ -232,8 +252,12 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     for some in (rope, local_rope):
         if some is not None:
             check_rotated(some, head_dim)
-    if rope.type is RopeType.LONGROPE:
-        # past that it turns every position otherwise, those whose keys are cached too
+    if rope.type is RopeType.LONGROPE or architecture.has_query_scale:
+        # past that longrope turns every position otherwise, those whose keys are cached too
+        if rope.original_max_position_embeddings == 0:
+            raise ModelError(
+                f"config.json has no rope_parameters.original_max_position_embeddings, which {architecture.name} needs."
+            )
         context = min(context, rope.original_max_position_embeddings)
     windows, layer_ropes = _layers(fields, num_layers)
     return ModelConfig(
@@ -255,7 +279,9 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         local_rope=local_rope,
         layer_ropes=layer_ropes,
         max_model_len=context,
-        max_stretched_len=min(stretched_context(r, context) for r in (rope, local_rope) if r is not None),
+        max_stretched_len=context
+        if architecture.has_query_scale
+        else min(stretched_context(r, context) for r in (rope, local_rope) if r is not None),
         eos_token_ids=_eos(config, generation_config),
         attention_scale=_attention_scale(fields, head_dim),
         embedding_scale=math.sqrt(hidden_size)
@@ -274,6 +300,8 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
 def _activation(fields: Fields) -> ActivationFunction:
     field = fields.architecture.activation
     name, known = fields.get(field), [activation.value for activation in ActivationFunction]
+    if isinstance(name, str):
+        name = fields.architecture.activation_names.get(name, name)
     if name not in known:
         raise ModelError(f"config.json: {field} is {shown(name)}; only {' and '.join(known)} are implemented.")
     return ActivationFunction(name)
@@ -295,6 +323,7 @@ def _experts(fields: Fields) -> ExpertsConfig | None:
         num_chosen=num_chosen,
         intermediate_size=fields.count(paths.intermediate_size),
         is_normed=fields.rule(paths.is_normed),
+        shared_intermediate_size=None if paths.shared is None else fields.count(paths.shared_intermediate_size),
     )
 
 
@@ -311,6 +340,8 @@ def _layers(fields: Fields, num_layers: int) -> tuple[tuple[int | None, ...], tu
     windows = _windows(fields, ropes)
     if fields.architecture.has_local_rope:
         ropes = tuple(0 if window is None else 1 for window in windows)
+    if fields.architecture.is_rope_in_windows_only and fields.optional_count("sliding_window") is not None:
+        ropes = tuple(None if window is None else 0 for window in windows)
     return windows, ropes
 
 
@@ -344,10 +375,16 @@ def _windows(fields: Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int |
                 f"{expected} in each of {num_layers} layers."
             )
         return (window,) * num_layers
-    has_window = architecture.window is Window.BY_PATTERN or fields.flag("use_sliding_window")
+    is_switched = architecture.window in (Window.BY_LAYER_TYPE, Window.WITHOUT_ROPE)
+    has_window = not is_switched or fields.flag("use_sliding_window")
     window = fields.optional_count("sliding_window") if has_window else None
     types = fields.get("layer_types")
-    if types is None and architecture.window is Window.BY_PATTERN:
+    is_patterned = architecture.window in (Window.BY_PATTERN, Window.BY_PATTERN_IF_SET)
+    if types is None and architecture.window is Window.BY_TYPE_OR_ALL:
+        return (window,) * num_layers
+    if types is None and architecture.window is Window.BY_PATTERN_IF_SET and window is None:
+        return nowhere
+    if types is None and is_patterned:
         pattern = architecture.window_pattern
         if isinstance(pattern, str):
             pattern = fields.count(pattern)

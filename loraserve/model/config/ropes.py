@@ -21,6 +21,7 @@ class RopeType(Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    NTK_ALPHA = "ntk_alpha"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the frequencies.
-        factor: by how much the context is stretched.
+        factor: by how much the context is stretched; of ntk_alpha, its alpha.
         original_max_position_embeddings: context before it was stretched (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: llama3's.
         beta_fast, beta_slow, truncate: yarn's.
@@ -86,7 +87,7 @@ def read_ropes(fields: Fields, context: int) -> tuple[RopeConfig, RopeConfig | N
     full, local = (to_object(newer.get(kind), f"rope_parameters.{kind}") for kind in kinds)
     return (
         _rope(fields, context, "rope_scaling" if older else "rope_parameters.full_attention", {**full, **older}),
-        _rope(fields, context, "rope_parameters.sliding_attention", local, theta_field="rope_local_base_freq"),
+        _rope(fields, context, "rope_parameters.sliding_attention", local, theta_field=fields.architecture.local_theta),
     )
 
 
@@ -113,11 +114,16 @@ def _rope(
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"config.json: {source} differs by layer type; only one value for all layers is implemented.")
     name = rope.get("rope_type", rope.get("type", "default"))
+    if name == "dynamic" and rope.get("alpha"):
+        # of a fixed stretch of theta; "dynamic" elsewhere means one that grows with the context
+        name = RopeType.NTK_ALPHA.value
     name = fields.architecture.rope_names.get(name, name) if isinstance(name, str) else name
     if name not in [rope_type.value for rope_type in RopeType]:
         known = ", ".join(rope_type.value for rope_type in RopeType)
         raise ModelError(f"config.json: {source}.rope_type is {shown(name)}; expected one of {known}.")
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated is None:
+        rotated = fields.architecture.defaults.get("partial_rotary_factor")
     rotated = 1.0 if rotated is None else to_number(rotated, "partial_rotary_factor")
     if rotated > 1:
         raise ModelError(f"config.json: partial_rotary_factor is {rotated:g}; expected at most 1.")
@@ -144,6 +150,8 @@ def _rope(
 
     if rope_type is RopeType.LINEAR:
         return RopeConfig(type=rope_type, theta=theta, factor=number("factor"), rotated=rotated)
+    if rope_type is RopeType.NTK_ALPHA:
+        return RopeConfig(type=rope_type, theta=theta, factor=number("alpha"), rotated=rotated)
     original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))
     original = to_count(original, f"{source}.original_max_position_embeddings")
     if rope_type is RopeType.LLAMA3:

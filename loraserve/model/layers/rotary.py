@@ -1,4 +1,4 @@
-"""Rotary positions and the ways to stretch them: linear, llama3, yarn, longrope.
+"""Rotary positions and the ways to stretch them: linear, llama3, yarn, longrope, a fixed NTK alpha.
 
 Row by row: a row's result is the same bits in any batch.
 """
@@ -18,7 +18,8 @@ class RotaryEmbedding:
     """Cosines and sines of every position below `max_model_len`, computed once.
 
     Their float32 angles are those that transformers takes. Half of the head's angles are kept: the
-    other half are the same. Where only a part of the head turns, they are that part's.
+    other half are the same. Element i of a head turns with element i + half, or with its neighbour
+    where the rope is interleaved. Where only a part of the head turns, they are that part's.
 
     They are numpy's of float64, rounded: torch's come from MKL, which may serve a process's first
     calls at its lowest accuracy, and this table is as long-lived as the process (pytorch issue
@@ -26,9 +27,11 @@ class RotaryEmbedding:
 
     Attributes:
         cos, sin: [max_model_len, rotated dim / 2] float32.
+        is_interleaved: whether neighbours turn together.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, max_model_len: int, *, is_interleaved: bool = False) -> None:
+        self.is_interleaved = is_interleaved
         angles = torch.arange(max_model_len).float()[:, None] * rope_frequencies(config, head_dim)
         exact = angles.numpy().astype(np.float64)
         self.cos = torch.from_numpy(np.cos(exact).astype(np.float32)).mul_(config.attention_factor)
@@ -38,27 +41,34 @@ class RotaryEmbedding:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `rotate` needs for these positions, each [num_tokens, 1, rotated dim].
 
-        These are the cosines, and the sines with the first half negated.
+        These are the cosines, and the sines with the first half, or the first of each pair,
+        negated.
         """
         cos, sin = self.cos[positions], self.sin[positions]
+        if self.is_interleaved:
+            pairs = torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)
+            return pairs[0].flatten(1)[:, None], pairs[1].flatten(1)[:, None]
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def table(self) -> Tensor:
-        """Return every position's cosines and then sines, [max_model_len, head_dim] float32.
+        """Return every position's cosines and then sines, [max_model_len, rotated dim] float32.
 
         It is for kernels that look them up themselves.
         """
         return torch.cat((self.cos, self.sin), -1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> None:
     """Rotate x [num_tokens, num_heads, head_dim] in place by its positions.
 
     `cos` and `sin` are `RotaryEmbedding.at`'s. Elements of a head past theirs stay.
     """
     x = x[..., : cos.shape[-1]]
-    first, second = x.chunk(2, -1)
-    swapped = torch.cat((second, first), -1)
+    if is_interleaved:
+        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        swapped = torch.cat((second, first), -1)
     x.mul_(cos).addcmul_(swapped, sin)
 
 
@@ -69,6 +79,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """
     head_dim = config.rotated_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    if config.type is RopeType.NTK_ALPHA:
+        return 1.0 / (config.theta * config.factor ** (head_dim / (head_dim - 2))) ** exponents
     frequencies = 1.0 / config.theta**exponents
     if config.type is RopeType.DEFAULT:
         return frequencies

@@ -58,7 +58,12 @@ class Shard:
         """Config of the part: its heads and its inner widths. The vocabulary is the base's."""
         experts = self.whole.experts
         if experts is not None:
-            experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
+            shared = experts.shared_intermediate_size
+            experts = replace(
+                experts,
+                intermediate_size=experts.intermediate_size // self.size,
+                shared_intermediate_size=None if shared is None else shared // self.size,
+            )
         return replace(
             self.whole,
             num_heads=self.whole.num_heads // self.size,

@@ -104,6 +104,8 @@ class Attention:
     head_dim: int
     q_norm: Tensor | None
     k_norm: Tensor | None
+    is_norm_last: bool = False
+    is_interleaved: bool = False
 
     def run(self) -> None:
         gpu_rows.rotate_and_store(
@@ -118,20 +120,32 @@ class Attention:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=EPS,
+            is_norm_last=self.is_norm_last,
+            is_interleaved=self.is_interleaved,
         )
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """(queries, keys, values) in float64, [num_tokens, heads, head_dim]."""
         x = self.qkv.double().unflatten(-1, (-1, self.head_dim)).clone()
         q, k, v = x.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm.double()), rms_norm(k, self.k_norm.double())
-        if self.cos_sin is None:
-            return q, k, v
-        cos, sin = self.cos_sin.double()[self.positions.long()].chunk(2, -1)
-        for heads in (q, k):
-            rotate(heads, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+        if not self.is_norm_last:
+            q, k = self._normed(q, k)
+        if self.cos_sin is not None:
+            cos, sin = self.cos_sin.double()[self.positions.long()].chunk(2, -1)
+            if self.is_interleaved:
+                cos, sin = torch.stack((cos, cos), -1).flatten(1), torch.stack((-sin, sin), -1).flatten(1)
+            else:
+                cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            for heads in (q, k):
+                rotate(heads, cos[:, None], sin[:, None], is_interleaved=self.is_interleaved)
+        if self.is_norm_last:
+            q, k = self._normed(q, k)
         return q, k, v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return rms_norm(q, self.q_norm.double()), rms_norm(k, self.k_norm.double())
 
     def is_right(self) -> bool:
         """Queries, cache and everything else: keys and values of qkv keep their bits,
@@ -163,6 +177,9 @@ def make_attention(
     num_kv_heads: int = 2,
     head_dim: int = 64,
     has_norm: bool = False,
+    rotated: int | None = None,
+    is_norm_last: bool = False,
+    is_interleaved: bool = False,
     slots: tuple[int, ...] = (37, -1, 0, 79, 16),
 ) -> Attention:
     # a block of the arena holds keys, then values, then something else; its first one is another
@@ -170,7 +187,7 @@ def make_attention(
     num_elements = num_kv_heads * BLOCK_SIZE * head_dim
     arena = torch.full((6, 2 * num_elements + 48), float("nan"), dtype=dtype)
     shape = (5, num_kv_heads, BLOCK_SIZE, head_dim)
-    angles = torch.rand(MAX_LEN, head_dim // 2) * 6
+    angles = torch.rand(MAX_LEN, (rotated or head_dim) // 2) * 6
     return Attention(
         qkv=random_rows(len(slots), (num_heads + 2 * num_kv_heads) * head_dim, dtype),
         positions=torch.randperm(MAX_LEN)[: len(slots)].int(),
@@ -184,4 +201,6 @@ def make_attention(
         head_dim=head_dim,
         q_norm=torch.randn(head_dim) if has_norm else None,
         k_norm=torch.randn(head_dim) if has_norm else None,
+        is_norm_last=is_norm_last,
+        is_interleaved=is_interleaved,
     )

@@ -92,6 +92,16 @@ def test_queries_are_rotated_and_keys_and_values_stored(
     assert step.is_right()
 
 
+@pytest.mark.parametrize("is_norm_last", [False, True], ids=["norm-first", "norm-last"])
+@pytest.mark.parametrize("is_interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("rotated", [64, 40], ids=["whole", "part"])
+def test_heads_turn_by_each_kind_of_rope(rotated: int, is_interleaved: bool, is_norm_last: bool) -> None:
+    step = make_attention(
+        torch.float16, has_norm=True, rotated=rotated, is_interleaved=is_interleaved, is_norm_last=is_norm_last
+    )
+    assert step.is_right()
+
+
 @pytest.mark.parametrize("has_norm", [True, False], ids=["normed", "plain"])
 def test_without_angles_nothing_is_rotated(has_norm: bool) -> None:
     step = make_attention(torch.float16, has_norm=has_norm)
@@ -181,7 +191,7 @@ def attention_with(**changes: Any) -> Any:
         ({"qkv": torch.zeros(5, 600, dtype=torch.float16)}, "600 wide"),
         ({"positions": torch.zeros(5)}, "positions is torch.float32; expected torch.int32 or torch.int64"),
         ({"slots": torch.zeros(4, dtype=torch.int64)}, r"slot_mapping \(4,\)"),
-        ({"cos_sin": torch.zeros(9, 32)}, r"cos_sin \(9, 32\)"),
+        ({"cos_sin": torch.zeros(9, 33)}, r"cos_sin \(9, 33\)"),
         ({"v_cache": torch.zeros(5, 2, 16, 64, dtype=torch.float16)}, "with the same strides"),
         ({"q_norm": torch.zeros(64)}, "give both or neither"),
         ({"q_norm": torch.zeros(9), "k_norm": torch.zeros(64)}, r"q_norm is \(9,\); expected \[64\]"),

@@ -58,6 +58,7 @@ def compile_heads(
     sizes = ["stride_qkv", "stride_block", "stride_head", "stride_slot", "max_len", "num_slots"]
     signature |= dict.fromkeys([*sizes, "num_heads", "num_kv_heads"], "i32") | {"eps": "fp32"}
     constants: dict[str, Any] = {"HAS_NORM": has_norm, "ROTATES": True, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16}
+    constants |= {"IS_NORM_LAST": False, "ROTATED": head_dim, "IS_INTERLEAVED": False}
     constants |= {"BLOCK_HEADS": block_heads, "BLOCK_HALF": block_half}
     return compile_for(
         capability,

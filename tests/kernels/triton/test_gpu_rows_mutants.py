@@ -19,6 +19,18 @@ def heads_are_right() -> bool:
     return make_attention(torch.float16, num_heads=5, num_kv_heads=3, head_dim=80, has_norm=True).is_right()
 
 
+def partial_heads_are_right() -> bool:
+    return make_attention(torch.float16, head_dim=80, rotated=48, has_norm=True).is_right()
+
+
+def interleaved_heads_are_right() -> bool:
+    return make_attention(torch.float16, head_dim=80, rotated=48, is_interleaved=True).is_right()
+
+
+def heads_normed_last_are_right() -> bool:
+    return make_attention(torch.float16, head_dim=80, has_norm=True, is_norm_last=True).is_right()
+
+
 def norm_is_right() -> bool:
     return add_rms_norm_is_right(3, 100, torch.float16, has_delta=True, has_delta_weight=True, delta_scale=0.3)
 
@@ -37,6 +49,9 @@ def gelu_is_right() -> bool:
 
 COMPARISONS = {
     "rotate_and_store": heads_are_right,
+    "rotate_and_store in part": partial_heads_are_right,
+    "rotate_and_store by pairs": interleaved_heads_are_right,
+    "rotate_and_store normed last": heads_normed_last_are_right,
     "add_rms_norm": norm_is_right,
     "norm_in_place": norm_in_place,
     "swiglu": activation_is_right,
@@ -94,6 +109,17 @@ def test_the_unmutated_kernel_is_right(kernel: str) -> None:
             id="a value's head is lost"),
         pytest.param("rotate_and_store", "(v_heads < num_stored))[:, None] & is_column[None, :]",
             "(v_heads < num_stored))[:, None]", id="the next slot is overwritten"),
+        pytest.param("rotate_and_store in part",
+            "at_first = tl.where(columns < NUM_PAIRS, columns, columns + NUM_PAIRS)",
+            "at_first = columns", id="unturned elements are taken for turned"),
+        pytest.param("rotate_and_store in part", "angles_ptrs + NUM_PAIRS, mask", "angles_ptrs, mask",
+            id="sines of a part are its cosines"),
+        pytest.param("rotate_and_store by pairs", "at_first = 2 * columns", "at_first = columns",
+            id="neighbours overlap"),
+        pytest.param("rotate_and_store by pairs", "tl.load(angles_ptrs, mask=is_angle, other=float(\"nan\")), 1.0)",
+            "tl.load(angles_ptrs, mask=is_angle, other=float(\"nan\")), 0.0)", id="the unturned part is dropped"),
+        pytest.param("rotate_and_store normed last", "if HAS_NORM and not IS_NORM_LAST:", "if HAS_NORM:",
+            id="heads are normed twice"),
         pytest.param("swiglu with gelu", "1.5957691216057308 *", "0.7978845608028654 *", id="half of gelu's angle"),
         pytest.param("swiglu with gelu", "0.044715 * gate", "0.0", id="gelu without its cube"),
         pytest.param("swiglu", "gate / (1.0 + tl.exp(-x)) * up", "up / (1.0 + tl.exp(-up)) * gate",

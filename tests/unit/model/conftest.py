@@ -15,19 +15,33 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
+    VaultGemmaConfig,
 )
 
 from loraserve.model.checkpoint.loader import load_model
@@ -49,6 +63,20 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "phi3": Phi3Config,
     "mixtral": MixtralConfig,
     "qwen3-moe": Qwen3MoeConfig,
+    "gemma": GemmaConfig,
+    "vaultgemma": VaultGemmaConfig,
+    "olmo3": Olmo3Config,
+    "olmoe": OlmoeConfig,
+    "qwen2-moe": Qwen2MoeConfig,
+    "exaone4": Exaone4Config,
+    "seed-oss": SeedOssConfig,
+    "ernie4.5": Ernie4_5Config,
+    "helium": HeliumConfig,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
+    "hunyuan": HunYuanDenseV1Config,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 101,
@@ -70,20 +98,25 @@ def build_model(kind: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
     config = CONFIGS[kind](**{**SMALL, **overrides})
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomize(model, seed=seed)
+    return model
+
+
+def randomize(model: Any, *, seed: int = 0) -> None:
+    """Draw a model's weights as `build_model` does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 # Gemma's weights are what is added to 1
-                parameter.copy_(0.2 * noise if "gemma" in kind else 1 + 0.2 * noise)
+                parameter.copy_(0.2 * noise if "gemma" in model.config.model_type else 1 + 0.2 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
-            elif "embed_tokens" in name and not config.tie_word_embeddings:
+            elif "embed_tokens" in name and not model.config.tie_word_embeddings:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise * 1.5 * parameter.shape[1] ** -0.5)
-    return model
 
 
 def save_model(model: Any, directory: Path, *, max_shard_size: str = "5GB") -> Path:

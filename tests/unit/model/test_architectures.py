@@ -22,7 +22,7 @@ from .test_equality import CASES
 
 # heads and widths that the compiled kernels take
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3", "phi3"]
+NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3", "phi3", "glm4", "hunyuan-alpha-biases"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -40,6 +40,7 @@ def merged(model: Any, adapter: PackedAdapter) -> Any:
             updates = {m: 0.5 * adapter.lora_b(layer, m).T @ adapter.lora_a(layer, m) for m in LAYER_MODULES}
             if hasattr(block.self_attn, "qkv_proj"):
                 updates["qkv_proj"] = torch.cat([updates.pop(module) for module in ("q_proj", "k_proj", "v_proj")])
+            if hasattr(block.mlp, "gate_up_proj"):
                 updates["gate_up_proj"] = torch.cat([updates.pop(module) for module in ("gate_proj", "up_proj")])
             for module, update in updates.items():
                 part = block.self_attn if hasattr(block.self_attn, module) else block.mlp

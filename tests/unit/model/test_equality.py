@@ -52,6 +52,14 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
     "long_factor": [2.0] * 6,
 }
+MINISTRAL3 = {**YARN, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1, "mscale": 1.0}
+OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+QWEN2_MOE = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 QWEN3_MOE = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -156,6 +164,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma-untied-biases": ("gemma", {"head_dim": 16, "tie_word_embeddings": False, "attention_bias": True}),
+    "vaultgemma": ("vaultgemma", GEMMA2),
+    "olmo3": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3-yarn": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
+    "exaone4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2, "head_dim": 16}),
+    "exaone4-without-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "seed-oss": ("seed-oss", {"head_dim": 16}),
+    "seed-oss-out-bias": ("seed-oss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4.5": ("ernie4.5", {"head_dim": 16}),
+    "ernie4.5-biases-odd-width": ("ernie4.5", {"head_dim": 10, "use_bias": True, "tie_word_embeddings": False}),
+    "helium": ("helium", {"head_dim": 12, "pad_token_id": 0}),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm-without-biases-odd-width": ("glm", {"head_dim": 20, "attention_bias": False, "pad_token_id": 0}),
+    "glm4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "hunyuan": ("hunyuan", {"head_dim": 16}),
+    "hunyuan-alpha-biases": (
+        "hunyuan",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral": ("ministral", {"sliding_window": 7, "head_dim": 16}),
+    "ministral-layer-types": (
+        "ministral",
+        {"head_dim": 16, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": {**MINISTRAL3, "mscale_all_dim": 1.0}}),
+    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "olmoe-normed-biases": (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "qwen2-moe": ("qwen2-moe", QWEN2_MOE),
+    "qwen2-moe-normed-without-biases": ("qwen2-moe", {**QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False}),
     "phi3": ("phi3", {"pad_token_id": 0, "num_key_value_heads": 1}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window-one-expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),

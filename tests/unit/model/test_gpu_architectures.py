@@ -20,7 +20,8 @@ from .test_equality import CASES
 
 pytestmark = pytest.mark.interpreted
 
-NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3"]
+NAMES = ["granite", "olmo2", "smollm3-window-yarn", "gemma2", "gemma3", "phi3-partial-rope"]
+NAMES += ["glm4", "ernie4.5", "hunyuan-alpha-biases", "exaone4", "olmo3-yarn"]
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 

@@ -37,7 +37,8 @@ from .test_equality import CASES
 
 # heads that the kernels take; widths that fill no whole vectors, for rows' last elements
 WIDTHS = {"hidden_size": 72, "intermediate_size": 88, "head_dim": 32}
-PHI = {"hidden_size": 128, "intermediate_size": 88}
+# of kinds whose heads are as wide together as the hidden states
+WHOLE = {"hidden_size": 128, "intermediate_size": 88, "head_dim": 32}
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
@@ -85,7 +86,7 @@ def mixed_logits(decoder: Decoder, adapters: list[PackedAdapter]) -> torch.Tenso
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("mistral-window-of-one", "phi3-longrope")])
 def test_each_architecture_equals_transformers_and_its_own_layers(case: str, tmp_path: Path) -> None:
     kind, overrides = CASES[case]
-    sizes = PHI if kind == "phi3" else WIDTHS
+    sizes = WHOLE if kind in ("phi3", "olmoe", "helium") else WIDTHS
     model = build_model(kind, **{**overrides, **sizes})
     save_model(model, tmp_path)
     decoder, layers = load(tmp_path), by_layer(load(tmp_path))

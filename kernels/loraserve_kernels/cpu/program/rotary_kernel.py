@@ -37,9 +37,10 @@ from loraserve_kernels.cpu.simd import (
 CLAIMED, OUTSIDE, NUM_ROWS, QKV, QKV_STRIDE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 0, 8, 16, 17, 18, 19, 20, 21
 ROTATED, COS, SIN, POSITIONS, SLOTS, NUM_BLOCKS, BLOCK_SIZE = 22, 23, 24, 25, 26, 27, 28
 K_CACHE, K_BLOCK, K_HEAD, V_CACHE, V_BLOCK, V_HEAD = 29, 30, 31, 32, 33, 34
-Q_NORM, K_NORM, IS_NORM_WHOLE, EPS = 35, 36, 37, 38
+Q_NORM, K_NORM, IS_NORM_WHOLE, EPS, IS_NORM_LAST, IS_INTERLEAVED = 35, 36, 37, 38, 39, 40
 """ROTATED: elements of a head that turn; 0: none. Q_NORM, K_NORM: addresses of weights; 0: none.
-EPS: float32 in the word's first half.
+EPS: float32 in the word's first half. IS_NORM_LAST: heads are turned before they're normed.
+IS_INTERLEAVED: neighbours turn together.
 """
 
 F32_BYTES, WORD = 4, 8
@@ -75,6 +76,27 @@ def _rotate(x, num_heads, width, half, cos, sin):  # type: ignore[no-untyped-def
 
 
 @numba.njit
+def _rotate_pairs(x, num_heads, width, half, cos, sin):  # type: ignore[no-untyped-def]
+    """Turn each head's elements 2i and 2i + 1 by the angle i."""
+    for head in range(num_heads):
+        at = x + head * width * F32_BYTES
+        for k in range(half):
+            c, s = load_one(cos, k, F32), load_one(sin, k, F32)
+            a, b = load_one(at, 2 * k, F32), load_one(at, 2 * k + 1, F32)
+            store_one(at, 2 * k, fma_one(b, -s, a * c))
+            store_one(at, 2 * k + 1, fma_one(a, s, b * c))
+
+
+@numba.njit
+def _norm(args, q, k):  # type: ignore[no-untyped-def]
+    """Norm a row's queries and keys in place."""
+    width, num_heads, num_kv_heads = load_int(args, HEAD_DIM), load_int(args, NUM_HEADS), load_int(args, NUM_KV_HEADS)
+    eps, is_whole = load_one(args, 2 * EPS, F32), load_int(args, IS_NORM_WHOLE)
+    _norm_heads(q, num_heads, width, load_int(args, Q_NORM), is_whole, eps)
+    _norm_heads(k, num_kv_heads, width, load_int(args, K_NORM), is_whole, eps)
+
+
+@numba.njit
 def _copy(x, out, width):  # type: ignore[no-untyped-def]
     for k in range(0, width, LANES):
         store(out, k, load(x, k, F32))
@@ -87,14 +109,19 @@ def _turn_and_store_row(args, row):  # type: ignore[no-untyped-def]
     q = load_int(args, QKV) + row * load_int(args, QKV_STRIDE) * F32_BYTES
     k = q + num_heads * width * F32_BYTES
     v = k + num_kv_heads * width * F32_BYTES
-    if load_int(args, Q_NORM) != 0:
-        eps, is_whole = load_one(args, 2 * EPS, F32), load_int(args, IS_NORM_WHOLE)
-        _norm_heads(q, num_heads, width, load_int(args, Q_NORM), is_whole, eps)
-        _norm_heads(k, num_kv_heads, width, load_int(args, K_NORM), is_whole, eps)
+    has_norm, is_norm_last = load_int(args, Q_NORM) != 0, load_int(args, IS_NORM_LAST) != 0
+    if has_norm and not is_norm_last:
+        _norm(args, q, k)
     if half != 0:
         angle = load_int(load_int(args, POSITIONS), row) * half * F32_BYTES
+        cos, sin = load_int(args, COS) + angle, load_int(args, SIN) + angle
         # keys follow queries
-        _rotate(q, num_heads + num_kv_heads, width, half, load_int(args, COS) + angle, load_int(args, SIN) + angle)
+        if load_int(args, IS_INTERLEAVED) != 0:
+            _rotate_pairs(q, num_heads + num_kv_heads, width, half, cos, sin)
+        else:
+            _rotate(q, num_heads + num_kv_heads, width, half, cos, sin)
+    if has_norm and is_norm_last:
+        _norm(args, q, k)
     slot = load_int(load_int(args, SLOTS), row)
     if slot < 0 or slot >= load_int(args, NUM_BLOCKS) * size:
         # counted and not written

@@ -90,7 +90,7 @@ def norm_in_place_kernel(  # type: ignore[no-untyped-def]
 def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * HEAD_DIM] bf16 or fp16; queries in place
     positions_ptr,  # [num_tokens] int32 or int64
-    cos_sin_ptr,  # [max_len, HEAD_DIM] float32, cosines first; not read unless ROTATES
+    cos_sin_ptr,  # [max_len, ROTATED] float32, cosines first; not read unless ROTATES
     slots_ptr,  # [num_tokens] int64
     k_ptr,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
     v_ptr,
@@ -106,65 +106,85 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     num_kv_heads,
     eps,
     HAS_NORM: tl.constexpr,
+    IS_NORM_LAST: tl.constexpr,  # heads are turned before they're normed
     ROTATES: tl.constexpr,
+    ROTATED: tl.constexpr,  # elements of a head that turn
+    IS_INTERLEAVED: tl.constexpr,  # neighbours turn together
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # columns of half a head
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    NUM_PAIRS: tl.constexpr = ROTATED // 2
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     columns = tl.arange(0, BLOCK_HALF)
     is_column = columns < HALF
     is_rotated = heads < num_heads + num_kv_heads
     is_q = heads < num_heads
+    # a pair's elements in its head; the last pairs may stay as they are
+    if IS_INTERLEAVED:
+        at_first = 2 * columns
+        at_second = at_first + 1
+    elif ROTATED == HEAD_DIM:
+        at_first = columns
+        at_second = HALF + columns
+    else:
+        at_first = tl.where(columns < NUM_PAIRS, columns, columns + NUM_PAIRS)
+        at_second = at_first + tl.where(columns < NUM_PAIRS, NUM_PAIRS, HALF - NUM_PAIRS)
     is_element = (heads < num_heads + 2 * num_kv_heads)[:, None] & is_column[None, :]
 
-    qkv_ptrs = qkv_ptr + row * stride_qkv + heads[:, None] * HEAD_DIM + columns[None, :]
-    first = tl.load(qkv_ptrs, mask=is_element, other=0.0).to(tl.float32)
-    second = tl.load(qkv_ptrs + HALF, mask=is_element, other=0.0).to(tl.float32)
+    head_ptrs = qkv_ptr + row * stride_qkv + heads[:, None] * HEAD_DIM
+    first = tl.load(head_ptrs + at_first[None, :], mask=is_element, other=0.0).to(tl.float32)
+    second = tl.load(head_ptrs + at_second[None, :], mask=is_element, other=0.0).to(tl.float32)
     a, b = first, second
     if HAS_NORM:
+        # turning a head keeps its length
         squares = tl.sum(first * first + second * second, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        q_first = tl.load(q_norm_ptr + columns, mask=is_column, other=0.0)[None, :]
-        q_second = tl.load(q_norm_ptr + HALF + columns, mask=is_column, other=0.0)[None, :]
-        k_first = tl.load(k_norm_ptr + columns, mask=is_column, other=0.0)[None, :]
-        k_second = tl.load(k_norm_ptr + HALF + columns, mask=is_column, other=0.0)[None, :]
+        q_first = tl.load(q_norm_ptr + at_first, mask=is_column, other=0.0)[None, :]
+        q_second = tl.load(q_norm_ptr + at_second, mask=is_column, other=0.0)[None, :]
+        k_first = tl.load(k_norm_ptr + at_first, mask=is_column, other=0.0)[None, :]
+        k_second = tl.load(k_norm_ptr + at_second, mask=is_column, other=0.0)[None, :]
+    if HAS_NORM and not IS_NORM_LAST:
         a = first * scale * tl.where(is_q[:, None], q_first, k_first)
         b = second * scale * tl.where(is_q[:, None], q_second, k_second)
     if ROTATES:
         position = tl.load(positions_ptr + row)
         # a position that the table doesn't have makes NaN, which sampling reports, rather than a
         # fault
-        is_angle = columns < tl.where((position >= 0) & (position < max_len), HALF, 0)
-        angles_ptrs = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + columns
-        cos = tl.load(angles_ptrs, mask=is_angle, other=float("nan"))[None, :]
-        sin = tl.load(angles_ptrs + HALF, mask=is_angle, other=float("nan"))[None, :]
+        is_angle = columns < tl.where((position >= 0) & (position < max_len), NUM_PAIRS, 0)
+        angles_ptrs = cos_sin_ptr + position.to(tl.int64) * ROTATED + columns
+        is_turned = columns < NUM_PAIRS
+        cos = tl.where(is_turned, tl.load(angles_ptrs, mask=is_angle, other=float("nan")), 1.0)[None, :]
+        sin = tl.where(is_turned, tl.load(angles_ptrs + NUM_PAIRS, mask=is_angle, other=float("nan")), 0.0)[None, :]
         a, b = a * cos - b * sin, b * cos + a * sin
+    if HAS_NORM and IS_NORM_LAST:
+        a = a * scale * tl.where(is_q[:, None], q_first, k_first)
+        b = b * scale * tl.where(is_q[:, None], q_second, k_second)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     first = tl.where(is_rotated[:, None], a, first).to(dtype)
     second = tl.where(is_rotated[:, None], b, second).to(dtype)
 
     to_q = is_q[:, None] & is_column[None, :]
-    tl.store(qkv_ptrs, first, mask=to_q)
-    tl.store(qkv_ptrs + HALF, second, mask=to_q)
+    tl.store(head_ptrs + at_first[None, :], first, mask=to_q)
+    tl.store(head_ptrs + at_second[None, :], second, mask=to_q)
     slot = tl.load(slots_ptr + row)
     num_stored = tl.where((slot >= 0) & (slot < num_slots), num_kv_heads, 0)
     # slots fit 32 bits, where dividing is cheap; offsets in a pool of pages may not
     block = slot.to(tl.int32) // BLOCK_SIZE
     base = block.to(tl.int64) * stride_block + (slot.to(tl.int32) % BLOCK_SIZE) * stride_slot
     k_heads = heads - num_heads
-    k_ptrs = k_ptr + base + (k_heads * stride_head)[:, None] + columns[None, :]
+    k_ptrs = k_ptr + base + (k_heads * stride_head)[:, None]
     to_k = ((k_heads >= 0) & (k_heads < num_stored))[:, None] & is_column[None, :]
-    tl.store(k_ptrs, first, mask=to_k)
-    tl.store(k_ptrs + HALF, second, mask=to_k)
+    tl.store(k_ptrs + at_first[None, :], first, mask=to_k)
+    tl.store(k_ptrs + at_second[None, :], second, mask=to_k)
     v_heads = k_heads - num_kv_heads
-    v_ptrs = v_ptr + base + (v_heads * stride_head)[:, None] + columns[None, :]
+    v_ptrs = v_ptr + base + (v_heads * stride_head)[:, None]
     to_v = ((v_heads >= 0) & (v_heads < num_stored))[:, None] & is_column[None, :]
-    tl.store(v_ptrs, first, mask=to_v)
-    tl.store(v_ptrs + HALF, second, mask=to_v)
+    tl.store(v_ptrs + at_first[None, :], first, mask=to_v)
+    tl.store(v_ptrs + at_second[None, :], second, mask=to_v)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -198,24 +198,29 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_norm_last: bool = False,
+    is_interleaved: bool = False,
 ) -> None:
     """Rotate the queries in place; write the rotated keys and the values to the cache.
 
     `qkv` keeps its keys and values as they were. Where the norms are given, each head's query and
-    key are first normed over the head's dim. A row whose slot is -1 stores nothing. A position that
-    the table doesn't have makes NaN.
+    key are normed over the head's dim, before they are rotated or after. A row whose slot is -1
+    stores nothing. A position that the table doesn't have makes NaN.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] compute dtype, contiguous in
             the last dim.
         positions: [num_tokens] int32 or int64, contiguous.
-        cos_sin: [max_len, head_dim] float32, contiguous: a position's cosines, then its sines.
-            Element i of a head turns with element i + head_dim / 2. None: nothing is rotated.
+        cos_sin: [max_len, rotated] float32, contiguous: a position's cosines, then its sines. Of
+            each head the first `rotated` elements turn, element i with element i + rotated / 2.
+            None: nothing is rotated.
         slot_mapping: [num_tokens] int64, contiguous: ``block * block_size + offset``.
         k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], qkv's dtype, contiguous
             in the last dim, with the same strides.
         q_norm, k_norm: [head_dim] float32; both or neither.
         eps: of the norms.
+        is_norm_last: whether heads are rotated before they are normed.
+        is_interleaved: whether element 2i turns with element 2i + 1 instead.
 
     Raises:
         TensorMismatch: shapes, dtypes, strides or devices disagree.
@@ -238,13 +243,19 @@ def rotate_and_store(
         positions.shape != (num_tokens,)
         or slot_mapping.shape != (num_tokens,)
         or (
-            cos_sin is not None and (cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or cos_sin.stride(0) != head_dim)
+            cos_sin is not None
+            and (
+                cos_sin.ndim != 2
+                or cos_sin.shape[1] > head_dim
+                or cos_sin.shape[1] % 2
+                or cos_sin.stride(0) != cos_sin.shape[1]
+            )
         )
     ):
         raise TensorMismatch(
             f"positions are {tuple(positions.shape)}, slot_mapping {tuple(slot_mapping.shape)}, cos_sin "
             f"{'None' if cos_sin is None else tuple(cos_sin.shape)}; expected [{num_tokens}] twice and a contiguous "
-            f"[max_len, {head_dim}]"
+            f"[max_len, at most {head_dim}, even]"
         )
     if (q_norm is None) != (k_norm is None):
         raise TensorMismatch("one of q_norm and k_norm is None; give both or neither")
@@ -281,7 +292,10 @@ def rotate_and_store(
         num_kv_heads,
         eps,
         HAS_NORM=q_norm is not None,
+        IS_NORM_LAST=is_norm_last,
         ROTATES=cos_sin is not None,
+        ROTATED=head_dim if cos_sin is None else cos_sin.shape[1],
+        IS_INTERLEAVED=is_interleaved,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         BLOCK_HEADS=block_heads,

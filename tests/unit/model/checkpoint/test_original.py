@@ -16,9 +16,25 @@ from loraserve.model.reference_model import Subject, evaluate
 from ..conftest import CONFIGS, build_model, random_tokens, reference_logits, save_model
 from ..stored_quantized import WIDE, group, save_compressed, save_nf4
 
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3-moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2-moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": {"sliding_window": 9},
+    "exaone4": {"sliding_window": 9, "sliding_window_pattern": 2},
+    "glm": {"pad_token_id": 0},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "helium": {"head_dim": 12, "pad_token_id": 0},
+    "ministral": {"head_dim": 16},
+    "ministral3": {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "hunyuan": {"head_dim": 16},
     "phi3": {"pad_token_id": 0},
     "smollm3": {"pad_token_id": 0, "bos_token_id": 1},
 }

@@ -5,6 +5,7 @@ refused. (Equality with transformers: test_equality.)
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 WIDE = {"hidden_size": 64, "intermediate_size": 64}
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen3-moe", "qwen2-moe"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     kind, overrides = CASES[request.param]
-    experts = {"moe_intermediate_size": 32} if kind == "qwen3-moe" else {}
+    experts = {} if kind == "mixtral" else {"moe_intermediate_size": 32}
+    if kind == "qwen2-moe":
+        experts |= {"shared_expert_intermediate_size": 96}
     model = build_model(kind, **{**overrides, **WIDE, **experts})
     return model, save_model(model, tmp_path_factory.mktemp("model"))
 
@@ -85,8 +88,10 @@ def test_experts_are_quantized_and_their_router_is_not(saved: tuple[Any, Path], 
 
 def test_a_missing_expert_is_named(saved: tuple[Any, Path], tmp_path: Path) -> None:
     model, _ = saved
-    name = "num_local_experts"
     directory = save_model(model, tmp_path)
+    # transformers calls them as the class does
+    names = json.loads((directory / "config.json").read_text())
+    name = next(name for name in ("num_local_experts", "num_experts") if name in names)
     edit_json(directory / "config.json", **{name: getattr(model.config, name) + 1})
     with pytest.raises(ModelError, match=r"experts\."):
         load(directory)

@@ -13,6 +13,7 @@ from rank_pool import RankPool
 
 from ..conftest import CONFIGS, PagedRun, build_model, load, random_tokens, save_model
 
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 # what four ranks can share
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,6 +27,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "norm_topk_prob": True,
     },
+    "qwen2-moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {"head_dim": 32},
+    "vaultgemma": {"head_dim": 32},
+    "olmo3": {"sliding_window": 9},
+    "exaone4": {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 16},
+    "ernie4.5": {"head_dim": 16, "use_bias": True},
+    "helium": {"head_dim": 16, "pad_token_id": 0},
+    "glm": {"head_dim": 16, "pad_token_id": 0},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "ministral": {"head_dim": 16},
+    "ministral3": {"head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "seed-oss": {"head_dim": 16},
+    "hunyuan": {"head_dim": 16, "attention_bias": True},
     "qwen3": {"head_dim": 32},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7},
     "gemma2": {"head_dim": 32},

@@ -1,0 +1,72 @@
+"""Families that people serve, by the configs of transformers' own classes.
+
+Those that aren't read are refused by the name of their architecture. docs/bases.md has the same
+table.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from loraserve.errors import ModelError, UnknownArchitecture
+from loraserve.model.config.architectures import ARCHITECTURES
+from loraserve.model.config.model_config import parse_config
+from loraserve.model.config.wrappers import WRAPPERS
+
+DOCS = Path(__file__).parents[4] / "docs/bases.md"
+
+FAMILIES: dict[str, bool] = {
+    **dict.fromkeys(ARCHITECTURES, True),
+    **dict.fromkeys(WRAPPERS, True),
+    "ApertusForCausalLM": False,
+    "ArceeForCausalLM": False,
+    "Cohere2ForCausalLM": False,
+    "CohereForCausalLM": False,
+    "DeepseekV3ForCausalLM": False,
+    "Ernie4_5_MoeForCausalLM": False,
+    "FalconH1ForCausalLM": False,
+    "Gemma3nForConditionalGeneration": False,
+    "Gemma4ForConditionalGeneration": False,
+    "Glm4MoeForCausalLM": False,
+    "GptOssForCausalLM": False,
+    "GraniteMoeHybridForCausalLM": False,
+    "Lfm2ForCausalLM": False,
+    "Llama4ForConditionalGeneration": False,
+    "NemotronForCausalLM": False,
+    "PhimoeForCausalLM": False,
+    "Qwen3NextForCausalLM": False,
+    "Qwen3VLMoeForConditionalGeneration": False,
+    "Qwen3_5ForConditionalGeneration": False,
+    "Starcoder2ForCausalLM": False,
+}
+"""Class of transformers → whether it is served."""
+
+
+def default_config(name: str) -> dict[str, Any]:
+    """config.json as transformers saves it of the class's defaults."""
+    config = getattr(transformers, name).config_class()
+    return {**config.to_dict(), "architectures": [name]}
+
+
+@pytest.mark.parametrize("name", [name for name, is_read in FAMILIES.items() if is_read])
+def test_family_is_read_from_default_config(name: str) -> None:
+    config = parse_config(default_config(name), {})
+    assert config.num_layers > 0
+    assert config.max_model_len > 0
+
+
+@pytest.mark.parametrize("name", [name for name, is_read in FAMILIES.items() if not is_read])
+def test_unread_family_is_refused_by_name(name: str) -> None:
+    with pytest.raises((UnknownArchitecture, ModelError), match=name):
+        parse_config(default_config(name), {})
+
+
+def test_documentation_lists_every_family_that_is_read() -> None:
+    section = DOCS.read_text(encoding="utf-8").partition("\n## Families\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", section))
+    assert listed == {*ARCHITECTURES, *WRAPPERS}
