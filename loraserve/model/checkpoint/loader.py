@@ -105,6 +105,8 @@ def load_model(
     if device != "cpu":
         check_gpu(config)
         check_gpu_blocks(config.quantization)
+    if config.wrapper is not None:
+        logger.info("serving the decoder of %s; the tensors that read images are left out", config.wrapper)
     context = context_len(config, max_model_len)
     checkpoint = open_checkpoint(model_dir)
     blueprint = draw(config, checkpoint.tensors, quantize)

@@ -19,7 +19,7 @@ from loraserve.model.config.architectures import Architecture, Window, find_arch
 from loraserve.model.config.config_fields import Fields, shown
 from loraserve.model.config.quantization_config import QuantizationConfig, parse_quantization
 from loraserve.model.config.ropes import RopeConfig, RopeType, check_rotated, read_ropes, stretched_context
-from loraserve.model.config.wrappers import text_config
+from loraserve.model.config.wrappers import text_config, wrapper_of
 
 _MAX_CONFIG_BYTES = 16 << 20
 
@@ -85,6 +85,7 @@ class ModelConfig:
         eos_token_ids: of config.json and generation_config.json together.
         quantization: how linears are stored; None: in a float dtype.
         experts: None: layers have MLPs.
+        wrapper: class of the model of images and text whose decoder this is; None: of none.
     """
 
     architecture: Architecture
@@ -116,6 +117,7 @@ class ModelConfig:
     activation: ActivationFunction = ActivationFunction.SILU
     quantization: QuantizationConfig | None = None
     experts: ExpertsConfig | None = None
+    wrapper: str | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -223,7 +225,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         UnknownArchitecture, ModelError: as `read_config`.
     """
-    config = text_config(config)
+    wrapper, config = wrapper_of(config), text_config(config)
     architecture = find_architecture(config.get("architectures"), config.get("model_type"))
     fields = Fields(config, architecture)
     for name, allowed in architecture.refused.items():
@@ -294,6 +296,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         activation=_activation(fields),
         quantization=parse_quantization(config),
         experts=_experts(fields),
+        wrapper=wrapper,
     )
 
 

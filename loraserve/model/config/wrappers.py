@@ -112,16 +112,23 @@ transformers' class begins with.
 """
 
 
+def wrapper_of(config: Mapping[str, Any]) -> str | None:
+    """Return the class of the wrapper that a config.json is of; None: it is a model of text alone."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and name in WRAPPERS else None
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the decoder's config; the config itself if it isn't a wrapper's.
 
     Raises:
         ModelError: ``text_config`` isn't an object.
     """
-    names = config.get("architectures")
-    wrapper = WRAPPERS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
-    if wrapper is None:
+    name = wrapper_of(config)
+    if name is None:
         return config
+    wrapper = WRAPPERS[name]
     # Qwen2-VL's own files have the decoder's fields outside
     own = to_object(config.get("text_config"), "text_config")
     text = dict(own) if own else {name: value for name, value in config.items() if name != "model_type"}

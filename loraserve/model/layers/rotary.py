@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False)
     """
     x = x[..., : cos.shape[-1]]
     if is_interleaved:
-        swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        swapped = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         first, second = x.chunk(2, -1)
         swapped = torch.cat((second, first), -1)
@@ -80,7 +80,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     head_dim = config.rotated_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     if config.type is RopeType.NTK_ALPHA:
-        return 1.0 / (config.theta * config.factor ** (head_dim / (head_dim - 2))) ** exponents
+        stretched: float = config.theta * config.factor ** (head_dim / (head_dim - 2))
+        return 1.0 / stretched**exponents
     frequencies = 1.0 / config.theta**exponents
     if config.type is RopeType.DEFAULT:
         return frequencies

@@ -46,10 +46,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model, save_model(model, tmp_path_factory.mktemp("model"))
 
 
-def test_logits_equal_wrapper(saved: tuple[Any, Path]) -> None:
+def test_logits_equal_wrapper(saved: tuple[Any, Path], caplog: pytest.LogCaptureFixture) -> None:
     model, directory = saved
     token_ids = random_tokens(40)
-    ours = PagedRun(load(directory)).logits(token_ids, [30, 1])
+    with caplog.at_level("INFO"):
+        ours = PagedRun(load(directory)).logits(token_ids, [30, 1])
+    assert f"serving the decoder of {type(model).__name__}" in caplog.text
     torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
 
 
