@@ -113,7 +113,7 @@ transformers' class begins with.
 
 
 def wrapper_of(config: Mapping[str, Any]) -> str | None:
-    """Return the class of the wrapper that a config.json is of; None: it is a model of text alone."""
+    """Return the class of a wrapper's config.json; None: the model is of text alone."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return name if isinstance(name, str) and name in WRAPPERS else None
