@@ -25,8 +25,18 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "gemma": "gemma",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "exaone4": "exaone4",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "glm4": "glm4",
+    "qwen2_moe": "qwen2moe",
+    "ministral3": "mistral3",
 }
-_PERMUTED = ("llama", "granite", "smollm3")
+_PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 FLOATS = {"F32": np.float32, "F16": np.float16}
 
 
@@ -75,7 +85,19 @@ def write_gguf(
     writer.add_key_length(head_dim(config))
     writer.add_value_length(head_dim(config))
     writer.add_rope_freq_base(config.rope_parameters.get("rope_theta") or _theta(config))
-    if config.model_type.startswith("gemma"):
+    if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if config.model_type == "glm4":
+        writer.add_rope_dimension_count(head_dim(config) // 2)
+    if config.model_type == "ministral3":
+        rope = config.rope_parameters
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if config.model_type.startswith("gemma") and config.model_type != "gemma":
         writer.add_sliding_window(config.sliding_window)
         if config.model_type == "gemma2":
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -91,6 +113,8 @@ def write_gguf(
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        if hasattr(config, "shared_expert_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     tokens, merges = words(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     if "tokenizer.ggml.pre" not in (metadata or {}):
@@ -152,6 +176,9 @@ def _tensors(
         if path.endswith("mlp.gate.weight"):
             yield f"blk.{block}.ffn_gate_inp.weight", tensor
             continue
+        if path.endswith("shared_expert_gate.weight"):
+            yield f"blk.{block}.ffn_gate_inp_shexp.weight", tensor.flatten()
+            continue
         new = names.get_name(path, try_suffixes=(".weight", ".bias"))
         assert new is not None, path
         if name in _PERMUTED and ".q_proj." in path:
@@ -176,7 +203,7 @@ def _permuted(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _add(writer: GGUFWriter, name: str, tensor: Tensor, form: str) -> None:
-    array = tensor.detach().to(torch.float32).numpy()
+    array = tensor.detach().to(torch.float32).contiguous().numpy()
     is_float = tensor.dim() == 1 or "norm" in name or "gate_inp" in name
     if is_float or form == "F32":
         writer.add_tensor(name, array)

@@ -25,6 +25,8 @@ _LLAMA3: Sequence[Mapping[str, Any]] = tuple(
 )
 """Scalings that Llama 3.1, 3.2 and 4 were published with."""
 _FACTORS_TOLERANCE = 1e-3
+_NOT_NORMED = ("OlmoeForCausalLM", "Qwen2MoeForCausalLM")
+"""Architectures whose experts' probabilities aren't scaled to sum to 1; files don't say it."""
 _LAYERS_OF_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 """Layers of the models whose scores have another scale than those of their family."""
 
@@ -65,7 +67,7 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
     rotated = gguf.count("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         config["partial_rotary_factor"] = rotated / config["head_dim"]
-    config |= _biases(gguf) | _scales(gguf) | _window(gguf, architecture) | _experts(gguf)
+    config |= _biases(gguf) | _scales(gguf) | _window(gguf, architecture) | _experts(gguf, architecture)
     scaling = _rope_scaling(gguf, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -83,6 +85,9 @@ def _biases(gguf: Gguf) -> dict[str, Any]:
     """Return the flags of biases, of those architectures that ask for them."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "use_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
     }
 
@@ -102,10 +107,11 @@ def _scales(gguf: Gguf) -> dict[str, Any]:
 def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
     found: dict[str, Any] = {"sliding_window": None}
     if gguf.value("attention.sliding_window"):
-        if architecture.window not in (Window.EVERY_LAYER, Window.BY_PATTERN):
+        if architecture.window not in (Window.EVERY_LAYER, Window.BY_PATTERN, Window.BY_PATTERN_IF_SET):
             # files don't say which layers have it
             raise gguf.refusal("attention.sliding_window", "none")
         found["sliding_window"] = gguf.count("attention.sliding_window")
+        found |= _layer_types(gguf)
     if architecture.name in _LAYERS_OF_27B:
         # files don't say it; the largest published models have another scale than the others
         scalar = gguf.count("attention.key_length", 256)
@@ -115,20 +121,30 @@ def _window(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
     return found
 
 
-def _experts(gguf: Gguf) -> dict[str, Any]:
+def _layer_types(gguf: Gguf) -> dict[str, Any]:
+    """Return which layers have the window, where the file says it of each."""
+    flags = gguf.value("attention.sliding_window_pattern")
+    if not isinstance(flags, list):
+        return {}
+    return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in flags]}
+
+
+def _experts(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
     if not gguf.value("expert_count"):
         return {}
     inner = gguf.count("expert_feed_forward_length", gguf.count("feed_forward_length"))
     number, chosen = gguf.count("expert_count"), gguf.count("expert_used_count")
     if gguf.value("expert_shared_count"):
         raise gguf.refusal("expert_shared_count", "0")
+    shared = gguf.value("expert_shared_feed_forward_length")
     return {
+        **({} if shared is None else {"shared_expert_intermediate_size": shared}),
         "num_local_experts": number,
         "num_experts": number,
         "num_experts_per_tok": chosen,
         "moe_intermediate_size": inner,
-        # llama.cpp's graphs of these architectures do
-        "norm_topk_prob": True,
+        # as llama.cpp's graphs do
+        "norm_topk_prob": architecture.name not in _NOT_NORMED,
     }
 
 
@@ -148,7 +164,10 @@ def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | Non
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         original = gguf.count("rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        if gguf.value("rope.scaling.yarn_log_multiplier") is not None:
+            scaling |= {"mscale": 1.0, "mscale_all_dim": gguf.number("rope.scaling.yarn_log_multiplier")}
+        return scaling
     raise gguf.refusal("rope.scaling.type", "linear or yarn")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loraserve.errors import ModelError, UnknownArchitecture
 from loraserve.model.config.architectures import ARCHITECTURES, Architecture
@@ -29,6 +29,7 @@ _LINEARS: Mapping[str, str] = {
     "attn_k_norm": "self_attn.k_norm",
 }
 _EXPERTS: Mapping[str, str] = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+_SHARED: Mapping[str, str] = {"ffn_gate_shexp": "gate", "ffn_up_shexp": "up", "ffn_down_shexp": "down"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class GgufLayout:
     """Names and changes of a checkpoint's tensors in files of an architecture of llama.cpp.
 
     Attributes:
-        architecture: name of the row of `ARCHITECTURES`; `with_experts` where the file has some.
+        architecture: name of the row of `ARCHITECTURES`; `with_experts` where the file has some,
+            `with_window` where it states a sliding window, `with_temperature` where it states how
+            queries are scaled by their position.
         names: path inside a layer by the file's name, beside those that all have.
         is_permuted: whether the rows of queries and keys are in the order that turns neighbours.
         norm_offset: what was added to the norms' weights.
@@ -44,12 +47,15 @@ class GgufLayout:
 
     architecture: str
     with_experts: str | None = None
+    with_window: str | None = None
+    with_temperature: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     is_permuted: bool = False
     norm_offset: float = 0.0
 
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_OUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -58,15 +64,43 @@ _GEMMA = {
 }
 LAYOUTS: Mapping[str, GgufLayout] = {
     "llama": GgufLayout("LlamaForCausalLM", "MixtralForCausalLM", names=_PRE_NORMS, is_permuted=True),
+    "mistral3": GgufLayout(
+        "MistralForCausalLM", with_temperature="Ministral3ForCausalLM", names=_PRE_NORMS, is_permuted=True
+    ),
     "qwen2": GgufLayout("Qwen2ForCausalLM", names=_PRE_NORMS),
+    "qwen2vl": GgufLayout("Qwen2ForCausalLM", names=_PRE_NORMS),
+    "qwen2moe": GgufLayout("Qwen2MoeForCausalLM", "Qwen2MoeForCausalLM", names=_PRE_NORMS),
     "qwen3": GgufLayout("Qwen3ForCausalLM", names=_PRE_NORMS),
+    "qwen3vl": GgufLayout("Qwen3ForCausalLM", names=_PRE_NORMS),
     "qwen3moe": GgufLayout("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM", names=_PRE_NORMS),
     "granite": GgufLayout("GraniteForCausalLM", names=_PRE_NORMS, is_permuted=True),
     "smollm3": GgufLayout("SmolLM3ForCausalLM", names=_PRE_NORMS, is_permuted=True),
-    "olmo2": GgufLayout(
-        "Olmo2ForCausalLM",
-        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "olmo2": GgufLayout("Olmo2ForCausalLM", with_window="Olmo3ForCausalLM", names=_OUT_NORMS),
+    "olmoe": GgufLayout("OlmoeForCausalLM", "OlmoeForCausalLM", names=_PRE_NORMS),
+    "exaone4": GgufLayout("Exaone4ForCausalLM", names=_OUT_NORMS),
+    "seed_oss": GgufLayout(
+        "SeedOssForCausalLM",
+        names={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
     ),
+    "ernie4_5": GgufLayout("Ernie4_5ForCausalLM", names=_PRE_NORMS),
+    "hunyuan-dense": GgufLayout(
+        "HunYuanDenseV1ForCausalLM",
+        names={
+            **_PRE_NORMS,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "glm4": GgufLayout(
+        "Glm4ForCausalLM",
+        names={
+            **_PRE_NORMS,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "gemma": GgufLayout("GemmaForCausalLM", names=_PRE_NORMS, norm_offset=1.0),
     "gemma2": GgufLayout("Gemma2ForCausalLM", names=_GEMMA, norm_offset=1.0),
     "gemma3": GgufLayout("Gemma3ForCausalLM", names=_GEMMA, norm_offset=1.0),
     "phi3": GgufLayout(
@@ -122,8 +156,13 @@ def architecture_of(gguf: Gguf) -> Architecture:
         UnknownArchitecture: as `find_layout`.
     """
     layout = find_layout(gguf)
-    is_mixture = has_experts(gguf)
-    name = layout.with_experts if is_mixture else layout.architecture
+    name: str | None = layout.architecture
+    if has_experts(gguf):
+        name = layout.with_experts
+    elif layout.with_window is not None and gguf.value("attention.sliding_window"):
+        name = layout.with_window
+    elif layout.with_temperature is not None and gguf.value("attention.temperature_scale"):
+        name = layout.with_temperature
     if name is None:
         raise UnknownArchitecture(
             f"{gguf.files[0]} has experts, which aren't implemented for {gguf.architecture}.",
@@ -167,6 +206,16 @@ def place_tensors(gguf: Gguf) -> Iterator[PlacedTensor]:
         if architecture.experts is not None and name == "ffn_gate_inp":
             yield PlacedTensor(f"{prefix}{architecture.experts.router}{suffix}", tensor)
             continue
+        if architecture.experts is not None and architecture.experts.shared is not None:
+            if name in _SHARED:
+                linear = getattr(architecture.experts, _SHARED[name])
+                yield PlacedTensor(f"{prefix}{architecture.experts.shared}.{linear}{suffix}", tensor)
+                continue
+            if name == "ffn_gate_inp_shexp":
+                # the converter leaves out a dimension of 1
+                row = replace(tensor, shape=(1, tensor.shape[-1]))
+                yield PlacedTensor(f"{prefix}{architecture.experts.shared_gate}{suffix}", row)
+                continue
         if name not in names:
             raise _unknown(tensor)
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name, 0) if layout.is_permuted else 0

@@ -44,6 +44,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1},
     "gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 8},
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 6},
+    "gemma": {},
+    "olmo3": {"sliding_window": 8, "num_hidden_layers": 5},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 128},
+    "exaone4": {"sliding_window": 8, "num_hidden_layers": 5},
+    "exaone4 without window": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "seed-oss": {},
+    "seed-oss other biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "ernie4.5": {},
+    "ernie4.5 biases": {"use_bias": True},
+    "hunyuan": {},
+    "glm4": {"pad_token_id": 0},
+    "qwen2-moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 32,
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "phi3": {"sliding_window": None, "pad_token_id": 0, "head_dim": None, "num_attention_heads": 2},
 }
 
