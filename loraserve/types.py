@@ -232,6 +232,8 @@ class BaseSpec(Struct, frozen=True):
     """What is added to a norm's stored weight."""
     is_head_tied: bool = False
     """Whether the head's weight is the embedding's."""
+    is_head_quantized: bool = False
+    """Whether the head's weight is rounded, by the checkpoint or while it was loaded."""
 
 
 class KernelChoice(Struct, frozen=True):

@@ -106,7 +106,7 @@ def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> Adap
     dtype, held = ir.dtype, getattr(torch, base.dtype, torch.float32)
     for module, saved in tables.items():
         m = modules.get((0, module), ModuleIR(0, module))
-        is_rounded = module == "lm_head" and base.quantization != "none"
+        is_rounded = module == "lm_head" and base.is_head_quantized
         tolerance = _QUANTIZED_TOLERANCE if is_rounded else None
         if m.weight is None and not is_base_copy(module, as_tensor(saved), weights, held, tolerance):
             modules[0, module] = replace(m, weight=saved)

@@ -110,6 +110,12 @@ class Blueprint:
         return all(site.kind is not SiteKind.HEAD for site in self.sites)
 
     @property
+    def is_head_quantized(self) -> bool:
+        """Whether the head's weight is rounded, by the checkpoint or while it is loaded."""
+        path = _embedding_path(self.config) if self.is_head_tied else _head_path(self.config)
+        return path in self.stored or self.head_quantize != "none"
+
+    @property
     def stored_embedding(self) -> StoredWeight | None:
         """How the embedding is stored; None: as floats."""
         return self.stored.get(_embedding_path(self.config))
@@ -168,6 +174,7 @@ class Blueprint:
             },
             norm_offset=architecture.norm_offset,
             is_head_tied=self.is_head_tied,
+            is_head_quantized=self.is_head_quantized,
         )
 
 
