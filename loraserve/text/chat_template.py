@@ -27,6 +27,9 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_PRODUCT = 1 << 20
 """The longest string or list that ``*`` may make inside a template."""
 
+_FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
+"""What a template that doesn't fit its messages raises."""
+
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 _TOOLS_IN_MESSAGE = re.compile(r"""message(?:\.tools\b|\[['"]tools['"]\])""")
@@ -175,6 +178,8 @@ class CompiledTemplate(TemplateText):
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: now().strftime(format)
         self._templates: dict[str, jinja2.Template] = {}
+        # of each template that was rendered, whether it reads content as a list of parts
+        self._takes_parts: dict[jinja2.Template, bool] = {}
         read: set[str] = set()
         for name, source in sources.items():
             try:
@@ -211,12 +216,13 @@ class CompiledTemplate(TemplateText):
         template = self._template(has_tools=bool(tools))
         extra = dict(variables or {})
         check_variables(extra)
-        context = {
-            **self._special_tokens,
-            **extra,
-            "messages": self._with_tools(messages, tools) if tools else list(messages),
+        given = self._with_tools(messages, tools) if tools else list(messages)
+        context = self._context(extra)
+        if template not in self._takes_parts:
+            self._takes_parts[template] = self._reads_parts_alone(template, context)
+        context |= {
+            "messages": _in_parts(given) if self._takes_parts[template] else given,
             "tools": list(tools) if tools else None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         token = _deadline.set(time.monotonic() + self._timeout_s)
@@ -235,10 +241,33 @@ class CompiledTemplate(TemplateText):
             raise InvalidRequest(
                 f"{self._subject_first} refuses these messages: {reason}.", param="messages"
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+        except _FAILURES as error:
             raise InvalidRequest(
                 f"{self._subject_first} can't render these messages ({type(error).__name__}).", param="messages"
             ) from error
+        finally:
+            _deadline.reset(token)
+
+    def _context(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every rendering has, with no message."""
+        own = {"messages": [], "tools": None, "documents": None, "add_generation_prompt": False}
+        return {**self._special_tokens, **variables, **own}
+
+    def _reads_parts_alone(self, template: jinja2.Template, context: Mapping[str, Any]) -> bool:
+        """Return whether a template leaves out content that isn't a list of parts.
+
+        Those of models of images and text do, as a rule: they look at the type of each part.
+        """
+        mark = f"CONTENT{secrets.token_hex(8)}"
+        messages: list[Mapping[str, Any]] = [{"role": "user", "content": mark}]
+        token = _deadline.set(time.monotonic() + self._timeout_s)
+        try:
+            if mark in self._run(template, {**context, "messages": messages}):
+                return False
+            return mark in self._run(template, {**context, "messages": _in_parts(messages)})
+        except (_TooExpensive, jinja2.TemplateError, *_FAILURES):
+            # one that takes no such conversation is given what it always was
+            return False
         finally:
             _deadline.reset(token)
 
@@ -291,7 +320,8 @@ class CompiledTemplate(TemplateText):
 class ChatTemplate(CompiledTemplate):
     """Renders what the model's directory says.
 
-    That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
+    That is ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json`` or
+    ``chat_template.json``.
 
     Args:
         model_dir: where the template is. A model without one is fine until `render` is called.
@@ -335,6 +365,16 @@ def check_variables(variables: Mapping[str, Any]) -> None:
         )
 
 
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose texts are lists of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
 class _Refused(jinja2.TemplateError):
     """The template called ``raise_exception``."""
 
@@ -369,10 +409,13 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _read_sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the source of each template by name.
 
-    The file ``chat_template.jinja`` stands before the configuration's.
+    The file ``chat_template.jinja`` stands before the configuration's, and that before
+    ``chat_template.json``, which models of images and text have.
     """
     sources: dict[str, str] = {}
     configured = config.get("chat_template")
+    if configured is None:
+        configured = read_json_object(model_dir / "chat_template.json").get("chat_template")
     if isinstance(configured, str):
         sources["default"] = configured
     elif isinstance(configured, list):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -93,6 +94,42 @@ def test_the_file_stands_before_the_config(make_model_dir: MakeDir) -> None:
     path = make_model_dir("byte_level", {"chat_template": "from config"})
     (path / "chat_template.jinja").write_text("from file")
     assert ChatTemplate(path).render([]) == "from file"
+
+
+# SmolVLM's, and LLaVA's
+PARTS = {
+    "smolvlm": "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+    "llava": "{% for message in messages %}{{ message['role'].upper() + ': '}}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] + ' '}}{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_template_of_parts_gets_texts(name: str, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    expected = {
+        "smolvlm": "<|im_start|>User: Hi<end_of_utterance>\nAssistant: Yes?<end_of_utterance>\nAssistant:",
+        "llava": "USER: Hi ASSISTANT: Yes? ASSISTANT:",
+    }
+    assert make_template(tmp_path, PARTS[name]).render(messages) == expected[name]
+
+
+def test_template_of_texts_gets_no_parts(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}parts{% endif %}{% endfor %}"
+    )
+    assert make_template(tmp_path, source).render([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
+def test_template_of_processor_is_found(make_model_dir: MakeDir) -> None:
+    directory = make_model_dir("byte_level", {})
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}!"}))
+    assert ChatTemplate(directory).render([{"role": "user", "content": "Hi"}]) == "Hi!"
 
 
 def test_variables_reach_the_template(tmp_path: Path) -> None:
