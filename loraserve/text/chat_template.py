@@ -250,7 +250,7 @@ class CompiledTemplate(TemplateText):
 
     def _context(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return what every rendering has, with no message."""
-        own = {"messages": [], "tools": None, "documents": None, "add_generation_prompt": False}
+        own: dict[str, Any] = {"messages": [], "tools": None, "documents": None, "add_generation_prompt": False}
         return {**self._special_tokens, **variables, **own}
 
     def _reads_parts_alone(self, template: jinja2.Template, context: Mapping[str, Any]) -> bool:
