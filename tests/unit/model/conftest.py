@@ -146,7 +146,7 @@ def load(directory: Path, **options: Any) -> Decoder:
 @torch.no_grad()
 def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
     """transformers' logits of every position, [num_tokens, vocab_size]."""
-    logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits[0]
     return logits
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from adapters_store import LocalStore
 from loraserve.errors import UnexpectedTensor
+from loraserve.memory.devices.cpu import CpuDevice
+from loraserve.memory.loading.load import load_adapter
 from loraserve.model.config import wrappers
+from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 from .conftest import SMALL, PagedRun, edit_json, load, random_tokens, randomize, reference_logits, save_model
+from .test_adapter_kinds import publish
 
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _IMAGES = {**_VISION, "image_size": 16, "patch_size": 8}
@@ -53,6 +60,28 @@ def test_logits_equal_wrapper(saved: tuple[Any, Path], caplog: pytest.LogCapture
         ours = PagedRun(load(directory)).logits(token_ids, [30, 1])
     assert f"serving the decoder of {type(model).__name__}" in caplog.text
     torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], r".*(language_model|text_model).*\.(v|down)_proj"], ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapter_trained_on_wrapper_equals_peft(saved: tuple[Any, Path], targets: Any, tmp_path: Path) -> None:
+    model, directory = saved
+    # encoders have linears of these names too
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, exclude_modules=r".*vision.*|.*visual.*")
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    adapted.save_pretrained(tmp_path / "adapter")
+    store, decoder = LocalStore(tmp_path / "store"), load(directory)
+    reference = publish(tmp_path / "adapter", store)
+    loaded = load_adapter(store, reference, decoder.spec, CpuDevice(decoder.spec, 1 << 30), decoder).host
+    assert isinstance(loaded, PackedAdapter)
+    token_ids, run = random_tokens(20), PagedRun(decoder)
+    (ours,) = run.step([(run.add(token_ids), 20)], lora=[(loaded, 0, 20)])
+    torch.testing.assert_close(ours, reference_logits(adapted, token_ids), rtol=0, atol=1e-4)
 
 
 def test_decoder_equals_wrapper_under_older_names(saved: tuple[Any, Path], tmp_path: Path) -> None:
