@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from weakref import WeakValueDictionary
 
 from adapters_store import MemoryBlob
@@ -241,6 +242,41 @@ class EphemeralAdapters:
         """
         self.check(tenant, name, is_replacing=is_replacing)
         base = self._base()
+        converted = await self._publisher.convert(
+            config,
+            blob,
+            base,
+            partial(self._stage, tenant),
+            MemoryBlob.close,
+            extras=extras,
+            throttle=self.throttle,
+        )
+        if converted is None:
+            return await self._load(tenant, name, config, blob, base, owner, extras, is_replacing, ttl_s)
+        blob.close()
+        try:
+            return await self._load(
+                tenant, name, converted.config, converted.weights, base, owner, extras, is_replacing, ttl_s
+            )
+        except BaseException:
+            converted.weights.close()
+            raise
+
+    async def _stage(self, tenant: TenantId) -> MemoryBlob:
+        return self.stage(tenant)
+
+    async def _load(
+        self,
+        tenant: TenantId,
+        name: str,
+        config: bytes,
+        blob: MemoryBlob,
+        base: BaseSpec,
+        owner: str,
+        extras: ExtraFiles,
+        is_replacing: bool,
+        ttl_s: float | None,
+    ) -> EphemeralLoad:
         inspected = await self._publisher.inspect(
             config, blob.read, base, tenant=tenant, extras=extras, throttle=self.throttle
         )

@@ -16,7 +16,7 @@ from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, r
 from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files.mlflow_source import AdapterSource
-from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
+from loraserve.sdk.files.peft_directory import INDEX, find_files, read_config, read_extra_files, read_index_file
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
 from loraserve.sdk.types.operations import Operation
 
@@ -75,9 +75,12 @@ class AsyncAdapters:
         """
         source = await async_call(AdapterSource.open, directory)
         try:
-            config_path, weights_path = find_files(source.directory)
-            config = await async_call(read_config, config_path)
+            files = await async_call(find_files, source.directory)
+            config = await async_call(read_config, files.config)
             extras = await async_call(read_extra_files, source.directory)
+            if files.index is not None:
+                extras[INDEX] = (await async_call(read_index_file, files.index)).decode()
+            weights_path = await async_call(source.join, files.weights)
             parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
             extras |= {name: value for name, value in parsers.items() if value is not None}
             params = {} if promote else {"promote": "false"}

@@ -17,7 +17,7 @@ from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, r
 from loraserve.sdk.concurrency import sync_call
 from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files.mlflow_source import AdapterSource
-from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
+from loraserve.sdk.files.peft_directory import INDEX, find_files, read_config, read_extra_files, read_index_file
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
 from loraserve.sdk.types.operations import Operation
 
@@ -76,9 +76,12 @@ class Adapters:
         """
         source = sync_call(AdapterSource.open, directory)
         try:
-            config_path, weights_path = find_files(source.directory)
-            config = sync_call(read_config, config_path)
+            files = sync_call(find_files, source.directory)
+            config = sync_call(read_config, files.config)
             extras = sync_call(read_extra_files, source.directory)
+            if files.index is not None:
+                extras[INDEX] = (sync_call(read_index_file, files.index)).decode()
+            weights_path = sync_call(source.join, files.weights)
             parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
             extras |= {name: value for name, value in parsers.items() if value is not None}
             params = {} if promote else {"promote": "false"}

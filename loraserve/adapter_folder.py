@@ -1,0 +1,70 @@
+"""Files of an adapter in its folder, by the names that PEFT and trainers give them.
+
+The client reads them to send them, the server where it fetches an adapter itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from loraserve.errors import AdapterFormatError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+INDEX_FILE = "adapter_model.safetensors.index.json"
+"""PEFT's index of weights in several files, its shards."""
+WEIGHTS_FILES = (WEIGHTS_FILE, INDEX_FILE, "adapter_model.bin", "adapters.safetensors")
+"""Names of the weights, or of their index, the preferred one first; the last one is mlx-lm's."""
+MAX_INDEX_BYTES = 1 << 20
+MAX_SHARDS = 256
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+
+
+def find_weights(names: Collection[str]) -> str | None:
+    """Return the name of the weights, or of their index, among those of a folder's files.
+
+    None: there are none.
+    """
+    return next((name for name in WEIGHTS_FILES if name in names), None)
+
+
+def shard_names(index: bytes) -> tuple[str, ...]:
+    """Return the names of the shards that an index lists, in order.
+
+    Raises:
+        AdapterFormatError: it isn't an index, lists too many, or names a file outside of its
+            folder.
+    """
+    return tuple(sorted(set(read_index(index).values())))
+
+
+def read_index(index: bytes) -> dict[str, str]:
+    """Return an index's shards by the names of their tensors.
+
+    Raises:
+        AdapterFormatError: as `shard_names`.
+    """
+    try:
+        if len(index) > MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {MAX_INDEX_BYTES:,} bytes")
+        found = json.loads(index.decode())
+        shards = found["weight_map"] if isinstance(found, dict) else None
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError("its weight_map isn't an object of names")
+    except (ValueError, KeyError, RecursionError) as error:
+        reason = "it has no weight_map" if isinstance(error, KeyError) else str(error)[:120]
+        raise AdapterFormatError(
+            f"{INDEX_FILE} isn't an index of weights: {reason}.", hint="Save the adapter again."
+        ) from None
+    names = set(shards.values())
+    outside = next((name for name in sorted(names) if not _SHARD.fullmatch(name)), None)
+    if outside is not None:
+        raise AdapterFormatError(
+            f"{INDEX_FILE} names the file {ascii(outside)[:200]}; expected the name of a .safetensors file in the "
+            "same folder.",
+            hint="Put all shards next to the index, and save it again.",
+        )
+    if len(names) > MAX_SHARDS:
+        raise AdapterFormatError(f"{INDEX_FILE} names {len(names)} files; at most {MAX_SHARDS} are read.")
+    return shards
