@@ -18,15 +18,34 @@ WEIGHTS_FILES = (WEIGHTS_FILE, INDEX_FILE, "adapter_model.bin", "adapters.safete
 """Names of the weights, or of their index, the preferred one first; the last one is mlx-lm's."""
 MAX_INDEX_BYTES = 1 << 20
 MAX_SHARDS = 256
+CONFIG_HOLDER = b"GGUF"
+"""First bytes of a file of weights that holds its config too."""
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
 def find_weights(names: Collection[str]) -> str | None:
     """Return the name of the weights, or of their index, among those of a folder's files.
 
-    None: there are none.
+    A GGUF file counts where there are none of `WEIGHTS_FILES`. None: there are none.
+
+    Raises:
+        AdapterFormatError: there are several GGUF files.
     """
-    return next((name for name in WEIGHTS_FILES if name in names), None)
+    found = next((name for name in WEIGHTS_FILES if name in names), None)
+    if found is not None:
+        return found
+    ggufs = sorted(name for name in names if holds_config(name))
+    if len(ggufs) > 1:
+        raise AdapterFormatError(
+            f"The folder holds {len(ggufs)} GGUF files ({', '.join(ggufs[:3])}); expected one adapter.",
+            hint="Name the file, or put it into a folder of its own.",
+        )
+    return ggufs[0] if ggufs else None
+
+
+def holds_config(name: str) -> bool:
+    """Return whether a file of weights holds its config too, by its name."""
+    return name.endswith(".gguf")
 
 
 def shard_names(index: bytes) -> tuple[str, ...]:

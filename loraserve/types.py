@@ -232,6 +232,8 @@ class BaseSpec(Struct, frozen=True):
     """What is added to a norm's stored weight."""
     is_head_tied: bool = False
     """Whether the head's weight is the embedding's."""
+    head_dim: int = 0
+    """Numbers of a query or a key of one head."""
 
 
 class KernelChoice(Struct, frozen=True):

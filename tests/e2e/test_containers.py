@@ -14,10 +14,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from gguf_files import write_gguf_adapter
 from real_model import find_real_model
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from loraserve import Client
 from loraserve.demo.pack import base_dir
@@ -92,6 +93,12 @@ def write_mlx(source: Path, target: Path, base: Path) -> None:
     )
 
 
+def write_gguf(source: Path, target: Path, base: Path) -> None:
+    alpha = json.loads((source / CONFIG).read_text())["lora_alpha"]
+    config = AutoConfig.from_pretrained(base)
+    write_gguf_adapter(load_file(source / WEIGHTS), config, target / "adapter.gguf", alpha=alpha)
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return (os.system, ("exit 1",))
@@ -113,11 +120,17 @@ def spoil_mlx(target: Path) -> None:
     (target / CONFIG).write_text(json.dumps({**config, "fine_tune_type": "full"}))
 
 
+def spoil_gguf(target: Path) -> None:
+    data = (target / "adapter.gguf").read_bytes()
+    (target / "adapter.gguf").write_bytes(data.replace(b"llama", b"qwen2", 1))
+
+
 Write = Callable[[Path, Path, Path], None]
 CONTAINERS: dict[str, tuple[str, Write, Callable[[Path], None], str]] = {
     "archive": ("lora", write_archive, spoil_archive, "posix.system"),
     "mlx-lora": ("lora", write_mlx, spoil_mlx, "fine_tune_type is full"),
     "mlx-dora": ("dora", write_mlx, spoil_mlx, "fine_tune_type is full"),
+    "gguf": ("lora", write_gguf, spoil_gguf, "trained for the architecture 'qwen2'"),
     "shards": ("dora", write_shards, spoil_shards, "is in two of the weights' files"),
 }
 """Name → the adapter that is written, how, how it is spoilt, and what is said then."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,8 @@ def read_mlx(
         suffix = (_EMBEDDING_PARTS if is_embedding else _PARTS)[part]
         tensors[f"{PREFIX}{module}.{suffix}"] = tensor if part == "m" else _transposed(name, tensor)
     _check_parts(modules, parameters)
-    layers = _check_layers(modules, parameters, base)
-    targets = _targets(modules, layers, base)
+    _check_layers(modules, parameters, base)
+    targets = target_fields(modules, base)
     peft = {
         "peft_type": "LORA",
         "r": parameters.rank,
@@ -168,8 +168,8 @@ def _check_parts(modules: Mapping[str, set[str]], parameters: _Parameters) -> No
             raise AdapterFormatError(f"{shown(module, 200)} {what}.")
 
 
-def _check_layers(modules: Mapping[str, set[str]], parameters: _Parameters, base: BaseSpec) -> list[int]:
-    """Return the layers that have tensors, which are those that the config means."""
+def _check_layers(modules: Collection[str], parameters: _Parameters, base: BaseSpec) -> None:
+    """Check that the modules are those that the config means."""
     found = {int(match["layer"]) for module in modules if (match := _LAYER.fullmatch(module)) is not None}
     # 0 and less are all layers, as in a slice from its end on
     num_layers = parameters.num_layers
@@ -188,11 +188,10 @@ def _check_layers(modules: Mapping[str, set[str]], parameters: _Parameters, base
                 raise AdapterFormatError(
                     f"The file holds tensors for {shown(module, 200)}, which lora_parameters.keys doesn't name."
                 )
-    return sorted(found)
 
 
-def _targets(modules: Mapping[str, set[str]], layers: list[int], base: BaseSpec) -> dict[str, Any]:
-    """Return the fields of PEFT's config that mean these modules."""
+def target_fields(modules: Collection[str], base: BaseSpec) -> dict[str, Any]:
+    """Return the fields of PEFT's config that mean these modules, given by their whole names."""
     inner: dict[str, set[int]] = {}
     outside: list[str] = []
     for module in modules:
@@ -201,6 +200,7 @@ def _targets(modules: Mapping[str, set[str]], layers: list[int], base: BaseSpec)
             outside.append(module)
         else:
             inner.setdefault(match["inner"], set()).add(int(match["layer"]))
+    layers = sorted(set().union(*inner.values()))
     if any(found != set(layers) for found in inner.values()) or (outside and len(layers) < base.num_layers):
         return {"target_modules": sorted(modules)}
     targets = {"target_modules": sorted([*inner, *outside])}

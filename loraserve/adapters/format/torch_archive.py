@@ -73,7 +73,8 @@ def read_archive_beginning(beginning: Buffer, limits: Limits = LIMITS) -> int | 
     """
     if len(beginning) < _LOCAL.size:
         return None
-    _, _, _, method, *_, name_length, extra_length = _LOCAL.unpack_from(beginning)
+    fields: tuple[int, ...] = _LOCAL.unpack_from(beginning)
+    method, name_length, extra_length = fields[3], fields[9], fields[10]
     start = _LOCAL.size + name_length + extra_length
     if len(beginning) < start:
         return None
@@ -86,7 +87,7 @@ def read_archive_beginning(beginning: Buffer, limits: Limits = LIMITS) -> int | 
         return None
     _check_tensors(found, None, limits)
     storages = {tensor.storage.key: tensor.storage for tensor in found.values()}
-    num_bytes = sum(storage.num_elements * STORED_SIZES[storage.dtype] for storage in storages.values())
+    num_bytes: int = sum(storage.num_elements * STORED_SIZES[storage.dtype] for storage in storages.values())
     return start + MAX_PICKLE_BYTES + num_bytes + (len(storages) + _MAX_OTHERS) * (_FRAME_BYTES + _MAX_OTHER_BYTES)
 
 

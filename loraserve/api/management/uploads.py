@@ -166,10 +166,11 @@ async def publish_stored(
 ) -> Response:
     """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of a complete upload.
 
-    It may have extra files beside them: ``chat_template`` and ``generation_config`` as the files'
-    text, ``tool_parser`` and ``reasoning_parser`` as names; ``tokenizer``, the identity of the
-    adapter's own, to be compared with the base's; and ``index``, the text of the index of several
-    files of weights, which the blob is, one after the other.
+    Without a config, the upload must be in a file that holds its own. The body may have extra
+    files: ``chat_template`` and ``generation_config`` as the files' text, ``tool_parser`` and
+    ``reasoning_parser`` as names; ``tokenizer``, the identity of the adapter's own, to be compared
+    with the base's; and ``index``, the text of the index of several files of weights, which the
+    blob is, one after the other.
 
     Raises:
         InvalidRequest: the body isn't that.
@@ -239,9 +240,13 @@ def _read_publish(body: bytes) -> tuple[bytes, Digest, ExtraFiles]:
             hint=f"Extra files: {', '.join(FILE_NAMES)}.",
         )
     for name, kind, words in (("config", dict, "an object"), ("blob", str, "a SHA-256 in lower-case hex")):
-        if not isinstance(value.get(name), kind):
+        is_absent = name == "config" and "config" not in value
+        if not is_absent and not isinstance(value.get(name), kind):
             raise InvalidRequest(f"{name} should be {words}.", param=name)
-    config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    # a file of weights may hold its own
+    config = b""
+    if "config" in value:
+        config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     if len(config) > LIMITS.max_adapter_config_bytes:
         raise PayloadTooLarge(f"config exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
     given = {name: value[name] for name in (*FILE_NAMES, TOKENIZER, INDEX) if value.get(name) is not None}

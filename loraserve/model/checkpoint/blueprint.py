@@ -167,6 +167,7 @@ class Blueprint:
             },
             norm_offset=architecture.norm_offset,
             is_head_tied=self.is_head_tied,
+            head_dim=config.head_dim,
         )
 
 

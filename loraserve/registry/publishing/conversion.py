@@ -37,13 +37,13 @@ class Uploaded(Protocol):
     def read(self) -> memoryview: ...
 
 
-class Target(Protocol):
+class ConversionTarget(Protocol):
     """Something that converted weights are written to."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None: ...
 
 
-T = TypeVar("T", bound=Target)
+T = TypeVar("T", bound=ConversionTarget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _convert(
     return files
 
 
-def _write(files: ConvertedFiles, target: Target, pause: Pause) -> None:
+def _write(files: ConvertedFiles, target: ConversionTarget, pause: Pause) -> None:
     for piece in write_safetensors(files.tensors):
         target.write(piece)
         pause()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import PurePosixPath
 
 from adapters_store.files import CHUNK_BYTES, storage_errors
-from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILES, find_weights, shard_names
+from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILES, find_weights, holds_config, shard_names
 from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
 from loraserve.errors import AdapterFormatError, InvalidRequest, NotFound, PermissionDenied
 from loraserve.limits import LIMITS
@@ -60,7 +60,9 @@ class LocalFolders:
         try:
             found = os.listdir(folder)
             config = bytearray()
-            _read(folder, CONFIG_FILE, LIMITS.max_adapter_config_bytes, config.extend)
+            name = find_weights(found) or WEIGHTS_FILES[0]
+            if not holds_config(name):
+                _read(folder, CONFIG_FILE, LIMITS.max_adapter_config_bytes, config.extend)
             extras: dict[str, bytes] = {}
             tokenizer = None
             for part in FILE_NAMES:
@@ -72,7 +74,7 @@ class LocalFolders:
                 data = bytearray()
                 _read(folder, TOKENIZER_FILE, MAX_FILE_BYTES, data.extend)
                 tokenizer = TokenizerIdentity.of_file(bytes(data))
-            index = _read_weights(folder, found, weights)
+            index = _read_weights(folder, name, weights)
         finally:
             os.close(folder)
         return bytes(config), replace(ExtraFiles.read(extras), tokenizer=tokenizer, index=index)
@@ -123,9 +125,8 @@ def _below(path: PurePosixPath, root: str) -> tuple[str, ...]:
     return path.parts
 
 
-def _read_weights(folder: int, found: Collection[str], weights: WeightsWriter) -> bytes | None:
+def _read_weights(folder: int, name: str, weights: WeightsWriter) -> bytes | None:
     """Write the weights, and return the index of their files if there are several."""
-    name = find_weights(found) or WEIGHTS_FILES[0]
     if name != INDEX_FILE:
         _read(folder, name, LIMITS.max_upload_bytes, weights.write)
         return None

@@ -76,7 +76,7 @@ class AsyncAdapters:
         source = await async_call(AdapterSource.open, directory)
         try:
             files = await async_call(find_files, source.directory)
-            config = await async_call(read_config, files.config)
+            config = None if files.config is None else await async_call(read_config, files.config)
             extras = await async_call(read_extra_files, source.directory)
             if files.index is not None:
                 extras[INDEX] = (await async_call(read_index_file, files.index)).decode()
@@ -103,7 +103,7 @@ class AsyncAdapters:
     async def _publish(
         self,
         name: str,
-        config: str,
+        config: str | None,
         extras: Mapping[str, str],
         weights: Path,
         params: Mapping[str, str],
@@ -118,8 +118,9 @@ class AsyncAdapters:
         while True:
             digest = await send_file(self._transport, weights, on_progress)
             # the config's own text: the server reads every number to its last digit
-            rest = encode({"blob": digest, **extras}).decode().removeprefix("{")
-            body = f'{{"config":{config},{rest}'.encode()
+            body = encode({"blob": digest, **extras})
+            if config is not None:
+                body = f'{{"config":{config},{body.decode().removeprefix("{")}'.encode()
             path, headers = f"{_path(name)}/versions", idempotency_key()
             call = Call("POST", path, read_into(Version), params=params, headers=headers, body=body)
             try:

@@ -77,7 +77,7 @@ class Adapters:
         source = sync_call(AdapterSource.open, directory)
         try:
             files = sync_call(find_files, source.directory)
-            config = sync_call(read_config, files.config)
+            config = None if files.config is None else sync_call(read_config, files.config)
             extras = sync_call(read_extra_files, source.directory)
             if files.index is not None:
                 extras[INDEX] = (sync_call(read_index_file, files.index)).decode()
@@ -104,7 +104,7 @@ class Adapters:
     def _publish(
         self,
         name: str,
-        config: str,
+        config: str | None,
         extras: Mapping[str, str],
         weights: Path,
         params: Mapping[str, str],
@@ -119,8 +119,9 @@ class Adapters:
         while True:
             digest = send_file(self._transport, weights, on_progress)
             # the config's own text: the server reads every number to its last digit
-            rest = encode({"blob": digest, **extras}).decode().removeprefix("{")
-            body = f'{{"config":{config},{rest}'.encode()
+            body = encode({"blob": digest, **extras})
+            if config is not None:
+                body = f'{{"config":{config},{body.decode().removeprefix("{")}'.encode()
             path, headers = f"{_path(name)}/versions", idempotency_key()
             call = Call("POST", path, read_into(Version), params=params, headers=headers, body=body)
             try:

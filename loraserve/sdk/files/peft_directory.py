@@ -14,6 +14,7 @@ from loraserve.adapter_folder import (
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
     find_weights,
+    holds_config,
     shard_names,
 )
 from loraserve.tokenizer_identity import TokenizerIdentity
@@ -37,11 +38,12 @@ class AdapterFiles:
     """Files of an adapter in a directory.
 
     Attributes:
+        config: None where the weights' file holds it.
         weights: several are the shards that `index` names.
         index: None where there is one file of weights.
     """
 
-    config: Path
+    config: Path | None
     weights: tuple[Path, ...]
     index: Path | None = None
 
@@ -49,15 +51,21 @@ class AdapterFiles:
 def find_files(directory: Path) -> AdapterFiles:
     """Return the paths of the config and of the weights in an adapter's directory.
 
+    It may be a GGUF file too.
+
     Raises:
         AdapterFormatError: one of them isn't there; the message says what is.
     """
     expected = f"Expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained() writes it."
+    if directory.is_file() and holds_config(directory.name):
+        return AdapterFiles(None, (directory,))
     if not directory.is_dir():
         found = "is a file" if directory.exists() else "doesn't exist"
         raise errors.AdapterFormatError(f"{directory} {found}.", hint=expected)
     names = [path.name for path in directory.iterdir() if path.is_file()]
     name = find_weights(names) or WEIGHTS_FILE
+    if holds_config(name):
+        return AdapterFiles(None, (directory / name,))
     missing = [wanted for wanted in (CONFIG_FILE, name) if wanted not in names]
     if missing:
         there = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"

@@ -8,11 +8,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
-import pytest
 import torch
+from gguf_files import write_gguf_adapter
 from safetensors.torch import load, save
 
 from adapters_store import LocalStore
@@ -90,6 +91,57 @@ async def test_archive_sent_in_pieces_leaves_no_upload(
     assert "torch.save" in container_of(response.json())
     again = await acme.post("/adapters/sql/versions", json=body)
     assert (again.status_code, again.json()["code"]) == (404, "upload_not_found")
+
+
+async def test_mlx_adapter_makes_version_of_plain_file(
+    push: Any, acme: httpx2.AsyncClient, make_upload: Callable[..., Upload]
+) -> None:
+    config, weights = make_upload()
+    peft = json.loads(config)
+    tensors = {
+        name.removeprefix("base_model.model.")
+        .replace(".lora_A.weight", ".lora_a")
+        .replace(".lora_B.weight", ".lora_b"): tensor.T.contiguous()
+        for name, tensor in load(weights).items()
+    }
+    parameters = {"rank": peft["r"], "scale": peft["lora_alpha"] / peft["r"], "dropout": 0.1}
+    mlx = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters, "iters": 600}
+    response = await publish(acme, form(json.dumps(mlx).encode(), save(tensors)))
+    assert response.status_code == 201, response.text
+    assert "scale 2 as lora_alpha / r = 4 / 2" in container_of(response.json())
+    assert (response.json()["rank"], response.json()["target_modules"]) == (peft["r"], peft["target_modules"])
+    stored = load((await acme.get("/adapters/sql/versions/1/files/adapter_model.safetensors")).content)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in load(weights).items())
+    full = await publish(acme, form(json.dumps({**mlx, "fine_tune_type": "full"}).encode(), save(tensors)))
+    assert (full.status_code, "fine_tune_type is full" in full.text) == (422, True)
+
+
+async def test_gguf_adapter_needs_no_config(
+    acme: httpx2.AsyncClient, make_upload: Callable[..., Upload], tmp_path: Path
+) -> None:
+    config, weights = make_upload()
+    values = {name: tensor for name, tensor in load(weights).items() if "v_proj" in name}
+    base = SimpleNamespace(model_type="llama", num_hidden_layers=2)
+    data = write_gguf_adapter(values, base, tmp_path / "x.gguf", alpha=4.0).read_bytes()
+    response = await publish(acme, [("weights", ("x.gguf", data))])
+    assert response.status_code == 201, response.text
+    assert "a GGUF file of llama.cpp's (llama)" in container_of(response.json())
+    in_pieces = await acme.post("/adapters/sql/versions", json={"blob": await send_blob(acme, data)})
+    assert (in_pieces.status_code, in_pieces.json()["digest"]) == (200, response.json()["digest"])
+    both = await publish(acme, form(config, data))
+    assert (both.status_code, "holds its own config" in both.text) == (422, True)
+    model = data.replace(b"general.type", b"general.kind")
+    refused = await publish(acme, [("weights", ("x.gguf", model))])
+    assert (refused.status_code, "loraserve serve --model" in refused.text) == (422, True)
+
+
+async def test_weights_without_config_are_refused(acme: httpx2.AsyncClient, make_upload: Callable[..., Upload]) -> None:
+    _, weights = make_upload()
+    for data in (weights, archive_of(weights)):
+        response = await publish(acme, [("weights", ("weights", data))])
+        assert (response.status_code, 'config\\" is missing' in response.text) == (400, True), response.text
+        response = await acme.post("/adapters/sql/versions", json={"blob": await send_blob(acme, data)})
+        assert (response.status_code, "no adapter_config.json" in response.text) == (422, True), response.text
 
 
 class Bomb:

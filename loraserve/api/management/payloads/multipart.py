@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from loraserve.adapter_folder import MAX_SHARDS
+from loraserve.adapter_folder import CONFIG_HOLDER, MAX_SHARDS
 from loraserve.adapters.extra_files import FILE_NAMES, INDEX, MAX_BYTES, ExtraFiles
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS, MIB
@@ -40,6 +40,7 @@ class Form:
         short: names of the other parts, and the bound on their bytes.
         required: names of the parts that must be there.
         hint: description of the whole form, for a refusal.
+        alone: first bytes of a file that needs no other part; empty: every file needs them.
         is_repeated: whether there may be several files, of this size together.
     """
 
@@ -48,6 +49,7 @@ class Form:
     short: Mapping[str, int]
     required: tuple[str, ...]
     hint: str
+    alone: bytes = b""
     is_repeated: bool = False
 
 
@@ -59,6 +61,7 @@ def _adapter_form() -> Form:
         (CONFIG, WEIGHTS),
         f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}, "
         f"and at will with {', '.join(FILE_NAMES)}. Shards are several {WEIGHTS}, with their {INDEX}.",
+        alone=CONFIG_HOLDER,
         is_repeated=True,
     )
 
@@ -87,6 +90,8 @@ async def read_upload(
 ) -> tuple[bytes, ExtraFiles]:
     """Return the part `CONFIG` and the extra files; write `WEIGHTS` to `weights`, piece by piece.
 
+    The config is empty where the weights' file holds it.
+
     Raises:
         AdapterFormatError: an extra file isn't text, or is empty.
         InvalidRequest, PayloadTooLarge, StorageError: as `read_form`.
@@ -99,7 +104,7 @@ async def read_upload(
             param=INDEX,
             hint=_adapter_form().hint,
         )
-    return parts.pop(CONFIG), ExtraFiles.read(parts)
+    return parts.pop(CONFIG, b""), ExtraFiles.read(parts)
 
 
 async def read_form(
@@ -144,7 +149,8 @@ async def read_form(
         raise InvalidRequest("The client disconnected before the end of the body.") from None
     if not parts.is_complete:
         raise InvalidRequest("The body ends before its closing boundary.", hint="Upload it again.")
-    for name in form.required:
+    stands_alone = bool(form.alone) and parts.first == form.alone
+    for name in (form.file,) if stands_alone else form.required:
         if name not in parts.seen:
             raise InvalidRequest(f'The part "{name}" is missing.', param=name, hint=form.hint)
     await throttle.run(partial(write, parts.take_files()))
@@ -168,6 +174,8 @@ class _Parts:
         # not taken yet: the rest of a file, and those that follow it
         self.files = [bytearray()]
         self.num_files = 0
+        self.first = b""
+        """The first bytes of the first file, as many as `Form.alone` has."""
         self.filename = b""
         self.seen: set[str] = set()
         self.is_complete = False
@@ -244,6 +252,8 @@ class _Parts:
         self._num_file_bytes += end - start
         if self._num_file_bytes > form.max_file_bytes:
             raise PayloadTooLarge(f'The part "{name}" exceeds the limit of {form.max_file_bytes} bytes.', param=name)
+        if len(self.first) < len(form.alone):
+            self.first += data[start : min(end, start + len(form.alone) - len(self.first))]
         # no copy on the way
         self.files[-1] += memoryview(data)[start:end]
 
