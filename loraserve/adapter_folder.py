@@ -20,6 +20,14 @@ MAX_INDEX_BYTES = 1 << 20
 MAX_SHARDS = 256
 CONFIG_HOLDER = b"GGUF"
 """First bytes of a file of weights that holds its config too."""
+_WHOLE_MODEL = "a whole model: serve it as a base (loraserve serve --model DIR)"
+_FOREIGN_FILES = {
+    "pytorch_lora_weights.safetensors": "diffusers' LoRA of an image model, which isn't served",
+    "model.safetensors": _WHOLE_MODEL,
+    "model.safetensors.index.json": _WHOLE_MODEL,
+    "pytorch_model.bin": _WHOLE_MODEL,
+    "pytorch_model.bin.index.json": _WHOLE_MODEL,
+}
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
@@ -41,6 +49,11 @@ def find_weights(names: Collection[str]) -> str | None:
             hint="Name the file, or put it into a folder of its own.",
         )
     return ggufs[0] if ggufs else None
+
+
+def foreign_files(names: Collection[str]) -> str | None:
+    """Return what a folder holds in an adapter's place, and what to do; None: it isn't known."""
+    return next((words for name, words in _FOREIGN_FILES.items() if name in names), None)
 
 
 def holds_config(name: str) -> bool:

@@ -135,7 +135,8 @@ CONTAINERS: dict[str, tuple[str, Write, Callable[[Path], None], str]] = {
 }
 """Name → the adapter that is written, how, how it is spoilt, and what is said then."""
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "lora": {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]},
+    # PEFT leaves w_pack untrained, which the base doesn't have
+    "lora": {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj", "w_pack"]},
     "dora": {"target_modules": ["q_proj", "o_proj", "up_proj"], "use_dora": True},
 }
 
@@ -169,7 +170,9 @@ def check_containers(server: ServerProcess, base: Path, folder: Path) -> None:
         assert pushed.returncode == 0, pushed.stderr
         version = json.loads(pushed.stdout)
         assert version["state"] == "ready", version
-        assert "container" in {check["name"] for check in version["checks"]}
+        found = {check["name"]: check["detail"] for check in version["checks"]}
+        assert "container" in found
+        assert ("'w_pack'" in found.get("targets", "")) == (name == "archive")
         with Client(server.url, api_key=server.variables["LORASERVE_API_KEY"]) as client:
             answer = client.completions.create(
                 model=name, prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=0, logprobs=1, return_token_ids=True
@@ -182,3 +185,5 @@ def check_containers(server: ServerProcess, base: Path, folder: Path) -> None:
         spoil(target)
         refused = server.run("adapter", "push", str(target), "--name", name)
         assert (refused.returncode != 0, words in " ".join(refused.stderr.split())) == (True, True), refused.stderr
+    whole = server.run("adapter", "push", str(base), "--name", "whole")
+    assert (whole.returncode != 0, "serve it as a base" in " ".join(whole.stderr.split())) == (True, True)

@@ -269,6 +269,8 @@ def test_absent_directory_is_refused(client: Client, tmp_path: Path) -> None:
         ("adapter_config.json", None, "no adapter_config.json; it holds adapter_model.safetensors"),
         ("adapter_model.safetensors", None, "no adapter_model.safetensors"),
         ("adapter_model.safetensors", "adapter_model.pt", "no adapter_model.safetensors"),
+        ("adapter_model.safetensors", "model.safetensors", "it holds a whole model: serve it as a base"),
+        ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "it holds diffusers' LoRA"),
     ],
 )
 def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(

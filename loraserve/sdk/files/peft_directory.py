@@ -14,6 +14,7 @@ from loraserve.adapter_folder import (
     MAX_INDEX_BYTES,
     WEIGHTS_FILE,
     find_weights,
+    foreign_files,
     holds_config,
     shard_names,
 )
@@ -68,7 +69,8 @@ def find_files(directory: Path) -> AdapterFiles:
         return AdapterFiles(None, (directory / name,))
     missing = [wanted for wanted in (CONFIG_FILE, name) if wanted not in names]
     if missing:
-        there = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+        foreign = foreign_files(names)
+        there = foreign or ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
         raise errors.AdapterFormatError(
             f"{directory} has no {' and no '.join(missing)}; it holds {there}.", hint=expected
         )
