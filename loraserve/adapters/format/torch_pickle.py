@@ -19,7 +19,7 @@ from loraserve.adapters.strict_json import shown
 from loraserve.errors import AdapterFormatError
 
 MAX_PICKLE_BYTES = 4 << 20
-_MAX_STEPS = 2_000_000
+_MAX_STEPS = 500_000
 _MAX_MEMO = 1 << 20
 _MAX_TUPLE = 8
 _MAX_INT_BYTES = 8

@@ -168,7 +168,7 @@ async def test_malicious_archive_is_refused_by_name(
 
 
 async def test_converted_weights_count_in_quota(
-    acme: httpx2.AsyncClient, make_upload: Callable[..., Upload], admin: httpx2.AsyncClient, store: LocalStore
+    acme: httpx2.AsyncClient, make_upload: Callable[..., Upload], admin: httpx2.AsyncClient, services: Services
 ) -> None:
     config, weights = make_upload(rank=6)
     data = archive_of(weights)
@@ -176,7 +176,8 @@ async def test_converted_weights_count_in_quota(
     assert (await admin.patch("/tenants/acme", json={"limits": {"max_stored_bytes": quota}})).status_code == 200
     response = await publish(acme, form(config, data))
     assert (response.status_code, response.json()["code"]) == (429, "insufficient_quota"), response.text
-    assert list(store.iter_digests()) == []
+    assert list(services.store.iter_digests()) == []
+    assert services.registry.uploads.shares()[2].total == 0
 
 
 async def test_shards_make_version_of_plain_file(
