@@ -291,6 +291,23 @@ def test_older_weights_are_sent_as_they_are(server: Any, client: Client, peft_di
     assert server.asked[1].body == weights
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_gguf_file_is_sent_without_config(server: Any, client: Client, tmp_path: Path, is_named: bool) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(SIZE - 4))
+    server.answer_with_push()
+    client.adapters.push(tmp_path / "x.gguf" if is_named else tmp_path, name="sql")
+    assert server.asked[1].body == (tmp_path / "x.gguf").read_bytes()
+    assert server.asked[2].json.keys() == {"blob"}
+
+
+def test_several_gguf_files_are_refused_before_sending(server: Any, client: Client, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(errors.AdapterFormatError, match=r"2 GGUF files \(a\.gguf, b\.gguf\)"):
+        client.adapters.push(tmp_path, name="sql")
+    assert server.asked == []
+
+
 def write_shards(directory: Path, names: tuple[str, ...]) -> str:
     index = json.dumps({"weight_map": {f"tensor.{i}": name for i, name in enumerate(names)}})
     (directory / "adapter_model.safetensors").unlink()

@@ -57,9 +57,10 @@ class AsyncAdapters:
         version.
 
         Args:
-            directory: a PEFT directory, or what MLflow keeps, which MLflow's library (if it is
-                installed) downloads first: ``runs:/RUN_ID/PATH``, ``models:/NAME/VERSION``,
-                ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…`` and ``mlflow://models/…``.
+            directory: a PEFT directory, one of mlx-lm's, a GGUF file of LoRA, or what MLflow keeps,
+                which MLflow's library (if it is installed) downloads first: ``runs:/RUN_ID/PATH``,
+                ``models:/NAME/VERSION``, ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…``
+                and ``mlflow://models/…``.
             alias: point this alias at the new version too.
             promote: point `live`, which the bare name means, at the new version.
             notes, tags: set on the version.
