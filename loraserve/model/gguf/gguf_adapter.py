@@ -12,13 +12,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from loraserve.adapters.format.containers import ConvertedFiles
 from loraserve.adapters.format.mlx_format import target_fields
-from loraserve.adapters.format.peft_format import STORED_DTYPES, Buffer, check_name
+from loraserve.adapters.format.peft_format import STORED_DTYPES, STORED_SIZES, Buffer, check_name
 from loraserve.adapters.format.tensor_names import PREFIX
 from loraserve.adapters.ir import Array, TensorView
 from loraserve.adapters.strict_json import shown
@@ -78,6 +79,7 @@ class GgufAdapter:
         except HeaderIncomplete as error:
             raise AdapterFormatError(error.message, hint=error.hint) from None
         _check_kind(gguf)
+        _check_size(gguf, limits)
         layout = _find_layout(gguf, base)
         tensors: dict[str, TensorView] = {}
         modules: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -142,6 +144,17 @@ def _check_kind(gguf: Gguf) -> None:
             raise AdapterUnsupported(
                 f"{shown(tensor.name, 200)} has {len(tensor.shape)} dims; expected 2, of lora_a or lora_b."
             )
+
+
+def _check_size(gguf: Gguf, limits: Limits) -> None:
+    """Check that the numbers have room once they are unfolded."""
+    num_bytes = sum(
+        prod(tensor.shape) * STORED_SIZES.get(tensor.type.name, STORED_SIZES["F32"]) for tensor in gguf.tensors.values()
+    )
+    if num_bytes > limits.max_upload_bytes:
+        raise AdapterFormatError(
+            f"{_FILE}'s tensors take {num_bytes:,} bytes as floats; at most {limits.max_upload_bytes:,} are allowed."
+        )
 
 
 def _find_layout(gguf: Gguf, base: BaseSpec) -> GgufLayout:

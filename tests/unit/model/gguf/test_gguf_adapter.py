@@ -17,7 +17,7 @@ from loraserve.adapters.format.containers import convert_files, write_safetensor
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.errors import AdapterRejected
-from loraserve.limits import LIMITS
+from loraserve.limits import LIMITS, Limits
 from loraserve.model.gguf.gguf_adapter import GgufAdapter
 from loraserve.types import BaseSpec, Digest
 
@@ -156,6 +156,14 @@ def test_tensors_are_refused_by_name(tmp_path: Path) -> None:
         read(data.replace(b"blk.0.attn_q.weight.lora_a", b"blk.0.attn_k.weight.lora_a"))
     with pytest.raises(AdapterRejected, match="holds its own config"):
         read(data, config=b"{}")
+
+
+def test_unfolded_size_is_bounded(tmp_path: Path) -> None:
+    data = written(tmp_path, peft_tensors(), form="Q8_0")
+    limits = Limits(max_upload_bytes=2 * len(data))
+    with pytest.raises(AdapterRejected, match="bytes as floats; at most"):
+        GgufAdapter().read(b"", data, BASE, limits)
+    assert GgufAdapter().read(b"", data, BASE, Limits(max_upload_bytes=4 * len(data))).tensors
 
 
 def test_damaged_file_is_refused_at_every_cut(tmp_path: Path) -> None:
