@@ -15,6 +15,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 MARKER = "registry.json"
 """Name of the marker below the store's root, which states the store's registry."""
 MAX_MARKER_BYTES = 4096
+NUM_FIRST_BYTES = 8
+"""Bytes of a staged blob by which its format is recognized."""
 
 
 def check_digest(digest: str) -> Digest:
@@ -73,6 +75,11 @@ class StagedBlob(Protocol):
     @property
     def digest(self) -> Digest:
         """SHA-256 of the bytes written so far."""
+        ...
+
+    @property
+    def first_bytes(self) -> bytes:
+        """The first `NUM_FIRST_BYTES`, or all that were written so far."""
         ...
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

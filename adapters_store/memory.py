@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from adapters_store.base import corrupt
+from adapters_store.base import NUM_FIRST_BYTES, corrupt
 from adapters_store.files import storage_errors, write_all
 from loraserve.errors import BlobNotFound, StorageError
 from loraserve.types import Digest, ExtraFile, MemoryFile
@@ -58,6 +58,11 @@ class MemoryBlob:
     def digest(self) -> Digest:
         """SHA-256 of the weights."""
         return Digest(self._sha.hexdigest())
+
+    @property
+    def first_bytes(self) -> bytes:
+        """The first `NUM_FIRST_BYTES` of the weights, or all that there are."""
+        return bytes(self.read()[:NUM_FIRST_BYTES])
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append to the weights.

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from adapters_store.base import NUM_FIRST_BYTES
 from adapters_store.files import fresh_memory, read_and_hash, storage_errors, write_all
 from loraserve import faults
 from loraserve.errors import StorageError
@@ -39,6 +40,7 @@ class StagedFile(ABC):
         self._lock = threading.RLock()
         self._sha = hashlib.sha256()
         self._num_bytes = 0
+        self._first = b""
         self._kept: memoryview | None = None
         if is_looked_at:
             # without enough address space, the file is read back
@@ -61,6 +63,10 @@ class StagedFile(ABC):
     def digest(self) -> Digest:
         return Digest(self._sha.hexdigest())
 
+    @property
+    def first_bytes(self) -> bytes:
+        return self._first
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B")
         with self._lock:
@@ -73,6 +79,8 @@ class StagedFile(ABC):
                 self.discard()
                 raise
             self._sha.update(view)
+            if len(self._first) < NUM_FIRST_BYTES:
+                self._first += bytes(view[: NUM_FIRST_BYTES - len(self._first)])
             start, self._num_bytes = self._num_bytes, self._num_bytes + len(view)
             if self._kept is not None and self._num_bytes <= KEPT_BYTES:
                 self._kept[start : self._num_bytes] = view

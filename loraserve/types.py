@@ -234,6 +234,8 @@ class BaseSpec(Struct, frozen=True):
     """Whether the head's weight is the embedding's."""
     is_head_quantized: bool = False
     """Whether the head's weight is rounded, by the checkpoint or while it was loaded."""
+    head_dim: int = 0
+    """Numbers of a query or a key of one head."""
 
 
 class KernelChoice(Struct, frozen=True):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from loraserve.adapters.config.kinds import check_kind
+from loraserve.adapters.format.foreign_names import refuse_foreign_names
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.format.tensor_names import PREFIX
 from loraserve.adapters.format.wrappers import unwrap
@@ -64,6 +65,7 @@ def compile_adapter(
     check_kind(config)
     compiled = TUNERS[str(config["peft_type"])]
     named = unwrap(tensors, base)
+    refuse_foreign_names(named.tensors)
     head, others = _split_head(named.tensors)
     if head is None:
         ir = _unfold(compiled(config, named.tensors, named.base, limits), reserve)

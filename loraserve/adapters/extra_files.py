@@ -24,12 +24,17 @@ TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
 """Part of an upload with the identity (`TokenizerIdentity.text`) of the tokenizer that the adapter
 was trained with, and the file in its folder. It is compared with the base's, and not kept.
 """
+INDEX, INDEX_FILE = "index", "adapter_model.safetensors.index.json"
+"""Part of an upload with the index of several files of weights, and the file in its folder. The
+weights are checked by it, and it isn't kept.
+"""
 MAX_BYTES: Mapping[str, int] = {
     "chat_template": LIMITS.max_chat_template_bytes,
     "generation_config": LIMITS.max_generation_config_bytes,
     "tool_parser": LIMITS.max_parser_name_bytes,
     "reasoning_parser": LIMITS.max_parser_name_bytes,
     TOKENIZER: MAX_IDENTITY_BYTES,
+    INDEX: LIMITS.max_adapter_header_bytes,
 }
 """Part of an upload → its largest size."""
 
@@ -40,6 +45,8 @@ class ExtraFiles:
 
     Attributes:
         tokenizer: identity of the adapter's own tokenizer, which is no part of the version.
+        index: index of the files of weights, which is no part of the version; None: there is one
+            file.
     """
 
     chat_template: bytes | None = None
@@ -47,13 +54,14 @@ class ExtraFiles:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     tokenizer: TokenizerIdentity | None = None
+    index: bytes | None = None
 
     @classmethod
     def read(cls, parts: Mapping[str, bytes]) -> Self:
         """Return the files that these parts of an upload are.
 
         Args:
-            parts: by the names of `FILE_NAMES`, and `TOKENIZER`.
+            parts: by the names of `FILE_NAMES`, `TOKENIZER` and `INDEX`.
 
         Raises:
             AdapterFormatError: one is empty, too large, or isn't text; lists every reason.
@@ -69,7 +77,13 @@ class ExtraFiles:
         if problems:
             raise AdapterFormatError("The extra files of the version can't be read.", problems=problems)
         names = {name: parts[name].decode().strip() for name in ("tool_parser", "reasoning_parser") if name in parts}
-        return cls(parts.get("chat_template"), parts.get("generation_config"), **names, tokenizer=tokenizer)
+        return cls(
+            parts.get("chat_template"),
+            parts.get("generation_config"),
+            **names,
+            tokenizer=tokenizer,
+            index=parts.get(INDEX),
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +121,7 @@ NO_EXTRA_FILES = ExtraFiles()
 
 def _problem(name: str, data: bytes, max_bytes: int) -> str | None:
     """Return what keeps a part from being read; None: nothing does."""
-    file = FILE_NAMES.get(name, name)
+    file = {**FILE_NAMES, INDEX: INDEX_FILE}.get(name, name)
     if len(data) > max_bytes:
         return f"{file} exceeds the limit of {max_bytes} bytes"
     if not data.strip():

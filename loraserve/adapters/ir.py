@@ -125,6 +125,8 @@ class AdapterIR:
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …
         head: weight of its classification head, [num_labels, hidden_size].
         renames: what was left out of its tensors' names or added to them, for people.
+        absent_targets: listed in the config's target_modules, of which the base has no module and
+            the file no tensors.
     """
 
     modules: tuple[ModuleIR, ...]
@@ -135,6 +137,7 @@ class AdapterIR:
     kind: str = "LORA"
     head: TensorView | None = None
     renames: tuple[str, ...] = ()
+    absent_targets: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:

@@ -111,6 +111,22 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseTensorN
             )
 
 
+def absent_targets(settings: LoraSettings, names: BaseTensorNames) -> tuple[str, ...]:
+    """Return the listed targets that this base has no module for, which PEFT leaves untrained.
+
+    Of a regex none are told: it lists no names.
+    """
+    if settings.target_modules is None or isinstance(settings.target_modules, Regex):
+        return ()
+    found: set[str] = set()
+    for place in names.places():
+        name = names.of(place)
+        while name:
+            found.add(name)
+            name = name.partition(".")[2]
+    return tuple(target for target in settings.target_modules if target not in found)
+
+
 def _layer_by_pattern(settings: LoraSettings, base: BaseSpec, name: str, layer: int) -> int | None:
     """Return the layer that PEFT takes the module to be in.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
+from loraserve.adapters.format.containers import CONTAINERS
 from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.text_threads import TextThreads
@@ -24,6 +25,7 @@ from loraserve.batches.runner import BatchRunner
 from loraserve.batches.stored_files import StoredFiles
 from loraserve.errors import Overloaded
 from loraserve.limits import LIMITS, Limits
+from loraserve.model.gguf.gguf_adapter import GgufAdapter
 from loraserve.planning.adapters import DeviceFit
 from loraserve.tenancy.limits.admission import Admissions
 from loraserve.tenancy.limits.pauses import Pauses
@@ -102,6 +104,7 @@ class Services:
             has_one_process=self.settings.tensor_parallel * self.settings.pipeline_parallel == 1,
         )
         self.registry.publisher.check_fit = fit.check
+        self.registry.uploads.containers = (*CONTAINERS, GgufAdapter())
         self.registry.stored_fit.doubts = fit.may_exceed
         self.registry.publisher.tokenizer = lambda: self.tokenizer.identity
         self.version_chats = VersionChats(

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from loraserve.adapters.compiler import open_adapter
-from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, find_weights, holds_config, shard_names
+from loraserve.adapters.compiler import compile_adapter, open_adapter
+from loraserve.adapters.format.containers import CONTAINERS, convert_files, needs_conversion
+from loraserve.adapters.format.peft_format import read_config
 from loraserve.adapters.ir import AdapterIR, ModuleIR
 from loraserve.config import EngineConfig
 from loraserve.errors import AdapterRejected, AdapterUnsupported, ConfigError
+from loraserve.model.gguf.gguf_adapter import GgufAdapter
 from loraserve.model.parallel.grid import Grid, RankPlace
 from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.planning.base import BasePlan
@@ -87,34 +90,60 @@ def find_adapters(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if (path / CONFIG_FILE).is_file():
+        if _is_adapter(path):
             found.append(path)
             continue
-        inside = sorted(child.parent for child in path.glob(f"*/{CONFIG_FILE}")) if path.is_dir() else []
+        inside = [child for child in sorted(path.iterdir()) if _is_adapter(child)] if path.is_dir() else []
         if not inside:
             raise ConfigError(f"{path} and the directories in it hold no {CONFIG_FILE}.", hint="Give a PEFT directory.")
         found += inside
     return found
 
 
-def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: ArenaPlan) -> AdapterPlan:
-    """Plan a PEFT directory.
+def _is_adapter(path: Path) -> bool:
+    """Return whether a directory has an adapter's config, or a file of weights that holds one."""
+    return (path / CONFIG_FILE).is_file() or any(holds_config(name) for name in _names(path))
 
-    Of LoRA's files the headers alone are read; other kinds are unfolded, as at a load.
+
+def _names(path: Path) -> list[str]:
+    return [child.name for child in path.iterdir() if child.is_file()] if path.is_dir() else []
+
+
+def plan_directory(path: Path, base: BasePlan, config: EngineConfig, arena: ArenaPlan) -> AdapterPlan:
+    """Plan an adapter's directory.
+
+    Of LoRA's files the headers alone are read; other kinds are unfolded, as at a load, and other
+    containers than PEFT's converted, as at an upload.
     """
+    name, file_bytes = WEIGHTS_FILE, 0
     try:
-        config_bytes = (path / CONFIG_FILE).read_bytes()
-        file_bytes = len(config_bytes) + (path / WEIGHTS_FILE).stat().st_size
-        with (path / WEIGHTS_FILE).open("rb") as file:
-            # pages that aren't accessed are never read
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        shape = shape_of(open_adapter(config_bytes, mapped, base.spec), base.spec)
+        name = find_weights(_names(path)) or WEIGHTS_FILE
+        config_bytes = b"" if holds_config(name) else (path / CONFIG_FILE).read_bytes()
+        index = (path / name).read_bytes() if name == INDEX_FILE else None
+        files = [path / shard for shard in (shard_names(index) if index is not None else (name,))]
+        file_bytes = len(config_bytes) + sum(file.stat().st_size for file in files)
+        shape = shape_of(_open(config_bytes, files, index, base.spec), base.spec)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return _refused(path.name, 1, 0, f"{path / WEIGHTS_FILE} can't be read: {reason}.")
+        return _refused(path.name, 1, 0, f"{path / name} can't be read: {reason}.")
     except AdapterRejected as error:
-        return _refused(path.name, 1, file_bytes, " ".join(error.problems[:3]))
+        return _refused(path.name, 1, file_bytes, " ".join(error.problems[:3]) or str(error))
     return plan_shape(path.name, 1, file_bytes, shape, base, config, arena)
+
+
+def _open(config: bytes, files: Sequence[Path], index: bytes | None, base: BaseSpec) -> AdapterIR:
+    """Compile the adapter of these weights."""
+    if index is None:
+        with files[0].open("rb") as file:
+            # pages that aren't accessed are never read
+            weights = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    else:
+        weights = memoryview(b"".join(file.read_bytes() for file in files))
+    containers = (*CONTAINERS, GgufAdapter())
+    if not needs_conversion(config, weights[:8], index, containers):
+        return open_adapter(config, weights, base)
+    converted = convert_files(config, weights, base, index, containers)
+    return compile_adapter(read_config(converted.config), converted.tensors, base)
 
 
 def plan_ranks(

@@ -162,6 +162,7 @@ class Registry:
             clock=clock,
             throttle=throttle,
             names=names,
+            uploads=self.uploads,
             check_free=lambda tenant, name: self.ephemeral.check_free(tenant, name),
         )
         self.ephemeral = EphemeralAdapters(

@@ -21,16 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from loraserve import errors
+from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.sdk._sync.client import Client
 from loraserve.sdk.config import ClientConfig
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.files.peft_directory import (
-    CONFIG_FILE,
-    EXTRA_FILES,
-    PARSER_FILES,
-    WEIGHTS_FILE,
-    find_files,
-)
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, find_files
 from loraserve.sdk.types.management import Version
 
 MAX_DELAY_S = 60.0

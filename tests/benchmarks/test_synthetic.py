@@ -42,4 +42,5 @@ def test_size_is_as_announced() -> None:
 def test_directory_is_one_that_the_client_pushes(tmp_path: Path) -> None:
     folder = Adapters(TINY, targets=("q_proj",)).write(7, tmp_path)
     assert folder.name == "lora-00007"
-    assert [path.parent for path in find_files(folder)] == [folder, folder]
+    files = find_files(folder)
+    assert (files.config.parent, [path.parent for path in files.weights]) == (folder, [folder])

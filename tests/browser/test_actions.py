@@ -80,11 +80,11 @@ def test_files_that_are_no_adapter_are_refused_in_words(open_console: Open, acme
     console = open_console(acme)
     page = console.page
     console.show("adapters")
-    pickled = tmp_path / "adapter_model.bin"
-    pickled.write_bytes(b"\x80\x02")
+    index = tmp_path / "adapter_model.safetensors.index.json"
+    index.write_bytes(b"{}")
     chooser = page.locator("input[type=file]")
-    chooser.set_input_files([files_of("sql")[0], pickled])
-    page.get_by_text("adapter_model.bin is a pickle").wait_for()
+    chooser.set_input_files([files_of("sql")[0], index])
+    page.get_by_text("weights in several files: loraserve adapter push").wait_for()
     broken = tmp_path / "adapter_model.safetensors"
     broken.write_bytes(b"no tensors")
     chooser.set_input_files([files_of("sql")[0], broken])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +268,9 @@ def test_absent_directory_is_refused(client: Client, tmp_path: Path) -> None:
     [
         ("adapter_config.json", None, "no adapter_config.json; it holds adapter_model.safetensors"),
         ("adapter_model.safetensors", None, "no adapter_model.safetensors"),
-        ("adapter_model.safetensors", "adapter_model.bin", "pickled"),
+        ("adapter_model.safetensors", "adapter_model.pt", "no adapter_model.safetensors"),
+        ("adapter_model.safetensors", "model.safetensors", "it holds a whole model: serve it as a base"),
+        ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "it holds diffusers' LoRA"),
     ],
 )
 def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
@@ -276,6 +280,67 @@ def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
     if add is not None:
         (peft_dir / add).write_bytes(b"\x80")
     with pytest.raises(errors.AdapterFormatError, match=message):
+        client.adapters.push(peft_dir, name="sql")
+    assert server.asked == []
+
+
+def test_older_weights_are_sent_as_they_are(server: Any, client: Client, peft_dir: Path) -> None:
+    weights = (peft_dir / "adapter_model.safetensors").rename(peft_dir / "adapter_model.bin").read_bytes()
+    server.answer_with_push()
+    client.adapters.push(peft_dir, name="sql")
+    assert server.asked[1].body == weights
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_gguf_file_is_sent_without_config(server: Any, client: Client, tmp_path: Path, is_named: bool) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(SIZE - 4))
+    server.answer_with_push()
+    client.adapters.push(tmp_path / "x.gguf" if is_named else tmp_path, name="sql")
+    assert server.asked[1].body == (tmp_path / "x.gguf").read_bytes()
+    assert server.asked[2].json.keys() == {"blob"}
+
+
+def test_several_gguf_files_are_refused_before_sending(server: Any, client: Client, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(errors.AdapterFormatError, match=r"2 GGUF files \(a\.gguf, b\.gguf\)"):
+        client.adapters.push(tmp_path, name="sql")
+    assert server.asked == []
+
+
+def write_shards(directory: Path, names: tuple[str, ...]) -> str:
+    index = json.dumps({"weight_map": {f"tensor.{i}": name for i, name in enumerate(names)}})
+    (directory / "adapter_model.safetensors").unlink()
+    (directory / "adapter_model.safetensors.index.json").write_text(index)
+    return index
+
+
+def test_shards_are_sent_as_one_with_index(server: Any, client: Client, peft_dir: Path) -> None:
+    index = write_shards(peft_dir, ("b.safetensors", "a.safetensors"))
+    (peft_dir / "a.safetensors").write_bytes(b"A" * (SIZE - 100))
+    (peft_dir / "b.safetensors").write_bytes(b"B" * 100)
+    server.answer_with_push()
+    client.adapters.push(peft_dir, name="sql")
+    assert server.asked[1].body == b"A" * (SIZE - 100) + b"B" * 100
+    assert server.asked[2].json["index"] == index
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a.safetensors", "b.safetensors"), "no b.safetensors, which adapter_model.safetensors.index.json names"),
+        (("a.safetensors", "../b.safetensors"), "names the file '../b.safetensors'"),
+        (("/etc/passwd",), "names the file '/etc/passwd'"),
+        ((), "weight_map"),
+    ],
+)
+def test_shards_are_refused_by_name_before_sending(
+    server: Any, client: Client, peft_dir: Path, names: tuple[str, ...], message: str
+) -> None:
+    write_shards(peft_dir, names)
+    (peft_dir / "a.safetensors").write_bytes(b"A")
+    (peft_dir.parent / "b.safetensors").write_bytes(b"B")
+    with pytest.raises(errors.AdapterFormatError, match=re.escape(message)):
         client.adapters.push(peft_dir, name="sql")
     assert server.asked == []
 

@@ -227,3 +227,49 @@ def dequantized(model: Any, form: str) -> Any:
             kind = GGMLQuantizationType[form]
             tensor.copy_(torch.from_numpy(quants.dequantize(quants.quantize(array, kind), kind).reshape(array.shape)))
     return model
+
+
+def write_gguf_adapter(
+    tensors: Mapping[str, Tensor],
+    config: Any,
+    path: Path,
+    *,
+    alpha: float,
+    form: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write PEFT's tensors of an adapter as llama.cpp's `convert_lora_to_gguf.py` does.
+
+    Args:
+        config: transformers' config of its base.
+        form: type of the factors' numbers: F32, F16 or Q8_0, which rows of 32 have.
+        metadata: more strings, or other ones; None of a value leaves the key out.
+    """
+    name = _ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, name)
+    strings = {"general.type": "adapter", "adapter.type": "lora", **(metadata or {})}
+    for key, value in strings.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    architecture = next(arch for arch, words_ in gguf.MODEL_ARCH_NAMES.items() if words_ == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for peft_name, tensor in tensors.items():
+        module, _, part = peft_name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        new = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+        assert new is not None, peft_name
+        if part == "B" and name in _PERMUTED and module.endswith("q_proj"):
+            tensor = _permuted(tensor, config.num_attention_heads)
+        if part == "B" and name in _PERMUTED and module.endswith("k_proj"):
+            tensor = _permuted(tensor, config.num_key_value_heads)
+        if part == "embedding_A":
+            tensor = tensor.T.contiguous()
+        is_block = tensor.shape[1] % 32 == 0
+        _add(writer, f"{new}.lora_{part[-1].lower()}", tensor, form if is_block or form in FLOATS else "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -72,6 +72,12 @@ def check_kind(config: Mapping[str, Any]) -> None:
         AdapterUnsupported: it is another kind.
     """
     served = f"Served kinds: {', '.join(SERVED[:-1])} and {SERVED[-1]}."
+    if "peft_type" not in config and ("architectures" in config or "model_type" in config):
+        raise AdapterUnsupported(
+            "adapter_config.json is the config.json of a whole model, not an adapter's.",
+            hint="Serve it as a base (loraserve serve --model DIR), or save the adapter alone with PEFT's "
+            "save_pretrained.",
+        )
     if "peft_type" not in config:
         raise AdapterFormatError(f"adapter_config.json has no peft_type, which PEFT needs to load an adapter. {served}")
     kind = config["peft_type"]

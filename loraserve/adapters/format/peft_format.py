@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.config.kinds import check_kind
-from loraserve.adapters.ir import ITEM_SIZES, NUMPY_DTYPES, TensorView
+from loraserve.adapters.ir import ITEM_SIZES, NUMPY_DTYPES, Array, TensorView
 from loraserve.adapters.strict_json import parse_object, shown
 from loraserve.errors import AdapterFormatError
 from loraserve.limits import LIMITS, Limits
@@ -29,8 +29,10 @@ Buffer = bytes | bytearray | memoryview
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_ITEM_SIZES = {**ITEM_SIZES, "F64": 8}
-_NUMPY_DTYPES = {**NUMPY_DTYPES, "F64": "<f8"}
+STORED_SIZES = {**ITEM_SIZES, "F64": 8}
+"""Bytes of a number by the dtypes that a file may have."""
+STORED_DTYPES = {**NUMPY_DTYPES, "F64": "<f8"}
+"""NumPy's dtypes of these."""
 _MAX_PROBLEMS = 32
 _MAX_SIZE = 1 << 48
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
@@ -144,16 +146,20 @@ def read_tensors(weights: Buffer, limits: Limits = LIMITS) -> dict[str, TensorVi
     header = read_header(weights, limits)
     tensors: dict[str, TensorView] = {}
     for info in header.tensors:
-        dtype = np.dtype(_NUMPY_DTYPES[info.dtype])
+        dtype = np.dtype(STORED_DTYPES[info.dtype])
         count = (info.end - info.begin) // dtype.itemsize
         flat = np.frombuffer(weights, dtype=dtype, count=count, offset=header.body_offset + info.begin)
-        stored = info.dtype
-        if stored == "F64":
-            # what float32 doesn't hold is infinite then, and refused as such
-            with np.errstate(over="ignore", invalid="ignore"):
-                stored, flat = "F32", flat.astype("<f4")
-        tensors[info.name] = TensorView(stored, info.shape, flat.reshape(info.shape))
+        tensors[info.name] = stored_view(info.dtype, info.shape, flat.reshape(info.shape))
     return tensors
+
+
+def stored_view(dtype: str, shape: tuple[int, ...], array: Array) -> TensorView:
+    """Return a tensor as its file holds it; of F64, a float32 copy, rounded to nearest."""
+    if dtype == "F64":
+        # what float32 doesn't hold is infinite then, and refused as such
+        with np.errstate(over="ignore", invalid="ignore"):
+            dtype, array = "F32", array.astype("<f4")
+    return TensorView(dtype, shape, array)
 
 
 def read_header(weights: Buffer, limits: Limits = LIMITS) -> Header:
@@ -243,7 +249,7 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        problem = _name_problem(name, limits)
+        problem = check_name(name, limits)
         info = None if problem else _read_entry(name, entry)
         if isinstance(info, TensorInfo):
             tensors.append(info)
@@ -260,7 +266,8 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
     return Header(tuple(tensors), body_offset, body_bytes or 0)
 
 
-def _name_problem(name: str, limits: Limits) -> str | None:
+def check_name(name: str, limits: Limits) -> str | None:
+    """Return why a tensor can't have this name; None: it can."""
     if len(name) > limits.max_tensor_name_bytes:
         return f"A tensor's name has {len(name):,} characters; at most {limits.max_tensor_name_bytes} are allowed."
     if not (name and name.isascii() and name.isprintable() and " " not in name):
@@ -273,7 +280,7 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
     if not isinstance(entry, dict) or set(entry) != _TENSOR_KEYS:
         return f"{name}: expected exactly dtype, shape and data_offsets."
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+    if not isinstance(dtype, str) or dtype not in STORED_SIZES:
         return f"{name} has dtype {shown(dtype, 24)}; expected F64, F32, F16 or BF16."
     if not _is_sizes(shape):
         return f"{name} has shape {shown(shape, 48)}; expected whole numbers."
@@ -283,7 +290,7 @@ def _read_entry(name: str, entry: object) -> TensorInfo | str:
         return f"{name} is empty (shape {shown(shape, 48)}). Gather ZeRO-3 or FSDP shards before saving."
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"{name} has data_offsets {shown(offsets, 48)}; expected [begin, end]."
-    num_bytes = _ITEM_SIZES[dtype]
+    num_bytes = STORED_SIZES[dtype]
     for size in shape:
         num_bytes *= size
     if num_bytes != offsets[1] - offsets[0]:

@@ -17,7 +17,7 @@ from loraserve.adapters.format.tensor_names import BaseLinear, BaseTensorNames, 
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
-from loraserve.adapters.target_modules import check_targets, ties_lora
+from loraserve.adapters.target_modules import absent_targets, check_targets, ties_lora
 from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
 from loraserve.adapters.tuners.factors import slice_rows
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
@@ -61,6 +61,7 @@ def compile_lora(
         },
         norms=norms_of(contents),
         invocation_token_ids=settings.invocation_token_ids if settings is not None else (),
+        absent_targets=absent_targets(settings, names) if settings is not None else (),
     )
 
 

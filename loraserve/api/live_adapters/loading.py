@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from loraserve.api.services import Services
     from loraserve.background import Throttle
     from loraserve.registry.uploads.concurrency_limiter import Sender
-    from loraserve.registry.uploads.staging import Written
+    from loraserve.registry.uploads.staging import WeightsWriter
     from loraserve.tenancy.identity.auth import Caller
 
-Fill = Callable[["Written"], Awaitable["tuple[bytes, ExtraFiles]"]]
+Fill = Callable[["WeightsWriter"], Awaitable["tuple[bytes, ExtraFiles]"]]
 """Function that writes the weights to its argument; returns the config and the extra files."""
 
 
@@ -127,8 +127,8 @@ class LiveLoader:
         """
         folders = self._registry.local_folders
 
-        async def read(weights: Written) -> tuple[bytes, ExtraFiles]:
-            return await self.throttle.run(partial(folders.read, path, self._caller.tenant_name, weights.write))
+        async def read(weights: WeightsWriter) -> tuple[bytes, ExtraFiles]:
+            return await self.throttle.run(partial(folders.read, path, self._caller.tenant_name, weights))
 
         await self.check()
         await self.fill(read)
@@ -176,7 +176,7 @@ class LiveLoader:
         async with self._registry.uploads.slot(tenant, self._sender, wait_s=LIMITS.live_load_wait_s):
             weights = self._registry.ephemeral.stage(tenant)
             try:
-                config, extras = await fill(JudgedWeights(weights))
+                config, extras = await fill(JudgedWeights(weights, self._registry.uploads.containers))
             except BaseException:
                 weights.close()
                 raise

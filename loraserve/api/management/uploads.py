@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.adapters.digest import version_digest
-from loraserve.adapters.extra_files import FILE_NAMES, TOKENIZER, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, INDEX, TOKENIZER, ExtraFiles
 from loraserve.api import scopes
 from loraserve.api.http.json_body import parse_json
 from loraserve.api.management.payloads.bodies import Body, read_body
@@ -166,9 +166,11 @@ async def publish_stored(
 ) -> Response:
     """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of a complete upload.
 
-    It may have extra files beside them: ``chat_template`` and ``generation_config`` as the files'
-    text, ``tool_parser`` and ``reasoning_parser`` as names; and ``tokenizer``, the identity of the
-    adapter's own, to be compared with the base's.
+    Without a config, the upload must be in a file that holds its own. The body may have extra
+    files: ``chat_template`` and ``generation_config`` as the files' text, ``tool_parser`` and
+    ``reasoning_parser`` as names; ``tokenizer``, the identity of the adapter's own, to be compared
+    with the base's; and ``index``, the text of the index of several files of weights, which the
+    blob is, one after the other.
 
     Raises:
         InvalidRequest: the body isn't that.
@@ -189,7 +191,7 @@ async def publish_stored(
         async with uploads.slot(caller.tenant) as release:
             stored = await uploads.resumable.stored(caller.tenant, blob)
             try:
-                return await registry.publisher.publish(
+                published = await registry.publisher.publish(
                     caller.tenant,
                     name,
                     config,
@@ -206,6 +208,10 @@ async def publish_stored(
                 # again
                 await uploads.resumable.forget(caller.tenant, stored.digest)
                 raise
+            if not is_dry_run and published.version.weights_blob != stored.digest:
+                # converted, or an equal version has other files: no version has the upload's
+                await uploads.resumable.forget(caller.tenant, stored.digest)
+            return published
 
     return await answer_once(request, caller, content, work, render)
 
@@ -228,18 +234,22 @@ def content_of(config: bytes, blob: Digest, extras: ExtraFiles) -> bytes:
 
 def _read_publish(body: bytes) -> tuple[bytes, Digest, ExtraFiles]:
     value: Any = parse_json(body)
-    if not isinstance(value, dict) or value.keys() - {"config", "blob", TOKENIZER, *FILE_NAMES}:
+    if not isinstance(value, dict) or value.keys() - {"config", "blob", TOKENIZER, INDEX, *FILE_NAMES}:
         raise InvalidRequest(
             "The body should be a JSON object with config and blob, and nothing else but a version's extra files.",
             hint=f"Extra files: {', '.join(FILE_NAMES)}.",
         )
     for name, kind, words in (("config", dict, "an object"), ("blob", str, "a SHA-256 in lower-case hex")):
-        if not isinstance(value.get(name), kind):
+        is_absent = name == "config" and "config" not in value
+        if not is_absent and not isinstance(value.get(name), kind):
             raise InvalidRequest(f"{name} should be {words}.", param=name)
-    config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    # a file of weights may hold its own
+    config = b""
+    if "config" in value:
+        config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     if len(config) > LIMITS.max_adapter_config_bytes:
         raise PayloadTooLarge(f"config exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
-    given = {name: value[name] for name in (*FILE_NAMES, TOKENIZER) if value.get(name) is not None}
+    given = {name: value[name] for name in (*FILE_NAMES, TOKENIZER, INDEX) if value.get(name) is not None}
     for name, text in given.items():
         if not isinstance(text, str):
             raise InvalidRequest(f"{name} should be a string: the file's text.", param=name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from loraserve.adapters.extra_files import FILE_NAMES, TOKENIZER
+from loraserve.adapters.extra_files import FILE_NAMES, INDEX, INDEX_FILE, TOKENIZER
 from loraserve.api.anthropic.body import MessageBody, MessageTokensBody
 from loraserve.api.comparison import Comparison
 from loraserve.api.inference.schemas import (
@@ -73,14 +73,23 @@ _SHA256: Schema = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 
 _UPLOADED_FILES: Schema = {
     "type": "object",
-    "properties": {"config": _BINARY, "weights": _BINARY, **dict.fromkeys((*FILE_NAMES, TOKENIZER), _BINARY)},
-    "required": ["config", "weights"],
+    "properties": {
+        "config": {**_BINARY, "description": "adapter_config.json; of a GGUF file, nothing."},
+        "weights": {**_BINARY, "description": "Several of these parts are the shards that index names."},
+        **dict.fromkeys((*FILE_NAMES, TOKENIZER, INDEX), _BINARY),
+    },
+    "required": ["weights"],
 }
 _STORED_UPLOAD: Schema = {
     "type": "object",
     "properties": {
-        "config": {"type": "object", "description": "adapter_config.json"},
+        "config": {"type": "object", "description": "adapter_config.json; of a GGUF file, nothing."},
         "blob": _SHA256,
+        INDEX: {
+            "type": "string",
+            "minLength": 1,
+            "description": f"{INDEX_FILE}, whose files the blob is, one after the other.",
+        },
         **{name: {"type": "string", "minLength": 1, "description": file} for name, file in FILE_NAMES.items()},
         TOKENIZER: {
             "type": "string",
@@ -88,7 +97,7 @@ _STORED_UPLOAD: Schema = {
             "another than the base's is a warning.",
         },
     },
-    "required": ["config", "blob"],
+    "required": ["blob"],
     "additionalProperties": False,
 }
 

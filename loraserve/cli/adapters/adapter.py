@@ -67,7 +67,8 @@ def push(
         str,
         typer.Argument(
             metavar="DIR",
-            help="Directory written by PEFT's save_pretrained(), or one that MLflow keeps: runs:/RUN_ID/PATH, "
+            help="Directory written by PEFT's save_pretrained() or mlx-lm, a GGUF file of LoRA, or what MLflow "
+            "keeps: runs:/RUN_ID/PATH, "
             "models:/NAME/VERSION or models:/NAME@ALIAS.",
             show_default=False,
         ),

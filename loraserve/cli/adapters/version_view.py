@@ -28,6 +28,8 @@ VERSION_DETAILS = (
     Column("aliases", "aliases"),
     Column("state", "state"),
     Column("kind", lambda version: version.detail_of("format")),
+    Column("read from", lambda version: version.detail_of("container")),
+    Column("names", lambda version: version.detail_of("names")),
     Column("rank", "rank"),
     Column("size", lambda version: f"{size(version.size_bytes)} ({version.size_bytes} bytes)"),
     Column("modules", "target_modules"),

@@ -175,6 +175,7 @@ class Blueprint:
             norm_offset=architecture.norm_offset,
             is_head_tied=self.is_head_tied,
             is_head_quantized=self.is_head_quantized,
+            head_dim=config.head_dim,
         )
 
 

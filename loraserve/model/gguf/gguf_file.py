@@ -172,21 +172,69 @@ def _shards(path: Path) -> tuple[Path, ...]:
 def _read_header(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(path, data).read()
+            return _parse(path, data, len(data), _MAX_HEADER_BYTES)
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        # an empty file can't be mapped
+        raise _no_header(path) from error
+
+
+def parse_gguf(
+    name: str, data: bytes | bytearray | memoryview, *, file_bytes: int | None, max_header_bytes: int
+) -> Gguf:
+    """Return the header of a file whose bytes are in memory, all or the first ones.
+
+    Args:
+        name: name of the file in messages.
+        file_bytes: size of the file; None: it isn't known.
+
+    Raises:
+        HeaderIncomplete: the header goes on after these bytes.
+        ModelError: it isn't what it claims to be.
+    """
+    path = Path(name)
+    metadata, tensors = _parse(path, data, file_bytes, max_header_bytes)
+    found: dict[str, GgufTensor] = {}
+    for tensor in tensors:
+        if tensor.name in found:
+            raise ModelError(f"{name} has the tensor {tensor.name[:200]} twice.")
+        found[tensor.name] = tensor
+    return Gguf((path,), metadata, found)
+
+
+def _parse(
+    path: Path, data: mmap.mmap | bytes | bytearray | memoryview, file_bytes: int | None, max_bytes: int
+) -> tuple[dict[str, Any], list[GgufTensor]]:
+    try:
+        return _Header(path, data, file_bytes, max_bytes).read()
     except (struct.error, ValueError, UnicodeDecodeError, OverflowError) as error:
-        raise ModelError(
-            f"{path} isn't a GGUF file: its header can't be parsed.", hint="Fetch it again: it may be truncated."
-        ) from error
+        raise _no_header(path) from error
+
+
+def _no_header(path: Path) -> ModelError:
+    return ModelError(
+        f"{path} isn't a GGUF file: its header can't be parsed.", hint="Fetch it again: it may be truncated."
+    )
+
+
+class HeaderIncomplete(ModelError):
+    """The header goes on after the bytes that are there."""
 
 
 class _Header:
-    """Cursor over a file's header."""
+    """Cursor over a file's header.
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    Args:
+        path: name of the file in messages.
+        file_bytes: size of the file, of which `data` may be the beginning; None: it isn't known.
+    """
+
+    def __init__(
+        self, path: Path, data: mmap.mmap | bytes | bytearray | memoryview, file_bytes: int | None, max_bytes: int
+    ) -> None:
         self._path, self._data, self._position = path, data, 0
-        self._end = min(len(data), _MAX_HEADER_BYTES)
+        self._file_bytes, self._max_bytes = file_bytes, max_bytes
 
     def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
         if self._take(len(MAGIC)) != MAGIC:
@@ -215,7 +263,7 @@ class _Header:
                 f"{self._path}: rows of {name} have {shape[-1]} numbers; {type_.name} has blocks of {type_.block}."
             )
         begin, num_bytes = body + offset, prod(shape) // type_.block * type_.num_bytes
-        if begin + num_bytes > len(self._data):
+        if self._file_bytes is not None and begin + num_bytes > self._file_bytes:
             raise ModelError(
                 f"{self._path} ends within the tensor {name}.", hint="Fetch it again: it may be truncated."
             )
@@ -270,11 +318,13 @@ class _Header:
     def _take(self, size: int) -> bytes:
         self._check(size)
         self._position += size
-        return self._data[self._position - size : self._position]
+        return bytes(self._data[self._position - size : self._position])
 
     def _check(self, size: int) -> None:
-        if size > self._end - self._position:
+        if size > self._max_bytes - self._position:
             raise ModelError(
-                f"{self._path} ends within its header, or the header has more than {_MAX_HEADER_BYTES:,} bytes.",
-                hint="Fetch it again: it may be truncated.",
+                f"The header of {self._path} has more than {self._max_bytes:,} bytes.",
+                hint="Fetch it again: it may be damaged.",
             )
+        if size > len(self._data) - self._position:
+            raise HeaderIncomplete(f"{self._path} ends within its header.", hint="Fetch it again: it may be truncated.")

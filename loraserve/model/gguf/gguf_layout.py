@@ -144,6 +144,11 @@ def find_layout(gguf: Gguf) -> GgufLayout:
     return LAYOUTS[name]
 
 
+def layer_paths(layout: GgufLayout) -> Mapping[str, str]:
+    """Return the paths inside a layer by the file's names of the linears and the norms."""
+    return {**_LINEARS, **layout.names}
+
+
 def has_experts(gguf: Gguf) -> bool:
     """Return whether the layers have mixtures of experts."""
     return any(name.endswith("_exps.weight") for name in gguf.tensors)
@@ -182,7 +187,7 @@ def place_tensors(gguf: Gguf) -> Iterator[PlacedTensor]:
     num_kv_heads = gguf.count("attention.head_count_kv", num_heads)
     layout, architecture = find_layout(gguf), architecture_of(gguf)
     whole = {"token_embd.weight": architecture.embedding, "output.weight": architecture.head}
-    names = {**_LINEARS, **layout.names}
+    names = layer_paths(layout)
     for tensor in gguf.tensors.values():
         if tensor.name == ROPE_FACTORS:
             continue

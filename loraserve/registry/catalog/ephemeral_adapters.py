@@ -19,10 +19,11 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from weakref import WeakValueDictionary
 
 from adapters_store import MemoryBlob
@@ -37,6 +38,7 @@ from loraserve.registry.health.checks import replace_check, state_of
 from loraserve.registry.health.inspection import Inspected
 from loraserve.registry.health.numeric_failures import as_check, num_failures
 from loraserve.registry.model_name import LIVE, ParsedModel
+from loraserve.registry.publishing.conversion import with_container
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import READY, ServableAdapter
@@ -241,9 +243,55 @@ class EphemeralAdapters:
         """
         self.check(tenant, name, is_replacing=is_replacing)
         base = self._base()
+        converted = await self._publisher.convert(
+            config,
+            blob,
+            base,
+            partial(self._stage, tenant),
+            MemoryBlob.close,
+            extras=extras,
+            throttle=self.throttle,
+        )
+        if converted is None:
+            return await self._load(tenant, name, config, blob, (), base, owner, extras, is_replacing, ttl_s)
+        blob.close()
+        try:
+            return await self._load(
+                tenant,
+                name,
+                converted.config,
+                converted.weights,
+                converted.notes,
+                base,
+                owner,
+                extras,
+                is_replacing,
+                ttl_s,
+            )
+        except BaseException:
+            converted.weights.close()
+            raise
+
+    async def _stage(self, tenant: TenantId) -> MemoryBlob:
+        return self.stage(tenant)
+
+    async def _load(
+        self,
+        tenant: TenantId,
+        name: str,
+        config: bytes,
+        blob: MemoryBlob,
+        notes: Sequence[str],
+        base: BaseSpec,
+        owner: str,
+        extras: ExtraFiles,
+        is_replacing: bool,
+        ttl_s: float | None,
+    ) -> EphemeralLoad:
         inspected = await self._publisher.inspect(
             config, blob.read, base, tenant=tenant, extras=extras, throttle=self.throttle
         )
+        inspected = with_container(inspected, notes)
         size_bytes = blob.num_bytes + len(config) + extras.num_bytes
         async with self._locks.setdefault((tenant, name), asyncio.Lock()), self._claim(tenant, name):
             self.check(tenant, name, is_replacing=is_replacing)

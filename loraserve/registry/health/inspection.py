@@ -13,8 +13,10 @@ from loraserve.adapters.compiler import Reserve, compile_adapter
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.ir import AdapterIR
+from loraserve.adapters.strict_json import shown
 from loraserve.adapters.validation import check_finite
 from loraserve.registry.health.base_names import BaseNames
+from loraserve.registry.health.checks import WARNED
 from loraserve.registry.served_base import BASE
 from loraserve.types import BaseSpec, Digest, VersionExtras
 
@@ -74,6 +76,7 @@ def inspect_upload(
             _passed("format", f"{_kind(ir)}: {len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),
             base_check(base, f"fits {base.id} ({base.digest[:12]}) in {len(ir.layers)} of {base.num_layers} layers"),
             *([_passed("names", f"renamed: {'; '.join(ir.renames)}")] if ir.renames else []),
+            *([_untrained(ir.absent_targets, base)] if ir.absent_targets else []),
             *named,
             _passed("finite", "no NaN, no infinity, no update out of range"),
         ),
@@ -103,6 +106,13 @@ def _kind(ir: AdapterIR) -> str:
     )
     has = ", ".join(name for name, is_there in features if is_there)
     return f"{ir.kind} with {has}" if has else ir.kind
+
+
+def _untrained(targets: tuple[str, ...], base: BaseSpec) -> dict[str, Any]:
+    """Return the warning about targets that the base doesn't have."""
+    listed = ", ".join(shown(target, 80) for target in targets[:8]) + (" …" if len(targets) > 8 else "")
+    detail = f"target_modules lists {listed}, which {base.id} doesn't have: nothing of it is trained, as in PEFT"
+    return {"name": "targets", "status": WARNED, "detail": detail}
 
 
 def _labels(ir: AdapterIR) -> str:

@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from adapters_store.files import CHUNK_BYTES, storage_errors
+from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILES, find_weights, holds_config, shard_names
 from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
 from loraserve.errors import AdapterFormatError, InvalidRequest, NotFound, PermissionDenied
 from loraserve.limits import LIMITS
+from loraserve.registry.uploads.staging import WeightsWriter
 from loraserve.tokenizer_identity import MAX_FILE_BYTES, TokenizerIdentity
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENANT = "{tenant}"
 """Part of the allowed folder's path that stands for the name of the request's tenant."""
-_PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK: opening a pipe must not wait for its writer
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -38,8 +38,8 @@ class LocalFolders:
         self.root = root
         """The folder, from the next read on."""
 
-    def read(self, path: str, tenant_name: str, write: Callable[[bytes], object]) -> tuple[bytes, ExtraFiles]:
-        """Give the weights below `path` to `write`, piece by piece; return the other files.
+    def read(self, path: str, tenant_name: str, weights: WeightsWriter) -> tuple[bytes, ExtraFiles]:
+        """Give the weights below `path` to `weights`, piece by piece; return the other files.
 
         They are the config and the extra files that are there.
 
@@ -59,13 +59,10 @@ class LocalFolders:
         folder = self._open(path, tenant_name)
         try:
             found = os.listdir(folder)
-            if WEIGHTS not in found and (pickles := [name for name in _PICKLES if name in found]):
-                raise AdapterFormatError(
-                    f"lora_path has {pickles[0]}, which is a pickle: this server reads none.",
-                    hint="Save the adapter with safe_serialization=True.",
-                )
             config = bytearray()
-            _read(folder, CONFIG, LIMITS.max_adapter_config_bytes, config.extend)
+            name = find_weights(found) or WEIGHTS_FILES[0]
+            if not holds_config(name):
+                _read(folder, CONFIG_FILE, LIMITS.max_adapter_config_bytes, config.extend)
             extras: dict[str, bytes] = {}
             tokenizer = None
             for part in FILE_NAMES:
@@ -77,10 +74,10 @@ class LocalFolders:
                 data = bytearray()
                 _read(folder, TOKENIZER_FILE, MAX_FILE_BYTES, data.extend)
                 tokenizer = TokenizerIdentity.of_file(bytes(data))
-            _read(folder, WEIGHTS, LIMITS.max_upload_bytes, write)
+            index = _read_weights(folder, name, weights)
         finally:
             os.close(folder)
-        return bytes(config), replace(ExtraFiles.read(extras), tokenizer=tokenizer)
+        return bytes(config), replace(ExtraFiles.read(extras), tokenizer=tokenizer, index=index)
 
     def _open(self, path: str, tenant_name: str) -> int:
         if self.root is None:
@@ -128,12 +125,35 @@ def _below(path: PurePosixPath, root: str) -> tuple[str, ...]:
     return path.parts
 
 
+def _read_weights(folder: int, name: str, weights: WeightsWriter) -> bytes | None:
+    """Write the weights, and return the index of their files if there are several."""
+    if name != INDEX_FILE:
+        _read(folder, name, LIMITS.max_upload_bytes, weights.write)
+        return None
+    index = bytearray()
+    _read(folder, name, LIMITS.max_adapter_header_bytes, index.extend)
+    num_bytes = 0
+
+    def write(piece: bytes) -> None:
+        nonlocal num_bytes
+        num_bytes += len(piece)
+        if num_bytes > LIMITS.max_upload_bytes:
+            raise AdapterFormatError(f"The weights in lora_path exceed the limit of {LIMITS.max_upload_bytes} bytes.")
+        weights.write(piece)
+
+    for number, shard in enumerate(shard_names(bytes(index))):
+        if number:
+            weights.begin_file()
+        _read(folder, shard, LIMITS.max_upload_bytes, write)
+    return bytes(index)
+
+
 def _read(folder: int, name: str, max_bytes: int, write: Callable[[bytes], object]) -> None:
     try:
         fd = os.open(name, _FILE_FLAGS, dir_fd=folder)
     except OSError as error:
         raise AdapterFormatError(
-            f"lora_path has no file {name}.", hint="Expected a PEFT adapter saved as safetensors."
+            f"lora_path has no file {name}.", hint="Expected a folder as PEFT's save_pretrained writes it."
         ) from error
     try:
         status = os.fstat(fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,11 +35,14 @@ from loraserve.registry.health.extra_files import (
 from loraserve.registry.health.inspection import CheckFit, Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
 from loraserve.registry.model_name import LIVE, check_adapter_name
+from loraserve.registry.publishing.conversion import Converted, T, Uploaded, convert_upload, with_container
 from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
 from loraserve.registry.quota import check_quota
 from loraserve.registry.records import CHECKED, QUARANTINED, Published, VersionRecord
 from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import other_base_error
+from loraserve.registry.uploads.staging import BoundedBlob
+from loraserve.registry.uploads.transfers import Uploads
 from loraserve.tokenizer_identity import TokenizerIdentity
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
@@ -59,6 +62,7 @@ class Publisher:
         retention_s: time for which the bytes of deleted versions are retained.
         throttle: pauses work while an engine computes on this machine's processors.
         names: names of the base.
+        uploads: stages what uploads in other containers are converted to.
         check_free: raises `Conflict` if the tenant has something else of this name.
     """
 
@@ -74,9 +78,11 @@ class Publisher:
         clock: Clock,
         throttle: Throttle,
         names: BaseNames,
+        uploads: Uploads,
         check_free: Callable[[TenantId, str], None] = lambda tenant, name: None,
     ) -> None:
         self._check_free = check_free
+        self._uploads = uploads
         self._database = database
         self._certificates = certificates
         self._store = store
@@ -159,8 +165,26 @@ class Publisher:
                 await once.check(session)
         self._check_free(tenant, name)
         base = self._base()
-        inspected = await self.inspect(config, weights.read, base, tenant=tenant, extras=extras)
-        push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting, extras, is_new_name)
+        stage = partial(self._uploads.stage_converted, tenant)
+        converted = await self.convert(config, weights, base, stage, BoundedBlob.discard, extras=extras)
+        if converted is None:
+            inspected = await self.inspect(config, weights.read, base, tenant=tenant, extras=extras)
+            push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting, extras, is_new_name)
+            return await self._publish(push, once, on_stored, is_dry_run=is_dry_run)
+        config, files = converted.config, converted.weights
+        try:
+            inspected = await self.inspect(config, files.read, base, tenant=tenant, extras=extras)
+            inspected = with_container(inspected, converted.notes)
+            push = Push(
+                tenant, name, config, files, base, inspected, actor, is_promoting, extras, is_new_name, weights.digest
+            )
+            return await self._publish(push, once, on_stored, is_dry_run=is_dry_run)
+        finally:
+            await asyncio.to_thread(files.discard)
+
+    async def _publish(
+        self, push: Push, once: Once[Published] | None, on_stored: Callable[[], object], *, is_dry_run: bool
+    ) -> Published:
         if is_dry_run:
             return await self._preview(push)
         known = await self._look(push)
@@ -170,8 +194,41 @@ class Publisher:
         if stored.is_uploaded:
             await retain_stored(self._database, self._store, _blobs(push, stored.config_blob, stored.weights_blob))
         published = await self._record(push, known, stored, outcome, once)
-        self._on_change(tenant, name)
+        self._on_change(push.tenant, push.name)
         return published
+
+    async def convert(
+        self,
+        config: bytes,
+        weights: Uploaded,
+        base: BaseSpec,
+        stage: Callable[[], Awaitable[T]],
+        drop: Callable[[T], object],
+        *,
+        extras: ExtraFiles,
+        throttle: Throttle | None = None,
+    ) -> Converted[T] | None:
+        """Return PEFT's files of an upload in another container; None: it is these already.
+
+        Args:
+            stage, drop: as for `convert_upload`.
+            throttle: pauses the work; None: the uploads'.
+
+        Raises:
+            AdapterRejected: its container can't be read.
+            QuotaExceeded, RateLimited, Overloaded, StorageError: the new weights can't be stored.
+        """
+        return await convert_upload(
+            config,
+            weights,
+            base,
+            stage,
+            drop,
+            index=extras.index,
+            containers=self._uploads.containers,
+            slots=self._inspections,
+            throttle=throttle or self._throttle,
+        )
 
     async def inspect(
         self,
@@ -259,7 +316,7 @@ class Publisher:
                     is_new_adapter=not await repository.has_adapter(push.name),
                     size_bytes=push.size_bytes,
                     is_counted=False,
-                    blob=push.weights.digest,
+                    blob=push.upload or push.weights.digest,
                     restorable_since=now - self.retention,
                 )
         return _Known(None if found is None else found[1], next_number)
@@ -349,7 +406,7 @@ class Publisher:
                     now,
                     is_new_adapter=is_new_adapter,
                     size_bytes=push.size_bytes,
-                    blob=stored.weights_blob,
+                    blob=push.upload or stored.weights_blob,
                     restorable_since=now - self.retention,
                 )
                 version = await add_version(session, repository, adapter, push, stored, outcome, now)

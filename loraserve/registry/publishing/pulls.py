@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from adapters_store import StagedBlob
+from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILES, shard_names
 from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
 from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.db.idempotency import Once
@@ -19,12 +19,12 @@ from loraserve.limits import LIMITS
 from loraserve.registry.operations import OperationProgress, OperationRecord, Operations, Result
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.sources import NoSuchFile, Source, check_allowed, parse_source
+from loraserve.registry.uploads.staging import BoundedBlob
 from loraserve.registry.uploads.transfers import Uploads
 from loraserve.tokenizer_identity import MAX_FILE_BYTES, TokenizerIdentity
 from loraserve.types import TenantId
 
 KIND = "pull"
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Pulls:
@@ -167,15 +167,14 @@ class _MinimumRate:
 
 
 def _fetch(
-    source: Source, weights: StagedBlob, progress: OperationProgress, rate: _MinimumRate
+    source: Source, weights: BoundedBlob, progress: OperationProgress, rate: _MinimumRate
 ) -> tuple[bytes, ExtraFiles]:
     """Write the weights to `weights`; return the config and the extra files that are there.
 
     The sizes of all are checked while they are read.
     """
-    config = b"".join(_bounded(source, CONFIG, LIMITS.max_adapter_config_bytes, progress, rate))
-    for piece in _bounded(source, WEIGHTS, LIMITS.max_upload_bytes, progress, rate):
-        weights.write(piece)
+    config = b"".join(_bounded(source, CONFIG_FILE, LIMITS.max_adapter_config_bytes, progress, rate))
+    index = _fetch_weights(source, weights, progress, rate)
     extras: dict[str, bytes] = {}
     for part, file in FILE_NAMES.items():
         with suppress(NoSuchFile):
@@ -184,7 +183,34 @@ def _fetch(
     with suppress(NoSuchFile):
         data = b"".join(_bounded(source, TOKENIZER_FILE, MAX_FILE_BYTES, progress, rate))
         tokenizer = TokenizerIdentity.of_file(data)
-    return config, replace(ExtraFiles.read(extras), tokenizer=tokenizer)
+    return config, replace(ExtraFiles.read(extras), tokenizer=tokenizer, index=index)
+
+
+def _fetch_weights(
+    source: Source, weights: BoundedBlob, progress: OperationProgress, rate: _MinimumRate
+) -> bytes | None:
+    """Write the weights, and return the index of their files if there are several."""
+    missing: list[NoSuchFile] = []
+    for name in WEIGHTS_FILES:
+        try:
+            if name == INDEX_FILE:
+                index = b"".join(_bounded(source, name, LIMITS.max_adapter_header_bytes, progress, rate))
+                break
+            for piece in _bounded(source, name, LIMITS.max_upload_bytes, progress, rate):
+                weights.write(piece)
+        except NoSuchFile as error:
+            missing.append(error)
+        else:
+            return None
+    else:
+        # names the preferred file
+        raise missing[0]
+    for number, shard in enumerate(shard_names(index)):
+        if number:
+            weights.begin_file()
+        for piece in _bounded(source, shard, LIMITS.max_upload_bytes - weights.num_bytes, progress, rate):
+            weights.write(piece)
+    return index
 
 
 def _bounded(

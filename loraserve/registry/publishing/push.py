@@ -32,6 +32,9 @@ class Weights(Protocol):
     @property
     def digest(self) -> Digest: ...
 
+    @property
+    def first_bytes(self) -> bytes: ...
+
     def read(self) -> memoryview: ...
 
     def commit(self) -> Digest: ...
@@ -52,6 +55,8 @@ class Push:
     extras: ExtraFiles = NO_EXTRA_FILES
     is_new_name: bool = False
     """Whether the adapter must not exist yet."""
+    upload: Digest | None = None
+    """Upload that the weights were converted from; None: they are the upload."""
 
     @property
     def size_bytes(self) -> int:

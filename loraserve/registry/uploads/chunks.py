@@ -12,7 +12,7 @@ from datetime import datetime
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from adapters_store.base import BlobStore
+from adapters_store.base import NUM_FIRST_BYTES, BlobStore
 from loraserve import faults
 from loraserve.background import Pause
 from loraserve.db.models import Upload, UploadChunk
@@ -88,6 +88,19 @@ class StoredWeights:
         """
         try:
             return self._store.read(self.digest)
+        except (BlobCorrupt, BlobNotFound):
+            raise _lost() from None
+
+    @property
+    def first_bytes(self) -> bytes:
+        """The first `NUM_FIRST_BYTES`, or all that there are.
+
+        Raises:
+            BytesLost: the blob is gone, or small and corrupt.
+            StorageError: the store fails.
+        """
+        try:
+            return next(self._store.read_pieces(self.digest), b"")[:NUM_FIRST_BYTES]
         except (BlobCorrupt, BlobNotFound):
             raise _lost() from None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 from adapters_store.base import StagedBlob
+from loraserve.adapters.format.containers import CONTAINERS, Container, find_container
 from loraserve.adapters.format.peft_format import WEIGHTS_FILE, read_beginning
 from loraserve.errors import AdapterFormatError, QuotaExceeded
 from loraserve.limits import LIMITS
@@ -16,6 +18,8 @@ from loraserve.types import Digest, TenantId
 _FORM_BYTES = 1 << 20
 """Bytes that a body may have beside the file: a config, other small files, a form's framing."""
 _RETRY_S = 5.0
+_MAX_BEGINNING_BYTES = 8 << 20
+"""Bytes that are kept until a file is judged: more than any header that is read."""
 
 
 class StagingBudget:
@@ -91,12 +95,18 @@ class WeightsBeginning:
 
     Zeros, a pickle or a header that promises another size than comes are refused then, instead of
     after gigabytes.
+
+    Args:
+        containers: formats that are read beside safetensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, containers: Sequence[Container] = CONTAINERS) -> None:
+        self._containers = containers
         self._beginning = bytearray()
         self._num_bytes = 0
         self._total: int | None = None
+        self._container: Container | None = None
+        self._next_look = 0
 
     def see(self, data: bytes | bytearray | memoryview) -> None:
         """Look at the next bytes.
@@ -106,24 +116,63 @@ class WeightsBeginning:
         """
         self._num_bytes += len(data)
         if self._total is None:
-            self._beginning += data[: 8 + LIMITS.max_adapter_header_bytes + 1 - len(self._beginning)]
-            header = read_beginning(self._beginning)
-            if header is None:
-                return
-            self._total = header.body_offset + header.body_bytes
-            self._beginning.clear()
-        if self._num_bytes > self._total:
+            self._look(data)
+        if self._total is None or self._num_bytes <= self._total:
+            return
+        if self._container is not None:
             raise AdapterFormatError(
-                f"{WEIGHTS_FILE} has {self._total:,} bytes by its header, and more came: bytes after the last tensor "
-                "belong to no tensor."
+                f"The weights have more than {self._total:,} bytes, the most that their beginning allows."
             )
+        raise AdapterFormatError(
+            f"{WEIGHTS_FILE} has {self._total:,} bytes by its header, and more came: bytes after the last tensor "
+            "belong to no tensor."
+        )
+
+    def _look(self, data: bytes | bytearray | memoryview) -> None:
+        """Find how many bytes the file may have, once enough of it is there."""
+        self._beginning += data[: _MAX_BEGINNING_BYTES - len(self._beginning)]
+        self._container = find_container(self._beginning, self._containers)
+        if self._container is None:
+            header = read_beginning(self._beginning)
+            self._total = None if header is None else header.body_offset + header.body_bytes
+        elif len(self._beginning) >= self._next_look:
+            self._total = self._container.read_beginning(self._beginning, LIMITS)
+            # as often as the beginning doubles: small pieces would be read again and again
+            self._next_look = 2 * len(self._beginning)
+        if self._total is not None:
+            self._beginning.clear()
+
+    def begin_file(self) -> None:
+        """Judge what comes as another file of the same weights.
+
+        Raises:
+            AdapterFormatError: the file before it isn't complete, or isn't safetensors.
+        """
+        if self._container is not None or self._num_bytes != self._total:
+            raise AdapterFormatError(
+                "One of the weights' files is shorter than its header says, or isn't a safetensors file.",
+                hint="Several files of weights are the shards that adapter_model.safetensors.index.json names.",
+            )
+        self._num_bytes, self._total, self._next_look = 0, None, 0
+
+
+class WeightsWriter(Written, Protocol):
+    """Something that takes the files of an adapter's weights in order."""
+
+    def begin_file(self) -> None:
+        """Take what is written from now on as another file."""
+        ...
 
 
 class JudgedWeights:
-    """Writer of an adapter's weights that are judged by their beginning."""
+    """Writer of an adapter's weights that are judged by their beginning.
 
-    def __init__(self, target: Written) -> None:
-        self._target, self._beginning = target, WeightsBeginning()
+    Args:
+        containers: formats that are read beside safetensors.
+    """
+
+    def __init__(self, target: Written, containers: Sequence[Container] = CONTAINERS) -> None:
+        self._target, self._beginning = target, WeightsBeginning(containers)
 
     def write(self, data: bytes | bytearray | memoryview, /) -> None:
         """Write all of `data`.
@@ -133,6 +182,14 @@ class JudgedWeights:
         """
         self._beginning.see(data)
         self._target.write(data)
+
+    def begin_file(self) -> None:
+        """Take what is written from now on as another file of the same weights.
+
+        Raises:
+            AdapterFormatError: as `WeightsBeginning.begin_file`.
+        """
+        self._beginning.begin_file()
 
 
 class BoundedBlob:
@@ -163,6 +220,10 @@ class BoundedBlob:
     def digest(self) -> Digest:
         return self._staged.digest
 
+    @property
+    def first_bytes(self) -> bytes:
+        return self._staged.first_bytes
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write and hash all of `data`.
 
@@ -176,6 +237,15 @@ class BoundedBlob:
         self._budget.take(self._tenant, len(data), self._room_bytes)
         self._num_taken += len(data)
         self._staged.write(data)
+
+    def begin_file(self) -> None:
+        """Take what is written from now on as another file of the same weights.
+
+        Raises:
+            AdapterFormatError: as `WeightsBeginning.begin_file`.
+        """
+        if self._beginning is not None:
+            self._beginning.begin_file()
 
     def read(self) -> memoryview:
         return self._staged.read()

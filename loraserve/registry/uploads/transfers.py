@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from adapters_store.base import BlobStore
+from loraserve.adapters.format.containers import CONTAINERS, Container
 from loraserve.background import Throttle
 from loraserve.db.session import Clock, Database
 from loraserve.limits import LIMITS
@@ -32,6 +33,8 @@ class Uploads:
     def __init__(self, database: Database, store: BlobStore, *, clock: Clock, throttle: Throttle) -> None:
         self._database, self._store, self._clock = database, store, clock
         self.throttle = throttle
+        self.containers: tuple[Container, ...] = CONTAINERS
+        """Formats of adapters that are read beside PEFT's safetensors."""
         self._staging = StagingBudget()
         self._slots = ConcurrencyLimiter(
             "uploads",
@@ -86,12 +89,27 @@ class Uploads:
                 room = await room_bytes(session, tenant, row.limits, self._clock(), is_adapter=is_adapter)
             self._staging.check(tenant, expected_bytes or 0, room)
             blob = await asyncio.to_thread(self._store.stage, is_looked_at=is_adapter)
-            staged = BoundedBlob(blob, self._staging, tenant, room, WeightsBeginning() if is_adapter else None)
+            judge = WeightsBeginning(self.containers) if is_adapter else None
+            staged = BoundedBlob(blob, self._staging, tenant, room, judge)
         except BaseException:
             self._slots.release(tenant, sender)
             raise
         self._holding[id(staged)] = sender
         return staged
+
+    async def stage_converted(self, tenant: TenantId) -> BoundedBlob:
+        """Stage a blob for what an upload is converted to, whose slot the caller holds.
+
+        Its bytes count as the upload's own do, until it is discarded.
+
+        Raises:
+            StorageError: it can't be created.
+        """
+        async with self._database.read() as session:
+            row = await AdapterRepository(session, tenant).tenant_row()
+            room = await room_bytes(session, tenant, row.limits, self._clock(), is_adapter=True)
+        blob = await asyncio.to_thread(self._store.stage, is_looked_at=True)
+        return BoundedBlob(blob, self._staging, tenant, room, None)
 
     def end_arrival(self, tenant: TenantId, staged: BoundedBlob) -> None:
         """Release the slot that `stage` took, since no more bytes come; no-op if that was done.

@@ -16,7 +16,7 @@ from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, r
 from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files.mlflow_source import AdapterSource
-from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
+from loraserve.sdk.files.peft_directory import INDEX, find_files, read_config, read_extra_files, read_index_file
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
 from loraserve.sdk.types.operations import Operation
 
@@ -57,9 +57,10 @@ class AsyncAdapters:
         version.
 
         Args:
-            directory: a PEFT directory, or what MLflow keeps, which MLflow's library (if it is
-                installed) downloads first: ``runs:/RUN_ID/PATH``, ``models:/NAME/VERSION``,
-                ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…`` and ``mlflow://models/…``.
+            directory: a PEFT directory, one of mlx-lm's, a GGUF file of LoRA, or what MLflow keeps,
+                which MLflow's library (if it is installed) downloads first: ``runs:/RUN_ID/PATH``,
+                ``models:/NAME/VERSION``, ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…``
+                and ``mlflow://models/…``.
             alias: point this alias at the new version too.
             promote: point `live`, which the bare name means, at the new version.
             notes, tags: set on the version.
@@ -75,9 +76,12 @@ class AsyncAdapters:
         """
         source = await async_call(AdapterSource.open, directory)
         try:
-            config_path, weights_path = find_files(source.directory)
-            config = await async_call(read_config, config_path)
+            files = await async_call(find_files, source.directory)
+            config = None if files.config is None else await async_call(read_config, files.config)
             extras = await async_call(read_extra_files, source.directory)
+            if files.index is not None:
+                extras[INDEX] = (await async_call(read_index_file, files.index)).decode()
+            weights_path = await async_call(source.join, files.weights)
             parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
             extras |= {name: value for name, value in parsers.items() if value is not None}
             params = {} if promote else {"promote": "false"}
@@ -100,7 +104,7 @@ class AsyncAdapters:
     async def _publish(
         self,
         name: str,
-        config: str,
+        config: str | None,
         extras: Mapping[str, str],
         weights: Path,
         params: Mapping[str, str],
@@ -115,8 +119,9 @@ class AsyncAdapters:
         while True:
             digest = await send_file(self._transport, weights, on_progress)
             # the config's own text: the server reads every number to its last digit
-            rest = encode({"blob": digest, **extras}).decode().removeprefix("{")
-            body = f'{{"config":{config},{rest}'.encode()
+            body = encode({"blob": digest, **extras})
+            if config is not None:
+                body = f'{{"config":{config},{body.decode().removeprefix("{")}'.encode()
             path, headers = f"{_path(name)}/versions", idempotency_key()
             call = Call("POST", path, read_into(Version), params=params, headers=headers, body=body)
             try:

@@ -17,7 +17,7 @@ from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, r
 from loraserve.sdk.concurrency import sync_call
 from loraserve.sdk.file_piece import OnProgress
 from loraserve.sdk.files.mlflow_source import AdapterSource
-from loraserve.sdk.files.peft_directory import find_files, read_config, read_extra_files
+from loraserve.sdk.files.peft_directory import INDEX, find_files, read_config, read_extra_files, read_index_file
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
 from loraserve.sdk.types.operations import Operation
 
@@ -58,9 +58,10 @@ class Adapters:
         version.
 
         Args:
-            directory: a PEFT directory, or what MLflow keeps, which MLflow's library (if it is
-                installed) downloads first: ``runs:/RUN_ID/PATH``, ``models:/NAME/VERSION``,
-                ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…`` and ``mlflow://models/…``.
+            directory: a PEFT directory, one of mlx-lm's, a GGUF file of LoRA, or what MLflow keeps,
+                which MLflow's library (if it is installed) downloads first: ``runs:/RUN_ID/PATH``,
+                ``models:/NAME/VERSION``, ``models:/NAME@ALIAS``, or these as ``mlflow://runs/…``
+                and ``mlflow://models/…``.
             alias: point this alias at the new version too.
             promote: point `live`, which the bare name means, at the new version.
             notes, tags: set on the version.
@@ -76,9 +77,12 @@ class Adapters:
         """
         source = sync_call(AdapterSource.open, directory)
         try:
-            config_path, weights_path = find_files(source.directory)
-            config = sync_call(read_config, config_path)
+            files = sync_call(find_files, source.directory)
+            config = None if files.config is None else sync_call(read_config, files.config)
             extras = sync_call(read_extra_files, source.directory)
+            if files.index is not None:
+                extras[INDEX] = (sync_call(read_index_file, files.index)).decode()
+            weights_path = sync_call(source.join, files.weights)
             parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
             extras |= {name: value for name, value in parsers.items() if value is not None}
             params = {} if promote else {"promote": "false"}
@@ -101,7 +105,7 @@ class Adapters:
     def _publish(
         self,
         name: str,
-        config: str,
+        config: str | None,
         extras: Mapping[str, str],
         weights: Path,
         params: Mapping[str, str],
@@ -116,8 +120,9 @@ class Adapters:
         while True:
             digest = send_file(self._transport, weights, on_progress)
             # the config's own text: the server reads every number to its last digit
-            rest = encode({"blob": digest, **extras}).decode().removeprefix("{")
-            body = f'{{"config":{config},{rest}'.encode()
+            body = encode({"blob": digest, **extras})
+            if config is not None:
+                body = f'{{"config":{config},{body.decode().removeprefix("{")}'.encode()
             path, headers = f"{_path(name)}/versions", idempotency_key()
             call = Call("POST", path, read_into(Version), params=params, headers=headers, body=body)
             try:

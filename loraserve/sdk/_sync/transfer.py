@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx2
 
 from loraserve import errors
+from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.sdk._sync.transport import Transport
 from loraserve.sdk.answers import Answer
 from loraserve.sdk.attempt import error_from_failure
@@ -19,7 +20,7 @@ from loraserve.sdk.concurrency import sync_call
 from loraserve.sdk.file_piece import OnProgress, Progress
 from loraserve.sdk.files import uploads
 from loraserve.sdk.files.download import RETRIED, PartialFile, prepare_directory, write_extras
-from loraserve.sdk.files.peft_directory import CONFIG_FILE, EXTRA_FILES, WEIGHTS_FILE
+from loraserve.sdk.files.peft_directory import EXTRA_FILES
 from loraserve.sdk.types.management import Version
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loraserve import errors
+from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.sdk.answers import Answer
-from loraserve.sdk.files.peft_directory import CONFIG_FILE, EXTRA_FILES, PARSER_FILES, WEIGHTS_FILE
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES
 from loraserve.sdk.types.management import Version
 
 _DIGEST = re.compile(r'(?:W/)?"([0-9a-f]{64})"')

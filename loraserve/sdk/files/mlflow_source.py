@@ -10,12 +10,13 @@ import importlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from loraserve import errors
-from loraserve.sdk.files.peft_directory import CONFIG_FILE, EXTRA_FILES, PARSER_FILES, WEIGHTS_FILE
+from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES
 
 FORMS = "runs:/RUN_ID[/PATH], models:/NAME/VERSION, models:/NAME@ALIAS, or mlflow://runs/… and mlflow://models/…"
 MAX_FOLDERS = 64
@@ -38,6 +39,7 @@ class AdapterSource:
     def __init__(self, directory: Path, *, is_temporary: bool) -> None:
         self.directory = directory
         self._is_temporary = is_temporary
+        self._joined: Path | None = None
 
     @classmethod
     def open(cls, source: str | Path) -> AdapterSource:
@@ -59,8 +61,21 @@ class AdapterSource:
             raise
         return cls(directory, is_temporary=True)
 
+    def join(self, files: Sequence[Path]) -> Path:
+        """Return the file, or for several a temporary one with the bytes of all, until `close`."""
+        if len(files) == 1:
+            return files[0]
+        with tempfile.NamedTemporaryFile(prefix="loraserve-weights-", delete=False) as joined:
+            self._joined = Path(joined.name)
+            for path in files:
+                with path.open("rb") as file:
+                    shutil.copyfileobj(file, joined)
+        return self._joined
+
     def close(self) -> None:
-        """Remove a temporary directory."""
+        """Remove temporary files."""
+        if self._joined is not None:
+            self._joined.unlink(missing_ok=True)
         if self._is_temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
 

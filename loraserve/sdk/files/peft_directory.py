@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from loraserve import errors
+from loraserve.adapter_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    WEIGHTS_FILE,
+    find_weights,
+    foreign_files,
+    holds_config,
+    shard_names,
+)
 from loraserve.tokenizer_identity import TokenizerIdentity
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 EXTRA_FILES: Mapping[str, str] = {
     "chat_template": "chat_template.jinja",
     "generation_config": "generation_config.json",
@@ -17,34 +27,76 @@ EXTRA_FILES: Mapping[str, str] = {
 """Field of a publish → file whose text it is."""
 PARSER_FILES = ("tool_parser", "reasoning_parser")
 """Files, and fields of a publish, that hold a parser's name."""
+INDEX = "index"
+"""Field of a publish with the text of `INDEX_FILE`."""
 TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
 """Field of a publish → file whose identity it is."""
 _MAX_EXTRA_BYTES = 1 << 20
 
 
-def find_files(directory: Path) -> tuple[Path, Path]:
-    """Return the config's and the weights' path in a PEFT directory.
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """Files of an adapter in a directory.
+
+    Attributes:
+        config: None where the weights' file holds it.
+        weights: several are the shards that `index` names.
+        index: None where there is one file of weights.
+    """
+
+    config: Path | None
+    weights: tuple[Path, ...]
+    index: Path | None = None
+
+
+def find_files(directory: Path) -> AdapterFiles:
+    """Return the paths of the config and of the weights in an adapter's directory.
+
+    It may be a GGUF file too.
 
     Raises:
         AdapterFormatError: one of them isn't there; the message says what is.
     """
     expected = f"Expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT's save_pretrained() writes it."
+    if directory.is_file() and holds_config(directory.name):
+        return AdapterFiles(None, (directory,))
     if not directory.is_dir():
         found = "is a file" if directory.exists() else "doesn't exist"
         raise errors.AdapterFormatError(f"{directory} {found}.", hint=expected)
-    config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
-    if not weights.is_file() and (directory / "adapter_model.bin").exists():
-        raise errors.AdapterFormatError(
-            f"{directory} holds pickled weights (adapter_model.bin), which are never loaded: pickle can run any code.",
-            hint="Save it again with model.save_pretrained(dir, safe_serialization=True).",
-        )
-    missing = [path.name for path in (config, weights) if not path.is_file()]
+    names = [path.name for path in directory.iterdir() if path.is_file()]
+    name = find_weights(names) or WEIGHTS_FILE
+    if holds_config(name):
+        return AdapterFiles(None, (directory / name,))
+    missing = [wanted for wanted in (CONFIG_FILE, name) if wanted not in names]
     if missing:
-        there = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+        foreign = foreign_files(names)
+        there = foreign or ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
         raise errors.AdapterFormatError(
             f"{directory} has no {' and no '.join(missing)}; it holds {there}.", hint=expected
         )
-    return config, weights
+    config, weights = directory / CONFIG_FILE, directory / name
+    if name != INDEX_FILE:
+        return AdapterFiles(config, (weights,))
+    shards = shard_names(read_index_file(weights))
+    absent = [shard for shard in shards if shard not in names]
+    if absent:
+        raise errors.AdapterFormatError(
+            f"{directory} has no {absent[0]}, which {INDEX_FILE} names.", hint="Copy every shard next to the index."
+        )
+    return AdapterFiles(config, tuple(directory / shard for shard in shards), weights)
+
+
+def read_index_file(path: Path) -> bytes:
+    """Return the bytes of an index.
+
+    Raises:
+        AdapterFormatError: it has too many.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_INDEX_BYTES + 1)
+    if len(data) > MAX_INDEX_BYTES:
+        raise errors.AdapterFormatError(f"{path} has more than {MAX_INDEX_BYTES:,} bytes.")
+    return data
 
 
 def read_config(path: Path) -> str:

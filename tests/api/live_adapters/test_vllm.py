@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import httpx2
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from trainer import Connect, Trainer
 from whole_app import write_small
 
@@ -147,12 +151,43 @@ async def test_a_folder_may_be_each_tenants_own(
     assert "policy" not in await globex.models()
 
 
+@pytest.mark.parametrize("is_ephemeral", [False, True])
+async def test_folder_with_older_weights_is_read(acme: Trainer, folder: Path, is_ephemeral: bool) -> None:
+    write_small(folder / "old")
+    weights = folder / "old" / "adapter_model.safetensors"
+    torch.save(load_file(weights), folder / "old" / "adapter_model.bin")
+    weights.unlink()
+    assert (await acme.load(path="old", ephemeral=is_ephemeral)).status_code == 200
+    assert await acme.version() == "policy@1"
+
+
+@pytest.mark.parametrize("is_ephemeral", [False, True])
+async def test_folder_with_shards_is_read(acme: Trainer, folder: Path, is_ephemeral: bool) -> None:
+    write_small(folder / "shards")
+    weights = folder / "shards" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == shard}, folder / "shards" / shard)
+    index = folder / "shards" / "adapter_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert (await acme.load(path="shards", ephemeral=is_ephemeral)).status_code == 200
+    (folder / "shards" / "part-1.safetensors").unlink()
+    answer = await acme.load("other", path="shards")
+    assert (answer.status_code, "part-1.safetensors" in answer.text) == (400, True)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(places, "../small/adapter_model.safetensors")}))
+    answer = await acme.load("other", path="shards")
+    assert (answer.status_code, "names the file" in answer.text) == (400, True)
+
+
 async def test_a_pickle_in_the_folder_is_refused_by_name(acme: Trainer, folder: Path) -> None:
     write_small(folder / "old")
-    (folder / "old" / "adapter_model.safetensors").rename(folder / "old" / "adapter_model.bin")
+    (folder / "old" / "adapter_model.safetensors").unlink()
+    (folder / "old" / "adapter_model.bin").write_bytes(pickle.dumps({"a": 1}))
     answer = await acme.load(path="old")
     assert answer.status_code == 400
-    assert "adapter_model.bin, which is a pickle" in answer.json()["error"]["message"]
+    assert "a pickle" in answer.json()["error"]["message"]
     assert "safe_serialization" in answer.json()["error"]["message"]
 
 

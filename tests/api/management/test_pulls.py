@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import itertools
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from typing import Any
 
 import httpx2
 import pytest
+import torch
+from safetensors.numpy import load, save
 from sqlalchemy import update
 
 from adapters_store import LocalStore
@@ -115,6 +119,35 @@ async def test_extra_files_are_pulled_too(admin: httpx2.AsyncClient, acme: httpx
     origin.files["generation_config.json"] = b" " * (LIMITS.max_generation_config_bytes + 1)
     ended = await until_ended(acme, await begin(admin))
     assert (ended["state"], "exceeds the limit" in ended["error"]["message"]) == ("failed", True)
+
+
+async def test_shards_are_pulled_as_one(admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin) -> None:
+    digest = (await until_ended(acme, await begin(admin)))["result"]["digest"]
+    tensors = load(origin.files.pop(WEIGHTS))
+    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(places.values()):
+        origin.files[shard] = save({name: tensors[name] for name in tensors if places[name] == shard})
+    origin.files[f"{WEIGHTS}.index.json"] = json.dumps({"weight_map": places}).encode()
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], ended["result"]["digest"]) == ("done", digest), ended
+    del origin.files["part-1.safetensors"]
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], "part-1.safetensors" in ended["error"]["message"]) == ("failed", True)
+    origin.files.clear()
+    ended = await until_ended(acme, await begin(admin))
+    assert "no file adapter_config.json" in ended["error"]["message"]
+
+
+async def test_older_weights_are_pulled(admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin) -> None:
+    buffer = io.BytesIO()
+    torch.save({name: torch.from_numpy(array) for name, array in load(origin.files[WEIGHTS]).items()}, buffer)
+    plain = (await until_ended(acme, await begin(admin)))["result"]["digest"]
+    del origin.files[WEIGHTS]
+    ended = await until_ended(acme, await begin(admin))
+    assert "has no file adapter_model.safetensors" in ended["error"]["message"]
+    origin.files["adapter_model.bin"] = buffer.getvalue()
+    ended = await until_ended(acme, await begin(admin))
+    assert (ended["state"], ended["result"]["digest"]) == ("done", plain), ended
 
 
 async def test_without_promotion_no_alias_moves(

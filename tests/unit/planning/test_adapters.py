@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec import structs
 from paged_pools import ODD, random_modules, random_rows
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
 from loraserve.errors import ConfigError
@@ -180,6 +180,22 @@ def test_an_adapter_of_another_base_is_refused_in_the_uploads_words(make: Any, t
     assert "can't be read" in (
         plan_directory(folder, make.base(modules=ODD), make.config(), make.arena()).refusal or ""
     )
+
+
+def test_older_weights_and_shards_are_planned_as_plain(make: Any, tmp_path: Path) -> None:
+    plain, older, shards = (save_peft(tmp_path / name) for name in ("plain", "older", "shards"))
+    tensors = load_file(plain / "adapter_model.safetensors")
+    for folder in (older, shards):
+        (folder / "adapter_model.safetensors").unlink()
+    torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, older / "adapter_model.bin")
+    places = {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == shard}, shards / shard)
+    (shards / "adapter_model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    planned = [plan_directory(path, make.base(modules=ODD), make.config(), make.arena()) for path in (older, shards)]
+    expected = plan_directory(plain, make.base(modules=ODD), make.config(), make.arena())
+    assert {plan.packed_bytes for plan in planned} == {expected.packed_bytes}
+    assert all(plan.refusal is None for plan in planned)
 
 
 def test_directories_of_adapters_are_looked_into(tmp_path: Path) -> None:

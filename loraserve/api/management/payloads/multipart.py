@@ -6,7 +6,7 @@ file, and short ones beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles
+from loraserve.adapter_folder import CONFIG_HOLDER, MAX_SHARDS
+from loraserve.adapters.extra_files import FILE_NAMES, INDEX, MAX_BYTES, ExtraFiles
 from loraserve.errors import InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS, MIB
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
     from loraserve.background import Throttle
-    from loraserve.registry.uploads.staging import Written
+    from loraserve.registry.uploads.staging import WeightsWriter, Written
 
 CONFIG, WEIGHTS = "config", "weights"
 _FLUSH_BYTES = 1 * MIB
@@ -39,6 +40,8 @@ class Form:
         short: names of the other parts, and the bound on their bytes.
         required: names of the parts that must be there.
         hint: description of the whole form, for a refusal.
+        alone: first bytes of a file that needs no other part; empty: every file needs them.
+        is_repeated: whether there may be several files, of this size together.
     """
 
     file: str
@@ -46,6 +49,8 @@ class Form:
     short: Mapping[str, int]
     required: tuple[str, ...]
     hint: str
+    alone: bytes = b""
+    is_repeated: bool = False
 
 
 def _adapter_form() -> Form:
@@ -55,7 +60,9 @@ def _adapter_form() -> Form:
         {CONFIG: LIMITS.max_adapter_config_bytes, **MAX_BYTES},
         (CONFIG, WEIGHTS),
         f"Send multipart/form-data with the two parts {CONFIG} and {WEIGHTS}, "
-        f"and at will with {', '.join(FILE_NAMES)}.",
+        f"and at will with {', '.join(FILE_NAMES)}. Shards are several {WEIGHTS}, with their {INDEX}.",
+        alone=CONFIG_HOLDER,
+        is_repeated=True,
     )
 
 
@@ -79,22 +86,42 @@ def multipart_boundary(request: Request, form: Form | None = None) -> bytes:
 
 
 async def read_upload(
-    request: Request, boundary: bytes, weights: Written, throttle: Throttle
+    request: Request, boundary: bytes, weights: WeightsWriter, throttle: Throttle
 ) -> tuple[bytes, ExtraFiles]:
     """Return the part `CONFIG` and the extra files; write `WEIGHTS` to `weights`, piece by piece.
+
+    The config is empty where the weights' file holds it.
 
     Raises:
         AdapterFormatError: an extra file isn't text, or is empty.
         InvalidRequest, PayloadTooLarge, StorageError: as `read_form`.
     """
-    parts = dict((await read_form(request, boundary, _adapter_form(), weights, throttle)).short)
-    return parts.pop(CONFIG), ExtraFiles.read(parts)
+    form = await read_form(request, boundary, _adapter_form(), weights, throttle, begin_file=weights.begin_file)
+    parts = dict(form.short)
+    if form.num_files > 1 and INDEX not in parts:
+        raise InvalidRequest(
+            f"{form.num_files} parts {WEIGHTS} came without the {INDEX} of their tensors.",
+            param=INDEX,
+            hint=_adapter_form().hint,
+        )
+    return parts.pop(CONFIG, b""), ExtraFiles.read(parts)
 
 
-async def read_form(request: Request, boundary: bytes, form: Form, staged: Written, throttle: Throttle) -> ReadForm:
+async def read_form(
+    request: Request,
+    boundary: bytes,
+    form: Form,
+    staged: Written,
+    throttle: Throttle,
+    *,
+    begin_file: Callable[[], object] = lambda: None,
+) -> ReadForm:
     """Return the short parts, after writing the file to `staged`, piece by piece.
 
     Parts may come in any order.
+
+    Args:
+        begin_file: called between two files, where the form may have several.
 
     Raises:
         InvalidRequest: a part is missing, unknown, there twice, encoded, or the body ends early.
@@ -103,11 +130,18 @@ async def read_form(request: Request, boundary: bytes, form: Form, staged: Writt
     """
     parts = _Parts(form)
     parser = MultipartParser(boundary, callbacks=parts.callbacks())
+
+    def write(files: list[bytearray]) -> None:
+        for number, data in enumerate(files):
+            if number:
+                begin_file()
+            staged.write(data)
+
     try:
         async for chunk in request.stream():
             parser.write(chunk)
-            if len(parts.file) >= _FLUSH_BYTES:
-                await throttle.run(partial(staged.write, parts.take_file()))
+            if sum(map(len, parts.files)) >= _FLUSH_BYTES:
+                await throttle.run(partial(write, parts.take_files()))
     except FormParserError as error:
         raise InvalidRequest("The body isn't well-formed multipart/form-data.", hint=form.hint) from error
     except ClientDisconnect:
@@ -115,19 +149,21 @@ async def read_form(request: Request, boundary: bytes, form: Form, staged: Writt
         raise InvalidRequest("The client disconnected before the end of the body.") from None
     if not parts.is_complete:
         raise InvalidRequest("The body ends before its closing boundary.", hint="Upload it again.")
-    for name in form.required:
+    stands_alone = bool(form.alone) and parts.first == form.alone
+    for name in (form.file,) if stands_alone else form.required:
         if name not in parts.seen:
             raise InvalidRequest(f'The part "{name}" is missing.', param=name, hint=form.hint)
-    await throttle.run(partial(staged.write, parts.take_file()))
-    return ReadForm({name: bytes(data) for name, data in parts.short.items()}, bytes(parts.filename))
+    await throttle.run(partial(write, parts.take_files()))
+    return ReadForm({name: bytes(data) for name, data in parts.short.items()}, bytes(parts.filename), parts.num_files)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadForm:
-    """Short parts of a form by their names, and the name that the client gave to its file."""
+    """Short parts of a form by their names, and the name that the client gave to its last file."""
 
     short: Mapping[str, bytes]
     filename: bytes
+    num_files: int
 
 
 class _Parts:
@@ -135,7 +171,11 @@ class _Parts:
 
     def __init__(self, form: Form) -> None:
         self.short: dict[str, bytearray] = {}
-        self.file = bytearray()
+        # not taken yet: the rest of a file, and those that follow it
+        self.files = [bytearray()]
+        self.num_files = 0
+        self.first = b""
+        """The first bytes of the first file, as many as `Form.alone` has."""
         self.filename = b""
         self.seen: set[str] = set()
         self.is_complete = False
@@ -157,8 +197,8 @@ class _Parts:
             "on_end": self._end,
         }
 
-    def take_file(self) -> bytearray:
-        taken, self.file = self.file, bytearray()
+    def take_files(self) -> list[bytearray]:
+        taken, self.files = self.files, [bytearray()]
         return taken
 
     def _begin_part(self) -> None:
@@ -183,11 +223,17 @@ class _Parts:
         if kind != b"form-data" or name not in (form.file.encode(), *(short.encode() for short in form.short)):
             raise InvalidRequest("The body has an unknown part.", hint=form.hint)
         self._part = name.decode()
-        if self._part in self.seen:
+        is_file = self._part == form.file
+        if self._part in self.seen and not (is_file and form.is_repeated):
             raise InvalidRequest(f'The part "{self._part}" appears twice.', param=self._part, hint=form.hint)
         self.seen.add(self._part)
-        if self._part == form.file:
+        if is_file:
             self.filename = options.get(b"filename", b"")
+            self.num_files += 1
+            if self.num_files > MAX_SHARDS:
+                raise InvalidRequest(f"The body has more than {MAX_SHARDS} files.", param=self._part)
+            if self.num_files > 1:
+                self.files.append(bytearray())
         else:
             self.short[self._part] = bytearray()
         encoding = self._headers.get(b"content-transfer-encoding", b"binary").strip().lower()
@@ -206,8 +252,10 @@ class _Parts:
         self._num_file_bytes += end - start
         if self._num_file_bytes > form.max_file_bytes:
             raise PayloadTooLarge(f'The part "{name}" exceeds the limit of {form.max_file_bytes} bytes.', param=name)
+        if len(self.first) < len(form.alone):
+            self.first += data[start : min(end, start + len(form.alone) - len(self.first))]
         # no copy on the way
-        self.file += memoryview(data)[start:end]
+        self.files[-1] += memoryview(data)[start:end]
 
     def _end(self) -> None:
         self.is_complete = True

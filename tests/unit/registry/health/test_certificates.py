@@ -5,6 +5,7 @@ what failed isn't served.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -293,6 +294,23 @@ def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monk
     assert format_of() == "LORA: 8 tensors, 112 parameters"
     monkeypatch.setattr(inspection, "compile_adapter", compile_as_another)
     assert format_of().startswith("VERA with magnitudes (DoRA), the invocation tokens 5 7 (aLoRA): 8 tensors")
+
+
+def test_upload_warns_of_absent_targets(small_base: Any, make_upload: Any) -> None:
+    """PEFT leaves a listed module untrained where the base lacks it."""
+    config, weights = make_upload()
+    targets = ["q_proj", "v_proj", "w_pack", "mlp.experts.w1"]
+    given = json.dumps({**json.loads(config), "target_modules": targets}).encode()
+    inspected = inspection.inspect_upload(given, weights, small_base)
+    check = next(check for check in inspected.checks if check["name"] == "targets")
+    assert check["status"] == "warned"
+    assert check["detail"].startswith("target_modules lists 'w_pack', 'mlp.experts.w1', which org/base:1 doesn't have")
+    plain = inspection.inspect_upload(config, weights, small_base)
+    assert "targets" not in {check["name"] for check in plain.checks}
+    # a module that the base has keeps its refusal
+    without = {name: tensor for name, tensor in load(weights).items() if "v_proj" not in name}
+    with pytest.raises(AdapterRejected, match="targets v_proj in layers 0–1, and the file holds no tensors"):
+        inspection.inspect_upload(given, save(without), small_base)
 
 
 def test_upload_names_renamed_tensors(small_base: Any, make_upload: Any) -> None:

@@ -91,7 +91,7 @@ def test_whole_file_is_judged_right_in_any_pieces(piece: int) -> None:
     [
         (bytes(9), "header"),
         (b"\x80\x04" + bytes(30), "pickle"),
-        (b"PK\x03\x04" + bytes(30), "only safetensors"),
+        (b"PK\x03\x04" + bytes(30), "expected a stored data.pkl"),
         ((1 << 40).to_bytes(8, "little") + b"{", "header's length"),
         (len(b"{}").to_bytes(8, "little") + b"{}", "no tensors"),
     ],

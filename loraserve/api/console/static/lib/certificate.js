@@ -45,6 +45,7 @@ export function Certificate({ version }) {
     </p>`}
     ${parity.status === "passed" && !has && html`<p>It passed: ${parity.detail}.</p>`}
     ${parity.status === "skipped" && html`<p>It wasn't compared yet: ${parity.detail}.</p>`}
+    ${["container", "names"].map((name) => checkOf(version, name)).filter(Boolean).map((check) => html`<p class="muted small">Files: ${check.detail}.</p>`)}
     ${failed.map((check) => html`<div class="note note-bad"><p><strong>${check.name} failed:</strong> ${check.detail}. The version isn't served.</p></div>`)}
     ${version.warnings.filter((warning) => warning !== parity.detail).map((warning) => html`<div class="note note-warn"><p>${warning}.</p></div>`)}
   </div>`;

@@ -17,11 +17,11 @@ const EXTRAS = {
 export function sorted(files) {
   const byName = new Map([...files].map((file) => [file.name, file]));
   const config = byName.get("adapter_config.json");
-  const weights = byName.get("adapter_model.safetensors");
+  const weights = byName.get("adapter_model.safetensors") ?? byName.get("adapter_model.bin");
   if (!config || !weights) {
     const missing = [!config && "adapter_config.json", !weights && "adapter_model.safetensors"].filter(Boolean);
-    const pickled = byName.has("adapter_model.bin") ? " (adapter_model.bin is a pickle, which isn't accepted)" : "";
-    throw new Error(`Missing: ${missing.join(" and ")}${pickled}. Drop the folder that PEFT's save_pretrained wrote.`);
+    const sharded = byName.has("adapter_model.safetensors.index.json") ? " (weights in several files: loraserve adapter push)" : "";
+    throw new Error(`Missing: ${missing.join(" and ")}${sharded}. Drop the folder that PEFT's save_pretrained wrote.`);
   }
   const extras = Object.keys(EXTRAS).filter((name) => byName.has(name)).map((name) => [EXTRAS[name], byName.get(name)]);
   return { config, weights, extras };
