@@ -223,6 +223,10 @@ class Settings(BaseSettings):
     reasoning_parser: ReasoningParserName = "auto"
     """Format of the base's reasoning; auto: recognized in its chat template; none: reasoning stays
     in the answer."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Defaults of fields that a request doesn't send: auto: those of the base's
+    generation_config.json; none: the API's own.
+    """
     json_whitespace: Literal["one-line", "bounded", "any"] = "one-line"
     """White space in answers that are JSON: single spaces after commas and colons, these and
     indented lines, or as much as JSON allows.

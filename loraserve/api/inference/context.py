@@ -44,7 +44,7 @@ class ResolvedModel:
     tenant: str = ""
     """Name of the tenant that asked for it."""
     defaults: GenerationDefaults = NO_DEFAULTS
-    """Defaults of fields that the request doesn't send, from the bound version."""
+    """Defaults of fields that the request doesn't send, from the bound version and the base."""
 
 
 async def resolve_model(

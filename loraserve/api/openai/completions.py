@@ -65,7 +65,7 @@ async def create_completion(
     base = services.engine.base
     model = await resolve_asked(services, caller, body)
     reader = PromptReader(services, caller.tenant, len(await request.body()))
-    default_max_tokens = model.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
+    default_max_tokens = model.defaults.max_tokens(DEFAULT_MAX_TOKENS) or DEFAULT_MAX_TOKENS
     keep = kept_tokens(body, default_max_tokens if body.max_tokens is None else body.max_tokens, base)
     prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
     check_num_choices(len(prompts), body.n)

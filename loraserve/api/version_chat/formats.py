@@ -43,6 +43,7 @@ class VersionChats:
         base: returns the format of chats with the base.
         tool_call_parser, reasoning_parser: what the operator chose for the base.
         vocab_size: returns the width of the base's logits.
+        base_defaults: the base's, which those of a version go before, field by field.
         on_damage: called with the digest of a version and the blob of its that is damaged.
 
     Attributes:
@@ -59,13 +60,14 @@ class VersionChats:
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
         vocab_size: Callable[[], int],
+        base_defaults: GenerationDefaults = NO_DEFAULTS,
         on_damage: Callable[[Digest, Digest], None] = lambda digest, blob: None,
         limits: Limits = LIMITS,
     ) -> None:
         self.num_by_outcome: Counter[str] = Counter()
         self._base, self._tokenizer, self._store, self._renderer = base, tokenizer, store, renderer
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
-        self._vocab_size, self._on_damage = vocab_size, on_damage
+        self._vocab_size, self._on_damage, self._base_defaults = vocab_size, on_damage, base_defaults
         self._cache: TenantCache[object] = TenantCache(limits.max_version_chat_bytes)
         self._loading: dict[Hashable, asyncio.Task[Any]] = {}
 
@@ -104,10 +106,11 @@ class VersionChats:
         """
         version = _version_of(adapter)
         if version is None or version.extras is None or version.extras.generation_config is None:
-            return NO_DEFAULTS
+            return self._base_defaults
         file = version.extras.generation_config
         key = ("defaults", version.tenant, version.name, version.version, version.digest)
-        return await self._kept(key, version.tenant, lambda: self._read_defaults(version, file))
+        own = await self._kept(key, version.tenant, lambda: self._read_defaults(version, file))
+        return own.over(self._base_defaults)
 
     async def _kept(self, key: Hashable, owner: str, make: Callable[[], Awaitable[tuple[T, int]]]) -> T:
         """Return what is kept under the key; make it once for all that ask meanwhile.

@@ -150,6 +150,7 @@ class ChatTurn:
     generation: Generation
     choices: Sequence[ChatChoice]
     usage: RequestUsage
+    sampling: Sampling
 
     @classmethod
     async def begin(
@@ -191,7 +192,7 @@ class ChatTurn:
         )
         if answer_format is not None:
             wanted = await read.reader.run(lambda: answer_format.whole(read.wanted))
-        default = read.model.defaults.max_new_tokens
+        default = read.model.defaults.max_tokens(None)
         max_tokens = choose_max_tokens(read.asked, default, len(prompt.token_ids), services.engine.base, "messages")
         if wanted is not None:
             sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
@@ -212,7 +213,7 @@ class ChatTurn:
             cache=use_cache(services, caller, requests, ttl_s),
         )
         choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
-        return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted))
+        return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted), sampling)
 
     async def chunks(self) -> AsyncIterator[tuple[ChatChoice, Chunk]]:
         """Iterate over the chunks of a stream, each with its choice, which hasn't read it yet."""
