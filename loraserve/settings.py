@@ -38,6 +38,7 @@ from loraserve.limits import (
     GIB,
     LIMITS,
 )
+from loraserve.template_variables import check_variables, parse_variables
 
 ENV_PREFIX = "LORASERVE_"
 DEFAULT_CONFIG_FILE = "loraserve.toml"
@@ -165,6 +166,17 @@ def check_trace_endpoint(value: str) -> str:
 TraceEndpoint = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator(check_trace_endpoint)]
 
 
+def parse_template_variables(value: object) -> object:
+    """Return the object in JSON; a table of the TOML file is one already.
+
+    Raises:
+        ValueError: it isn't one, or sets what a request's own fields do.
+    """
+    return parse_variables(value) if isinstance(value, str) else check_variables(value)
+
+
+TemplateVariables = Annotated[dict[str, Any], NoDecode, BeforeValidator(parse_template_variables)]
+
 # The names of `loraserve.text`'s tables, which a test compares: settings load none of it.
 ToolCallParser = Literal[
     "auto",
@@ -226,6 +238,10 @@ class Settings(BaseSettings):
     generation_config: Literal["auto", "none"] = "auto"
     """Defaults of fields that a request doesn't send: auto: those of the base's
     generation_config.json; none: the API's own.
+    """
+    default_chat_template_kwargs: TemplateVariables = Field(default={})
+    """Variables of chat templates, as a JSON object, that versions and requests may set otherwise:
+    {"enable_thinking": false}.
     """
     json_whitespace: Literal["one-line", "bounded", "any"] = "one-line"
     """White space in answers that are JSON: single spaces after commas and colons, these and

@@ -50,11 +50,13 @@ class VersionExtras(Struct, frozen=True):
     chat_template: ExtraFile | None = None
     """``chat_template.jinja``; None: the base's template is used."""
     generation_config: ExtraFile | None = None
-    """``generation_config.json``; None: the defaults of fields are the API's own."""
+    """``generation_config.json``; None: the defaults of fields are the base's."""
     tool_parser: str | None = None
     """Format of its tool calls, by its name; None: recognized, or the base's."""
     reasoning_parser: str | None = None
     """Format of its reasoning, by its name; None: recognized, or the base's."""
+    chat_template_kwargs: str | None = None
+    """Variables of its chat template, as JSON; None: those of the server alone."""
 
     @property
     def files(self) -> tuple[ExtraFile, ...]:

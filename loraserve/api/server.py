@@ -186,6 +186,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         tokenizer,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
+        variables=settings.default_chat_template_kwargs,
     )
     database, store, claim, authenticator = await _open_registry(settings)
     # the two know of each other: the registry asks the engine for certificates, and is told by it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ COLUMNS = (
 )
 _BASE_FIELDS = (
     *("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
-    *("precision", "precision_note", "generation_defaults"),
+    *("precision", "precision_note", "generation_defaults", "chat_template_kwargs"),
 )
 _BYTES = ("device_bytes", "host_bytes", "size_bytes")
 _TIERS = ("device", "loading", "host", "disk")
@@ -112,6 +113,8 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
         known = {"base": base_in_words(look.base), "rounding": precision_in_words(look.base)}
         if look.base.generation_defaults:
             known["defaults"] = defaults_in_words(look.base)
+        if look.base.chat_template_kwargs:
+            known["template"] = json.dumps(look.base.chat_template_kwargs)
         if look.stats is not None and look.memory is not None:
             known |= _in_words(summary(look.stats), look.memory)
         output.pairs(known)

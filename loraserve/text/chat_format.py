@@ -49,6 +49,7 @@ class ChatFormat:
     Args:
         tool_call_parser, reasoning_parser: names of `TOOL_FORMATS` and `REASONING_FORMATS`;
             ``auto``: recognized in the template's text; ``none``: no format.
+        variables: variables that the template has unless a request sets them.
 
     Attributes:
         tools: format of its tool calls; None: unknown.
@@ -62,8 +63,10 @@ class ChatFormat:
         *,
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.template = template
+        self.variables: Mapping[str, Any] = variables or {}
         self.tools: ToolFormat | None = tool_format(tool_call_parser, tokenizer, template.source)
         self.reasoning: ReasoningFormat | None = reasoning_format(reasoning_parser, template.source)
         self._tokenizer = tokenizer

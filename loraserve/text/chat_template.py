@@ -21,13 +21,12 @@ import jinja2.parser
 import jinja2.sandbox
 
 from loraserve.errors import ConfigError, InvalidRequest, NoChatTemplate
+from loraserve.template_variables import reserved_problem
 from loraserve.text.tokenizer import Tokenizer, read_json_object
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_PRODUCT = 1 << 20
 """The longest string or list that ``*`` may make inside a template."""
-
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 _TOOLS_IN_MESSAGE = re.compile(r"""message(?:\.tools\b|\[['"]tools['"]\])""")
 """Phi-4-mini's templates write the tools that the system's message has."""
@@ -328,11 +327,8 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest
     """
-    if reserved := sorted(_RESERVED & variables.keys()):
-        raise InvalidRequest(
-            f"chat_template_kwargs can't set {', '.join(reserved)}: the request has its own field for that.",
-            param="chat_template_kwargs",
-        )
+    if problem := reserved_problem(variables):
+        raise InvalidRequest(f"chat_template_kwargs {problem}.", param="chat_template_kwargs")
 
 
 class _Refused(jinja2.TemplateError):

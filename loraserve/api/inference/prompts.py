@@ -67,6 +67,7 @@ class PromptReader:
         """Return the prompt that the model's chat template makes of `messages`.
 
         Args:
+            variables: those of the request, which go before the chat format's.
             tool_use: tools that the template shows to the model.
             is_bounded: whether it has to fit the context.
             continues_last: whether it ends with the last message's text, which is continued.
@@ -80,6 +81,7 @@ class PromptReader:
         """
 
         template, tools = chat_format.template, None if tool_use is None else tool_use.shown
+        set_variables = {**chat_format.variables, **variables}
 
         def read() -> list[dict[str, Any]]:
             checked = read_messages(messages, chat_format)
@@ -88,8 +90,8 @@ class PromptReader:
 
         def render(template: ChatTemplate) -> str:
             if continues_last:
-                return template.render_continued(read(), tools, variables)
-            return template.render(read(), add_generation_prompt, tools, variables)
+                return template.render_continued(read(), tools, set_variables)
+            return template.render(read(), add_generation_prompt, tools, set_variables)
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
@@ -102,7 +104,7 @@ class PromptReader:
         if isinstance(template, VersionTemplate):
             question = await self.run(
                 lambda: template.question(
-                    self.tenant, read(), add_generation_prompt, tools, variables, continues_last=continues_last
+                    self.tenant, read(), add_generation_prompt, tools, set_variables, continues_last=continues_last
                 )
             )
             rendered = await self.services.templates.render(self.tenant, question)

@@ -89,6 +89,8 @@ class BaseResource(Resource):
     """Reason why nothing is measured: it is served as it is stored, or there is no float base."""
     generation_defaults: dict[str, int | float] = Field(default_factory=dict)
     """Defaults of fields that requests don't send, out of its generation_config.json."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of chat templates that versions and requests may set otherwise."""
 
 
 class LimitsResource(Resource):
@@ -150,6 +152,7 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
             "precision": PrecisionResource.of_known(known),
             "precision_note": known.note if known else "",
             "generation_defaults": services.base_defaults.as_fields(),
+            "chat_template_kwargs": dict(services.chat_format.variables),
         }
     )
     return answer(request, resource)

@@ -167,7 +167,8 @@ async def publish_stored(
     """Publish ``{config: {…}, blob: sha256}``: a config, and the weights of a complete upload.
 
     It may have extra files beside them: ``chat_template`` and ``generation_config`` as the files'
-    text, ``tool_parser`` and ``reasoning_parser`` as names; and ``tokenizer``, the identity of the
+    text, ``tool_parser`` and ``reasoning_parser`` as names, ``chat_template_kwargs`` as the text of
+    a JSON object; and ``tokenizer``, the identity of the
     adapter's own, to be compared with the base's.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -92,7 +93,9 @@ class VersionChats:
         if (
             version is None
             or extras is None
-            or not (extras.chat_template or extras.tool_parser or extras.reasoning_parser)
+            or not (
+                extras.chat_template or extras.tool_parser or extras.reasoning_parser or extras.chat_template_kwargs
+            )
         ):
             return self._base()
         key = ("format", version.tenant, version.name, version.version, version.digest)
@@ -151,9 +154,11 @@ class VersionChats:
                     f"The chat template of {name} can't be used: {found.problems[0]}.", param="messages"
                 )
             template, num_bytes = VersionTemplate(name, source, found.read), 2 * len(source)
+        variables = {**self._base().variables, **json.loads(extras.chat_template_kwargs or "{}")}
         made = ChatFormat(
             template,
             self._tokenizer,
+            variables=variables,
             tool_call_parser=extras.tool_parser or self._tool_call_parser,
             reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
         )
@@ -163,6 +168,7 @@ class VersionChats:
             made = ChatFormat(
                 template,
                 self._tokenizer,
+                variables=variables,
                 tool_call_parser=known.name,
                 reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
             )
