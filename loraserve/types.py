@@ -313,6 +313,21 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class ThinkingBudget(Struct, frozen=True):
+    """Bound on the tokens of an answer's reasoning, and the tokens around it."""
+
+    num_tokens: int
+    """Tokens after which the reasoning is ended by the first of `closers`."""
+    closers: tuple[int, ...]
+    """Tokens that end it, at least one."""
+    openers: tuple[int, ...] = ()
+    """Tokens that begin it."""
+    blanks: tuple[int, ...] = ()
+    """Tokens of white space that may come before it."""
+    is_open: bool = False
+    """Whether the answer's first token belongs to it already; otherwise an opener begins it."""
+
+
 class SamplingParams(Struct, frozen=True):
     """How to choose tokens.
 
@@ -347,6 +362,8 @@ class SamplingParams(Struct, frozen=True):
     """Tokens that may be chosen; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens whose last token isn't chosen after the others."""
+    thinking: ThinkingBudget | None = None
+    """Bound on its reasoning; None: there is none."""
 
 
 class PoolingKind(StrEnum):

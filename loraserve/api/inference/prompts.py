@@ -13,9 +13,12 @@ from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLa
 from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat, ToolUse
 from loraserve.text.chat_template import ChatTemplate
+from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.version_template import VersionTemplate
 
 T = TypeVar("T")
+_NUM_END_TOKENS = 64
+"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,13 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str | None
     """Text of the prompt; None: the caller gave tokens, or not all of the text is kept."""
+
+    def end_text(self, tokenizer: Tokenizer) -> str:
+        """Return the text, or its end: markers of reasoning there say how the answer begins."""
+        if self.text is not None:
+            return self.text
+        # decoding all of a long prompt takes long
+        return tokenizer.decode(self.token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from loraserve.api.inference.fields import fields_of
 from loraserve.api.inference.schemas import InferenceBody
 from loraserve.errors import ContextLengthExceeded, InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.types import BaseSpec, SamplingParams
+from loraserve.types import BaseSpec, SamplingParams, ThinkingBudget
 
 _MIN_TOP_P = 1e-9
 _MASK = (1 << 63) - 1
@@ -38,7 +38,7 @@ class Sampling:
     """What the answers have to be; None: any text."""
     bad_words: tuple[tuple[int, ...], ...] = ()
 
-    def params(self, *, max_tokens: int, seed: int) -> SamplingParams:
+    def params(self, *, max_tokens: int, seed: int, thinking: ThinkingBudget | None = None) -> SamplingParams:
         body = self.body
         return SamplingParams(
             max_tokens=max_tokens,
@@ -61,6 +61,7 @@ class Sampling:
             grammar_bytes=0 if self.grammar is None else self.grammar.num_bytes,
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words=self.bad_words,
+            thinking=thinking,
         )
 
     def constrained(self, grammar: Grammar) -> Sampling:
