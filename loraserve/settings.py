@@ -218,10 +218,11 @@ class Settings(BaseSettings):
 
     model: str = Field(min_length=1)
     """A directory in Hugging Face's layout, a GGUF file, or a Hugging Face id."""
-    model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
+    model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")
     """Name of the base in requests' `model`.
 
-    Default: the directory's or the file's name, or the Hugging Face id.
+    Letters, digits and ``. _ - / :``. Default: the directory's or the file's name, or the Hugging
+    Face id.
     """
     base_names: Names = ()
     """Other names of the base that adapters' configs may carry without a warning, separated by

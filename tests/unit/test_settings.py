@@ -236,3 +236,14 @@ def test_template_variables_are_read_from_each_source(tmp_path: Path, monkeypatc
 def test_odd_template_variables_are_refused(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"--default-chat-template-kwargs: .*{message}"):
         Settings.load(model="m", default_chat_template_kwargs=value)
+
+
+@pytest.mark.parametrize("name", ["base", "org/My.Base", "org/base:v2", "qwen3:0.6b-q4_K_M"])
+def test_base_id_follows_hub_and_tags(name: str) -> None:
+    assert Settings.load(model="m", model_id=name).base_id == name
+
+
+@pytest.mark.parametrize("name", [":base", "a@b", "a+b", "a*b", "a b", "x" * 129])
+def test_base_id_has_no_syntax_of_adapters(name: str) -> None:
+    with pytest.raises(ConfigError, match="--model-id"):
+        Settings.load(model="m", model_id=name)
