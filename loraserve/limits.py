@@ -138,6 +138,7 @@ class Limits:
     max_chat_template_bytes: int = 64 * KIB
     """Bytes of a version's own template. The base's, which the operator chose, may have a MiB."""
     max_generation_config_bytes: int = 16 * KIB
+    max_chat_template_kwargs_bytes: int = 4 * KIB
     max_parser_name_bytes: int = 64
     template_timeout_s: float = 2.0
     """Time that a version's template may take for one prompt. Then its process is killed."""

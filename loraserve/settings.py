@@ -38,6 +38,7 @@ from loraserve.limits import (
     GIB,
     LIMITS,
 )
+from loraserve.template_variables import check_variables, parse_variables
 
 ENV_PREFIX = "LORASERVE_"
 DEFAULT_CONFIG_FILE = "loraserve.toml"
@@ -165,6 +166,17 @@ def check_trace_endpoint(value: str) -> str:
 TraceEndpoint = Annotated[str, Field(min_length=1, max_length=2048), AfterValidator(check_trace_endpoint)]
 
 
+def parse_template_variables(value: object) -> object:
+    """Return the object in JSON; a table of the TOML file is one already.
+
+    Raises:
+        ValueError: it isn't one, or sets what a request's own fields do.
+    """
+    return parse_variables(value) if isinstance(value, str) else check_variables(value)
+
+
+TemplateVariables = Annotated[dict[str, Any], NoDecode, BeforeValidator(parse_template_variables)]
+
 # The names of `loraserve.text`'s tables, which a test compares: settings load none of it.
 ToolCallParser = Literal[
     "auto",
@@ -206,10 +218,11 @@ class Settings(BaseSettings):
 
     model: str = Field(min_length=1)
     """A directory in Hugging Face's layout, a GGUF file, or a Hugging Face id."""
-    model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
+    model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")
     """Name of the base in requests' `model`.
 
-    Default: the directory's or the file's name, or the Hugging Face id.
+    Letters, digits and ``. _ - / :``. Default: the directory's or the file's name, or the Hugging
+    Face id.
     """
     base_names: Names = ()
     """Other names of the base that adapters' configs may carry without a warning, separated by
@@ -223,6 +236,14 @@ class Settings(BaseSettings):
     reasoning_parser: ReasoningParserName = "auto"
     """Format of the base's reasoning; auto: recognized in its chat template; none: reasoning stays
     in the answer."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Defaults of fields that a request doesn't send: auto: those of the base's
+    generation_config.json; none: the API's own.
+    """
+    default_chat_template_kwargs: TemplateVariables = Field(default={})
+    """Variables of chat templates, as a JSON object, that versions and requests may set otherwise:
+    {"enable_thinking": false}.
+    """
     json_whitespace: Literal["one-line", "bounded", "any"] = "one-line"
     """White space in answers that are JSON: single spaces after commas and colons, these and
     indented lines, or as much as JSON allows.

@@ -50,11 +50,13 @@ class VersionExtras(Struct, frozen=True):
     chat_template: ExtraFile | None = None
     """``chat_template.jinja``; None: the base's template is used."""
     generation_config: ExtraFile | None = None
-    """``generation_config.json``; None: the defaults of fields are the API's own."""
+    """``generation_config.json``; None: the defaults of fields are the base's."""
     tool_parser: str | None = None
     """Format of its tool calls, by its name; None: recognized, or the base's."""
     reasoning_parser: str | None = None
     """Format of its reasoning, by its name; None: recognized, or the base's."""
+    chat_template_kwargs: str | None = None
+    """Variables of its chat template, as JSON; None: those of the server alone."""
 
     @property
     def files(self) -> tuple[ExtraFile, ...]:
@@ -315,6 +317,21 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class ThinkingBudget(Struct, frozen=True):
+    """Bound on the tokens of an answer's reasoning, and the tokens around it."""
+
+    num_tokens: int
+    """Tokens after which the reasoning is ended by the first of `closers`."""
+    closers: tuple[int, ...]
+    """Tokens that end it, at least one."""
+    openers: tuple[int, ...] = ()
+    """Tokens that begin it."""
+    blanks: tuple[int, ...] = ()
+    """Tokens of white space that may come before it."""
+    is_open: bool = False
+    """Whether the answer's first token belongs to it already; otherwise an opener begins it."""
+
+
 class SamplingParams(Struct, frozen=True):
     """How to choose tokens.
 
@@ -349,6 +366,8 @@ class SamplingParams(Struct, frozen=True):
     """Tokens that may be chosen; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens whose last token isn't chosen after the others."""
+    thinking: ThinkingBudget | None = None
+    """Bound on its reasoning; None: there is none."""
 
 
 class PoolingKind(StrEnum):

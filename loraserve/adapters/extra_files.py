@@ -1,4 +1,4 @@
-"""Extra files of a version: chat template, generation config, and the names of two parsers."""
+"""Extra files of a version: chat template, its variables, generation config, names of parsers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Self
 
 from loraserve.errors import AdapterFormatError
 from loraserve.limits import LIMITS
+from loraserve.template_variables import canonical_text, parse_variables
 from loraserve.tokenizer_identity import MAX_BYTES as MAX_IDENTITY_BYTES
 from loraserve.tokenizer_identity import TokenizerIdentity
 from loraserve.types import Digest, ExtraFile, VersionExtras
@@ -18,8 +19,11 @@ FILE_NAMES: Mapping[str, str] = {
     "generation_config": "generation_config.json",
     "tool_parser": "tool_parser",
     "reasoning_parser": "reasoning_parser",
+    "chat_template_kwargs": "chat_template_kwargs.json",
 }
 """Part of an upload → name of the file in an adapter's folder."""
+VARIABLES = "chat_template_kwargs"
+"""Part of an upload that sets variables of the chat template."""
 TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
 """Part of an upload with the identity (`TokenizerIdentity.text`) of the tokenizer that the adapter
 was trained with, and the file in its folder. It is compared with the base's, and not kept.
@@ -33,6 +37,7 @@ MAX_BYTES: Mapping[str, int] = {
     "generation_config": LIMITS.max_generation_config_bytes,
     "tool_parser": LIMITS.max_parser_name_bytes,
     "reasoning_parser": LIMITS.max_parser_name_bytes,
+    "chat_template_kwargs": LIMITS.max_chat_template_kwargs_bytes,
     TOKENIZER: MAX_IDENTITY_BYTES,
     INDEX: LIMITS.max_adapter_header_bytes,
 }
@@ -44,6 +49,7 @@ class ExtraFiles:
     """Extra files as they were uploaded, not inspected yet; None: absent.
 
     Attributes:
+        chat_template_kwargs: variables of the chat template, as canonical JSON.
         tokenizer: identity of the adapter's own tokenizer, which is no part of the version.
         index: index of the files of weights, which is no part of the version; None: there is one
             file.
@@ -53,6 +59,7 @@ class ExtraFiles:
     generation_config: bytes | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    chat_template_kwargs: str | None = None
     tokenizer: TokenizerIdentity | None = None
     index: bytes | None = None
 
@@ -69,7 +76,13 @@ class ExtraFiles:
         problems = [
             problem for name, data in parts.items() if (problem := _problem(name, data, MAX_BYTES[name])) is not None
         ]
-        tokenizer = None
+        tokenizer, variables = None, None
+        if VARIABLES in parts and not problems:
+            try:
+                parsed = parse_variables(parts[VARIABLES].decode())
+                variables = canonical_text(parsed) if parsed else None
+            except ValueError as error:
+                problems.append(f"{FILE_NAMES[VARIABLES]} {error}")
         if TOKENIZER in parts and not problems:
             tokenizer = TokenizerIdentity.parse(parts[TOKENIZER].decode())
             if tokenizer is None:
@@ -81,6 +94,7 @@ class ExtraFiles:
             parts.get("chat_template"),
             parts.get("generation_config"),
             **names,
+            chat_template_kwargs=variables,
             tokenizer=tokenizer,
             index=parts.get(INDEX),
         )
@@ -113,6 +127,7 @@ class ExtraFiles:
             generation_config=_file(self.generation_config),
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 import uvicorn
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 
 from adapters_store import open_store
 from adapters_store.base import BlobStore
+from loraserve.adapters.config.generation_config import FILE, NO_DEFAULTS, GenerationDefaults, read_base_defaults
 from loraserve.api.app import create_app
 from loraserve.api.batch_lines import BatchLines
 from loraserve.api.console.pages import PATH
@@ -178,11 +180,13 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
     model_dir = await asyncio.to_thread(resolve_model_dir, settings.model)
     config = settings.engine_config(model_dir)
     tokenizer = Tokenizer(model_dir)
+    base_defaults = await asyncio.to_thread(_base_defaults, settings, Path(model_dir))
     chat_format = ChatFormat(
         ChatTemplate(model_dir, tokenizer),
         tokenizer,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,
+        variables=settings.default_chat_template_kwargs,
     )
     database, store, claim, authenticator = await _open_registry(settings)
     # the two know of each other: the registry asks the engine for certificates, and is told by it
@@ -223,12 +227,29 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         store=store,
         tokenizer=tokenizer,
         chat_format=chat_format,
+        base_defaults=base_defaults,
         usage=UsageMeter(database, settings.data_dir / FOLDER),
         responses=StoredResponses(database, is_storing=settings.store_responses),
         tracer=tracer,
         metrics=metrics,
     )
     return services, database
+
+
+def _base_defaults(settings: Settings, model_dir: Path) -> GenerationDefaults:
+    """Return the base's defaults of requests, and log them; the API's own where none are used."""
+    path = model_dir / FILE
+    if settings.generation_config == "none" or not path.is_file():
+        return NO_DEFAULTS
+    defaults, warnings = read_base_defaults(path.read_bytes())
+    for warning in warnings:
+        logger.warning(f"the base's {warning} This is ignored.")
+    if taken := defaults.as_fields():
+        shown = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+        logger.info(
+            f"defaults of requests, from the base's {FILE}: {shown} (--generation-config none: the API's own)",
+        )
+    return defaults
 
 
 async def _open_registry(settings: Settings) -> tuple[Database, BlobStore, StoreClaim, Authenticator]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
+from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
 from loraserve.adapters.format.containers import CONTAINERS
 from loraserve.api.grammar.checker import GrammarChecker
 from loraserve.api.http.client_address import TrustedProxies
@@ -59,6 +60,8 @@ class Services:
     tokenizer: Tokenizer
     chat_format: ChatFormat
     """Format of chats with the base."""
+    base_defaults: GenerationDefaults = NO_DEFAULTS
+    """Defaults of requests in the base's ``generation_config.json``, where they are used."""
     usage: UsageMeter | None = None
     """Meter of billed usage; None: nothing is billed."""
     responses: StoredResponses | None = None
@@ -115,6 +118,7 @@ class Services:
             tool_call_parser=self.settings.tool_call_parser,
             reasoning_parser=self.settings.reasoning_parser,
             vocab_size=lambda: self.engine.base.vocab_size,
+            base_defaults=self.base_defaults,
             on_damage=self.registry.corruption.report,
             limits=self.limits,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ COLUMNS = (
 )
 _BASE_FIELDS = (
     *("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
-    *("precision", "precision_note"),
+    *("precision", "precision_note", "generation_defaults", "chat_template_kwargs"),
 )
 _BYTES = ("device_bytes", "host_bytes", "size_bytes")
 _TIERS = ("device", "loading", "host", "disk")
@@ -110,6 +111,10 @@ def _print(output: Output, look: _Look, *, is_line: bool) -> None:
         output.note("The engine's numbers are shown only to admin keys.")
     if output.format is Format.HUMAN:
         known = {"base": base_in_words(look.base), "rounding": precision_in_words(look.base)}
+        if look.base.generation_defaults:
+            known["defaults"] = defaults_in_words(look.base)
+        if look.base.chat_template_kwargs:
+            known["template"] = json.dumps(look.base.chat_template_kwargs)
         if look.stats is not None and look.memory is not None:
             known |= _in_words(summary(look.stats), look.memory)
         output.pairs(known)
@@ -151,6 +156,11 @@ def precision_in_words(base: Base) -> str:
         f"{one.mean_divergence:.2g} nats from it, perplexity {one.perplexity_ratio:.3f} times as high"
     )
     return f"{words}. To keep more: {one.advice}" if one.advice else words
+
+
+def defaults_in_words(base: Base) -> str:
+    """Return the base's defaults of requests, as one line."""
+    return ", ".join(f"{name} {value:g}" for name, value in base.generation_defaults.items())
 
 
 def summary(stats: Mapping[str, float]) -> dict[str, int]:

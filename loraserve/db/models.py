@@ -202,6 +202,8 @@ class AdapterVersion(Base):
     tool_parser: Mapped[str | None] = mapped_column(String(64))
     """Format of its tool calls; NULL: recognized, or the base's."""
     reasoning_parser: Mapped[str | None] = mapped_column(String(64))
+    chat_template_kwargs: Mapped[str | None] = mapped_column(Text)
+    """Variables of its chat template, as canonical JSON; NULL: it sets none."""
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -216,6 +218,7 @@ EXTRA_COLUMNS = (
     AdapterVersion.generation_config_bytes,
     AdapterVersion.tool_parser,
     AdapterVersion.reasoning_parser,
+    AdapterVersion.chat_template_kwargs,
 )
 """Columns of a version's extra files."""
 BLOB_COLUMNS = (

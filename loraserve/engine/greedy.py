@@ -15,6 +15,7 @@ def has_penalties(params: SamplingParams) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or bool(params.bad_words)
+        or params.thinking is not None
     )
 
 

@@ -247,6 +247,7 @@ def extras_of(row: Any) -> VersionExtras | None:
         generation_config=_file(row.generation_config_blob, row.generation_config_bytes),
         tool_parser=row.tool_parser,
         reasoning_parser=row.reasoning_parser,
+        chat_template_kwargs=row.chat_template_kwargs,
     )
     return None if extras == _NO_EXTRAS else extras
 

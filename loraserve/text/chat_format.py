@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from loraserve.errors import UnsupportedParameter
 from loraserve.text.answer_format import ANSWER, AnswerFormat, AnswerKind
 from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
@@ -23,8 +24,11 @@ from loraserve.text.tool_parsers.parser import (
 )
 from loraserve.text.tool_parsers.table import tool_format
 from loraserve.text.version_template import VersionTemplate
+from loraserve.types import ThinkingBudget
 
 AUTO = "auto"
+THINKING_BUDGET = "thinking_token_budget"
+"""Field of a request that bounds the answer's reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class ChatFormat:
     Args:
         tool_call_parser, reasoning_parser: names of `TOOL_FORMATS` and `REASONING_FORMATS`;
             ``auto``: recognized in the template's text; ``none``: no format.
+        variables: variables that the template has unless a request sets them.
 
     Attributes:
         tools: format of its tool calls; None: unknown.
@@ -62,8 +67,10 @@ class ChatFormat:
         *,
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.template = template
+        self.variables: Mapping[str, Any] = variables or {}
         self.tools: ToolFormat | None = tool_format(tool_call_parser, tokenizer, template.source)
         self.reasoning: ReasoningFormat | None = reasoning_format(reasoning_parser, template.source)
         self._tokenizer = tokenizer
@@ -78,6 +85,42 @@ class ChatFormat:
         if tools is None and reasoning is None:
             return None
         return ChatAnswerFormat(self._tokenizer, tools, tool_use, reasoning, is_open, skip_special_tokens)
+
+    @property
+    def bounds_thinking(self) -> bool:
+        """Whether a request may bound the answer's reasoning."""
+        return self.reasoning is not None and self.reasoning.budget(self._tokenizer, 0, is_open=None) is not None
+
+    def thinking_budget(self, prompt: str, num_tokens: int | None) -> ThinkingBudget | None:
+        """Return the bound on an answer's reasoning; None: there is no bound, or no reasoning.
+
+        Args:
+            prompt: text of the prompt, or its end.
+            num_tokens: bound that the request asks for; None and -1: none.
+
+        Raises:
+            UnsupportedParameter: the model's reasoning can't be ended by a token.
+        """
+        if num_tokens is None or num_tokens < 0:
+            return None
+        if self.reasoning is None:
+            raise UnsupportedParameter(
+                "thinking_token_budget is for models that reason; this one's chat template shows no markers of "
+                "reasoning.",
+                param=THINKING_BUDGET,
+                hint="Send the request without it, or name the model's format with --reasoning-parser.",
+            )
+        is_open = self.reasoning.is_open(prompt)
+        budget = self.reasoning.budget(self._tokenizer, num_tokens, is_open=is_open)
+        if budget is None:
+            markers = ", ".join(self.reasoning.closers)
+            raise UnsupportedParameter(
+                "thinking_token_budget needs markers of reasoning that are single tokens; of this model's format "
+                f"({self.reasoning.name}: {markers}) some are several.",
+                param=THINKING_BUDGET,
+                hint="Send max_tokens.",
+            )
+        return None if is_open is False else budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from loraserve.errors import ConfigError, InvalidRequest, NoChatTemplate
+from loraserve.template_variables import reserved_problem
 from loraserve.text.tokenizer import Tokenizer, read_json_object
 
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -29,8 +30,6 @@ _MAX_PRODUCT = 1 << 20
 
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
 """What a template that doesn't fit its messages raises."""
-
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 _TOOLS_IN_MESSAGE = re.compile(r"""message(?:\.tools\b|\[['"]tools['"]\])""")
 """Phi-4-mini's templates write the tools that the system's message has."""
@@ -217,17 +216,14 @@ class CompiledTemplate(TemplateText):
         extra = dict(variables or {})
         check_variables(extra)
         given = self._with_tools(messages, tools) if tools else list(messages)
-        context = self._context(extra)
-        if template not in self._takes_parts:
-            self._takes_parts[template] = self._reads_parts_alone(template, context)
-        context |= {
-            "messages": _in_parts(given) if self._takes_parts[template] else given,
+        context = self._context(extra) | {
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         token = _deadline.set(time.monotonic() + self._timeout_s)
         try:
-            return self._run(template, context)
+            messages = _in_parts(given) if self._reads_parts_alone(template) else given
+            return self._run(template, {**context, "messages": messages})
         except _TooExpensive:
             raise InvalidRequest(
                 f"These messages make {self.subject} exceed its limits "
@@ -253,23 +249,37 @@ class CompiledTemplate(TemplateText):
         own: dict[str, Any] = {"messages": [], "tools": None, "documents": None, "add_generation_prompt": False}
         return {**self._special_tokens, **variables, **own}
 
-    def _reads_parts_alone(self, template: jinja2.Template, context: Mapping[str, Any]) -> bool:
+    def _reads_parts_alone(self, template: jinja2.Template) -> bool:
         """Return whether a template leaves out content that isn't a list of parts.
 
-        Those of models of images and text do, as a rule: they look at the type of each part.
+        Those of models of images and text do, as a rule: they look at the type of each part. It is
+        found once, with no variable of a request, for a user's message or one of the system.
         """
-        mark = f"CONTENT{secrets.token_hex(8)}"
-        messages: list[Mapping[str, Any]] = [{"role": "user", "content": mark}]
-        token = _deadline.set(time.monotonic() + self._timeout_s)
-        try:
-            if mark in self._run(template, {**context, "messages": messages}):
-                return False
-            return mark in self._run(template, {**context, "messages": _in_parts(messages)})
-        except (_TooExpensive, jinja2.TemplateError, *_FAILURES):
-            # one that takes no such conversation is given what it always was
-            return False
-        finally:
-            _deadline.reset(token)
+        found = self._takes_parts.get(template)
+        if found is None:
+            found = any(self._drops_text(template, roles) for roles in (("user",), ("system", "user")))
+            self._takes_parts[template] = found
+        return found
+
+    def _drops_text(self, template: jinja2.Template, roles: Sequence[str]) -> bool:
+        """Return whether a text of these messages reaches the prompt as parts, and not as text.
+
+        Raises:
+            _TooExpensive: the template ran over its time, which says nothing.
+        """
+        marks = [f"CONTENT{secrets.token_hex(8)}" for _ in roles]
+        messages: list[Mapping[str, Any]] = [
+            {"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)
+        ]
+
+        def kept(given: Sequence[Mapping[str, Any]]) -> set[str]:
+            try:
+                text = self._run(template, {**self._context({}), "messages": given})
+            except (jinja2.TemplateError, *_FAILURES):
+                return set()
+            return {mark for mark in marks if mark in text}
+
+        return kept(messages) < kept(_in_parts(messages))
 
     def render_continued(
         self,
@@ -358,15 +368,12 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest
     """
-    if reserved := sorted(_RESERVED & variables.keys()):
-        raise InvalidRequest(
-            f"chat_template_kwargs can't set {', '.join(reserved)}: the request has its own field for that.",
-            param="chat_template_kwargs",
-        )
+    if problem := reserved_problem(variables):
+        raise InvalidRequest(f"chat_template_kwargs {problem}.", param="chat_template_kwargs")
 
 
 def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages whose texts are lists of one part."""
+    """Return messages with each text content as a list of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message.get("content"), str)

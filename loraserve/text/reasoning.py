@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.tool_parsers.format import LarkRules, special_id
 from loraserve.text.tool_parsers.parser import Parser, ReasoningDelta, Steps, TextDelta, num_open
+from loraserve.types import ThinkingBudget
+
+_SPACE = r"/[ \t\r\n]{0,8}/"
+"""White space after reasoning in a grammar: a model that is cut short may say nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,31 @@ class ReasoningFormat:
         ids = (special_id(tokenizer, marker) for marker in (*self.openers, *self.closers, *self.wrapper))
         return frozenset(id_ for id_ in ids if id_ is not None)
 
+    def budget(self, tokenizer: Tokenizer, num_tokens: int, *, is_open: bool | None) -> ThinkingBudget | None:
+        """Return a bound on reasoning; None: its markers aren't single tokens, which can be forced.
+
+        Args:
+            is_open: as `is_open` returns it, and not False.
+        """
+        closers = [marker_id(tokenizer, marker) for marker in self.closers]
+        openers = [] if is_open else [marker_id(tokenizer, marker) for marker in self.openers]
+        if None in closers or None in openers:
+            return None
+        blanks = {id_ for text in _BLANKS for id_ in tokenizer.encode(text, add_special_tokens=False)}
+        return ThinkingBudget(
+            num_tokens=num_tokens,
+            closers=tuple(id_ for id_ in closers if id_ is not None),
+            openers=tuple(id_ for id_ in openers if id_ is not None),
+            blanks=tuple(sorted(blanks)),
+            is_open=bool(is_open),
+        )
+
     def add_reasoning(self, rules: LarkRules, *, is_open: bool | None) -> str:
         """Add a rule for reasoning, or for none, to a grammar. Return its symbol."""
         if is_open is False:
             return ""
         opener = rules.marker(self.openers[0]) if is_open is None else ""
-        thought = rules.add("thought", f"{opener} {rules.text_until('thinking', self.closers[0])} /\\s*/")
+        thought = rules.add("thought", f"{opener} {rules.text_until('thinking', self.closers[0])} {_SPACE}")
         return f"{thought}?" if is_open is None else thought
 
 
@@ -66,6 +89,18 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     )
 }
 """Formats by their names in vLLM's ``--reasoning-parser``."""
+
+
+_BLANKS = ("\n", "\n\n", " ", "  ")
+
+
+def marker_id(tokenizer: Tokenizer, marker: str) -> int | None:
+    """Return the token that a marker always is, whatever is around it; None: there is none."""
+    token_id = tokenizer.token_to_id(marker)
+    if token_id is None:
+        return None
+    # a token of the merges may be written in parts; an added one is found before any merge
+    return token_id if token_id in tokenizer.encode(f"a{marker}b", add_special_tokens=False) else None
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:

@@ -108,12 +108,16 @@ def test_files_for_chats_are_brought_too_and_others_of_their_names_removed(
 ) -> None:
     template = b"{{ messages }}\r\n"
     files = [{"name": name, "size_bytes": 1, "sha256": ""} for name in ("chat_template.jinja", "../evil")]
-    server.answer_with_version(version=2, extra_files=files, tool_parser="hermes")
+    server.answer_with_version(version=2, extra_files=files, tool_parser="hermes", chat_template_kwargs={"mood": 1})
     for content in (template, WEIGHTS, CONFIG):
         answer_with_file(server, content)
     (tmp_path / "generation_config.json").write_text("{}")
     client.adapters.pull("sql", tmp_path, version=2, overwrite=True)
-    assert files_in(tmp_path) == WHOLE | {"chat_template.jinja": template, "tool_parser": b"hermes"}
+    assert files_in(tmp_path) == WHOLE | {
+        "chat_template.jinja": template,
+        "tool_parser": b"hermes",
+        "chat_template_kwargs.json": b'{"mood": 1}',
+    }
     server.answer_with_version(version=2)
     with pytest.raises(errors.AlreadyExists, match=r"chat_template\.jinja"):
         client.adapters.pull("sql", tmp_path, version=2)

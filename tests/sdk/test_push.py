@@ -351,13 +351,14 @@ def test_files_for_chats_are_sent_with_the_config(server: Any, client: Client, p
     (peft_dir / "generation_config.json").write_text('{"top_p": 0.50}\n')
     (peft_dir / "tool_parser").write_text("hermes\n")
     server.answer_with_push()
-    client.adapters.push(peft_dir, name="sql", reasoning_parser="qwen3")
+    client.adapters.push(peft_dir, name="sql", reasoning_parser="qwen3", chat_template_kwargs={"mood": "glad"})
     sent = server.asked[2].json
     assert {name: value for name, value in sent.items() if name not in ("config", "blob")} == {
         "chat_template": template,
         "generation_config": '{"top_p": 0.50}\n',
         "tool_parser": "hermes",
         "reasoning_parser": "qwen3",
+        "chat_template_kwargs": '{"mood": "glad"}',
     }
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import get_args
@@ -206,3 +207,43 @@ def test_parsers_are_named_as_their_tables_name_them() -> None:
     fields = Settings.model_fields
     assert set(get_args(fields["tool_call_parser"].annotation)) == {"auto", "none", *TOOL_FORMATS}
     assert set(get_args(fields["reasoning_parser"].annotation)) == {"auto", "none", *REASONING_FORMATS}
+
+
+def test_template_variables_are_read_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"enable_thinking": False}
+    assert Settings.load(model="m", default_chat_template_kwargs='{"enable_thinking": false}') == Settings.load(
+        model="m", default_chat_template_kwargs=expected
+    )
+    monkeypatch.setenv("LORASERVE_DEFAULT_CHAT_TEMPLATE_KWARGS", '{"enable_thinking": false}')
+    assert Settings.load(model="m").default_chat_template_kwargs == expected
+    monkeypatch.delenv("LORASERVE_DEFAULT_CHAT_TEMPLATE_KWARGS")
+    (tmp_path / "own.toml").write_text("[default_chat_template_kwargs]\nenable_thinking = false\n")
+    assert Settings.load(model="m", config=tmp_path / "own.toml").default_chat_template_kwargs == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("x", "isn't JSON"),
+        ("[1]", "should be a JSON object"),
+        ('{"tools": []}', "can't set tools"),
+        ('{"a": Infinity}', "has Infinity"),
+        (f'{{"a": "{"x" * 5000}"}}', "exceeds the limit of 4096 bytes"),
+        ("[" * 3000, "is"),
+        (json.dumps({str(index): index for index in range(33)}), "has 33 variables"),
+    ],
+)
+def test_odd_template_variables_are_refused(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--default-chat-template-kwargs: .*{message}"):
+        Settings.load(model="m", default_chat_template_kwargs=value)
+
+
+@pytest.mark.parametrize("name", ["base", "org/My.Base", "org/base:v2", "qwen3:0.6b-q4_K_M"])
+def test_base_id_follows_hub_and_tags(name: str) -> None:
+    assert Settings.load(model="m", model_id=name).base_id == name
+
+
+@pytest.mark.parametrize("name", [":base", "a@b", "a+b", "a*b", "a b", "x" * 129])
+def test_base_id_has_no_syntax_of_adapters(name: str) -> None:
+    with pytest.raises(ConfigError, match="--model-id"):
+        Settings.load(model="m", model_id=name)

@@ -1,7 +1,7 @@
-"""A version's ``generation_config.json``: the defaults of fields that a request doesn't send.
+"""``generation_config.json`` of a version or the base: defaults of fields that a request lacks.
 
-The fields that requests have too are read; whatever else it says is ignored, or refused by name
-where it would change the answer.
+The fields that requests have too are read. Whatever else would change the answer is refused by name
+in a version's file, and named in a warning in the base's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.strict_json import parse_object, shown
-from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
+from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterRejected, AdapterUnsupported
 from loraserve.limits import LIMITS
 from loraserve.types import Struct
 
@@ -63,6 +65,7 @@ _NEUTRAL: Mapping[str, object] = {
     "num_return_sequences": 1,
     "penalty_alpha": 0,
     "sequence_bias": {},
+    "stop_strings": [],
     "suppress_tokens": [],
     "top_h": None,
     "typical_p": 1,
@@ -71,11 +74,16 @@ _NEUTRAL: Mapping[str, object] = {
 """Field that isn't implemented → the value with which it does nothing, as null does."""
 
 
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of requests that have defaults under the same names."""
+
+
 class GenerationDefaults(Struct, frozen=True):
-    """Defaults of requests for one version; None and empty: the API's own.
+    """Defaults of requests for one version or the base; None and empty: the API's own.
 
     Attributes:
         max_new_tokens: length of an answer whose request names none, where there is room.
+        max_default_tokens: the base's, which only caps what such an answer would have otherwise.
         stop_token_ids: tokens that end an answer, beside the base's own.
     """
 
@@ -85,12 +93,35 @@ class GenerationDefaults(Struct, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    max_default_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
 
     def only_ends(self) -> GenerationDefaults:
         """Return the stop tokens alone."""
         return GenerationDefaults(stop_token_ids=self.stop_token_ids)
+
+    def over(self, base: GenerationDefaults) -> GenerationDefaults:
+        """Return these, with the base's where they have none."""
+        found = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
+        return msgspec.structs.replace(base, **found)
+
+    def max_tokens(self, otherwise: int | None) -> int | None:
+        """Return the length of an answer whose request names none; None: all the room.
+
+        Args:
+            otherwise: the route's own default.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        bounds = [number for number in (otherwise, self.max_default_tokens) if number is not None]
+        return min(bounds, default=None)
+
+    def as_fields(self) -> dict[str, int | float]:
+        """Return the sampling defaults by the names that requests have for them."""
+        named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        named["max_tokens"] = self.max_tokens(None)
+        return {name: value for name, value in named.items() if value is not None}
 
 
 NO_DEFAULTS = GenerationDefaults()
@@ -112,6 +143,22 @@ def read_generation_config(data: bytes, vocab_size: int) -> tuple[GenerationDefa
     return defaults, tuple(sorted(_HARMLESS & config.keys()))
 
 
+def read_base_defaults(data: bytes) -> tuple[GenerationDefaults, tuple[str, ...]]:
+    """Return the defaults in the base's file, and a warning for each field that doesn't count.
+
+    Its ``eos_token_id`` are the base's end tokens, which `read_config` reads and checks.
+    """
+    try:
+        config = parse_object(data, what=FILE, max_depth=_MAX_DEPTH)
+    except AdapterRejected as error:
+        return NO_DEFAULTS, (str(error),)
+    reader = _Reader({name: value for name, value in config.items() if value is not None and name != "eos_token_id"})
+    read = reader.read_sampling()
+    reader.refuse_others()
+    defaults = msgspec.structs.replace(read, max_new_tokens=None, max_default_tokens=read.max_new_tokens)
+    return defaults, tuple(reader.problems.texts)
+
+
 class _Reader:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.problems = Problems()
@@ -119,9 +166,16 @@ class _Reader:
         self._seen: set[str] = set()
 
     def read(self, vocab_size: int) -> GenerationDefaults:
+        defaults = msgspec.structs.replace(
+            self.read_sampling(), stop_token_ids=self._stop_token_ids(vocab_size), stop_strings=self._stop_strings()
+        )
+        self.refuse_others()
+        return defaults
+
+    def read_sampling(self) -> GenerationDefaults:
         temperature = self._number("temperature", "a number from 0 to 100", lambda value: 0 <= value <= 100)
         do_sample = self._take("do_sample", "true or false", lambda value: isinstance(value, bool))
-        defaults = GenerationDefaults(
+        return GenerationDefaults(
             temperature=0.0 if do_sample is False else temperature,
             top_p=self._number("top_p", "a number from 0 to 1", lambda value: 0 <= value <= 1),
             top_k=self._integer("top_k", -1),
@@ -130,12 +184,12 @@ class _Reader:
                 "repetition_penalty", "a number above 0, and 100 at most", lambda value: 0 < value <= 100
             ),
             max_new_tokens=self._integer("max_new_tokens", 1),
-            stop_token_ids=self._stop_token_ids(vocab_size),
-            stop_strings=self._stop_strings(),
         )
+
+    def refuse_others(self) -> None:
+        """Add a problem for each field that isn't read and would change answers, or isn't known."""
         for name in sorted(self._config.keys() - self._seen - _HARMLESS):
             self._refuse_unless_neutral(name, self._config[name])
-        return defaults
 
     def _take(self, name: str, expected: str, is_right: Callable[[Any], bool]) -> Any:
         """Return the field's value; None if it's absent or wrong."""

@@ -137,12 +137,22 @@ class ChatRequest:
         """
         if not self._thinking:
             return {}, ()
-        if not chat_format.template.reads(_THINKING_SWITCH):
-            return {}, ("thinking",)
-        ignored = tuple(
-            f"thinking.{name}" for name, value in self._thinking.items() if name != "type" and value is not None
-        )
-        return {_THINKING_SWITCH: self._thinking["type"] != "disabled"}, ignored
+        has_switch, has_budget = chat_format.template.reads(_THINKING_SWITCH), self.thinking_budget(chat_format)
+        followed = {"type": has_switch, "budget_tokens": has_budget is not None}
+        given = [name for name, value in self._thinking.items() if value is not None]
+        ignored = tuple(f"thinking.{name}" for name in given if not followed.get(name))
+        variables = {_THINKING_SWITCH: self._thinking["type"] != "disabled"} if has_switch else {}
+        return variables, ignored if any(followed.values()) else ("thinking",)
+
+    def thinking_budget(self, chat_format: ChatFormat) -> int | None:
+        """Return the bound on the answer's thinking; None: there is none, or it can't be kept.
+
+        Args:
+            chat_format: of the bound version.
+        """
+        budget: int | None = self._thinking.get("budget_tokens")
+        is_kept = self._thinking.get("type") == "enabled" and chat_format.bounds_thinking
+        return budget if is_kept else None
 
     def place(self, param: str) -> str:
         """Return the place in the request's body for a place in the chat's."""
@@ -225,6 +235,12 @@ def _thinking(thinking: object) -> Mapping[str, Any]:
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if not isinstance(thinking, dict) or kind not in ("enabled", "disabled", "adaptive"):
         raise InvalidRequest("thinking.type should be enabled, disabled or adaptive.", param="thinking.type")
+    budget = thinking.get("budget_tokens")
+    is_number = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget < 1 << 31
+    if budget is not None and not is_number:
+        raise InvalidRequest(
+            "thinking.budget_tokens should be an integer of 1 or more.", param="thinking.budget_tokens"
+        )
     return thinking
 
 

@@ -52,6 +52,7 @@ async def create_message(
             prefix="msg_",
             names=FIELDS,
             variables=chat.variables,
+            thinking_budget=chat.thinking_budget,
         )
     content = MessageContent(turn.choices[0])
 

@@ -21,7 +21,7 @@ from loraserve.errors import InvalidRequest, ModelNotFound, PermissionDenied, Qu
 from loraserve.limits import LIMITS
 from loraserve.registry.binding import Binding
 from loraserve.registry.model_name import parse_terms, terms_of
-from loraserve.types import AdapterRef, RequestId
+from loraserve.types import AdapterRef, RequestId, ThinkingBudget
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
@@ -44,7 +44,7 @@ class ResolvedModel:
     tenant: str = ""
     """Name of the tenant that asked for it."""
     defaults: GenerationDefaults = NO_DEFAULTS
-    """Defaults of fields that the request doesn't send, from the bound version."""
+    """Defaults of fields that the request doesn't send, from the bound version and the base."""
 
 
 async def resolve_model(
@@ -250,11 +250,18 @@ class InferenceContext:
         return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
 
     def requests(
-        self, caller: Caller, sampling: Sampling, max_tokens: Sequence[int], *, shown_token_ids: tuple[int, ...] = ()
+        self,
+        caller: Caller,
+        sampling: Sampling,
+        max_tokens: Sequence[int],
+        *,
+        thinking: Sequence[ThinkingBudget | None] | None = None,
+        shown_token_ids: tuple[int, ...] = (),
     ) -> list[GenerateRequest]:
         """Return the engine's requests in the order of the choices, prompt by prompt.
 
         Args:
+            thinking: bound on the reasoning after each prompt; None: none has a bound.
             shown_token_ids: special tokens that what reads the text looks for.
 
         Raises:
@@ -278,7 +285,11 @@ class InferenceContext:
                         tenant=caller.tenant,
                         adapter=self.adapter,
                         prompt_token_ids=prompt.token_ids,
-                        params=sampling.params(max_tokens=max_tokens[number], seed=seed),
+                        params=sampling.params(
+                            max_tokens=max_tokens[number],
+                            seed=seed,
+                            thinking=None if thinking is None else thinking[number],
+                        ),
                         stop=sampling.stop,
                         include_stop_str_in_output=self.body.include_stop_str_in_output,
                         skip_special_tokens=self.body.skip_special_tokens,

@@ -77,7 +77,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "logit_processors": ([],),
     "custom_logit_processor": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "repetition_detection": (False,),
     "logprob_token_ids": ([],),
     # the prompt

@@ -13,9 +13,12 @@ from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLa
 from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat, ToolUse
 from loraserve.text.chat_template import ChatTemplate
+from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.version_template import VersionTemplate
 
 T = TypeVar("T")
+_NUM_END_TOKENS = 64
+"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,13 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str | None
     """Text of the prompt; None: the caller gave tokens, or not all of the text is kept."""
+
+    def end_text(self, tokenizer: Tokenizer) -> str:
+        """Return the text, or its end: markers of reasoning there say how the answer begins."""
+        if self.text is not None:
+            return self.text
+        # decoding all of a long prompt takes long
+        return tokenizer.decode(self.token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class PromptReader:
         """Return the prompt that the model's chat template makes of `messages`.
 
         Args:
+            variables: those of the request, which go before the chat format's.
             tool_use: tools that the template shows to the model.
             is_bounded: whether it has to fit the context.
             continues_last: whether it ends with the last message's text, which is continued.
@@ -80,6 +91,7 @@ class PromptReader:
         """
 
         template, tools = chat_format.template, None if tool_use is None else tool_use.shown
+        set_variables = {**chat_format.variables, **variables}
 
         def read() -> list[dict[str, Any]]:
             checked = read_messages(messages, chat_format)
@@ -88,8 +100,8 @@ class PromptReader:
 
         def render(template: ChatTemplate) -> str:
             if continues_last:
-                return template.render_continued(read(), tools, variables)
-            return template.render(read(), add_generation_prompt, tools, variables)
+                return template.render_continued(read(), tools, set_variables)
+            return template.render(read(), add_generation_prompt, tools, set_variables)
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
@@ -102,7 +114,7 @@ class PromptReader:
         if isinstance(template, VersionTemplate):
             question = await self.run(
                 lambda: template.question(
-                    self.tenant, read(), add_generation_prompt, tools, variables, continues_last=continues_last
+                    self.tenant, read(), add_generation_prompt, tools, set_variables, continues_last=continues_last
                 )
             )
             rendered = await self.services.templates.render(self.tenant, question)

@@ -10,17 +10,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
+from loraserve.adapters.config.generation_config import NO_DEFAULTS, SAMPLING_FIELDS, GenerationDefaults
 from loraserve.api.grammar.checker import Grammar
 from loraserve.api.inference.fields import fields_of
 from loraserve.api.inference.schemas import InferenceBody
 from loraserve.errors import ContextLengthExceeded, InvalidRequest
 from loraserve.limits import LIMITS
-from loraserve.types import BaseSpec, SamplingParams
+from loraserve.types import BaseSpec, SamplingParams, ThinkingBudget
 
 _MIN_TOP_P = 1e-9
 _MASK = (1 << 63) - 1
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Sampling:
     """What the answers have to be; None: any text."""
     bad_words: tuple[tuple[int, ...], ...] = ()
 
-    def params(self, *, max_tokens: int, seed: int) -> SamplingParams:
+    def params(self, *, max_tokens: int, seed: int, thinking: ThinkingBudget | None = None) -> SamplingParams:
         body = self.body
         return SamplingParams(
             max_tokens=max_tokens,
@@ -62,6 +61,7 @@ class Sampling:
             grammar_bytes=0 if self.grammar is None else self.grammar.num_bytes,
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words=self.bad_words,
+            thinking=thinking,
         )
 
     def constrained(self, grammar: Grammar) -> Sampling:
@@ -84,7 +84,7 @@ def read_sampling(
         logprobs, prompt_logprobs: how many of the likeliest tokens the route shows; what the body
             asks for beside it is added.
         bad_words: tokens of the body's, from `PromptReader.bad_words`.
-        defaults: the bound version's, of fields that the body doesn't have.
+        defaults: of fields that the body doesn't have.
 
     Raises:
         InvalidRequest: a field is out of range for this base; `param` names it.
@@ -106,7 +106,7 @@ def read_sampling(
 
 def _with_defaults(body: InferenceBody, defaults: GenerationDefaults) -> InferenceBody:
     """Return the body with defaults for what it doesn't have, and with the stop tokens."""
-    given = {name: getattr(defaults, name) for name in _DEFAULTED if name not in body.model_fields_set}
+    given = {name: getattr(defaults, name) for name in SAMPLING_FIELDS if name not in body.model_fields_set}
     update: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if defaults.stop_token_ids and not body.ignore_eos:
         update["stop_token_ids"] = list(dict.fromkeys((*body.stop_token_ids, *defaults.stop_token_ids)))

@@ -93,6 +93,8 @@ class SamplingBody(_Body):
     """Tokens of the prompt's end that are kept; -1: as many as fit."""
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=LIMITS.max_allowed_token_ids)
     bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=LIMITS.max_bad_words)
+    thinking_token_budget: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    """Tokens of reasoning after which it is ended; -1: any number."""
     # the adapter, as SGLang's and LoRAX's clients name it beside the base's id in `model`
     lora_path: Any = None
     adapter_id: str | None = Field(default=None, max_length=MAX_MODEL_LENGTH)

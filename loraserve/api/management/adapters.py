@@ -55,7 +55,7 @@ async def publish_version(
     """Publish the uploaded files: multipart, or as JSON a config and the digest of an upload.
 
     Both ways take a version's extra files too: ``chat_template``, ``generation_config``,
-    ``tool_parser`` and ``reasoning_parser``.
+    ``tool_parser``, ``reasoning_parser`` and ``chat_template_kwargs``.
 
     201 with a new version, 200 with the version that has these bytes or with a dry run's findings.
 

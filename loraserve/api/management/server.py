@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
@@ -87,6 +87,10 @@ class BaseResource(Resource):
     """What rounding costs it; null: it isn't measured yet, or nothing is (`precision_note`)."""
     precision_note: str = ""
     """Reason why nothing is measured: it is served as it is stored, or there is no float base."""
+    generation_defaults: dict[str, int | float] = Field(default_factory=dict)
+    """Defaults of fields that requests don't send, out of its generation_config.json."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of chat templates that versions and requests may set otherwise."""
 
 
 class LimitsResource(Resource):
@@ -144,7 +148,12 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
     services = services_of(request)
     known = services.registry.base_precisions.current
     resource = BaseResource.of(services.engine.base).model_copy(
-        update={"precision": PrecisionResource.of_known(known), "precision_note": known.note if known else ""}
+        update={
+            "precision": PrecisionResource.of_known(known),
+            "precision_note": known.note if known else "",
+            "generation_defaults": services.base_defaults.as_fields(),
+            "chat_template_kwargs": dict(services.chat_format.variables),
+        }
     )
     return answer(request, resource)
 

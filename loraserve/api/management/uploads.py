@@ -168,9 +168,9 @@ async def publish_stored(
 
     Without a config, the upload must be in a file that holds its own. The body may have extra
     files: ``chat_template`` and ``generation_config`` as the files' text, ``tool_parser`` and
-    ``reasoning_parser`` as names; ``tokenizer``, the identity of the adapter's own, to be compared
-    with the base's; and ``index``, the text of the index of several files of weights, which the
-    blob is, one after the other.
+    ``reasoning_parser`` as names, ``chat_template_kwargs`` as the text of a JSON object;
+    ``tokenizer``, the identity of the adapter's own, to be compared with the base's; and ``index``,
+    the text of the index of several files of weights, which the blob is, one after the other.
 
     Raises:
         InvalidRequest: the body isn't that.

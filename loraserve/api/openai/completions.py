@@ -30,6 +30,7 @@ from loraserve.api.inference.structured_output import check_grammar, read_answer
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
+from loraserve.types import ThinkingBudget
 
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
@@ -65,7 +66,7 @@ async def create_completion(
     base = services.engine.base
     model = await resolve_asked(services, caller, body)
     reader = PromptReader(services, caller.tenant, len(await request.body()))
-    default_max_tokens = model.defaults.max_new_tokens or DEFAULT_MAX_TOKENS
+    default_max_tokens = model.defaults.max_tokens(DEFAULT_MAX_TOKENS) or DEFAULT_MAX_TOKENS
     keep = kept_tokens(body, default_max_tokens if body.max_tokens is None else body.max_tokens, base)
     prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
     check_num_choices(len(prompts), body.n)
@@ -80,6 +81,13 @@ async def create_completion(
         defaults=model.defaults,
     )
     check_num_candidates(prompts, sampling)
+    thinking: list[ThinkingBudget | None] | None = None
+    if body.thinking_token_budget is not None:
+        chat_format = await services.version_chats.chat_format(caller.tenant, model.binding.adapter)
+        thinking = [
+            chat_format.thinking_budget(prompt.end_text(services.tokenizer), body.thinking_token_budget)
+            for prompt in prompts
+        ]
     ttl_s = cache_ttl_s(sampling)
     max_tokens = [_max_tokens(body, default_max_tokens, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
@@ -87,7 +95,7 @@ async def create_completion(
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
     context = InferenceContext.begin("cmpl-", services, body, model, prompts, ignored)
-    requests = context.requests(caller, sampling, max_tokens)
+    requests = context.requests(caller, sampling, max_tokens, thinking=thinking)
     generation = Generation(
         services,
         requests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -43,6 +44,7 @@ class VersionChats:
         base: returns the format of chats with the base.
         tool_call_parser, reasoning_parser: what the operator chose for the base.
         vocab_size: returns the width of the base's logits.
+        base_defaults: the base's, which those of a version go before, field by field.
         on_damage: called with the digest of a version and the blob of its that is damaged.
 
     Attributes:
@@ -59,13 +61,14 @@ class VersionChats:
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
         vocab_size: Callable[[], int],
+        base_defaults: GenerationDefaults = NO_DEFAULTS,
         on_damage: Callable[[Digest, Digest], None] = lambda digest, blob: None,
         limits: Limits = LIMITS,
     ) -> None:
         self.num_by_outcome: Counter[str] = Counter()
         self._base, self._tokenizer, self._store, self._renderer = base, tokenizer, store, renderer
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
-        self._vocab_size, self._on_damage = vocab_size, on_damage
+        self._vocab_size, self._on_damage, self._base_defaults = vocab_size, on_damage, base_defaults
         self._cache: TenantCache[object] = TenantCache(limits.max_version_chat_bytes)
         self._loading: dict[Hashable, asyncio.Task[Any]] = {}
 
@@ -90,7 +93,9 @@ class VersionChats:
         if (
             version is None
             or extras is None
-            or not (extras.chat_template or extras.tool_parser or extras.reasoning_parser)
+            or not (
+                extras.chat_template or extras.tool_parser or extras.reasoning_parser or extras.chat_template_kwargs
+            )
         ):
             return self._base()
         key = ("format", version.tenant, version.name, version.version, version.digest)
@@ -104,10 +109,11 @@ class VersionChats:
         """
         version = _version_of(adapter)
         if version is None or version.extras is None or version.extras.generation_config is None:
-            return NO_DEFAULTS
+            return self._base_defaults
         file = version.extras.generation_config
         key = ("defaults", version.tenant, version.name, version.version, version.digest)
-        return await self._kept(key, version.tenant, lambda: self._read_defaults(version, file))
+        own = await self._kept(key, version.tenant, lambda: self._read_defaults(version, file))
+        return own.over(self._base_defaults)
 
     async def _kept(self, key: Hashable, owner: str, make: Callable[[], Awaitable[tuple[T, int]]]) -> T:
         """Return what is kept under the key; make it once for all that ask meanwhile.
@@ -148,9 +154,11 @@ class VersionChats:
                     f"The chat template of {name} can't be used: {found.problems[0]}.", param="messages"
                 )
             template, num_bytes = VersionTemplate(name, source, found.read), 2 * len(source)
+        variables = {**self._base().variables, **json.loads(extras.chat_template_kwargs or "{}")}
         made = ChatFormat(
             template,
             self._tokenizer,
+            variables=variables,
             tool_call_parser=extras.tool_parser or self._tool_call_parser,
             reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
         )
@@ -160,6 +168,7 @@ class VersionChats:
             made = ChatFormat(
                 template,
                 self._tokenizer,
+                variables=variables,
                 tool_call_parser=known.name,
                 reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,6 +62,18 @@ def _tags(items: list[str] | None) -> dict[str, str] | None:
     return None if items is None else key_values(items, "KEY=VALUE, such as team=search")
 
 
+def _variables(text: str | None) -> dict[str, Any] | None:
+    try:
+        value = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(
+            'should be a JSON object, such as {"enable_thinking": false}', param_hint="--chat-template-kwargs"
+        )
+    return value if text is not None else None
+
+
 @app.command()
 def push(
     directory: Annotated[
@@ -95,12 +108,20 @@ def push(
         str | None,
         typer.Option(metavar="NAME", help="Format of its reasoning, part of the version, such as qwen3."),
     ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Variables of its chat template, part of the version, such as "
+            """{"enable_thinking": false}.""",
+        ),
+    ] = None,
     url: UrlOption = None,
     tenant: ActForOption = None,
     format: FormatOption = None,
 ) -> None:
     """Push a PEFT directory; the new version is served once this returns."""
-    said, tags = _notes(notes), _tags(tag)
+    said, tags, variables = _notes(notes), _tags(tag), _variables(chat_template_kwargs)
     with connected(format, url, tenant, {"NAME": name, "DIR": directory}) as (output, client):
         num_sent = 0
         output.max_problems = None if all_problems else MAX_PROBLEMS
@@ -124,6 +145,7 @@ def push(
                     tags=tags,
                     tool_parser=tool_parser,
                     reasoning_parser=reasoning_parser,
+                    chat_template_kwargs=variables,
                     on_progress=tell,
                 )
         except (errors.ConnectionFailed, errors.ClientTimeout, KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ VERSION_DETAILS = (
     Column("files", lambda version: ", ".join(file.name for file in version.extra_files) or None),
     Column("tool parser", "tool_parser"),
     Column("reasoning", "reasoning_parser"),
+    Column("template", lambda version: _variables(version)),
     Column("created", "created_at"),
     Column("notes", "notes"),
     Column("tags", "tags"),
@@ -81,6 +83,10 @@ def _details(version: Version) -> list[Column]:
 
 def _fixed(text: str) -> Callable[[object], str]:
     return lambda _: text
+
+
+def _variables(version: Version) -> str | None:
+    return json.dumps(version.chat_template_kwargs) if version.chat_template_kwargs else None
 
 
 def _parity(version: Version) -> str | None:

@@ -20,7 +20,7 @@ SERVE = "As for serve"
 """The section of these flags in the help of other commands."""
 SECTIONS = {
     "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len "
-    "tool_call_parser reasoning_parser json_whitespace json_numbers",
+    "tool_call_parser reasoning_parser generation_config default_chat_template_kwargs json_whitespace json_numbers",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
     "strict_certificates host_cache max_num_seqs max_num_batched_tokens max_inter_token_ms enable_prefix_cache "
     "speculation draft_model draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
@@ -67,6 +67,7 @@ VALUES = {
     "CIDR,…": "trusted_proxies",
     "ADDRESS": "host",
     "PARSER": "tool_call_parser",
+    "JSON": "default_chat_template_kwargs",
 }
 """Names of values in the help; those with a short choice show it."""
 _MAX_CHOICES = 60

@@ -15,11 +15,14 @@ from loraserve.engine.greedy import MIN_TEMPERATURE
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import InvariantViolation
-from loraserve.types import SamplingParams, TokenLogprobs
+from loraserve.types import SamplingParams, ThinkingBudget, TokenLogprobs
 from loraserve_kernels.cpu.sampling.likeliest import NOT_FINITE, likeliest
 
 _TOP_P_CANDIDATES = 1024
 """Tokens that top-p sorts first; they nearly always hold the mass that it needs."""
+
+_MAX_BLANKS = 4
+"""Tokens of white space that an answer may have before its reasoning."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -159,8 +162,11 @@ class Sampler:
                     return StepResult(is_deferred=True)
                 if sampled and (sampled[-1] in self._eos_token_ids or not constraint.look_ahead(sampled, wanted)):
                     break
+            forced = forced_after(request, sampled)
+            if forced is not None and (constraint is None or constraint.allows(forced)):
+                token_id = forced
             # a token that was asked to be permitted is taken
-            if (constraint is not None and constraint.permitted == likeliest) or (
+            elif (constraint is not None and constraint.permitted == likeliest) or (
                 self._is_taken(request, position, likeliest) and (constraint is None or constraint.allows(likeliest))
             ):
                 token_id = likeliest
@@ -190,6 +196,9 @@ class Sampler:
         Args:
             row: [vocab_size] float32, finite or -inf.
         """
+        forced = forced_after(place.request, place.sampled)
+        if forced is not None:
+            return forced
         likeliest = int(row.argmax())
         return likeliest if self._is_taken(place.request, place.position, likeliest) else self._choose(place, row)
 
@@ -229,6 +238,43 @@ class Sampler:
             return []
         stops = params.stop_token_ids if is_early else ()
         return sorted({*stops, *self._eos_token_ids})
+
+
+def forced_after(request: Request, sampled: Sequence[int]) -> int | None:
+    """Return the token that ends the request's reasoning, if it has to come next."""
+    budget = request.params.thinking
+    return None if budget is None else forced_end(budget, request.token_ids, request.num_prompt_tokens, sampled)
+
+
+def forced_end(budget: ThinkingBudget, token_ids: Sequence[int], start: int, sampled: Sequence[int]) -> int | None:
+    """Return the token that has to come next, which ends the reasoning; None: any may come.
+
+    It follows from the tokens alone, so it is the same after a preemption, a replay or a proposal.
+
+    Args:
+        token_ids: prompt, then output that is known.
+        start: number of the prompt's tokens.
+        sampled: output after `token_ids`.
+    """
+    num_output = len(token_ids) - start + len(sampled)
+    if num_output < budget.num_tokens:
+        return None
+    output = [*token_ids[start:], *sampled]
+    begin = 0 if budget.is_open else _after_opener(budget, output)
+    if begin is None or num_output - begin < budget.num_tokens:
+        return None
+    is_closed = any(closer in output for closer in budget.closers)
+    return None if is_closed else budget.closers[0]
+
+
+def _after_opener(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
+    """Return the number of tokens up to the reasoning's first; None: there is no reasoning."""
+    for index, token_id in enumerate(output[: _MAX_BLANKS + 1]):
+        if token_id in budget.openers:
+            return index + 1
+        if token_id not in budget.blanks:
+            return None
+    return None
 
 
 def draw(row: Tensor, params: SamplingParams, u: float) -> int:

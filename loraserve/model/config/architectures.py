@@ -112,6 +112,7 @@ class Architecture:
         fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all
             of the site's.
         rope_names: what its configs call a rope type by another name than transformers' own.
+        has_rope_alpha: whether a rope of type ``dynamic`` with an ``alpha`` stretches theta by that.
         has_partial_rope: whether it may be that only the first elements of a head turn.
         has_query_scale: whether queries are scaled by their position past the context before it was
             stretched, which isn't implemented: that context is served.
@@ -152,6 +153,7 @@ class Architecture:
     layers: str = "model.layers"
     fused_paths: Mapping[str, str] = field(default_factory=dict)
     rope_names: Mapping[str, str] = field(default_factory=dict)
+    has_rope_alpha: bool = False
     has_partial_rope: bool = False
     has_query_scale: bool = False
     experts: ExpertPaths | None = None
@@ -331,6 +333,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             o_bias="attention_bias",
             has_qk_norm=True,
             is_qk_norm_after_rope=True,
+            has_rope_alpha=True,
             # of the first checkpoints: norms that may be absent, and keys that layers share
             refused={"use_qk_norm": True, "use_cla": False},
             q_norm="self_attn.query_layernorm.weight",

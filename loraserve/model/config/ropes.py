@@ -114,13 +114,17 @@ def _rope(
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"config.json: {source} differs by layer type; only one value for all layers is implemented.")
     name = rope.get("rope_type", rope.get("type", "default"))
-    if name == "dynamic" and rope.get("alpha"):
-        # of a fixed stretch of theta; "dynamic" elsewhere means one that grows with the context
-        name = RopeType.NTK_ALPHA.value
+    if name == "dynamic":
+        # a stretch that begins where the context ends, unless it is a fixed one of theta
+        is_fixed = fields.architecture.has_rope_alpha and rope.get("alpha")
+        name = RopeType.NTK_ALPHA.value if is_fixed else RopeType.DEFAULT.value
+    elif name == RopeType.NTK_ALPHA.value:
+        name = None
     name = fields.architecture.rope_names.get(name, name) if isinstance(name, str) else name
     if name not in [rope_type.value for rope_type in RopeType]:
-        known = ", ".join(rope_type.value for rope_type in RopeType)
-        raise ModelError(f"config.json: {source}.rope_type is {shown(name)}; expected one of {known}.")
+        found = rope.get("rope_type", rope.get("type"))
+        known = ", ".join(["dynamic", *(one.value for one in RopeType if one is not RopeType.NTK_ALPHA)])
+        raise ModelError(f"config.json: {source}.rope_type is {shown(found)}; expected one of {known}.")
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated is None:
         rotated = fields.architecture.defaults.get("partial_rotary_factor")

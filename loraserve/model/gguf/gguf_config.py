@@ -25,6 +25,13 @@ _LLAMA3: Sequence[Mapping[str, Any]] = tuple(
 )
 """Scalings that Llama 3.1, 3.2 and 4 were published with."""
 _FACTORS_TOLERANCE = 1e-3
+_MULTIMODAL = ("qwen2vl", "qwen3vl")
+"""Architectures whose positions have several axes, for images."""
+_YARN: Mapping[str, tuple[str, float]] = {
+    "rope.scaling.yarn_beta_fast": ("beta_fast", 32.0),
+    "rope.scaling.yarn_beta_slow": ("beta_slow", 1.0),
+}
+"""Settings of yarn → field of config.json, and what it is where a file is silent."""
 _NOT_NORMED = ("OlmoeForCausalLM", "Qwen2MoeForCausalLM")
 """Architectures whose experts' probabilities aren't scaled to sum to 1; files don't say it."""
 _LAYERS_OF_27B = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
@@ -68,6 +75,7 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
     if rotated != config["head_dim"]:
         config["partial_rotary_factor"] = rotated / config["head_dim"]
     config |= _biases(gguf) | _scales(gguf) | _window(gguf, architecture) | _experts(gguf, architecture)
+    _check_sections(gguf)
     scaling = _rope_scaling(gguf, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -148,6 +156,19 @@ def _experts(gguf: Gguf, architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _check_sections(gguf: Gguf) -> None:
+    """Refuse positions of several axes, but where they are one for text and rows lie as they did.
+
+    Of the others the converter reorders queries and keys.
+
+    Raises:
+        ModelError: the file has such positions.
+    """
+    sections = gguf.value("rope.dimension_sections")
+    if sections and any(sections) and gguf.architecture not in _MULTIMODAL:
+        raise gguf.refusal("rope.dimension_sections", "none")
+
+
 def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | None:
     if any(name.startswith("rope_factors_") for name in gguf.tensors):
         raise ModelError(
@@ -165,6 +186,11 @@ def _rope_scaling(gguf: Gguf, config: Mapping[str, Any]) -> dict[str, Any] | Non
     if kind == "yarn":
         original = gguf.count("rope.scaling.original_context_length")
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        for name, (ours, default) in _YARN.items():
+            scaling[ours] = gguf.number(name, default)
+        for name in ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor", "rope.scaling.attn_factor"):
+            if gguf.value(name) not in (None, 1, 1.0):
+                raise gguf.refusal(name, "1")
         if gguf.value("rope.scaling.yarn_log_multiplier") is not None:
             scaling |= {"mscale": 1.0, "mscale_all_dim": gguf.number("rope.scaling.yarn_log_multiplier")}
         return scaling

@@ -46,7 +46,9 @@ async def inspect_extra_files(
     given = extras.as_bytes()
     if not given:
         return []
-    found = [f"{FILE_NAMES[name]} ({len(given[name])} bytes)" for name in given if not name.endswith("_parser")]
+    found = [
+        f"{FILE_NAMES[name]} ({len(given[name])} bytes)" for name in given if not name.endswith(("_parser", "_kwargs"))
+    ]
     errors: list[AdapterRejected] = []
     for name, value, known in (
         ("tool_parser", extras.tool_parser, TOOL_FORMATS),
@@ -56,6 +58,8 @@ async def inspect_extra_files(
             errors.append(AdapterUnsupported(f"{name} isn't known. Expected one of: {_listed(known)}."))
         elif value is not None:
             found.append(f"{name} {value}")
+    if extras.chat_template_kwargs is not None:
+        found.append(f"chat_template_kwargs {extras.chat_template_kwargs}")
     if extras.generation_config is not None:
         try:
             _, ignored = read_generation_config(extras.generation_config, base.vocab_size)

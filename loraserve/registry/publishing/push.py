@@ -107,6 +107,7 @@ async def add_version(
         generation_config_bytes=None if defaults is None else defaults.num_bytes,
         tool_parser=extras.tool_parser,
         reasoning_parser=extras.reasoning_parser,
+        chat_template_kwargs=extras.chat_template_kwargs,
     )
     repository.touch(adapter, now)
     record_change(

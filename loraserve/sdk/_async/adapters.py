@@ -5,8 +5,10 @@ Weights can be kept in memory or let go.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from loraserve import errors
 from loraserve.sdk._async.paging import NO_PARAMS, all_rows
@@ -43,6 +45,7 @@ class AsyncAdapters:
         tags: Mapping[str, str] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_progress: OnProgress | None = None,
     ) -> Version:
         """Send a PEFT directory and return the version that the server made of it.
@@ -66,6 +69,9 @@ class AsyncAdapters:
             notes, tags: set on the version.
             tool_parser, reasoning_parser: formats of its tool calls and its reasoning, part of the
                 version; None: what the directory's file of that name says, if there is one.
+            chat_template_kwargs: variables that the version sets for its chat template, such as
+                ``{"enable_thinking": False}``, part of the version too; None: those of the
+                directory's ``chat_template_kwargs.json``, if there is one.
             on_progress: called with the bytes sent so far; a resumed push starts from those that
                 the server has.
 
@@ -84,6 +90,8 @@ class AsyncAdapters:
             weights_path = await async_call(source.join, files.weights)
             parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
             extras |= {name: value for name, value in parsers.items() if value is not None}
+            if chat_template_kwargs is not None:
+                extras["chat_template_kwargs"] = json.dumps(dict(chat_template_kwargs))
             params = {} if promote else {"promote": "false"}
             if dry_run:
                 params["dry_run"] = "true"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Collection
@@ -12,7 +13,7 @@ from typing import BinaryIO
 from loraserve import errors
 from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.sdk.answers import Answer
-from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, VARIABLES_FILE
 from loraserve.sdk.types.management import Version
 
 _DIGEST = re.compile(r'(?:W/)?"([0-9a-f]{64})"')
@@ -86,7 +87,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     existing = [
         name
-        for name in (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES)
+        for name in (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE)
         if (directory / name).exists()
     ]
     if existing and not overwrite:
@@ -97,12 +98,17 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
 
 
 def write_extras(directory: Path, downloaded: Collection[str], version: Version) -> None:
-    """Write the names of the version's parsers, and remove the extra files that it doesn't have."""
+    """Write the version's parsers and variables; remove the extra files that it doesn't have."""
     for name in EXTRA_FILES.values():
         if name not in downloaded:
             (directory / name).unlink(missing_ok=True)
-    for name, parser in (("tool_parser", version.tool_parser), ("reasoning_parser", version.reasoning_parser)):
-        if parser is None:
+    variables = version.chat_template_kwargs
+    for name, text in (
+        ("tool_parser", version.tool_parser),
+        ("reasoning_parser", version.reasoning_parser),
+        (VARIABLES_FILE, json.dumps(variables, ensure_ascii=False) if variables else None),
+    ):
+        if text is None:
             (directory / name).unlink(missing_ok=True)
         else:
-            (directory / name).write_text(parser, encoding="utf-8")
+            (directory / name).write_text(text, encoding="utf-8")

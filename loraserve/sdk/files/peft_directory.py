@@ -29,6 +29,8 @@ PARSER_FILES = ("tool_parser", "reasoning_parser")
 """Files, and fields of a publish, that hold a parser's name."""
 INDEX = "index"
 """Field of a publish with the text of `INDEX_FILE`."""
+VARIABLES, VARIABLES_FILE = "chat_template_kwargs", "chat_template_kwargs.json"
+"""Field of a publish, and file, that set variables of the chat template."""
 TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
 """Field of a publish → file whose identity it is."""
 _MAX_EXTRA_BYTES = 1 << 20
@@ -124,7 +126,7 @@ def read_extra_files(directory: Path) -> dict[str, str]:
         AdapterFormatError: one isn't text, or is far too large.
     """
     found: dict[str, str] = {}
-    for field, name in {**EXTRA_FILES, **{name: name for name in PARSER_FILES}}.items():
+    for field, name in {**EXTRA_FILES, **{name: name for name in PARSER_FILES}, VARIABLES: VARIABLES_FILE}.items():
         path = directory / name
         if not path.is_file():
             continue

@@ -62,6 +62,7 @@ class SamplingFields(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
+    thinking_token_budget: int | None
 
 
 class CompletionFields(SamplingFields, total=False):

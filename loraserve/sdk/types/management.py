@@ -144,6 +144,8 @@ class Version(Result):
     """Format of its tool calls; None: recognized in its template, or the base's."""
     reasoning_parser: str | None = None
     """Format of its reasoning; None: recognized in its template, or the base's."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that it sets for its chat template; those of a request go before them."""
 
     _is_unchanged: bool = PrivateAttr(default=False)
 

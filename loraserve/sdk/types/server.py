@@ -56,6 +56,10 @@ class Base(Result):
     """What rounding costs it; None: it isn't measured yet, or nothing is (`precision_note`)."""
     precision_note: str = ""
     """Reason why nothing is measured."""
+    generation_defaults: dict[str, int | float] = Field(default_factory=dict)
+    """Defaults of fields that requests don't send, out of its generation_config.json."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of chat templates that versions and requests may set otherwise."""
 
 
 class Limits(Result):

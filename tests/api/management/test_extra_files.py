@@ -24,6 +24,7 @@ EXTRAS = {
     "generation_config": DEFAULTS,
     "tool_parser": b"hermes\n",
     "reasoning_parser": b"qwen3",
+    "chat_template_kwargs": b'{ "mood": "glad", "enable_thinking": false }',
 }
 ROOT = "/adapters/sql/versions"
 
@@ -33,6 +34,7 @@ async def test_extra_files_come_back_as_they_were_uploaded(acme: httpx2.AsyncCli
     assert made.status_code == 201
     shown = made.json()
     assert shown["tool_parser"], shown["reasoning_parser"] == ("hermes", "qwen3")
+    assert shown["chat_template_kwargs"] == {"mood": "glad", "enable_thinking": False}
     assert [(file["name"], file["size_bytes"]) for file in shown["extra_files"]] == [
         ("chat_template.jinja", len(TEMPLATE)),
         ("generation_config.json", len(DEFAULTS)),
@@ -61,14 +63,18 @@ async def test_a_version_without_them_has_the_digest_that_it_always_had(
         {"tool_parser": b"hermes"},
         {"tool_parser": b"mistral"},
         {"reasoning_parser": b"mistral"},
+        {"chat_template_kwargs": b'{"a": 1, "b": 2}'},
+        {"chat_template_kwargs": b'{"b":2,"a":1}'},
+        {"chat_template_kwargs": b"{}"},
         EXTRAS,
     ):
         made = await push(acme, extras=extras)
         again = await push(acme, extras=extras)
-        assert (made.status_code, again.status_code) == (201, 200)
+        is_known = extras.get("chat_template_kwargs") in (b'{"b":2,"a":1}', b"{}")
+        assert (made.status_code, again.status_code) == (200 if is_known else 201, 200)
         assert again.json()["version"] == made.json()["version"]
         digests.add(made.json()["digest"])
-    assert len(digests) == 8
+    assert len(digests) == 9
     assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).status_code == 404
 
 
@@ -118,6 +124,12 @@ BAD: list[tuple[dict[str, bytes], str]] = [
     ({"chat_template": b"{% set n = namespace(s='a') %}" + b"{% set n.s = n.s ~ n.s %}" * 60}, "memory"),
     ({"tool_parser": b"nobody"}, "tool_parser isn't known. Expected one of: functiongemma, granite"),
     ({"reasoning_parser": b"nobody"}, "reasoning_parser isn't known. Expected one of: deepseek_r1"),
+    ({"chat_template_kwargs": b"[]"}, "chat_template_kwargs.json should be a JSON object"),
+    ({"chat_template_kwargs": b"{"}, "chat_template_kwargs.json isn't JSON"),
+    ({"chat_template_kwargs": b'{"a": NaN}'}, "has NaN"),
+    ({"chat_template_kwargs": b'{"messages": [], "tools": []}'}, "can't set messages, tools"),
+    ({"chat_template_kwargs": b'{"a": "\\ud800"}'}, "a value that JSON can't hold"),
+    ({"chat_template_kwargs": b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}"}, "nested deeper than 16"),
     ({"generation_config": b"[]"}, "expected an object"),
     ({"generation_config": b'{"temperature": 1, "temperature": 2}'}, "appears twice"),
     ({"generation_config": b'{"temperature": NaN}'}, "isn't a JSON number"),

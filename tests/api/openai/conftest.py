@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from adapters_store import LocalStore
+from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
 from loraserve.adapters.extra_files import ExtraFiles
 from loraserve.api.app import create_app
 from loraserve.api.http.connection import BoundedProtocol
@@ -231,8 +232,20 @@ def limits() -> Limits:
 
 
 @pytest.fixture
+def base_defaults() -> GenerationDefaults:
+    """Return the defaults of the base's generation_config.json."""
+    return NO_DEFAULTS
+
+
+@pytest.fixture
 async def services(
-    engine: FakeEngine, base: BaseSpec, model_dir: Path, migrated_sqlite: Path, tmp_path: Path, limits: Limits
+    engine: FakeEngine,
+    base: BaseSpec,
+    model_dir: Path,
+    migrated_sqlite: Path,
+    tmp_path: Path,
+    limits: Limits,
+    base_defaults: GenerationDefaults,
 ) -> AsyncIterator[Services]:
     shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
     database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
@@ -248,6 +261,7 @@ async def services(
         store=store,
         tokenizer=engine.tokenizer,
         chat_format=ChatFormat(ChatTemplate(model_dir, engine.tokenizer), engine.tokenizer),
+        base_defaults=base_defaults,
         limits=limits,
         usage=usage,
         responses=StoredResponses(database),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx2
@@ -287,3 +287,33 @@ async def test_choices_number_openais_most(client: httpx2.AsyncClient) -> None:
     assert len((await complete(client, n=128, max_tokens=1))["choices"]) == 128
     answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "list", "n": 129})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
+ROUTES = (("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}), ("completions", {"prompt": "x"}))
+
+
+@pytest.mark.parametrize(("value", "code"), [(-2, "invalid_value"), (True, "invalid_value"), ("8", "invalid_value")])
+async def test_odd_thinking_budget_is_refused(client: httpx2.AsyncClient, value: object, code: str) -> None:
+    for path, prompt in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("completions", {"prompt": "x"}),
+    ):
+        answer = await client.post(f"/v1/{path}", json={"model": BASE, **prompt, "thinking_token_budget": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+        assert answer.json()["error"]["code"] == code
+
+
+async def test_thinking_budget_needs_markers_of_reasoning(
+    client: httpx2.AsyncClient, publish: Callable[..., Any]
+) -> None:
+    version = await publish("sql", reasoning_parser=b"qwen3")
+    for model, words in ((BASE, "shows no markers of reasoning"), (f"sql@{version}", "qwen3: </think>")):
+        for path, prompt in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("completions", {"prompt": "x"}),
+        ):
+            body = {"model": model, **prompt, "max_tokens": 2}
+            assert (await client.post(f"/v1/{path}", json={**body, "thinking_token_budget": -1})).status_code == 200
+            error = (await client.post(f"/v1/{path}", json={**body, "thinking_token_budget": 4})).json()["error"]
+            assert (error["code"], error["param"]) == ("unsupported_parameter", "thinking_token_budget")
+            assert words in error["message"]

@@ -223,15 +223,21 @@ async def test_thinking_turns_the_templates_switch(client: httpx2.AsyncClient, e
     answer = await ask(client, thinking={"type": "disabled"})
     without = prompt_of(engine)
     assert "x-loraserve-ignored" not in answer.headers
-    answer = await ask(client, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert answer.headers["x-loraserve-ignored"] == "thinking.budget_tokens"
+    answer = await ask(client, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
+    assert answer.headers["x-loraserve-ignored"] == "thinking.display"
     assert prompt_of(engine) != without
+    assert engine.seen[-1].params.thinking.num_tokens == 1024
+    await ask(client, thinking={"type": "enabled", "budget_tokens": 1024}, thinking_token_budget=8)
+    assert engine.seen[-1].params.thinking.num_tokens == 8
     await ask(client)
     assert prompt_of(engine) != without
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "adaptive", "budget_tokens": True}}, "thinking.budget_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**6}, "messages"),
     ({"messages": None}, "messages"),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import jinja2
 import pytest
 
 from loraserve.api.services import Services
@@ -94,6 +95,45 @@ async def test_a_last_message_is_continued_by_the_versions_own_template(
     )
     assert answer.status_code == 200
     assert prompts_of(engine) == ["[user] hi\n[assistant] well"]
+
+
+VARIABLES = "{{ mood | default('none') }}/{{ style | default('none') }}/{{ reasoning_effort | default('none') }}"
+
+
+@pytest.mark.parametrize("own_template", [True, False], ids=["own", "base"])
+async def test_template_variables_merge_over_version_and_server(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any, services: Services, own_template: bool
+) -> None:
+    services.chat_format.variables = {"mood": "server", "style": "server", "reasoning_effort": "server"}
+    if not own_template:
+        services.chat_format.template._templates["default"] = jinja2.Template(VARIABLES)  # type: ignore[union-attr]
+    extras = {"chat_template": VARIABLES.encode()} if own_template else {}
+    version = await publish("sql", **extras, chat_template_kwargs=b'{"mood": "version", "style": "version"}')
+    model, kwargs = f"sql@{version}", {"chat_template_kwargs": {"mood": "request"}}
+    expected = "version/version/server", "request/version/server"
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+    ):
+        for more in ({}, kwargs):
+            answer = await client.post(path, json={"model": model, **fields, **more})
+            assert answer.status_code == 200, answer.text
+        assert prompts_of(engine)[-2:] == list(expected)
+    for more, text in zip(({}, kwargs), expected, strict=True):
+        tokens = (await client.post("/tokenize", json={"model": model, "messages": MESSAGES, **more})).json()["tokens"]
+        assert engine.tokenizer.decode(tokens) == text
+    await chat(client, model, reasoning_effort="low")
+    assert prompts_of(engine)[-1] == "version/version/low"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
+async def test_reserved_template_variable_is_refused(client: httpx2.AsyncClient, path: str, name: str) -> None:
+    body = {"model": BASE, "messages": MESSAGES, "chat_template_kwargs": {name: 1}}
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert f"can't set {name}" in answer.json()["error"]["message"]
 
 
 async def test_a_sum_uses_the_bases_template_unless_its_parts_have_the_same(

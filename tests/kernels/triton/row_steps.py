@@ -192,7 +192,8 @@ def make_attention(
         qkv=random_rows(len(slots), (num_heads + 2 * num_kv_heads) * head_dim, dtype),
         positions=torch.randperm(MAX_LEN)[: len(slots)].int(),
         slots=torch.tensor(slots, dtype=torch.int64),
-        cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
+        # stretched positions have longer ones
+        cos_sin=torch.cat((angles.cos(), angles.sin()), -1) * (1.25 if is_norm_last else 1),
         k_cache=arena[1:, :num_elements].view(shape),
         v_cache=arena[1:, num_elements : 2 * num_elements].view(shape),
         arena=arena,

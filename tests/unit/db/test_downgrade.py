@@ -35,7 +35,7 @@ async def run(url: str, *statements: str) -> Any:
 
 async def test_every_way_back_and_up_again_keeps_the_rows(database_url: str, subtests: Any) -> None:
     await run(database_url, TENANT, ADAPTER, VERSION)
-    for revision in ("0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
+    for revision in ("0014", "0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
         with subtests.test(revision):
             assert await migrate.downgrade(database_url, revision) == revision
             assert await migrate.current(database_url) == revision
@@ -86,7 +86,17 @@ async def test_rows_are_lost_only_if_the_operator_says_so(database_url: str) -> 
     assert await run(database_url, "SELECT id FROM files") == []
 
 
-@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0014", "x'; --"])
+async def test_template_variables_are_lost_only_with_discard(database_url: str) -> None:
+    await run(database_url, TENANT, ADAPTER, VERSION, "UPDATE adapter_versions SET chat_template_kwargs = '{}'")
+    with pytest.raises(Conflict, match="lose 1 rows: adapter_versions with variables for chat templates"):
+        await migrate.downgrade(database_url, "0014")
+    await migrate.downgrade(database_url, "0014", is_loss_accepted=True)
+    await migrate.upgrade(database_url)
+    (row,) = await run(database_url, "SELECT chat_template_kwargs FROM adapter_versions")
+    assert row.chat_template_kwargs is None
+
+
+@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0015", "x'; --"])
 async def test_where_there_is_no_way_back_nothing_changes(database_url: str, revision: str) -> None:
     if revision == migrate.head():
         assert await migrate.downgrade(database_url, revision) == revision

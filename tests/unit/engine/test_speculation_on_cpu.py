@@ -14,7 +14,7 @@ from adapters_store import open_store
 from loraserve.engine.engine import Engine
 from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine.worker.startup import build_engine
-from loraserve.types import TokenOutput
+from loraserve.types import ThinkingBudget, TokenOutput
 
 from .conftest import ADAPTERS, World, store_adapter
 from .test_overlap_on_cpu import answer, text
@@ -33,6 +33,12 @@ WAYS: list[dict[str, object]] = [
     {"temperature": 1.0, "allowed_token_ids": FEW, "stop_token_ids": FEW[:1], "min_tokens": 9},
     {"temperature": 0.0, "allowed_token_ids": FEW, "bad_words": ((40, 41), (42,))},
     {"temperature": 0.0, "allowed_token_ids": FEW, "logit_bias": {41: 3.0}},
+    {"temperature": 0.0, "thinking": ThinkingBudget(num_tokens=5, closers=(7,), is_open=True), "logprobs": 1},
+    {
+        "temperature": 1.0,
+        "allowed_token_ids": FEW,
+        "thinking": ThinkingBudget(num_tokens=3, closers=(FEW[1],), openers=(FEW[0],), blanks=FEW[2:4]),
+    },
     {"temperature": 0.0, "prompt_logprobs": 1, "allowed_token_ids": FEW, "max_tokens": 9},
 ]
 

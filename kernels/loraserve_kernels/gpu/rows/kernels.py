@@ -140,14 +140,13 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     second = tl.load(head_ptrs + at_second[None, :], mask=is_element, other=0.0).to(tl.float32)
     a, b = first, second
     if HAS_NORM:
-        # turning a head keeps its length
-        squares = tl.sum(first * first + second * second, axis=1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         q_first = tl.load(q_norm_ptr + at_first, mask=is_column, other=0.0)[None, :]
         q_second = tl.load(q_norm_ptr + at_second, mask=is_column, other=0.0)[None, :]
         k_first = tl.load(k_norm_ptr + at_first, mask=is_column, other=0.0)[None, :]
         k_second = tl.load(k_norm_ptr + at_second, mask=is_column, other=0.0)[None, :]
     if HAS_NORM and not IS_NORM_LAST:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         a = first * scale * tl.where(is_q[:, None], q_first, k_first)
         b = second * scale * tl.where(is_q[:, None], q_second, k_second)
     if ROTATES:
@@ -161,6 +160,9 @@ def rotate_and_store_kernel(  # type: ignore[no-untyped-def]
         sin = tl.where(is_turned, tl.load(angles_ptrs + NUM_PAIRS, mask=is_angle, other=float("nan")), 0.0)[None, :]
         a, b = a * cos - b * sin, b * cos + a * sin
     if HAS_NORM and IS_NORM_LAST:
+        # the table's cosines and sines may be longer than 1
+        squares = tl.sum(a * a + b * b, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         a = a * scale * tl.where(is_q[:, None], q_first, k_first)
         b = b * scale * tl.where(is_q[:, None], q_second, k_second)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
 
 
-_NUM_END_TOKENS = 64
-"""Tokens of a prompt's end that say whether the answer begins with reasoning."""
-
 Variables = Callable[[ChatFormat], tuple[Mapping[str, Any], tuple[str, ...]]]
 """Function of the bound version's chat format: variables for its template, and fields that it can't
 follow.
@@ -150,6 +147,7 @@ class ChatTurn:
     generation: Generation
     choices: Sequence[ChatChoice]
     usage: RequestUsage
+    sampling: Sampling
 
     @classmethod
     async def begin(
@@ -163,6 +161,7 @@ class ChatTurn:
         names: Mapping[str, str] | None = None,
         num_more_bytes: int = 0,
         variables: Variables = _no_variables,
+        thinking_budget: Callable[[ChatFormat], int | None] = lambda _: None,
     ) -> ChatTurn:
         """Check everything, and admit the chat. No token is made before `respond`.
 
@@ -171,6 +170,8 @@ class ChatTurn:
             names: a chat's fields that the route calls otherwise, for the ignored ones.
             num_more_bytes: size of what was read beside the request's body.
             variables: as in `ChatPrompt.read`.
+            thinking_budget: function of the bound version's chat format: tokens of reasoning that
+                another field of the route allows, where the body says nothing.
 
         Raises:
             LoraserveError: as `ChatPrompt.read`.
@@ -181,17 +182,16 @@ class ChatTurn:
         read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes, variables=variables)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
         ttl_s = cache_ttl_s(sampling)
-        prompt_text = prompt.text
-        if prompt_text is None:
-            # its end, markers of reasoning too: decoding all of a long prompt takes long
-            end = prompt.token_ids[-_NUM_END_TOKENS:]
-            prompt_text = services.tokenizer.decode(end, skip_special_tokens=False)
+        prompt_text = prompt.end_text(services.tokenizer)
+        budget = body.thinking_token_budget
+        budget = thinking_budget(read.chat_format) if budget is None else budget
+        thinking = read.chat_format.thinking_budget(prompt_text, budget)
         answer_format = read.chat_format.answer_format(
             prompt_text, read.tool_use, skip_special_tokens=body.skip_special_tokens
         )
         if answer_format is not None:
             wanted = await read.reader.run(lambda: answer_format.whole(read.wanted))
-        default = read.model.defaults.max_new_tokens
+        default = read.model.defaults.max_tokens(None)
         max_tokens = choose_max_tokens(read.asked, default, len(prompt.token_ids), services.engine.base, "messages")
         if wanted is not None:
             sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
@@ -203,6 +203,7 @@ class ChatTurn:
             caller,
             sampling,
             [max_tokens],
+            thinking=[thinking],
             shown_token_ids=() if answer_format is None else answer_format.shown_token_ids,
         )
         generation = Generation(
@@ -212,7 +213,7 @@ class ChatTurn:
             cache=use_cache(services, caller, requests, ttl_s),
         )
         choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
-        return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted))
+        return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted), sampling)
 
     async def chunks(self) -> AsyncIterator[tuple[ChatChoice, Chunk]]:
         """Iterate over the chunks of a stream, each with its choice, which hasn't read it yet."""

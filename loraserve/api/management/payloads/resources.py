@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
@@ -78,6 +79,8 @@ class VersionResource(Resource):
     """Format of its tool calls; null: recognized in its template, or the base's."""
     reasoning_parser: str | None
     """Format of its reasoning; null: recognized in its template, or the base's."""
+    chat_template_kwargs: dict[str, Any]
+    """Variables that it sets for its chat template; those of a request go before them."""
 
     @classmethod
     def on_base(cls, record: VersionRecord, served: Digest | None) -> VersionResource:
@@ -102,6 +105,7 @@ class VersionResource(Resource):
             "extra_files": files,
             "tool_parser": extras.tool_parser,
             "reasoning_parser": extras.reasoning_parser,
+            "chat_template_kwargs": json.loads(extras.chat_template_kwargs or "{}"),
         }
         return cls.model_validate(_values(record) | added)
 

@@ -70,7 +70,7 @@ class ResponseAnswer:
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body, context = self._body, self._turn.context
-        reasoning = body.reasoning or {}
+        reasoning, sampled = body.reasoning or {}, self._turn.sampling.body
         return {
             "id": context.id,
             "object": "response",
@@ -91,12 +91,12 @@ class ResponseAnswer:
             "reasoning": {"effort": reasoning.get("effort"), "summary": None},
             "service_tier": "default",
             "store": self.is_stored,
-            "temperature": body.temperature,
+            "temperature": sampled.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": body.top_logprobs,
-            "top_p": body.top_p,
+            "top_p": sampled.top_p,
             "truncation": body.truncation,
             "usage": None,
             "user": body.user,

@@ -11,6 +11,7 @@ const EXTRAS = {
   "generation_config.json": "generation_config",
   tool_parser: "tool_parser",
   reasoning_parser: "reasoning_parser",
+  "chat_template_kwargs.json": "chat_template_kwargs",
 };
 
 // Which of the dropped files are an adapter's; throws an Error in words where something is missing.

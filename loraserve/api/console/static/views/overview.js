@@ -105,11 +105,17 @@ function kept(precision) {
   return `the likeliest token of float32 at ${percent(precision.top1_agreement, 1)} of a text’s positions`;
 }
 
+function defaultsOf(base) {
+  const named = Object.entries(base?.generation_defaults ?? {}).map(([name, value]) => `${name} ${value}`);
+  return named.join(", ") || "the API’s own";
+}
+
 function EngineFacts({ engine, base }) {
   const step = engine.num_steps ? engine.step_s / engine.num_steps : null;
   const facts = [
     ["Base", base ? `${base.id}, ${base.quantization === "none" ? base.dtype : base.quantization}` : "–"],
     ["Rounding keeps", base?.precision ? kept(base.precision) : base?.precision_note || "not measured yet"],
+    ["Defaults of requests", defaultsOf(base)],
     ["Sequences running in the engine", `${number(engine.num_running)} of ${number(engine.max_num_seqs)}`],
     ["Waiting in the engine", `${number(engine.num_waiting)}, ${number(engine.num_waiting_for_adapter)} for their adapter`],
     ["Mean step since the start", seconds(step)],
