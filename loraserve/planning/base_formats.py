@@ -126,7 +126,7 @@ def _bytes_of(base: BasePlan, names: Sequence[str]) -> float:
 def token_bytes(base: BasePlan, names: Sequence[str] = ("linears", "experts", "routers", "head", "norms")) -> int:
     """Return the bytes of the weights that are read for a token: of experts, the chosen ones'."""
     experts = base.config.experts
-    chosen = 1.0 if experts is None else experts.num_chosen / experts.num_experts
+    chosen = 1.0 if experts is None else experts.share_of_token
     return int(
         sum(part.num_bytes * (chosen if part.name == "experts" else 1) for part in base.parts if part.name in names)
     )

@@ -124,7 +124,7 @@ def plan_step(base: BasePlan, config: EngineConfig) -> StepPlan:
     activations, buffers = 2 * logits, 0
     for place in base.places:
         model = place.shard.config
-        inner = model.intermediate_size if model.experts is None else model.experts.widest
+        inner = model.intermediate_size if model.experts is None else model.experts.widest_intermediate_size
         heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         widest = max(heads, 3 * inner)
         # the stream is float32 on both; what passes between linears is as wide as the activations'

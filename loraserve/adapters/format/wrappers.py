@@ -35,6 +35,12 @@ LANGUAGE_PATHS: Mapping[str, str] = {
 }
 """Path of the decoder in a model of images and text → path of its head."""
 _DECODER = "model"
+_ENCODERS = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
+)
+"""Beginnings of the names of what reads images in such a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,11 @@ class Unwrapped:
     notes: tuple[str, ...]
 
 
+def is_of_encoder(name: str) -> bool:
+    """Return whether a tensor or linear is of what reads images in a model of images and text."""
+    return name.startswith(_ENCODERS)
+
+
 def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
     """Return tensors and base without what wrappers have added to names.
 
@@ -63,6 +74,9 @@ def unwrap(tensors: Mapping[str, TensorView], base: BaseSpec) -> Unwrapped:
     origins: dict[str, str] = {}
     for name, tensor in tensors.items():
         plain = _plain(name, found)
+        if is_of_encoder(plain.removeprefix(PREFIX)):
+            found["left out what reads images, which has no part in text"] = None
+            continue
         if plain in named:
             raise AdapterFormatError(
                 f"{shown(origins[plain], 200)} and {shown(name, 200)} are one tensor, {shown(plain, 200)}.",

@@ -112,7 +112,7 @@ class Architecture:
         fused_paths: site → path inside a layer of the one linear that the checkpoint holds for all
             of the site's.
         rope_names: what its configs call a rope type by another name than transformers' own.
-        has_rope_alpha: whether a rope of type ``dynamic`` with an ``alpha`` stretches theta by that.
+        has_rope_alpha: whether a ``dynamic`` rope with an ``alpha`` stretches theta by that.
         has_partial_rope: whether it may be that only the first elements of a head turn.
         has_query_scale: whether queries are scaled by their position past the context before it was
             stretched, which isn't implemented: that context is served.

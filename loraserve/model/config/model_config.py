@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,16 @@ class ExpertsConfig:
     shared_intermediate_size: int | None = None
 
     @property
-    def widest(self) -> int:
+    def widest_intermediate_size(self) -> int:
         """Inner features of the widest expert."""
         return max(self.intermediate_size, self.shared_intermediate_size or 0)
+
+    @property
+    def share_of_token(self) -> float:
+        """Part of all experts' weights that a token is multiplied with."""
+        shared = self.shared_intermediate_size or 0
+        chosen, every = (count * self.intermediate_size for count in (self.num_chosen, self.num_experts))
+        return (chosen + shared) / (every + shared)
 
     def identity(self) -> dict[str, object]:
         """Fields, JSON-able; a shared expert's alone where there is one."""
@@ -294,10 +301,15 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         attention_cap=fields.cap(architecture.attention_cap),
         logits_cap=fields.cap(architecture.logits_cap),
         activation=_activation(fields),
-        quantization=parse_quantization(config),
+        quantization=_quantization(config, is_wrapped=wrapper is not None),
         experts=_experts(fields),
         wrapper=wrapper,
     )
+
+
+def _quantization(config: Mapping[str, Any], *, is_wrapped: bool) -> QuantizationConfig | None:
+    found = parse_quantization(config)
+    return replace(found, is_wrapped=True) if found is not None and is_wrapped else found
 
 
 def _activation(fields: Fields) -> ActivationFunction:

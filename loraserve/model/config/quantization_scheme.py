@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+
+from loraserve.model.config.wrappers import wrapped_names
 
 
 class Layout(StrEnum):
@@ -95,6 +97,7 @@ class QuantizationConfig:
             inputs.
         by_path: scheme of every quantized weight by its path, the embedding's too; where it is
             given, targets aren't tried.
+        is_wrapped: whether targets may be by the names of a model of images and text.
     """
 
     method: str
@@ -102,6 +105,7 @@ class QuantizationConfig:
     ignore: tuple[str, ...]
     rotations: tuple[tuple[str, int], ...] = ()
     by_path: Mapping[str, Scheme] | None = None
+    is_wrapped: bool = False
 
     @property
     def has_embedding(self) -> bool:
@@ -117,10 +121,11 @@ class QuantizationConfig:
         """
         if self.by_path is not None:
             return self.by_path.get(path)
-        if any(_is_match(path, ignored) for ignored in self.ignore):
+        names = wrapped_names(path) if self.is_wrapped else (path,)
+        if any(_is_match(names, ignored) for ignored in self.ignore):
             return None
-        scheme = next((scheme for target, scheme in self.targets if _is_match(path, target)), None)
-        rotation = next((block for target, block in self.rotations if _is_match(path, target)), 0)
+        scheme = next((scheme for target, scheme in self.targets if _is_match(names, target)), None)
+        rotation = next((block for target, block in self.rotations if _is_match(names, target)), 0)
         return scheme if scheme is None or not rotation else replace(scheme, rotation=rotation)
 
     def identity(self) -> dict[str, object]:
@@ -133,7 +138,8 @@ class QuantizationConfig:
         return {"method": self.method, "targets": targets, "ignore": list(self.ignore), **rotations}
 
 
-def _is_match(path: str, target: str) -> bool:
+def _is_match(names: Sequence[str], target: str) -> bool:
+    """Return whether a target means the linear that has one of these names."""
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), path) is not None
-    return target in (path, "Linear")
+        return any(re.match(target.removeprefix("re:"), name) for name in names)
+    return target == "Linear" or target in names

@@ -1,4 +1,4 @@
-"""Models of images, sound and text, of which the decoder is served.
+"""Models of images and text, of which the decoder is served.
 
 Their config.json holds the decoder's under ``text_config``; their checkpoints hold its tensors
 under a longer path, and those of their encoders next to them. The decoder alone computes what the
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loraserve.adapters.format.wrappers import is_of_encoder
 from loraserve.model.config.config_fields import to_object
 
 
@@ -23,23 +24,31 @@ class Wrapper:
         decoders: the text config's model_type → the architecture that it is, where the name differs
             from the architecture's own.
         default: model_type of a text config without one.
+        is_tied: whether the head is the embedding where the config is silent.
+        is_tied_inside: whether it also is where ``text_config`` says so.
     """
 
     decoders: Mapping[str, str] = field(default_factory=dict)
     default: str = "llama"
+    is_tied: bool = False
+    is_tied_inside: bool = False
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
-    "Gemma3ForConditionalGeneration": Wrapper(default="gemma3_text"),
+    "Gemma3ForConditionalGeneration": Wrapper(default="gemma3_text", is_tied=True),
     "Idefics3ForConditionalGeneration": Wrapper(),
-    "InternVLForConditionalGeneration": Wrapper(default="qwen2"),
-    "LlavaForConditionalGeneration": Wrapper(),
+    "InternVLForConditionalGeneration": Wrapper(default="qwen2", is_tied=True),
+    "LlavaForConditionalGeneration": Wrapper(is_tied_inside=True),
     "LlavaNextForConditionalGeneration": Wrapper(),
-    "LlavaOnevisionForConditionalGeneration": Wrapper(default="qwen2"),
-    "Mistral3ForConditionalGeneration": Wrapper(default="mistral"),
-    "Qwen2VLForConditionalGeneration": Wrapper({"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"}, "qwen2"),
-    "Qwen2_5_VLForConditionalGeneration": Wrapper({"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"}, "qwen2"),
-    "Qwen3VLForConditionalGeneration": Wrapper({"qwen3_vl_text": "qwen3"}, "qwen3"),
+    "LlavaOnevisionForConditionalGeneration": Wrapper(default="qwen2", is_tied_inside=True),
+    "Mistral3ForConditionalGeneration": Wrapper(default="mistral", is_tied=True),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"}, "qwen2_vl_text", is_tied_inside=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"}, "qwen2_5_vl_text", is_tied_inside=True
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper({"qwen3_vl_text": "qwen3"}, "qwen3_vl_text"),
     "SmolVLMForConditionalGeneration": Wrapper(),
 }
 
@@ -51,21 +60,19 @@ _DECODER_PREFIXES: Mapping[str, str] = {
 }
 """Beginning of a decoder's names in a wrapper → in a model of text alone."""
 
-_OTHER_PREFIXES = tuple(
-    prefix + part
-    for prefix in ("", "model.")
-    for part in (
-        "vision_tower.",
-        "vision_model.",
-        "visual.",
-        "multi_modal_projector.",
-        "connector.",
-        "image_newline",
-    )
-)
-"""Beginnings of the names of what reads images."""
-
-_SIZES: Mapping[str, Mapping[str, object]] = {
+_QWEN_VL: Mapping[str, object] = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "llama": {
         "vocab_size": 32_000,
         "hidden_size": 4096,
@@ -97,6 +104,18 @@ _SIZES: Mapping[str, Mapping[str, object]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "max_position_embeddings": 32_768,
+    },
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _QWEN_VL),
+    "qwen3_vl_text": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 128_000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500_000.0,
     },
     "gemma3_text": {
         "vocab_size": 262_208,
@@ -133,24 +152,33 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     own = to_object(config.get("text_config"), "text_config")
     text = dict(own) if own else {name: value for name, value in config.items() if name != "model_type"}
     model_type = text.get("model_type") or wrapper.default
-    model_type = wrapper.decoders.get(model_type, model_type) if isinstance(model_type, str) else model_type
     if isinstance(model_type, str):
-        text = {**_SIZES.get(model_type, {}), **text}
-    for name in ("tie_word_embeddings", "eos_token_id", "quantization_config", "compression_config"):
-        if config.get(name) is not None and (name == "tie_word_embeddings" or text.get(name) is None):
-            text[name] = config[name]
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = to_object(text.get(name), name)
+        text = {**DEFAULTS.get(model_type, {}), **text}
+        model_type = wrapper.decoders.get(model_type, model_type)
+    outside = config.get("tie_word_embeddings", wrapper.is_tied)
+    text["tie_word_embeddings"] = (wrapper.is_tied_inside and own.get("tie_word_embeddings") is True) or outside
+    for field_name in ("eos_token_id", "quantization_config", "compression_config"):
+        if config.get(field_name) is not None and text.get(field_name) is None:
+            text[field_name] = config[field_name]
+    for field_name in ("rope_scaling", "rope_parameters"):
+        rope = to_object(text.get(field_name), field_name)
         if rope.get("mrope_section") is not None:
             # three positions, which are one for text
-            text[name] = {**rope, **{key: "default" for key in ("type", "rope_type") if rope.get(key) == "mrope"}}
+            text[field_name] = {**rope, **{key: "default" for key in ("type", "rope_type") if rope.get(key) == "mrope"}}
     # an architecture's name inside is that of the decoder, or of the wrapper again
     return {**text, "architectures": None, "model_type": model_type}
 
 
+def wrapped_names(path: str) -> tuple[str, ...]:
+    """Return what a decoder's linear may be called in a wrapper, its own name first."""
+    found = [prefix + path.removeprefix(plain) for prefix, plain in _DECODER_PREFIXES.items() if path.startswith(plain)]
+    found += [f"language_model.{path}"] if path == "lm_head" else []
+    return (path, *found)
+
+
 def decoder_name(name: str) -> str | None:
     """Return what a tensor or linear is called in a model of text alone; None: it isn't in one."""
-    if name.startswith(_OTHER_PREFIXES):
+    if is_of_encoder(name):
         return None
     for prefix, plain in _DECODER_PREFIXES.items():
         if name.startswith(prefix):

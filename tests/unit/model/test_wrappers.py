@@ -18,6 +18,7 @@ from loraserve.errors import UnexpectedTensor
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.model.config import wrappers
+from loraserve.model.config.model_config import parse_config
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 from .conftest import SMALL, PagedRun, edit_json, load, random_tokens, randomize, reference_logits, save_model
@@ -66,8 +67,8 @@ def test_logits_equal_wrapper(saved: tuple[Any, Path], caplog: pytest.LogCapture
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapter_trained_on_wrapper_equals_peft(saved: tuple[Any, Path], targets: Any, tmp_path: Path) -> None:
     model, directory = saved
-    # encoders have linears of these names too
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, exclude_modules=r".*vision.*|.*visual.*")
+    # encoders have linears of these names too, which have no part in text
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets)
     adapted = peft.get_peft_model(copy.deepcopy(model), config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -129,11 +130,49 @@ def test_wrapper_reads_fields_outside_text_config(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, reference_logits(model, token_ids), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", wrappers._SIZES)
+@pytest.mark.parametrize("model_type", wrappers.DEFAULTS)
 def test_absent_field_means_default_of_transformers(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type)
-    sizes = wrappers._SIZES[model_type]
+    names = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+    config = AutoConfig.for_model(names.get(model_type, model_type))
+    sizes = dict(wrappers.DEFAULTS[model_type])
+    theta = sizes.pop("rope_theta", None)
     assert {name: getattr(config, name) for name in sizes} == sizes
+    assert theta in (None, config.rope_parameters.get("rope_theta"))
+
+
+@pytest.mark.parametrize("outside", [None, True, False])
+@pytest.mark.parametrize("inside", [None, True, False])
+@pytest.mark.parametrize("name", wrappers.WRAPPERS)
+def test_wrapper_ties_head_as_transformers(name: str, inside: bool | None, outside: bool | None) -> None:
+    text: dict[str, Any] = {"model_type": wrappers.WRAPPERS[name].default}
+    config: dict[str, Any] = {"text_config": text}
+    if inside is not None:
+        text["tie_word_embeddings"] = inside
+    if outside is not None:
+        config["tie_word_embeddings"] = outside
+    expected = getattr(transformers, name).config_class(**copy.deepcopy(config)).tie_word_embeddings
+    assert wrappers.text_config({**config, "architectures": [name]})["tie_word_embeddings"] == expected
+
+
+def test_wrapper_names_match_targets_of_quantization() -> None:
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["language_model.lm_head", "re:model.language_model.layers.0.mlp.*"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            }
+        },
+    }
+    text = {**SMALL, "model_type": "llama"}
+    names = ["LlavaForConditionalGeneration"]
+    found = parse_config({"architectures": names, "text_config": text, "quantization_config": quantization}, {})
+    assert found.quantization is not None
+    assert found.quantization.scheme("lm_head") is None
+    assert found.quantization.scheme("model.layers.0.mlp.down_proj") is None
+    assert found.quantization.scheme("model.layers.1.mlp.down_proj") is not None
 
 
 @pytest.mark.parametrize("name", wrappers.WRAPPERS)

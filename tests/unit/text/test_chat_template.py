@@ -119,6 +119,21 @@ def test_template_of_parts_gets_texts(name: str, tmp_path: Path) -> None:
     assert make_template(tmp_path, PARTS[name]).render(messages) == expected[name]
 
 
+def test_first_requests_variables_decide_no_format(tmp_path: Path) -> None:
+    source = "{% set ns = namespace(n=0) %}" + PARTS["llava"]
+    template = make_template(tmp_path, source)
+    with pytest.raises(InvalidRequest):
+        template.render([{"role": "user", "content": "Hi"}], variables={"namespace": 1})
+    assert template.render([{"role": "user", "content": "Hi"}]) == "USER: Hi ASSISTANT:"
+
+
+def test_template_gets_parts_for_its_system_message(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content[0].text }}{% else %}"
+    source += "{{ m.content if m.content is string else m.content[0].text }}{% endif %}{% endfor %}"
+    messages = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}]
+    assert make_template(tmp_path, source).render(messages) == "Be brief. Hi"
+
+
 def test_template_of_texts_gets_no_parts(tmp_path: Path) -> None:
     source = (
         "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}parts{% endif %}{% endfor %}"

@@ -198,11 +198,19 @@ def test_duplicate_tensor_is_refused(tmp_path: Path, make_base: Callable[..., Ba
         open_adapter(config, save(tensors), make_base())
 
 
-def test_image_towers_linears_are_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
+def test_encoder_linears_are_left_out_and_named(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
     config, _ = saved(trained(ImagesAndText()), tmp_path / "wrapped")
     tensors = load_file(tmp_path / "wrapped" / "adapter_model.safetensors")
     name = "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"
-    tensors[name] = torch.zeros(4, 32)
-    with pytest.raises(AdapterRejected, match="vision_tower"):
-        open_adapter(config, save(tensors), make_base())
+    more = {**tensors, name: torch.zeros(4, 32)}
+    plain, found = (open_adapter(config, save(held), make_base()) for held in (tensors, more))
+    assert [m.module for m in found.modules] == [m.module for m in plain.modules]
+    assert "left out what reads images, which has no part in text" in found.renames
     assert json.loads(config)["r"] == 4
+
+
+def test_adapter_of_encoder_alone_is_refused(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
+    config, _ = saved(trained(ImagesAndText()), tmp_path / "wrapped")
+    name = "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight"
+    with pytest.raises(AdapterRejected):
+        open_adapter(config, save({name: torch.zeros(4, 32)}), make_base())

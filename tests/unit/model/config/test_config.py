@@ -92,7 +92,7 @@ def test_missing_field_is_named(field: str) -> None:
         ({"num_key_value_heads": 3}, "isn't a multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is"),
+        ({"rope_scaling": {"rope_type": "ntk_alpha", "alpha": 2.0}}, "rope_scaling.rope_type is"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is"),
         ({"rope_parameters": {"rope_type": ["llama3"]}}, "rope_parameters.rope_type is"),
         ({"rope_parameters": "llama3"}, "rope_parameters is"),
@@ -257,7 +257,7 @@ def test_odd_field_of_gemma3_is_named(changes: dict[str, Any], message: str) -> 
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor has 1 numbers; expected 8"),
         ({"rope_scaling": {"type": "su"}}, "short_factor is null"),
         ({"rope_scaling": {"type": "yarn", "short_factor": ["a"]}}, 'short_factor is "a"'),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type is"),
     ],
 )
 def test_odd_ropes_of_phi3_are_named(changes: dict[str, Any], message: str) -> None:
@@ -329,3 +329,9 @@ def test_longrope_serves_the_original_context_and_no_more() -> None:
     plain = parse(architectures=["Phi3ForCausalLM"])
     assert "rotated" not in json.dumps(plain.identity())
     assert config.identity() != plain.identity()
+
+
+def test_dynamic_rope_is_plain_within_context() -> None:
+    config = parse(rope_scaling={"type": "dynamic", "factor": 2.0, "alpha": 1000.0})
+    assert config.rope == parse().rope
+    assert config.max_stretched_len == config.max_model_len
