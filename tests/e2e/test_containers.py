@@ -16,7 +16,7 @@ import pytest
 import torch
 from gguf_files import write_gguf_adapter
 from real_model import find_real_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from server_process import ServerProcess
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,7 +85,11 @@ def write_mlx(source: Path, target: Path, base: Path) -> None:
         suffix = next(suffix for suffix in parts if name.endswith(suffix))
         plain = name.removeprefix("base_model.model.").removesuffix(suffix) + parts[suffix]
         tensors[plain] = tensor.T.contiguous()
-    save_file(tensors, target / "adapters.safetensors")
+    data = save(tensors)
+    length = int.from_bytes(data[:8], "little")
+    # mlx writes that it has no metadata
+    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
+    (target / "adapters.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     parameters = {"rank": config["r"], "scale": config["lora_alpha"] / config["r"], "dropout": 0.0}
     kind = "dora" if config["use_dora"] else "lora"
     (target / CONFIG).write_text(

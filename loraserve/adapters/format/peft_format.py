@@ -235,7 +235,8 @@ def _check_entries(entries: Mapping[str, Any], body_offset: int, body_bytes: int
         body_bytes: bytes after it; None: as many as its tensors have.
     """
     problems: list[str] = []
-    metadata = entries.get("__metadata__", {})
+    # mlx writes null where it has none
+    metadata = entries.get("__metadata__") or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         problems.append("__metadata__ must be an object of strings.")
     num_tensors = len(entries) - ("__metadata__" in entries)

@@ -158,6 +158,12 @@ def test_tensors_share_the_buffers_memory() -> None:
     assert view.array[1, 1] == 9
 
 
+def test_metadata_may_be_null() -> None:
+    """As mlx writes it."""
+    data = frame({"__metadata__": None, "a": entry("BF16", [2], [0, 4])}, b"\x80\x3f\x80\xbf")
+    assert list(read_tensors(data)) == ["a"]
+
+
 def test_bfloat16_is_read_as_its_bit_patterns() -> None:
     data = frame({"a": entry("BF16", [2], [0, 4])}, b"\x80\x3f\x80\xbf")
     view = read_tensors(data)["a"]
