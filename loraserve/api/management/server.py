@@ -152,7 +152,7 @@ async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Respo
             "precision": PrecisionResource.of_known(known),
             "precision_note": known.note if known else "",
             "generation_defaults": services.base_defaults.as_fields(),
-            "chat_template_kwargs": dict(services.chat_format.variables),
+            "chat_template_kwargs": dict(services.settings.default_chat_template_kwargs),
         }
     )
     return answer(request, resource)
