@@ -29,7 +29,7 @@ _MAX_PRODUCT = 1 << 20
 """The longest string or list that ``*`` may make inside a template."""
 
 _FAILURES = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
-"""What a template that doesn't fit its messages raises."""
+"""Errors of a template that doesn't fit its messages."""
 
 _TOOLS_IN_MESSAGE = re.compile(r"""message(?:\.tools\b|\[['"]tools['"]\])""")
 """Phi-4-mini's templates write the tools that the system's message has."""

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft_answers import generate
 from real_model import find_real_model
 from server_process import ServerProcess
 from transformers import AutoModelForCausalLM
@@ -51,23 +52,6 @@ def train(base_folder: Path, directory: Path, config: dict[str, Any], num_steps:
     return peft.PeftModel.from_pretrained(base, directory).eval()
 
 
-@torch.inference_mode()
-def generate(model: Any) -> tuple[list[int], list[float]]:
-    """The tokens that PEFT's generate chooses, and their log probabilities."""
-    ids = torch.tensor([PROMPT])
-    answer = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    tokens = answer.sequences[0, len(PROMPT) :]
-    rows = torch.cat(answer.logits).log_softmax(-1)
-    return tokens.tolist(), rows.gather(1, tokens[:, None])[:, 0].tolist()
-
-
 def test_trained_adapters_of_every_kind_are_pushed_and_answered_together_as_peft_answers(
     server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -89,7 +73,10 @@ def test_adapters_of_every_kind_answer_as_peft_on_trained_base(tmp_path: Path) -
 
 def check_kinds(server: ServerProcess, base: Path, folder: Path, *, num_steps: int) -> None:
     key = server.make_tenant("kinds")
-    expected = {name: generate(train(base, folder / name, config, num_steps)) for name, config in KINDS.items()}
+    expected = {
+        name: generate(train(base, folder / name, config, num_steps), PROMPT, MAX_TOKENS)
+        for name, config in KINDS.items()
+    }
     assert len({tuple(tokens) for tokens, _ in expected.values()}) > 3
     with Client(server.url, api_key=key) as client:
         for name in KINDS:

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 from gguf_files import write_gguf_adapter
+from peft_answers import generate
 from real_model import find_real_model
 from safetensors.torch import load_file, save, save_file
 from server_process import ServerProcess
@@ -43,23 +44,6 @@ def train(base_folder: Path, directory: Path, **config: Any) -> Any:
     model.save_pretrained(directory)
     base = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(base, directory).eval()
-
-
-@torch.inference_mode()
-def generate(model: Any) -> tuple[list[int], list[float]]:
-    """The tokens that PEFT's generate chooses, and their log probabilities."""
-    ids = torch.tensor([PROMPT])
-    answer = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    tokens = answer.sequences[0, len(PROMPT) :]
-    rows = torch.cat(answer.logits).log_softmax(-1)
-    return tokens.tolist(), rows.gather(1, tokens[:, None])[:, 0].tolist()
 
 
 def write_archive(source: Path, target: Path, base: Path) -> None:
@@ -164,7 +148,9 @@ def test_each_container_answers_as_peft_on_trained_base(tmp_path: Path) -> None:
 
 def check_containers(server: ServerProcess, base: Path, folder: Path) -> None:
     server.variables = {**server.variables, "LORASERVE_URL": server.url, "LORASERVE_API_KEY": server.make_tenant("c")}
-    expected = {name: generate(train(base, folder / name, **config)) for name, config in ADAPTERS.items()}
+    expected = {
+        name: generate(train(base, folder / name, **config), PROMPT, MAX_TOKENS) for name, config in ADAPTERS.items()
+    }
     assert expected["lora"][0] != expected["dora"][0]
     for name, (adapter, write, spoil, words) in CONTAINERS.items():
         target = folder / f"as-{name}"

@@ -284,7 +284,7 @@ def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
     assert server.asked == []
 
 
-def test_older_weights_are_sent_as_they_are(server: Any, client: Client, peft_dir: Path) -> None:
+def test_push_sends_older_weights_unchanged(server: Any, client: Client, peft_dir: Path) -> None:
     weights = (peft_dir / "adapter_model.safetensors").rename(peft_dir / "adapter_model.bin").read_bytes()
     server.answer_with_push()
     client.adapters.push(peft_dir, name="sql")
@@ -315,7 +315,7 @@ def write_shards(directory: Path, names: tuple[str, ...]) -> str:
     return index
 
 
-def test_shards_are_sent_as_one_with_index(server: Any, client: Client, peft_dir: Path) -> None:
+def test_push_joins_shards_and_sends_index(server: Any, client: Client, peft_dir: Path) -> None:
     index = write_shards(peft_dir, ("b.safetensors", "a.safetensors"))
     (peft_dir / "a.safetensors").write_bytes(b"A" * (SIZE - 100))
     (peft_dir / "b.safetensors").write_bytes(b"B" * 100)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraserve.adapters.format.peft_format import Buffer, read_config, read_tensors
+from loraserve.adapters.format.target_fields import LAYER_PATH, target_fields
 from loraserve.adapters.format.tensor_names import PREFIX
 from loraserve.adapters.ir import TensorView
 from loraserve.adapters.strict_json import shown
@@ -30,13 +31,12 @@ _PARAMETERS = ("rank", "scale", "dropout", "keys")
 _NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 _PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 _EMBEDDING_PARTS = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
-_LAYER = re.compile(r"(?P<prefix>.*\blayers)\.(?P<layer>\d{1,6})\.(?P<inner>.+)")
 _EMBEDDING = "embed_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """What an mlx-lm config says.
+    """Settings of an mlx-lm config.
 
     Attributes:
         num_layers: layers from the last one on that have tensors; None: the config doesn't say.
@@ -170,7 +170,7 @@ def _check_parts(modules: Mapping[str, set[str]], parameters: _Parameters) -> No
 
 def _check_layers(modules: Collection[str], parameters: _Parameters, base: BaseSpec) -> None:
     """Check that the modules are those that the config means."""
-    found = {int(match["layer"]) for module in modules if (match := _LAYER.fullmatch(module)) is not None}
+    found = {int(match["layer"]) for module in modules if (match := LAYER_PATH.fullmatch(module)) is not None}
     # 0 and less are all layers, as in a slice from its end on
     num_layers = parameters.num_layers
     if num_layers is not None and found:
@@ -183,25 +183,8 @@ def _check_layers(modules: Collection[str], parameters: _Parameters, base: BaseS
             )
     if parameters.keys is not None:
         for module in modules:
-            match = _LAYER.fullmatch(module)
+            match = LAYER_PATH.fullmatch(module)
             if module not in parameters.keys and (match is None or match["inner"] not in parameters.keys):
                 raise AdapterFormatError(
                     f"The file holds tensors for {shown(module, 200)}, which lora_parameters.keys doesn't name."
                 )
-
-
-def target_fields(modules: Collection[str], base: BaseSpec) -> dict[str, Any]:
-    """Return the fields of PEFT's config that mean these modules, given by their whole names."""
-    inner: dict[str, set[int]] = {}
-    outside: list[str] = []
-    for module in modules:
-        match = _LAYER.fullmatch(module)
-        if match is None:
-            outside.append(module)
-        else:
-            inner.setdefault(match["inner"], set()).add(int(match["layer"]))
-    layers = sorted(set().union(*inner.values()))
-    if any(found != set(layers) for found in inner.values()) or (outside and len(layers) < base.num_layers):
-        return {"target_modules": sorted(modules)}
-    targets = {"target_modules": sorted([*inner, *outside])}
-    return targets if len(layers) == base.num_layers else {**targets, "layers_to_transform": layers}

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from loraserve.adapter_folder import CONFIG_FILE as CONFIG_FILE
+from loraserve.adapter_folder import WEIGHTS_FILE as WEIGHTS_FILE
 from loraserve.adapters.config.kinds import check_kind
 from loraserve.adapters.ir import ITEM_SIZES, NUMPY_DTYPES, Array, TensorView
 from loraserve.adapters.strict_json import parse_object, shown
@@ -26,8 +28,6 @@ from loraserve.limits import LIMITS, Limits
 Buffer = bytes | bytearray | memoryview
 """A file's bytes in memory."""
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 STORED_SIZES = {**ITEM_SIZES, "F64": 8}
 """Bytes of a number by the dtypes that a file may have."""

@@ -259,17 +259,30 @@ def forced_end(budget: ThinkingBudget, token_ids: Sequence[int], start: int, sam
     num_output = len(token_ids) - start + len(sampled)
     if num_output < budget.num_tokens:
         return None
-    output = [*token_ids[start:], *sampled]
-    begin = 0 if budget.is_open else _after_opener(budget, output)
+    first = [*token_ids[start : start + _MAX_BLANKS + 1], *sampled][: _MAX_BLANKS + 1]
+    begin = 0 if budget.is_open else _after_opener(budget, first)
     if begin is None or num_output - begin < budget.num_tokens:
         return None
-    is_closed = any(closer in output for closer in budget.closers)
+    is_closed = any(closer in sampled or _occurs(closer, token_ids, start) for closer in budget.closers)
     return None if is_closed else budget.closers[0]
 
 
-def _after_opener(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
-    """Return the number of tokens up to the reasoning's first; None: there is no reasoning."""
-    for index, token_id in enumerate(output[: _MAX_BLANKS + 1]):
+def _occurs(token_id: int, token_ids: Sequence[int], start: int) -> bool:
+    """Return whether a token is among these from `start` on, without a copy of them."""
+    try:
+        token_ids.index(token_id, start)
+    except ValueError:
+        return False
+    return True
+
+
+def _after_opener(budget: ThinkingBudget, first: Sequence[int]) -> int | None:
+    """Return the number of tokens up to the reasoning's first; None: there is no reasoning.
+
+    Args:
+        first: output's first tokens, at most `_MAX_BLANKS` + 1.
+    """
+    for index, token_id in enumerate(first):
         if token_id in budget.openers:
             return index + 1
         if token_id not in budget.blanks:

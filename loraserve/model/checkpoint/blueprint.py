@@ -14,7 +14,7 @@ from math import prod
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
 from loraserve.model.checkpoint.headers import StoredTensor
 from loraserve.model.checkpoint.stored_weights import ExpectedTensor, StoredWeight, find_stored_weight
-from loraserve.model.config.architectures import Architecture, ExpertPaths
+from loraserve.model.config.architecture import Architecture, ExpertPaths
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.config.quantization_config import QuantizationConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraserve.errors import ModelError
-from loraserve.model.config.architectures import Architecture
+from loraserve.model.config.architecture import Architecture
 
 
 class Fields:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from loraserve.errors import ModelError
-from loraserve.model.config.architectures import Architecture, Window, find_architecture
+from loraserve.model.config.architecture import Architecture, Window
+from loraserve.model.config.architectures import find_architecture
 from loraserve.model.config.config_fields import Fields, shown
 from loraserve.model.config.quantization_config import QuantizationConfig, parse_quantization
 from loraserve.model.config.ropes import RopeConfig, RopeType, check_rotated, read_ropes, stretched_context

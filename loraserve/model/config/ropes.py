@@ -14,6 +14,8 @@ from typing import Any
 from loraserve.errors import ModelError
 from loraserve.model.config.config_fields import Fields, shown, to_count, to_number, to_object
 
+_DYNAMIC = "dynamic"
+
 
 class RopeType(Enum):
     DEFAULT = "default"
@@ -113,18 +115,7 @@ def _rope(
     config = fields.config
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ModelError(f"config.json: {source} differs by layer type; only one value for all layers is implemented.")
-    name = rope.get("rope_type", rope.get("type", "default"))
-    if name == "dynamic":
-        # a stretch that begins where the context ends, unless it is a fixed one of theta
-        is_fixed = fields.architecture.has_rope_alpha and rope.get("alpha")
-        name = RopeType.NTK_ALPHA.value if is_fixed else RopeType.DEFAULT.value
-    elif name == RopeType.NTK_ALPHA.value:
-        name = None
-    name = fields.architecture.rope_names.get(name, name) if isinstance(name, str) else name
-    if name not in [rope_type.value for rope_type in RopeType]:
-        found = rope.get("rope_type", rope.get("type"))
-        known = ", ".join(["dynamic", *(one.value for one in RopeType if one is not RopeType.NTK_ALPHA)])
-        raise ModelError(f"config.json: {source}.rope_type is {shown(found)}; expected one of {known}.")
+    rope_type = _rope_type(fields, source, rope)
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotated is None:
         rotated = fields.architecture.defaults.get("partial_rotary_factor")
@@ -135,7 +126,6 @@ def _rope(
         raise ModelError(
             f"config.json: partial_rotary_factor is {rotated:g}; only 1 is implemented for {fields.architecture.name}."
         )
-    rope_type = RopeType(name)
     theta = to_number(rope["rope_theta"], f"{source}.rope_theta") if rope.get("rope_theta") is not None else None
     if theta is None:
         theta = fields.number(theta_field)
@@ -148,7 +138,7 @@ def _rope(
         value = rope.get(key)
         if value is None:
             if default is None:
-                raise ModelError(f"config.json has no {source}.{key}, which rope type {name} needs.")
+                raise ModelError(f"config.json has no {source}.{key}, which rope type {rope_type.value} needs.")
             return default
         return to_number(value, f"{source}.{key}")
 
@@ -199,6 +189,27 @@ def _rope(
         attention_factor=number("attention_factor", _yarn_attention_factor(factor, rope, source)),
         rotated=rotated,
     )
+
+
+def _rope_type(fields: Fields, source: str, rope: Mapping[str, Any]) -> RopeType:
+    """Return the type that a rope's settings name.
+
+    ``dynamic`` stretches positions past the context, which isn't served, so that it is the default;
+    with an ``alpha`` it is a fixed stretch of theta in some architectures.
+
+    Raises:
+        ModelError: it isn't known.
+    """
+    found = rope.get("rope_type", rope.get("type", "default"))
+    name = fields.architecture.rope_names.get(found, found) if isinstance(found, str) else found
+    if name == _DYNAMIC:
+        is_fixed = fields.architecture.has_rope_alpha and rope.get("alpha")
+        return RopeType.NTK_ALPHA if is_fixed else RopeType.DEFAULT
+    known = {one.value: one for one in RopeType if one is not RopeType.NTK_ALPHA}
+    if not isinstance(name, str) or name not in known:
+        names = ", ".join([*known, _DYNAMIC])
+        raise ModelError(f"config.json: {source}.rope_type is {shown(found)}; expected one of {names}.")
+    return known[name]
 
 
 def _factors(value: object, name: str) -> tuple[float, ...]:

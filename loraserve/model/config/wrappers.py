@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraserve.adapters.format.wrappers import is_of_encoder
+from loraserve.adapters.format.wrappers import LANGUAGE_PATHS, is_of_encoder
 from loraserve.model.config.config_fields import to_object
 
 
@@ -52,13 +52,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "SmolVLMForConditionalGeneration": Wrapper(),
 }
 
-_DECODER_PREFIXES: Mapping[str, str] = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.text_model.": "model.",
-}
-"""Beginning of a decoder's names in a wrapper → in a model of text alone."""
+_DECODER, _HEAD = "model", "lm_head"
+_PREFIXES: tuple[tuple[str, str], ...] = tuple(
+    (f"{wrapped}.", f"{plain}.")
+    for path, head in LANGUAGE_PATHS.items()
+    for wrapped, plain in ((path, _DECODER), (head, _HEAD))
+    if wrapped != plain
+)
+"""Beginning of a decoder's names in a wrapper, and in a model of text alone."""
 
 _QWEN_VL: Mapping[str, object] = {
     "vocab_size": 152_064,
@@ -126,8 +127,8 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         "max_position_embeddings": 131_072,
     },
 }
-"""What a text config without these fields means, by its model_type: it is written without what
-transformers' class begins with.
+"""Fields that a text config lacks where they are the defaults of transformers' class, by its
+model_type.
 """
 
 
@@ -170,17 +171,17 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def wrapped_names(path: str) -> tuple[str, ...]:
-    """Return what a decoder's linear may be called in a wrapper, its own name first."""
-    found = [prefix + path.removeprefix(plain) for prefix, plain in _DECODER_PREFIXES.items() if path.startswith(plain)]
-    found += [f"language_model.{path}"] if path == "lm_head" else []
-    return (path, *found)
+    """Return the names that a decoder's linear may have in a wrapper, its own first."""
+    full = f"{path}."
+    others = (wrapped + full.removeprefix(plain) for wrapped, plain in _PREFIXES if full.startswith(plain))
+    return (path, *(name.removesuffix(".") for name in others))
 
 
 def decoder_name(name: str) -> str | None:
-    """Return what a tensor or linear is called in a model of text alone; None: it isn't in one."""
+    """Return the name of a tensor or linear in a model of text alone; None: it isn't in one."""
     if is_of_encoder(name):
         return None
-    for prefix, plain in _DECODER_PREFIXES.items():
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
+    for wrapped, plain in _PREFIXES:
+        if name.startswith(wrapped):
+            return plain + name.removeprefix(wrapped)
     return name

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from loraserve.adapters.format.containers import ConvertedFiles
-from loraserve.adapters.format.mlx_format import target_fields
 from loraserve.adapters.format.peft_format import STORED_DTYPES, STORED_SIZES, Buffer, check_name
+from loraserve.adapters.format.target_fields import target_fields
 from loraserve.adapters.format.tensor_names import PREFIX
 from loraserve.adapters.ir import Array, TensorView
 from loraserve.adapters.strict_json import shown
@@ -159,11 +159,8 @@ def _check_size(gguf: Gguf, limits: Limits) -> None:
 
 def _find_layout(gguf: Gguf, base: BaseSpec) -> GgufLayout:
     layout = LAYOUTS.get(gguf.architecture)
-    if layout is None or base.architecture not in (
-        layout.architecture,
-        layout.with_experts,
-        *_SAME_BASES.get(gguf.architecture, ()),
-    ):
+    same = _SAME_BASES.get(gguf.architecture, ())
+    if layout is None or base.architecture not in (*layout.architectures, *same):
         raise AdapterBaseMismatch(
             f"The adapter was trained for the architecture {shown(gguf.architecture)} (general.architecture); this "
             f"base is a {base.architecture}.",

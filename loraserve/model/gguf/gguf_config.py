@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loraserve.errors import ModelError
-from loraserve.model.config.architectures import Architecture, Window
+from loraserve.model.config.architecture import Architecture, Window
 from loraserve.model.config.gguf_types import FLOAT_TYPES
 from loraserve.model.gguf.gguf_file import Gguf
 from loraserve.model.gguf.gguf_layout import ROPE_FACTORS, architecture_of, place_tensors

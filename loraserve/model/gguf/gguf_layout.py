@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from loraserve.errors import ModelError, UnknownArchitecture
-from loraserve.model.config.architectures import ARCHITECTURES, Architecture
+from loraserve.model.config.architecture import Architecture
+from loraserve.model.config.architectures import ARCHITECTURES
 from loraserve.model.gguf.gguf_file import Gguf, GgufTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -52,6 +53,12 @@ class GgufLayout:
     names: Mapping[str, str] = field(default_factory=dict)
     is_permuted: bool = False
     norm_offset: float = 0.0
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of all rows of `ARCHITECTURES` that such files may be of."""
+        names = (self.architecture, self.with_experts, self.with_window, self.with_temperature)
+        return tuple(name for name in names if name is not None)
 
 
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}

@@ -121,7 +121,7 @@ async def test_extra_files_are_pulled_too(admin: httpx2.AsyncClient, acme: httpx
     assert (ended["state"], "exceeds the limit" in ended["error"]["message"]) == ("failed", True)
 
 
-async def test_shards_are_pulled_as_one(admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin) -> None:
+async def test_pull_joins_shards(admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin) -> None:
     digest = (await until_ended(acme, await begin(admin)))["result"]["digest"]
     tensors = load(origin.files.pop(WEIGHTS))
     places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}

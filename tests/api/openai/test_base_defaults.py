@@ -47,12 +47,12 @@ async def test_explicit_length_exceeds_default_of_base(client: httpx2.AsyncClien
     assert [one.params.max_tokens for one in engine.seen] == [9, 9]
 
 
-async def test_response_reports_defaults_that_were_used(client: httpx2.AsyncClient) -> None:
+async def test_response_reports_applied_defaults(client: httpx2.AsyncClient) -> None:
     shown = (await client.post("/v1/responses", json={"model": BASE, "input": "hi"})).json()
     assert (shown["temperature"], shown["top_p"]) == (0.6, 0.95)
 
 
-async def test_version_defaults_precede_those_of_base(
+async def test_version_defaults_precede_base_defaults(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
 ) -> None:
     version = await publish("sql", generation_config=b'{"temperature": 0.2, "max_new_tokens": 7}')
@@ -62,7 +62,7 @@ async def test_version_defaults_precede_those_of_base(
         assert (one.params.temperature, one.params.top_k, one.params.max_tokens) == (0.2, 20, 7)
 
 
-async def test_base_resource_shows_its_defaults(client: httpx2.AsyncClient) -> None:
+async def test_base_resource_shows_defaults(client: httpx2.AsyncClient) -> None:
     assert (await client.get("/api/v1/base")).json()["generation_defaults"] == {
         "temperature": 0.6,
         "top_p": 0.95,

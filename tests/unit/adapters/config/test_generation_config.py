@@ -37,7 +37,7 @@ def test_base_file_gives_sampling_without_warnings() -> None:
 DROPPED = ("do_sample", "max_new_tokens")
 
 
-def test_base_that_samples_nothing_is_greedy() -> None:
+def test_base_without_sampling_is_greedy() -> None:
     assert read(do_sample=False, temperature=0.6)[0].temperature == 0
     # absent, as transformers writes files: the fields beside it count
     assert read(temperature=0.6)[0].temperature == 0.6
@@ -56,7 +56,7 @@ def test_base_that_samples_nothing_is_greedy() -> None:
         ({"my_field": {"x": []}}, "the field 'my_field' isn't known"),
     ],
 )
-def test_odd_field_is_named_and_others_count(fields: dict[str, object], warning: str) -> None:
+def test_odd_field_leaves_valid_fields_in_force(fields: dict[str, object], warning: str) -> None:
     defaults, warnings = read(min_p=0.1, **fields)
     assert defaults == GenerationDefaults(min_p=0.1)
     assert [warning in found for found in warnings] == [True]
@@ -69,7 +69,7 @@ def test_unreadable_base_file_gives_one_warning(data: bytes) -> None:
     assert len(warnings) == 1
 
 
-def test_version_defaults_precede_those_of_base() -> None:
+def test_version_defaults_precede_base_defaults() -> None:
     base = GenerationDefaults(temperature=0.6, top_k=20, max_default_tokens=100)
     own = GenerationDefaults(temperature=0.0, stop_token_ids=(7,), max_new_tokens=500)
     both = own.over(base)

@@ -43,6 +43,14 @@ BASE = BaseSpec(
     quantization="none",
     head_dim=16,
 )
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    # of files whose architecture has more than one
+    "olmo3": "Olmo3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+}
 CONFIG = SimpleNamespace(model_type="llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
@@ -76,12 +84,11 @@ def meant(tensor: Any, form: str) -> Any:
 
 
 @pytest.mark.parametrize("form", ["F32", "F16", "Q8_0"])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_factors_equal_pefts(tmp_path: Path, form: str, kind: str) -> None:
     tensors = peft_tensors()
     config = SimpleNamespace(**{**vars(CONFIG), "model_type": kind})
-    names = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    base = BaseSpec(**{**{f: getattr(BASE, f) for f in BASE.__struct_fields__}, "architecture": names[kind]})
+    base = BaseSpec(**{**{f: getattr(BASE, f) for f in BASE.__struct_fields__}, "architecture": ARCHITECTURES[kind]})
     ir = read(written(tmp_path, tensors, config, form=form), base)
     assert len(ir.modules) == 2 * len(MODULES)
     for module in ir.modules:
