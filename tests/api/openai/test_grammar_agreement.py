@@ -5,6 +5,7 @@ same tokens or the same error with proposed tokens and without, as a stream and 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -182,6 +183,12 @@ _PIECES = (
 )
 
 # answering
+
+
+@pytest.fixture(autouse=True)
+def no_mask_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Propose whatever the processor does beside: grammars that once took long get no proposals."""
+    monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", math.inf)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from loraserve.limits import MIB
 from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.kv.prefix_cache import prefix_root
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata
+from loraserve.memory.residency.loader import LoaderPool
 from loraserve.memory.residency.pager import Residency
 from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId, TokenOutput
 
@@ -56,6 +58,22 @@ ADAPTERS = {
 
 EOS = 7
 _numbers = itertools.count()
+
+
+@pytest.fixture
+def quick_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each load end before the step that asked for it goes on.
+
+    Which requests share a step, and so who is preempted, is then the same on a busy machine.
+    """
+    start = LoaderPool.start
+
+    def start_and_wait(self: LoaderPool, ref: AdapterRef, tenants: Iterable[TenantId]) -> None:
+        start(self, ref, tenants)
+        while self._results.qsize() < len(self):
+            time.sleep(0.0005)
+
+    monkeypatch.setattr(LoaderPool, "start", start_and_wait)
 
 
 def make_ref(name: str, tenant: str = "t") -> AdapterRef:

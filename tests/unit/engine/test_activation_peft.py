@@ -191,7 +191,7 @@ def test_a_conversation_that_the_base_began_is_found_by_activated_adapters_and_t
     assert engine.stats().base_prefix_tokens_hit == 48 * 3 + 16 + 48
 
 
-def test_preemption_changes_no_token(activated, make_engine):
+def test_preemption_changes_no_token(activated, make_engine, quick_loads):
     # 18 blocks of 16 tokens, less what adapters take, for 8 requests of up to 50: they can't all
     # stay
     engine = make_engine(

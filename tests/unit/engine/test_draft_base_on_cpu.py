@@ -120,7 +120,7 @@ def test_no_token_differs_in_ten_thousand_requests(world, make_engine, draft_dir
     assert not engine._speculation._drafting._is_broken
 
 
-def test_answers_are_the_same_where_requests_are_preempted(world, make_engine, draft_dirs):
+def test_answers_are_the_same_where_requests_are_preempted(world, make_engine, draft_dirs, quick_loads):
     # as in test_speculation_on_cpu: 13 blocks for 8 requests of up to 6
     work = random_work(1, 20, [None, "r1"])
     memory = {

@@ -86,7 +86,7 @@ def test_a_mixed_batch_says_what_peft_says(world, make_engine):
     assert run(engine) == wanted
 
 
-def test_chunks_preemption_and_prefix_hits_change_no_token(world, make_engine):
+def test_chunks_preemption_and_prefix_hits_change_no_token(world, make_engine, quick_loads):
     # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70: they can't all
     # stay
     engine = make_engine(

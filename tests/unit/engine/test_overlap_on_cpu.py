@@ -98,7 +98,7 @@ def test_every_way_of_sampling_says_what_it_says_in_plain_steps(world, make_engi
         assert scores == pytest.approx([entry and entry.logprob for entry in other.prompt_logprobs or ()], abs=1e-4)
 
 
-def test_chunks_preemption_and_prefix_hits_change_no_token(world, make_engine):
+def test_chunks_preemption_and_prefix_hits_change_no_token(world, make_engine, quick_loads):
     # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70: they can't all
     # stay
     engine = make_engine(

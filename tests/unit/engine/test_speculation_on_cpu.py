@@ -95,7 +95,7 @@ def test_answers_are_the_same_to_the_last_bit_in_every_format(world, make_engine
     assert_equal(world, make_engine, random_work(0, 20, NAMES), max_num_seqs=6, **format)
 
 
-def test_answers_are_the_same_where_requests_are_preempted(world, make_engine):
+def test_answers_are_the_same_where_requests_are_preempted(world, make_engine, quick_loads):
     # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 90
     work = random_work(1, 20, [None, "r1"])
     memory = {"memory_budget_bytes": 13 * 16 * 3 * 2 * 2 * 16 * 4, "max_model_len": 96}

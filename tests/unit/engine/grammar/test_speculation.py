@@ -65,6 +65,12 @@ class FlatCosts(StepCosts):
         return 1.0
 
 
+@pytest.fixture(autouse=True)
+def no_mask_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Propose whatever the processor does beside: grammars that once took long get no proposals."""
+    monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", math.inf)
+
+
 @pytest.fixture(scope="module")
 def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], Engine]]:
     engines: list[Engine] = []
@@ -149,11 +155,7 @@ def random_work(seed: int, count: int, tokenizer: Tokenizer) -> list[Work]:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 3 else pytest.mark.campaign) for n in range(40)])
-def test_answers_with_grammars_are_the_same_to_the_last_bit(
-    make_engine, tokenizer: Tokenizer, monkeypatch, seed: int
-) -> None:
-    # how long a mask takes is the machine's: on a busy one nothing would be proposed
-    monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", math.inf)
+def test_answers_with_grammars_are_the_same_to_the_last_bit(make_engine, tokenizer: Tokenizer, seed: int) -> None:
     work = random_work(seed, 40, tokenizer)
     proposing = make_engine(True, max_num_seqs=4)
     assert answer(proposing, work) == answer(make_engine(False, max_num_seqs=4), work)
@@ -164,9 +166,7 @@ def test_answers_with_grammars_are_the_same_to_the_last_bit(
     assert stats.accepted_own_tokens + stats.accepted_history_tokens > 20
 
 
-def test_keys_of_a_schema_take_few_steps(make_engine, tokenizer: Tokenizer, monkeypatch) -> None:
-    # a mask that took long beside others' load ends proposals
-    monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", math.inf)
+def test_keys_of_a_schema_take_few_steps(make_engine, tokenizer: Tokenizer) -> None:
     work = [(GRAMMARS[0], list(tokenizer.encode("list the tickets")), {"max_tokens": 120, "temperature": 0.0})]
     plain, proposing = make_engine(False), make_engine(True)
     assert answer(proposing, work) == answer(plain, work)
@@ -188,14 +188,13 @@ def test_a_matcher_that_fails_ahead_of_its_request_is_made_anew(
     go_to, calls = GrammarCursor.go_to, itertools.count()
 
     def failing(self: GrammarCursor, ahead: Sequence[int]) -> None:
-        if ahead and next(calls) % 3 == 2:
+        if ahead and next(calls) % 2 == 1:
             raise MatcherFailed("on purpose")
         go_to(self, ahead)
 
     monkeypatch.setattr(GrammarCursor, "go_to", failing)
     engine = make_engine(True)
     assert answer(engine, work) == expected
-    assert next(calls) > 3
     assert "failed ahead of its request" in caplog.text
     assert engine.stats().grammar_failures == 0
 
