@@ -31,6 +31,7 @@ from pydantic_settings import (
 
 from loraserve.config import UNBOUNDED_S, EngineConfig
 from loraserve.errors import ConfigError
+from loraserve.hub import HubAddress, fetch, is_hub
 from loraserve.limits import (
     DEFAULT_EPHEMERAL_BYTES,
     DEFAULT_EPHEMERAL_TTL_S,
@@ -217,7 +218,9 @@ class Settings(BaseSettings):
     """The TOML file. Default: loraserve.toml in the current directory, if it exists."""
 
     model: str = Field(min_length=1)
-    """A directory in Hugging Face's layout, a GGUF file, or a Hugging Face id."""
+    """A directory in Hugging Face's layout, a GGUF file, or what the hub has:
+    hf:ORG/NAME[@REVISION][:FILE], or ORG/NAME.
+    """
     model_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")
     """Name of the base in requests' `model`.
 
@@ -408,7 +411,9 @@ class Settings(BaseSettings):
     change an answer; auto: on CPUs.
     """
     draft_model: Path | None = None
-    """Directory of a small base with the same tokenizer, which proposes tokens too. CPUs only."""
+    """Directory or hf:ORG/NAME of a small base with the same tokenizer, which proposes tokens too.
+    CPUs only.
+    """
     draft_quantize: Literal["auto", "none", "int8", "int4", "nf4", "fp8"] = "auto"
     """Format that the draft base's linears are rounded to; auto: as --quantize."""
     num_threads: int = Field(default=0, ge=0, le=1024)
@@ -476,10 +481,17 @@ class Settings(BaseSettings):
         return self.store_url or (self.data_dir / "blobs").absolute().as_uri()
 
     @property
+    def model_source(self) -> str:
+        """The model as adapters' configs may name it: a path, or the hub's id."""
+        return HubAddress.parse(self.model).repo if is_hub(self.model) else self.model
+
+    @property
     def base_id(self) -> str:
         """The base model's name in requests."""
         if self.model_id:
             return self.model_id
+        if is_hub(self.model):
+            return self.model_source
         path = Path(self.model)
         if path.suffix == ".gguf":
             return path.stem
@@ -520,7 +532,7 @@ class Settings(BaseSettings):
             max_inter_token_s=self._max_inter_token_s(),
             enable_prefix_cache=self.enable_prefix_cache,
             speculation=self.speculation,
-            draft_model_dir=None if self.draft_model is None else str(self.draft_model.absolute()),
+            draft_model_dir=self._draft_dir(),
             draft_quantize=self.quantize if self.draft_quantize == "auto" else self.draft_quantize,
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,
@@ -536,6 +548,18 @@ class Settings(BaseSettings):
                 return UNBOUNDED_S
             case milliseconds:
                 return milliseconds / 1e3
+
+    def _draft_dir(self) -> str | None:
+        if self.draft_model is None:
+            return None
+        if is_hub(str(self.draft_model)):
+            found = fetch(HubAddress.parse(str(self.draft_model)), "base").path
+            if found.is_file():
+                raise ConfigError(
+                    f"--draft-model {self.draft_model} is a GGUF file; expected a base in Hugging Face's layout."
+                )
+            return str(found)
+        return str(self.draft_model.absolute())
 
     def _check_draft(self) -> None:
         """Refuse a draft base that could never be asked.
@@ -560,7 +584,7 @@ class Settings(BaseSettings):
                 hint="Leave --draft-model out, or use --device cpu.",
             )
         # a path that the system can't have is no directory either
-        if not os.path.isdir(self.draft_model):
+        if not is_hub(str(self.draft_model)) and not os.path.isdir(self.draft_model):
             raise ConfigError(
                 f"--draft-model {self.draft_model} isn't a directory; expected a base in Hugging Face's layout."
             )

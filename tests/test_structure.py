@@ -26,6 +26,7 @@ STAND_ALONE = {
     "loraserve.api.management.files": "a router",
     "loraserve.api.management.grants": "a router",
     "loraserve.cli.audit": "a command",
+    "loraserve.cli.local.pull": "a command",
     "loraserve.cli.local.serve": "a command",
     "loraserve.cli.tenants.grant": "a command",
     "loraserve.text.passage": "a text",

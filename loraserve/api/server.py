@@ -204,7 +204,7 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
         certify=engine.verify,
         measure_base=engine.measure_base,
         pinning=engine,
-        base_names=BaseNames(settings.base_names, source=settings.model, is_strict=settings.strict_base),
+        base_names=BaseNames(settings.base_names, source=settings.model_source, is_strict=settings.strict_base),
         throttle=Throttle(
             is_serving=lambda: engine.is_computing_here, threads=background_threads("upload", MAX_INSPECTIONS)
         ),

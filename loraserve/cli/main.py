@@ -9,7 +9,7 @@ import typer
 from loraserve.cli import audit, bench, operation, ps, run, usage
 from loraserve.cli.adapters import adapter, adapter_alias, adapter_memory
 from loraserve.cli.help import App
-from loraserve.cli.local import backup, cluster, db, demo, doctor, plan, quantize, serve
+from loraserve.cli.local import backup, cluster, db, demo, doctor, plan, pull, quantize, serve
 from loraserve.cli.local.serve_flags import SettingsCommand
 from loraserve.cli.options import FormatOption, choose_format
 from loraserve.cli.output import Output
@@ -66,6 +66,7 @@ app.command("backup", cls=SettingsCommand)(backup.backup)
 app.command("restore", cls=SettingsCommand)(backup.restore)
 app.command("bench")(bench.bench)
 app.command("plan", cls=SettingsCommand)(plan.plan)
+app.command("pull")(pull.pull)
 app.command("quantize")(quantize.quantize)
 app.command("doctor", cls=SettingsCommand)(doctor.doctor)
 

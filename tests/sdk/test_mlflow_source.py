@@ -14,7 +14,7 @@ from command_line import run_here
 from loraserve import AsyncClient, Client, errors
 from loraserve.demo.pack import adapter_dirs
 from loraserve.sdk.files import mlflow_source
-from loraserve.sdk.files.mlflow_source import AdapterSource
+from loraserve.sdk.files.adapter_source import AdapterSource
 
 SQL_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 STORE = """

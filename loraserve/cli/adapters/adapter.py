@@ -80,8 +80,8 @@ def push(
         str,
         typer.Argument(
             metavar="DIR",
-            help="Directory written by PEFT's save_pretrained() or mlx-lm, a GGUF file of LoRA, or what MLflow "
-            "keeps: runs:/RUN_ID/PATH, "
+            help="Directory written by PEFT's save_pretrained() or mlx-lm, a GGUF file of LoRA, one on the "
+            "hub: hf:ORG/NAME[@REVISION][:FOLDER], or what MLflow keeps: runs:/RUN_ID/PATH, "
             "models:/NAME/VERSION or models:/NAME@ALIAS.",
             show_default=False,
         ),
@@ -154,10 +154,10 @@ def push(
             raise
         show_version(output, version)
         # with the client, which help doesn't need
-        from loraserve.sdk.files.mlflow_source import is_mlflow
+        from loraserve.sdk.files.adapter_source import is_elsewhere
         from loraserve.sdk.files.peft_directory import has_older_template
 
-        if not is_mlflow(directory) and has_older_template(Path(directory)):
+        if not is_elsewhere(directory) and has_older_template(Path(directory)):
             output.note(
                 "The chat template in tokenizer_config.json wasn't sent. "
                 "To make it part of the version, save it as chat_template.jinja."

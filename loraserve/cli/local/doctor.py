@@ -209,7 +209,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
         yield warn(
             "model",
             f"{settings.model} is no directory and no GGUF file",
-            "one; a hub's id isn't looked at",
+            "one, or hf:ORG/NAME",
             "Give its directory.",
         )
         return

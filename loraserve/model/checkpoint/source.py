@@ -5,24 +5,24 @@ Imports no torch.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from loraserve.errors import ConfigError
+from loraserve.hub import HubAddress, fetch, is_hub
 from loraserve.model.gguf.gguf_folder import find_gguf, gguf_folder
-
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?)(@(?P<revision>[\w./-]{1,200}))?")
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-"""Pickled weights are never fetched."""
 
 
 def local_model_dir(path: Path) -> Path:
     """Return the directory that means a base on this machine: a path itself, or a GGUF file's.
 
+    What ``hf:`` names on the hub is fetched first.
+
     Raises:
-        ConfigError: a directory has several GGUF files.
+        ConfigError: a directory has several GGUF files, or as `HubAddress.parse` and `fetch`.
         UnknownArchitecture, ModelError: what a GGUF file has that isn't implemented.
     """
+    if is_hub(str(path)):
+        path = fetch(HubAddress.parse(str(path)), "base").path
     file = find_gguf(path)
     return path if file is None else gguf_folder(file)
 
@@ -33,8 +33,8 @@ def resolve_model_dir(model: str) -> Path:
     Where `model` names no directory and no GGUF file, it is fetched from the hub.
 
     Args:
-        model: a directory, a GGUF file, or ``org/name`` with an optional ``@revision``. A path goes
-            first.
+        model: a directory, a GGUF file, ``hf:`` and what `loraserve.hub` reads, or ``org/name``
+            with an optional ``@revision``. A path goes first.
 
     Raises:
         ConfigError: there's no such directory or repository, it holds no ``config.json``, or the
@@ -44,13 +44,24 @@ def resolve_model_dir(model: str) -> Path:
     path = local_model_dir(Path(model).expanduser())
     if path.is_dir():
         return _with_config(path, model)
-    match = _HUB_ID.fullmatch(model)
-    if path.exists() or match is None or model.startswith((".", "~", "/")):
+    if path.exists() or not _could_be_on_hub(model):
         found = "is a file" if path.exists() else "doesn't exist"
         raise ConfigError(
-            f"The model {model!r} {found}; expected a directory with config.json, a GGUF file, or org/name on the hub."
+            f"The model {model!r} {found}; expected a directory with config.json, a GGUF file, or hf:ORG/NAME."
         )
-    return _with_config(_fetch(match["repo"], match["revision"]), model)
+    try:
+        return _with_config(local_model_dir(Path(f"hf:{model}")), model)
+    except ConfigError as error:
+        raise ConfigError(f"The directory {model!r} doesn't exist, and {error}", hint=error.hint) from error
+
+
+def _could_be_on_hub(model: str) -> bool:
+    if model.startswith("/"):
+        return False
+    try:
+        return HubAddress.parse(f"hf:{model}").part is None
+    except ConfigError:
+        return False
 
 
 def _with_config(path: Path, model: str) -> Path:
@@ -60,23 +71,3 @@ def _with_config(path: Path, model: str) -> Path:
             hint="Give the directory that holds config.json and the safetensors files.",
         )
     return path.resolve()
-
-
-def _fetch(repo: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        raise ConfigError(
-            f"The directory {repo!r} doesn't exist, and huggingface_hub isn't installed, "
-            "so it can't be fetched from the hub.",
-            hint='Give a directory, or run: pip install "loraserve[hub]".',
-        ) from None
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"The directory {repo!r} doesn't exist, and it can't be fetched from the hub: {reason}",
-            hint="Check the name, the network, and HF_TOKEN for gated models.",
-        ) from error

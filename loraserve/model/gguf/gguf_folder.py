@@ -55,7 +55,8 @@ def gguf_folder(file: Path) -> Path:
     Raises:
         UnknownArchitecture, ModelError: what the file has that isn't implemented.
     """
-    file = file.resolve()
+    # a link keeps its own name, which says what the other shards' are
+    file = file.absolute()
     folder = _cache() / _key(file)
     if (folder / SOURCE_FILE).is_file():
         return folder

@@ -17,7 +17,7 @@ from loraserve.sdk._async.transport import AsyncTransport
 from loraserve.sdk.call import Call, encode, idempotency_key, if_match_header, read_into, read_nothing, segment
 from loraserve.sdk.concurrency import async_call
 from loraserve.sdk.file_piece import OnProgress
-from loraserve.sdk.files.mlflow_source import AdapterSource
+from loraserve.sdk.files.adapter_source import AdapterSource
 from loraserve.sdk.files.peft_directory import INDEX, find_files, read_config, read_extra_files, read_index_file
 from loraserve.sdk.types.management import Action, Adapter, Alias, ShadowHour, Traffic, Version
 from loraserve.sdk.types.operations import Operation

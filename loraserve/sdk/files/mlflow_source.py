@@ -10,7 +10,7 @@ import importlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,51 +33,23 @@ def is_mlflow(source: str | Path) -> bool:
     return isinstance(source, str) and source.startswith(_SCHEMES)
 
 
-class AdapterSource:
-    """A directory to push: the caller's own, or a temporary one with what MLflow keeps."""
+def fetch_mlflow(source: str) -> Path:
+    """Return a temporary directory with the adapter that MLflow keeps there.
 
-    def __init__(self, directory: Path, *, is_temporary: bool) -> None:
-        self.directory = directory
-        self._is_temporary = is_temporary
-        self._joined: Path | None = None
-
-    @classmethod
-    def open(cls, source: str | Path) -> AdapterSource:
-        """Return the directory, after MLflow fetched it where `source` is MLflow's; `close` it.
-
-        Raises:
-            ConfigError: MLflow isn't installed.
-            AdapterFormatError: nothing is there, or no adapter, or several.
-        """
-        if not isinstance(source, str) or not is_mlflow(source):
-            return cls(Path(source), is_temporary=False)
-        uri = _mlflow_uri(source)
-        artifacts = _import_artifacts()
-        directory = Path(tempfile.mkdtemp(prefix="loraserve-mlflow-"))
-        try:
-            _fetch(artifacts, uri, directory)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        return cls(directory, is_temporary=True)
-
-    def join(self, files: Sequence[Path]) -> Path:
-        """Return the file, or for several a temporary one with the bytes of all, until `close`."""
-        if len(files) == 1:
-            return files[0]
-        with tempfile.NamedTemporaryFile(prefix="loraserve-weights-", delete=False) as joined:
-            self._joined = Path(joined.name)
-            for path in files:
-                with path.open("rb") as file:
-                    shutil.copyfileobj(file, joined)
-        return self._joined
-
-    def close(self) -> None:
-        """Remove temporary files."""
-        if self._joined is not None:
-            self._joined.unlink(missing_ok=True)
-        if self._is_temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+    Raises:
+        ConfigError: MLflow isn't installed.
+        InvalidRequest: `source` is none of the known forms.
+        AdapterFormatError: nothing is there, or no adapter, or several.
+    """
+    uri = _mlflow_uri(source)
+    artifacts = _import_artifacts()
+    directory = Path(tempfile.mkdtemp(prefix="loraserve-mlflow-"))
+    try:
+        _fetch(artifacts, uri, directory)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return directory
 
 
 def _mlflow_uri(source: str) -> str:

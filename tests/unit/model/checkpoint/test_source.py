@@ -4,9 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from loraserve.errors import ConfigError
 from loraserve.model.checkpoint.source import resolve_model_dir
@@ -35,7 +33,7 @@ def test_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./absent", "/absent/model", "~/absent-model", "a/b/c", "a b", "", "a//b", "../x"])
 def test_path_that_is_not_there_is_never_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.setattr("loraserve.model.checkpoint.source.fetch", lambda *_: pytest.fail("asked the hub"))
     monkeypatch.chdir("/")
     with pytest.raises(ConfigError):
         # an empty name is the current directory, which has no config.json
@@ -46,29 +44,6 @@ def test_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file"):
         resolve_model_dir(str(tmp_path / "model.safetensors"))
-
-
-def test_hub_id_is_fetched_at_its_revision_without_pickles(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def snapshot_download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        calls.append((repo, revision))
-        assert not any(pattern in ("*", "*.bin", "*.pt") for pattern in allow_patterns)
-        return str(model_dir)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model_dir("org/name@v1.0") == model_dir
-    assert resolve_model_dir("org/name") == model_dir
-    assert calls == [("org/name", "v1.0"), ("org/name", None)]
-
-
-def test_hub_that_cannot_be_reached_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(*args: object, **kwargs: object) -> str:
-        raise LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ConfigError, match="no connection"):
-        resolve_model_dir("org/name")
 
 
 def test_without_the_hub_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
