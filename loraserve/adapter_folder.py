@@ -28,6 +28,7 @@ _FOREIGN_FILES = {
     "pytorch_model.bin": _WHOLE_MODEL,
     "pytorch_model.bin.index.json": _WHOLE_MODEL,
 }
+_WEIGHTS_SHARD = re.compile(r"adapter_model-\d{1,8}-of-\d{1,8}\.safetensors")
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
@@ -49,6 +50,11 @@ def find_weights(names: Collection[str]) -> str | None:
             hint="Name the file, or put it into a folder of its own.",
         )
     return ggufs[0] if ggufs else None
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file's name is that of an adapter's weights, their index or one shard."""
+    return name in WEIGHTS_FILES or _WEIGHTS_SHARD.fullmatch(name) is not None
 
 
 def foreign_files(names: Collection[str]) -> str | None:

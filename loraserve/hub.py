@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import httpx2
 
-from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILES, find_weights, foreign_files, holds_config
+from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILES, find_weights, foreign_files, holds_config, is_weights
 from loraserve.errors import AdapterFormatError, ConfigError
 
 Kind = Literal["base", "adapter"]
@@ -172,7 +172,7 @@ def select(names: Iterable[str], address: HubAddress, wanted: Kind | None) -> Se
     prefix = f"{place}/" if place else ""
     if wanted != "base" and CONFIG_FILE in there:
         weights = find_weights(there)
-        chosen = {name for name in there if name in WEIGHTS_FILES or name.startswith("adapter_model-")}
+        chosen = {name for name in there if is_weights(name)}
         if weights is not None:
             chosen.add(weights)
         return Selection("adapter", _with_small(there, chosen, prefix), place)

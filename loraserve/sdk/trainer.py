@@ -21,11 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from loraserve import errors
-from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.adapter_folder import CONFIG_FILE, is_weights
 from loraserve.sdk._sync.client import Client
 from loraserve.sdk.config import ClientConfig
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, find_files
+from loraserve.sdk.files.peft_directory import (
+    EXTRA_FILES,
+    PARSER_FILES,
+    TOKENIZER_FILE,
+    VARIABLES_FILE,
+    find_files,
+)
 from loraserve.sdk.types.management import Version
 
 MAX_DELAY_S = 60.0
@@ -39,7 +45,7 @@ TAG_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 """The server's own rules, so that a wrong name is an error before the training."""
 
 _log = logging.getLogger("loraserve.trainer")
-_FILES = (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES)
+_FILES = (CONFIG_FILE, *EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE, TOKENIZER_FILE)
 _EVENT = "on_"
 _NO_TAG_LETTER = re.compile(r"[^A-Za-z0-9._/-]")
 
@@ -369,9 +375,9 @@ def _number(value: object) -> float | None:
 def _copy(source: Path, target: Path) -> Path:
     """Copy the adapter's files, without optimizer states and the like."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in _FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    for path in source.iterdir():
+        if path.is_file() and (path.name in _FILES or is_weights(path.name)):
+            shutil.copyfile(path, target / path.name)
     return target
 
 

@@ -168,6 +168,23 @@ def test_server_that_is_away_ends_no_training_and_the_advice_works(
     assert registry.adapters.version("late", 1).tags["step"] == "1"
 
 
+def test_checkpoint_is_kept_with_all_that_is_pushed(
+    tmp_path: Path, make_callback: Callable[..., LoraservePushCallback]
+) -> None:
+    callback = make_callback("kept", base_url=f"http://127.0.0.1:{free_port()}")
+    run = Run(tmp_path, callback)
+    run.args.save_total_limit = 1
+    names = {"tokenizer.json", "adapter_model.safetensors.index.json", "adapter_model-00001-of-00002.safetensors"}
+    directory = tmp_path / "checkpoint-1"
+    shutil.copytree(adapter_dirs()["sql"], directory)
+    for name in (*names, "optimizer.pt"):
+        (directory / name).write_text("{}")
+    run.save(style="")
+    kept = {path.name for path in callback.unpushed[0].directory.iterdir()}
+    assert kept >= names
+    assert "optimizer.pt" not in kept
+
+
 def test_server_that_never_answers_delays_no_longer_than_the_bound(
     tmp_path: Path, make_callback: Callable[..., LoraservePushCallback], warnings: Callable[[], list[str]]
 ) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from loraserve import errors
-from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES
+from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, is_weights
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, TOKENIZER_FILE, VARIABLES_FILE
 
 FORMS = "runs:/RUN_ID[/PATH], models:/NAME/VERSION, models:/NAME@ALIAS, or mlflow://runs/… and mlflow://models/…"
 MAX_FOLDERS = 64
@@ -25,7 +25,7 @@ MAX_DEPTH = 3
 
 _SCHEMES = ("runs:", "models:", "mlflow:")
 _URI = re.compile(r"(runs|models):/[^/\s][^\s]*")
-_FILES = (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES)
+_BESIDE = (*EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE, TOKENIZER_FILE)
 
 
 def is_mlflow(source: str | Path) -> bool:
@@ -104,6 +104,10 @@ def _list(artifacts: Any, uri: str) -> Iterable[Any]:
     return artifacts.list_artifacts(artifact_uri=uri)  # type: ignore[no-any-return]
 
 
+def _is_read(name: str) -> bool:
+    return name == CONFIG_FILE or name in _BESIDE or is_weights(name)
+
+
 def _find(artifacts: Any, uri: str) -> tuple[str, list[str]]:
     """Return the URI of the folder that has an adapter, and the names of its files.
 
@@ -121,7 +125,7 @@ def _find(artifacts: Any, uri: str) -> tuple[str, list[str]]:
             # paths are of the whole run or model: only their last part is of this folder
             entries = {PurePosixPath(entry.path).name: entry for entry in _list(artifacts, folder)}
             if CONFIG_FILE in entries:
-                found.append((folder, [name for name in _FILES if name in entries and not entries[name].is_dir]))
+                found.append((folder, [name for name, entry in entries.items() if not entry.is_dir and _is_read(name)]))
             else:
                 folders += [f"{folder}/{name}" for name, entry in entries.items() if entry.is_dir]
         # the nearest ones: a model's own adapter hides those of its checkpoints
