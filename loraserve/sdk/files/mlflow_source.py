@@ -17,6 +17,7 @@ from typing import Any
 from loraserve import errors
 from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES
+from loraserve.tokenizer_identity import TOKENIZER_FILES
 
 FORMS = "runs:/RUN_ID[/PATH], models:/NAME/VERSION, models:/NAME@ALIAS, or mlflow://runs/… and mlflow://models/…"
 MAX_FOLDERS = 64
@@ -25,7 +26,7 @@ MAX_DEPTH = 3
 
 _SCHEMES = ("runs:", "models:", "mlflow:")
 _URI = re.compile(r"(runs|models):/[^/\s][^\s]*")
-_FILES = (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES)
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, *EXTRA_FILES.values(), *PARSER_FILES, *TOKENIZER_FILES)
 
 
 def is_mlflow(source: str | Path) -> bool:
