@@ -36,6 +36,19 @@ SPECIAL_TOKENS = ("bos_token", "eos_token")
 """Special tokens that a version may name, by the names that chat templates have for them."""
 BLOCK_IDS = 256
 """Ids of a vocabulary that one hash covers, so that the first difference can be found."""
+MAX_RULES = 16
+"""Steps of one part of rules."""
+_PLAIN_RULES: Mapping[str, frozenset[str]] = {
+    "normalizer": frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip", "Prepend", "Replace"}),
+    "pre_tokenizer": frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}),
+    "post_processor": frozenset({"ByteLevel", "TemplateProcessing", "RobertaProcessing", "BertProcessing"}),
+}
+"""Rules that a version may have of its own: each takes time and makes text in proportion to a text.
+
+A regex of a tenant's may take endless time, in a thread of the server.
+"""
+_STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+_MAX_PREPENDED = 8
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 _UNSET = (None, False, "")
 """Values of a model's fields with which they do nothing, as if they weren't there."""
@@ -286,6 +299,10 @@ class TokenizerSummary:
         for name in PARTS:
             if mine is not None and getattr(mine, name) != getattr(other, name) and name not in self.parts:
                 return f"has a {name.replace('_', '-')} of its own of more than {MAX_PART_BYTES:,} bytes"
+        own_rules = ((name, _unserved_rule(name, part)) for name, part in self.reduced(base).parts.items())
+        rule = next(((name, found) for name, found in own_rules if found is not None), None)
+        if rule is not None:
+            return f"has a {rule[0].replace('_', '-')} of its own with {rule[1]}, which a version can't have"
         return None
 
     def reduced(self, base: Self) -> Self:
@@ -318,6 +335,27 @@ class TokenizerSummary:
         added = {token["id"]: token for token in definition.get("added_tokens") or ()}
         added |= {token.id: asdict(token) for token in self.added}
         return {**definition, **self.parts, "added_tokens": [added[id_] for id_ in sorted(added)]}
+
+
+def _unserved_rule(name: str, part: Any) -> str | None:
+    """Return what of a part of rules isn't one of `_PLAIN_RULES`; None: nothing."""
+    if part is None:
+        return None
+    kind = part.get("type") if isinstance(part, dict) else None
+    steps = part.get(_STEPS[name]) if kind == "Sequence" else [part]
+    if not isinstance(steps, list) or len(steps) > MAX_RULES:
+        return f"more than {MAX_RULES} steps"
+    for step in steps:
+        kind = step.get("type") if isinstance(step, dict) else None
+        if kind not in _PLAIN_RULES[name]:
+            return f"the step {kind!r}"
+        pattern, content = step.get("pattern"), step.get("content", "")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        if kind == "Replace" and not (isinstance(text, str) and isinstance(content, str) and len(content) <= len(text)):
+            return "a Replace by a regex, or by a longer text"
+        if kind == "Prepend" and len(str(step.get("prepend", ""))) > _MAX_PREPENDED:
+            return "a long Prepend"
+    return None
 
 
 def _are_objects(found: TokenizerSummary) -> bool:

@@ -161,7 +161,9 @@ class Tokenizer:
             }
             # in the order of their ids, which are given to them in turn
             made.add_tokens([added[id_] for id_ in sorted(added)])
-        except Exception as error:  # tokenizers raises bare Exception
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # tokenizers raises bare Exception, and a panic isn't even one
             raise ConfigError(f"its rules can't be read: {str(error)[:200]}") from error
         return made
 

@@ -127,6 +127,12 @@ def test_text_of_added_tokens_is_own(server: ServerProcess, key: str, padded_bas
             assert re.fullmatch(f"{CALL}[ab]{{3}}", choice.text)
             assert choice.finish_reason == "stop"
             assert expected.decode(choice.token_ids, skip_special_tokens=True) == choice.text
+        # what is pulled is what was pushed
+        version = client.adapters.push(str(tmp_path / "own"), name="texts")
+        client.adapters.pull("texts", tmp_path / "pulled")
+        assert not (tmp_path / "pulled" / "tokenizer.json").exists()
+        again = client.adapters.push(str(tmp_path / "pulled"), name="again")
+        assert again.digest == version.digest
         assert len(tokenizer(TEXT).input_ids) < len(base_tokenizer(TEXT).input_ids)
 
 

@@ -92,6 +92,37 @@ def big_rules(value: dict[str, Any]) -> None:
     value["normalizer"] = {"type": "Replace", "pattern": {"String": "x" * 70_000}, "content": ""}
 
 
+def set_rule(name: str, rule: dict[str, Any]) -> Change:
+    return lambda value: value.update({name: rule})
+
+
+def replace_by(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("pre_tokenizer", SLOW, "pre-tokenizer of its own with the step 'Split'"),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SLOW]}, "with the step 'Split'"),
+        ("normalizer", replace_by({"Regex": "(a+)+$"}, ""), "a Replace by a regex"),
+        ("normalizer", replace_by({"String": "a"}, "aa"), "or by a longer text"),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 9}, "a long Prepend"),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 17}, "more than 16 steps"),
+        ("post_processor", {"type": "Unknown"}, "the step 'Unknown'"),
+        ("normalizer", replace_by({"String": " "}, "_"), ""),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}]}, ""),
+    ],
+)
+def test_rules_are_refused_unless_bounded(definition: dict[str, Any], name: str, rule: Any, words: str) -> None:
+    found = summary_of(changed(definition, set_rule(name, rule))).conflict(summary_of(definition))
+    assert words in (found or "")
+    assert bool(found) == bool(words)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

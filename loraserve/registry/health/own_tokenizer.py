@@ -82,11 +82,17 @@ def _check(status: str, detail: str) -> dict[str, Any]:
 
 
 def _check_rows(differences: TokenizerSummary, base: BaseSpec) -> None:
-    """Check that the base has a row for each token, and that they are not too many."""
+    """Check that the base has rows for the tokens, neither too many nor too long."""
+    most = LIMITS.max_added_token_bytes
     if len(differences.added) > LIMITS.max_added_tokens:
         raise AdapterUnsupported(
             f"The adapter's tokenizer has {len(differences.added):,} added tokens that the base's lacks; "
             f"at most {LIMITS.max_added_tokens:,} are served."
+        )
+    long = next((token for token in differences.added if len(token.content.encode("utf-8", "replace")) > most), None)
+    if long is not None:
+        raise AdapterUnsupported(
+            f"The adapter's tokenizer has an added token of more than {most} bytes: {long.content[:40]!r}…"
         )
     beyond = next((token for token in differences.added if token.id >= base.vocab_size), None)
     if beyond is not None:

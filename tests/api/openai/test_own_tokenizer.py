@@ -13,8 +13,10 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
+from loraserve.api.inference.target import TargetSelector
 from loraserve.api.services import Services
-from loraserve.errors import AdapterRejected
+from loraserve.errors import AdapterNotReady, AdapterRejected
+from loraserve.registry.binding import Binding, Fallback, Shadow
 from loraserve.registry.model_name import parse_model
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.tokenizer_identity import TokenizerSummary
@@ -243,3 +245,19 @@ async def test_stored_differences_are_kept_in_bounds(
     assert 0 < services.version_chats.num_bytes < 64 << 10
     adapter = await services.registry.resolve(engine.seen[0].tenant, parse_model(own, BASE))
     assert await services.version_chats.tokenizer(adapter) is engine.seen[0].tokenizer
+
+
+async def test_target_with_other_tokenizer_takes_no_prompt(
+    client: httpx2.AsyncClient, own: str, services: Services, acme: Any
+) -> None:
+    one, two = [await services.registry.resolve(acme.caller.tenant, parse_model(name, BASE)) for name in (own, "sql@1")]
+    assert one is not None
+    assert two is not None
+    error = AdapterNotReady("It isn't loaded.")
+    for first, other, is_same in ((one, two, False), (two, one, False), (one, None, False), (two, None, True)):
+        shadow = None if other is None else Shadow(other, "id", "live", 1.0)
+        target = TargetSelector(Binding(first, fallback=Fallback(other), shadow=shadow), BASE)
+        assert (target.shadow is not None) == (is_same and shadow is not None)
+        assert target.fall_back(error) == is_same
+    target = TargetSelector(Binding(two, shadow=Shadow(two, "id", "live", 1.0)), BASE)
+    assert target.shadow is not None
