@@ -140,6 +140,9 @@ class Limits:
     max_generation_config_bytes: int = 16 * KIB
     max_chat_template_kwargs_bytes: int = 4 * KIB
     max_parser_name_bytes: int = 64
+    max_added_tokens: int = 1024
+    """Tokens that a version's tokenizer may have beside the base's."""
+    max_added_token_bytes: int = 256
     template_timeout_s: float = 2.0
     """Time that a version's template may take for one prompt. Then its process is killed."""
     max_version_chat_bytes: int = 16 * MIB

@@ -57,11 +57,14 @@ class VersionExtras(Struct, frozen=True):
     """Format of its reasoning, by its name; None: recognized, or the base's."""
     chat_template_kwargs: str | None = None
     """Variables of its chat template, as JSON; None: those of the server alone."""
+    tokenizer: ExtraFile | None = None
+    """``tokenizer_summary.json``: what of its tokenizer differs from the base's; None: nothing."""
 
     @property
     def files(self) -> tuple[ExtraFile, ...]:
         """Its files, in the order in which memory holds them."""
-        return tuple(file for file in (self.chat_template, self.generation_config) if file is not None)
+        files = (self.chat_template, self.generation_config, self.tokenizer)
+        return tuple(file for file in files if file is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -360,6 +363,10 @@ class SamplingParams(Struct, frozen=True):
     prompt_logprobs: int | None = None
     grammar: str = ""
     """Grammar of the answer in llguidance's JSON form, checked by the API; empty: any text."""
+    tokenizer: str = ""
+    """Tokenizer of the version that the grammar is for, as its differences from the base's
+    (`TokenizerSummary`); empty: the base's.
+    """
     grammar_bytes: int = 0
     """Bytes that the compiled grammar takes, as the API measured; 0: unknown."""
     allowed_token_ids: tuple[int, ...] = ()

@@ -1,17 +1,17 @@
-"""Extra files of a version: chat template, its variables, generation config, names of parsers."""
+"""Extra files of a version: chat template, its variables, defaults, tokenizer, names of parsers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Self
 
 from loraserve.errors import AdapterFormatError
 from loraserve.limits import LIMITS
 from loraserve.template_variables import canonical_text, parse_variables
-from loraserve.tokenizer_identity import MAX_BYTES as MAX_IDENTITY_BYTES
-from loraserve.tokenizer_identity import TokenizerIdentity
+from loraserve.tokenizer_identity import MAX_BYTES as MAX_SUMMARY_BYTES
+from loraserve.tokenizer_identity import TokenizerSummary
 from loraserve.types import Digest, ExtraFile, VersionExtras
 
 FILE_NAMES: Mapping[str, str] = {
@@ -20,13 +20,14 @@ FILE_NAMES: Mapping[str, str] = {
     "tool_parser": "tool_parser",
     "reasoning_parser": "reasoning_parser",
     "chat_template_kwargs": "chat_template_kwargs.json",
+    "tokenizer": "tokenizer_summary.json",
 }
 """Part of an upload → name of the file in an adapter's folder."""
 VARIABLES = "chat_template_kwargs"
 """Part of an upload that sets variables of the chat template."""
-TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
-"""Part of an upload with the identity (`TokenizerIdentity.text`) of the tokenizer that the adapter
-was trained with, and the file in its folder. It is compared with the base's, and not kept.
+TOKENIZER = "tokenizer"
+"""Part of an upload with the summary (`TokenizerSummary.text`) of the tokenizer that the adapter
+was trained with. It is compared with the base's, and what differs is kept.
 """
 INDEX, INDEX_FILE = "index", "adapter_model.safetensors.index.json"
 """Part of an upload with the index of several files of weights, and the file in its folder. The
@@ -38,7 +39,7 @@ MAX_BYTES: Mapping[str, int] = {
     "tool_parser": LIMITS.max_parser_name_bytes,
     "reasoning_parser": LIMITS.max_parser_name_bytes,
     "chat_template_kwargs": LIMITS.max_chat_template_kwargs_bytes,
-    TOKENIZER: MAX_IDENTITY_BYTES,
+    TOKENIZER: MAX_SUMMARY_BYTES,
     INDEX: LIMITS.max_adapter_header_bytes,
 }
 """Part of an upload → its largest size."""
@@ -50,7 +51,8 @@ class ExtraFiles:
 
     Attributes:
         chat_template_kwargs: variables of the chat template, as canonical JSON.
-        tokenizer: identity of the adapter's own tokenizer, which is no part of the version.
+        tokenizer: summary of the adapter's own tokenizer; reduced to what differs from the base's
+            once it is inspected.
         index: index of the files of weights, which is no part of the version; None: there is one
             file.
     """
@@ -60,7 +62,7 @@ class ExtraFiles:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     chat_template_kwargs: str | None = None
-    tokenizer: TokenizerIdentity | None = None
+    tokenizer: TokenizerSummary | None = None
     index: bytes | None = None
 
     @classmethod
@@ -68,7 +70,7 @@ class ExtraFiles:
         """Return the files that these parts of an upload are.
 
         Args:
-            parts: by the names of `FILE_NAMES`, `TOKENIZER` and `INDEX`.
+            parts: by the names of `FILE_NAMES` and `INDEX`.
 
         Raises:
             AdapterFormatError: one is empty, too large, or isn't text; lists every reason.
@@ -84,9 +86,9 @@ class ExtraFiles:
             except ValueError as error:
                 problems.append(f"{FILE_NAMES[VARIABLES]} {error}")
         if TOKENIZER in parts and not problems:
-            tokenizer = TokenizerIdentity.parse(parts[TOKENIZER].decode())
+            tokenizer = TokenizerSummary.parse(parts[TOKENIZER].decode())
             if tokenizer is None:
-                problems.append(f"{TOKENIZER} isn't the identity of a tokenizer, as loraserve's client sends it")
+                problems.append(f"{TOKENIZER} isn't the summary of a tokenizer, as loraserve's client sends it")
         if problems:
             raise AdapterFormatError("The extra files of the version can't be read.", problems=problems)
         names = {name: parts[name].decode().strip() for name in ("tool_parser", "reasoning_parser") if name in parts}
@@ -101,17 +103,22 @@ class ExtraFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the two files."""
+        """Bytes of the files."""
         return sum(len(data) for data in self.files)
 
     @property
     def files(self) -> tuple[bytes, ...]:
-        """The two files that are there, in the order of `VersionExtras.files`."""
-        return tuple(data for data in (self.chat_template, self.generation_config) if data is not None)
+        """The files that are there, in the order of `VersionExtras.files`."""
+        files = (self.chat_template, self.generation_config, self._tokenizer_file)
+        return tuple(data for data in files if data is not None)
+
+    @property
+    def _tokenizer_file(self) -> bytes | None:
+        return None if self.tokenizer is None else self.tokenizer.text().encode()
 
     def as_bytes(self) -> dict[str, bytes]:
         """Return what is there, by the names of `FILE_NAMES`."""
-        given = {name: getattr(self, name) for name in FILE_NAMES}
+        given = {name: getattr(self, name) for name in FILE_NAMES} | {TOKENIZER: self._tokenizer_file}
         return {
             name: value.encode() if isinstance(value, str) else value
             for name, value in given.items()
@@ -128,10 +135,28 @@ class ExtraFiles:
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
             chat_template_kwargs=self.chat_template_kwargs,
+            tokenizer=_file(self._tokenizer_file),
         )
 
 
 NO_EXTRA_FILES = ExtraFiles()
+
+
+def with_tokenizer(extras: ExtraFiles, files: Mapping[str, bytes]) -> ExtraFiles:
+    """Return the extra files with a tokenizer's, by the names of `TOKENIZER_FILES`.
+
+    Raises:
+        AdapterFormatError: one can't be read, or two contradict each other.
+    """
+    try:
+        found = TokenizerSummary.of_files(files)
+    except ValueError as error:
+        raise AdapterFormatError(
+            f"The adapter's tokenizer can't be read: {error}.",
+            hint="Save it again with tokenizer.save_pretrained(), or remove its files if training used the base's.",
+        ) from None
+    # a summary is what a version is downloaded with; the files themselves say more
+    return extras if found is None else replace(extras, tokenizer=found)
 
 
 def _problem(name: str, data: bytes, max_bytes: int) -> str | None:

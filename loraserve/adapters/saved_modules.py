@@ -45,9 +45,9 @@ def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (
-            "Enlarged vocabularies aren't served: an upload holds no tokenizer, "
-            f"so the {num_rows - vocab_size:,} added tokens have no "
-            "text here. Train the base's unused tokens instead, with trainable_token_indices."
+            f"Enlarged vocabularies aren't served: the base lacks {num_rows - vocab_size:,} of the rows. "
+            "Add tokens within the base's unused rows, without resize_token_embeddings, and train them with "
+            "trainable_token_indices."
         )
     return message + (
         "Shrunk vocabularies aren't served: this base still has the removed tokens. "

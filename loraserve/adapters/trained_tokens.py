@@ -85,8 +85,8 @@ def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems)
                 AdapterBaseMismatch,
                 f"{_FIELD} names token {beyond[0]:,} of {module}; this base has {vocab:,} tokens (0 to "
                 f"{vocab - 1:,}). Enlarged vocabularies aren't "
-                "served: an upload holds no tokenizer, so added tokens have no text here. "
-                "Train the base's unused tokens instead.",
+                "served: the base lacks the row. Add tokens within the base's unused rows, without "
+                "resize_token_embeddings.",
             )
         if len(set(ids)) != len(ids):
             problems.add(AdapterUnsupported, f"{_FIELD} names a token of {module} twice; name each token once.")

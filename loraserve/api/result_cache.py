@@ -93,6 +93,8 @@ def key_of(request: GenerateRequest, base: Digest) -> _Key:
         max_queued=0,
         timeout_s=None,
         is_background=False,
+        # the adapter's digest covers it
+        tokenizer=None,
     )
     # the request has the tenant
     framed = _encode(("result", base, "" if adapter is None else adapter.digest, question))

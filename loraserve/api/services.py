@@ -109,7 +109,7 @@ class Services:
         self.registry.publisher.check_fit = fit.check
         self.registry.uploads.containers = (*CONTAINERS, GgufAdapter())
         self.registry.stored_fit.doubts = fit.may_exceed
-        self.registry.publisher.tokenizer = lambda: self.tokenizer.identity
+        self.registry.publisher.tokenizer = lambda: self.tokenizer
         self.version_chats = VersionChats(
             lambda: self.chat_format,
             self.tokenizer,

@@ -172,6 +172,7 @@ class AdapterVersion(Base):
         Index(None, "weights_blob"),
         _index_of_some(text("chat_template_blob IS NOT NULL"), "chat_template_blob"),
         _index_of_some(text("generation_config_blob IS NOT NULL"), "generation_config_blob"),
+        _index_of_some(text("tokenizer_blob IS NOT NULL"), "tokenizer_blob"),
         # covers counts by base, and sums of bytes
         _index_of_some(NOT_DELETED, "adapter_id", "base_digest", "size_bytes"),
         # what a tenant's deleted versions keep
@@ -204,6 +205,9 @@ class AdapterVersion(Base):
     reasoning_parser: Mapped[str | None] = mapped_column(String(64))
     chat_template_kwargs: Mapped[str | None] = mapped_column(Text)
     """Variables of its chat template, as canonical JSON; NULL: it sets none."""
+    tokenizer_blob: Mapped[str | None] = mapped_column(String(DIGEST_LENGTH))
+    """Blob of what its tokenizer has beside the base's; NULL: nothing."""
+    tokenizer_bytes: Mapped[int | None] = mapped_column(Integer)
     notes: Mapped[str] = mapped_column(Text, server_default=text("''"))
     tags: Mapped[dict[str, str]] = mapped_column(JSON, server_default="{}")
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
@@ -219,6 +223,8 @@ EXTRA_COLUMNS = (
     AdapterVersion.tool_parser,
     AdapterVersion.reasoning_parser,
     AdapterVersion.chat_template_kwargs,
+    AdapterVersion.tokenizer_blob,
+    AdapterVersion.tokenizer_bytes,
 )
 """Columns of a version's extra files."""
 BLOB_COLUMNS = (
@@ -226,6 +232,7 @@ BLOB_COLUMNS = (
     AdapterVersion.weights_blob,
     AdapterVersion.chat_template_blob,
     AdapterVersion.generation_config_blob,
+    AdapterVersion.tokenizer_blob,
 )
 """Columns of a version that refer to blobs."""
 

@@ -25,6 +25,7 @@ from loraserve.types import (
 
 if TYPE_CHECKING:
     from loraserve.engine_client.chunk import ChunkReader
+    from loraserve.text.tokenizer import Tokenizer
 
 
 class GenerateRequest(Struct, frozen=True):
@@ -43,6 +44,7 @@ class GenerateRequest(Struct, frozen=True):
         is_background: no client waits for it, and it doesn't count in the queue's bounds; its
             sender bounds such requests.
         reader: takes chunks between the first and the last past the iterator that waits for them.
+        tokenizer: makes the text; None: the base's.
     """
 
     request_id: RequestId
@@ -62,6 +64,7 @@ class GenerateRequest(Struct, frozen=True):
     pooling: PoolingParams | None = None
     is_background: bool = False
     reader: ChunkReader | None = None
+    tokenizer: Tokenizer | None = None
 
 
 class AddRequest(Struct, frozen=True, tag="add"):

@@ -58,7 +58,10 @@ class OutputProcessor:
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._request = request
         self._detokenizer = decode_stream(
-            tokenizer, request.skip_special_tokens, request.prompt_token_ids, shown=request.shown_token_ids
+            request.tokenizer or tokenizer,
+            request.skip_special_tokens,
+            request.prompt_token_ids,
+            shown=request.shown_token_ids,
         )
         self._stop = StopStrings(request.stop)
         self._num_tokens = 0

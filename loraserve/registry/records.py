@@ -248,6 +248,7 @@ def extras_of(row: Any) -> VersionExtras | None:
         tool_parser=row.tool_parser,
         reasoning_parser=row.reasoning_parser,
         chat_template_kwargs=row.chat_template_kwargs,
+        tokenizer=_file(row.tokenizer_blob, row.tokenizer_bytes),
     )
     return None if extras == _NO_EXTRAS else extras
 

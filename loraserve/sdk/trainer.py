@@ -25,14 +25,9 @@ from loraserve.adapter_folder import CONFIG_FILE, is_weights
 from loraserve.sdk._sync.client import Client
 from loraserve.sdk.config import ClientConfig
 from loraserve.sdk.file_piece import Progress
-from loraserve.sdk.files.peft_directory import (
-    EXTRA_FILES,
-    PARSER_FILES,
-    TOKENIZER_FILE,
-    VARIABLES_FILE,
-    find_files,
-)
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, VARIABLES_FILE, find_files
 from loraserve.sdk.types.management import Version
+from loraserve.tokenizer_identity import TOKENIZER_FILES
 
 MAX_DELAY_S = 60.0
 """Default of the longest time that one checkpoint's push may hold the training up."""
@@ -45,7 +40,7 @@ TAG_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 """The server's own rules, so that a wrong name is an error before the training."""
 
 _log = logging.getLogger("loraserve.trainer")
-_FILES = (CONFIG_FILE, *EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE, TOKENIZER_FILE)
+_FILES = (CONFIG_FILE, *EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE, *TOKENIZER_FILES)
 _EVENT = "on_"
 _NO_TAG_LETTER = re.compile(r"[^A-Za-z0-9._/-]")
 

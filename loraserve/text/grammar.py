@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from loraserve.errors import (
     InvalidRequest,
     UnsupportedParameter,
 )
+from loraserve.tokenizer_identity import TokenizerSummary, token_ids
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -37,6 +39,10 @@ MAX_LEXER_STATES = 8192
 """States of a grammar's lexer, of one to two kilobytes each. A lexer with more is made anew."""
 MAX_GRAMMAR_SIZE = 250_000
 """Symbols in a grammar's productions."""
+MAX_OWN_TOKENIZERS = 4
+"""Versions' tokenizers that are kept for further grammars, the last ones used."""
+BYTES_PER_TOKEN = 256
+"""Bytes of llguidance's form of a tokenizer, by its tokens, with room to spare."""
 
 _IGNORED = re.compile(r"\b(?:temperature|capture|stop_capture)\b", re.ASCII)
 """Attributes of Lark's rules that llguidance reads and a matcher doesn't follow."""
@@ -92,10 +98,20 @@ class GrammarCompiler:
         model_dir: the base's folder, with its ``tokenizer.json``.
         vocab_size: the logits' width, which may be more or less than the tokenizer's vocabulary.
         eos_token_ids: tokens that end an answer once its grammar is satisfied.
+        differences: of a version's tokenizer from the base's; None: it is the base's.
     """
 
-    def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._path = model_dir / "tokenizer.json"
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        differences: TokenizerSummary | None = None,
+    ) -> None:
+        self._model_dir, self._path = model_dir, model_dir / "tokenizer.json"
+        self._differences = differences
+        self._own: OrderedDict[str, GrammarCompiler] = OrderedDict()
         self.vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
@@ -113,6 +129,37 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = self._build()
             return self._tokenizer
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that this tokenizer takes beside the base's."""
+        return 0 if self._differences is None else BYTES_PER_TOKEN * self.vocab_size
+
+    def of(self, tokenizer: str) -> GrammarCompiler:
+        """Return the compiler for a version's tokenizer; it takes a second where it is built now.
+
+        Args:
+            tokenizer: its differences from the base's, as `TokenizerSummary.text`; empty: it is the
+                base's.
+
+        Raises:
+            UnsupportedParameter: they can't be read.
+        """
+        if not tokenizer:
+            return self
+        with self._lock:
+            if tokenizer not in self._own:
+                self._own[tokenizer] = self._make_own(tokenizer)
+            self._own.move_to_end(tokenizer)
+            while len(self._own) > MAX_OWN_TOKENIZERS:
+                self._own.popitem(last=False)
+            return self._own[tokenizer]
+
+    def _make_own(self, tokenizer: str) -> GrammarCompiler:
+        differences = TokenizerSummary.parse(tokenizer)
+        if differences is None:
+            raise UnsupportedParameter("This version's tokenizer can't be read, so no grammar can be followed.")
+        return GrammarCompiler(self._model_dir, self.vocab_size, self._eos_token_ids, differences=differences)
 
     def compile(self, grammar: str) -> LLMatcher:
         """Return a matcher at the grammar's beginning, without the interpreter's lock meanwhile.
@@ -184,15 +231,20 @@ class GrammarCompiler:
             max_grammar_size=MAX_GRAMMAR_SIZE,
             verbose_errors=False,
         )
-        text = self._path.read_text(encoding="utf-8")
+        text, eos_token_ids = self._path.read_text(encoding="utf-8"), list(self._eos_token_ids)
         try:
+            if self._differences is not None:
+                definition = self._differences.applied_to(json.loads(text))
+                text = json.dumps(definition, ensure_ascii=False)
+                end = token_ids(definition).get(self._differences.special.get("eos_token", ""))
+                eos_token_ids += [] if end is None or end in eos_token_ids else [end]
             try:
-                return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids)
+                return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_token_ids)
             except ValueError as error:
                 if "vocab size too small" not in str(error):
                     raise
                 # the tokenizer has tokens that the logits lack: their bits are never read
-                return LLTokenizer(text, eos_token=self._eos_token_ids)
+                return LLTokenizer(text, eos_token=eos_token_ids)
         except Exception as error:
             raise UnsupportedParameter(
                 f"This base's tokenizer can't be used for structured output: {type(error).__name__}.",

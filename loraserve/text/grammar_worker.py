@@ -4,7 +4,7 @@
 
 A client's grammar may take all the time, memory or stack that there is. Here that ends this process
 alone. Its frames (`loraserve.text.workers.child`) are JSON, which has integers of any size: first a
-`Setup`, then `AnswerFormat`s, each answered by a `Checked`.
+`Setup`, then `CheckFormat`s, each answered by a `Checked`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,19 @@ class Setup(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
+class CheckFormat(Struct, frozen=True):
+    """Question: the grammar of a format, for the base's tokenizer or a version's.
+
+    Attributes:
+        tokenizer: as for `GrammarCompiler.of`.
+    """
+
+    wanted: AnswerFormat
+    tokenizer: str = ""
+
+
 class Checked(Struct, frozen=True):
-    """Answer to an `AnswerFormat`: the grammar, or the error.
+    """Answer to a `CheckFormat`: the grammar, or the error.
 
     Attributes:
         num_bytes: memory that the compiled grammar keeps; 0: unknown.
@@ -205,8 +216,12 @@ def _prepare(setup_frame: bytes) -> Callable[[bytes], bytes]:
         compiler.load()
 
     def answer(question: bytes) -> bytes:
-        wanted = msgspec.json.decode(question, type=AnswerFormat)
-        return msgspec.json.encode(_on_small_stack(partial(check, compiler, wanted)))
+        asked = msgspec.json.decode(question, type=CheckFormat)
+        own = compiler.of(asked.tokenizer)
+        with suppress(LoraserveError):
+            # its memory isn't the grammar's
+            own.load()
+        return msgspec.json.encode(_on_small_stack(partial(check, own, asked.wanted)))
 
     return answer
 

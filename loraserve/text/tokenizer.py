@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import tokenizers
 
 from loraserve.errors import ConfigError
 from loraserve.text.token_bound import BYTE_OF_CHAR, TokenBound
-from loraserve.tokenizer_identity import TokenizerIdentity
+from loraserve.tokenizer_identity import TokenizerSummary
 
 _MAX_CONFIG_BYTES = 16 << 20
 _SHORT_CHARS = 256
@@ -60,13 +62,25 @@ class Tokenizer:
         self._has_byte_fallback = any(
             part.get("type") == "ByteFallback" for part in (decoder, *decoder.get("decoders", ()))
         )
+        self._fallback_bytes = self._find_fallback_bytes()
+        self.base: Tokenizer | None = None
+        """Tokenizer that this one shares its vocabulary with; None: it is a base's own."""
+        self._changed_ids: frozenset[int] = frozenset()
+        self.summary_text = ""
+        """Differences from `base`'s, as a `TokenizerSummary`; empty: it is a base's own."""
+        self._read_added()
+        self._read_config()
+
+    def _read_added(self) -> None:
+        """Read the added tokens, and forget what was known of others."""
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._added_tokens: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        self._fallback_bytes = self._find_fallback_bytes()
         self._bytes_of: dict[int, bytes] = {}
         self.added_token_ids = frozenset(self._added_tokens)
         self.special_token_ids = frozenset(id_ for id_, token in self._added_tokens.items() if token.special)
 
+    def _read_config(self) -> None:
+        """Read the special tokens that the config names."""
         self.bos_token = _token_content(self.config.get("bos_token"))
         self.eos_token = _token_content(self.config.get("eos_token"))
         self.unk_token = _token_content(self.config.get("unk_token"))
@@ -77,9 +91,81 @@ class Tokenizer:
         self._add_bos: bool | None = add_bos if isinstance(add_bos, bool) else None
 
     @cached_property
-    def identity(self) -> TokenizerIdentity | None:
-        """Identity to compare adapters' tokenizers with; it may take a second, once."""
-        return TokenizerIdentity.read(self._path)
+    def summary(self) -> TokenizerSummary | None:
+        """Summary to compare adapters' tokenizers with, with the template that chats use.
+
+        It may take a second, once. None: a file can't be read.
+        """
+        try:
+            found = TokenizerSummary.read(self.model_dir)
+            template = self.model_dir / "chat_template.jinja"
+            if found is None or not template.is_file():
+                return found
+            return replace(found, chat_templates={"default": template.read_text(encoding="utf-8")})
+        except (OSError, ValueError):
+            return None
+
+    def with_differences(self, summary: TokenizerSummary) -> Tokenizer:
+        """Return a version's tokenizer, which shares this one's vocabulary and merges.
+
+        It takes kilobytes, and encodes as one that is read from the version's own file does.
+
+        Args:
+            summary: reduced to what differs.
+
+        Raises:
+            ConfigError: a token can't have its id: what `tokenizers` would read from the version's
+                own file has other ids, too.
+        """
+        made = copy.copy(self)
+        made.__dict__.pop("summary", None)
+        made.base, made.summary_text = self, summary.text()
+        made._tokenizer = self._changed(summary)
+        made._read_added()
+        made._changed_ids = frozenset(token.id for token in summary.added)
+        for token in summary.added:
+            found = made._tokenizer.token_to_id(token.content)
+            if found != token.id:
+                raise ConfigError(
+                    f"the token {token.content!r} has the id {token.id:,}, and tokenizers gives it {found:,}: ids of "
+                    "added tokens follow the vocabulary's last one without a gap"
+                )
+        made.config = {**self.config, **summary.special}
+        if summary.add_bos is not None:
+            made.config["add_bos_token"] = summary.add_bos
+        made._read_config()
+        for name, token_id in (("bos_token", made.bos_token_id), ("eos_token", made.eos_token_id)):
+            if name in summary.special and token_id is None:
+                raise ConfigError(f"its {name} {summary.special[name]!r} isn't one of its tokens")
+        return made
+
+    def _changed(self, summary: TokenizerSummary) -> Any:
+        """Return `tokenizers`' object with these differences; the model in it is this one's."""
+        try:
+            made = tokenizers.Tokenizer(self._tokenizer.model)
+            made.decoder = self._tokenizer.decoder
+            own = _rules(summary.parts)
+            for name in ("normalizer", "pre_tokenizer", "post_processor"):
+                setattr(made, name, getattr(own if name in summary.parts else self._tokenizer, name))
+            added = dict(self._added_tokens)
+            added |= {
+                token.id: tokenizers.AddedToken(
+                    token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=token.special,
+                )
+                for token in summary.added
+            }
+            # in the order of their ids, which are given to them in turn
+            made.add_tokens([added[id_] for id_ in sorted(added)])
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # tokenizers raises bare Exception, and a panic isn't even one
+            raise ConfigError(f"its rules can't be read: {str(error)[:200]}") from error
+        return made
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
@@ -154,7 +240,8 @@ class Tokenizer:
 
         0 where nothing is proven of this tokenizer.
         """
-        return self._bound.least_tokens(text)
+        # a version's added tokens may be longer than any of the base's
+        return self._bound.least_tokens(text) if self.base is None else 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`.
@@ -185,6 +272,8 @@ class Tokenizer:
 
         They are empty for an id that the vocabulary doesn't have.
         """
+        if self.base is not None and token_id not in self._changed_ids:
+            return self.base.token_bytes(token_id)
         data = self._bytes_of.get(token_id)
         if data is None:
             data = self._read_bytes(token_id)
@@ -219,6 +308,12 @@ class Tokenizer:
             return {}
         ids = ((self._tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         return {id_: byte for id_, byte in ids if id_ is not None}
+
+
+def _rules(parts: Mapping[str, Any]) -> Any:
+    """Return a tokenizer of no words that has these rules."""
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}
+    return tokenizers.Tokenizer.from_str(json.dumps({**empty, **parts}))
 
 
 def _cut(lengths: Sequence[int], room: int) -> list[int]:

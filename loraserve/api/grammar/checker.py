@@ -25,7 +25,7 @@ from loraserve.tenancy.limits.processes import START_S, TenantProcesses
 from loraserve.tenant_cache import TenantCache
 from loraserve.text.answer_format import AnswerFormat
 from loraserve.text.grammar import CRASH_HINT
-from loraserve.text.grammar_worker import MAX_WORK_BYTES, Checked, Setup
+from loraserve.text.grammar_worker import MAX_WORK_BYTES, Checked, CheckFormat, Setup
 from loraserve.text.workers.process import Death, WorkerDied, WorkerProcess, WorkerStartFailed
 from loraserve.types import Histogram
 
@@ -47,10 +47,12 @@ class Grammar:
     Attributes:
         text: llguidance's JSON form.
         num_bytes: memory that it keeps once it is compiled; 0: unknown.
+        tokenizer: the version's that it is for, as its `summary_text`.
     """
 
     text: str
     num_bytes: int = 0
+    tokenizer: str = ""
 
 
 class GrammarChecker:
@@ -86,8 +88,11 @@ class GrammarChecker:
         """Requests that wait for a process."""
         return self._processes.num_waiting
 
-    async def check(self, tenant: str, wanted: AnswerFormat) -> Grammar:
+    async def check(self, tenant: str, wanted: AnswerFormat, tokenizer: str = "") -> Grammar:
         """Return the grammar of a format, once it has been compiled.
+
+        Args:
+            tokenizer: the version's that it is for, as its `summary_text`; empty: the base's.
 
         Raises:
             InvalidRequest: it is no grammar, or can't be enforced; `param` names the place.
@@ -95,16 +100,17 @@ class GrammarChecker:
             GrammarCrashed: it crashed its compiler.
             ConfigError, UnsupportedParameter: this base can't follow grammars.
         """
-        key = hashlib.sha256(msgspec.json.encode(wanted)).digest()
+        asked = CheckFormat(wanted, tokenizer)
+        key = hashlib.sha256(msgspec.json.encode(asked)).digest()
         checked = self._known.get(tenant, key)
         if checked is None:
-            checked = await self._compile(tenant, key, wanted)
+            checked = await self._compile(tenant, key, asked)
             outcome = COMPILED
         else:
             outcome = CACHED
         if checked.error_code is None:
             self.num_by_outcome[outcome] += 1
-            return Grammar(checked.grammar, checked.num_bytes)
+            return Grammar(checked.grammar, checked.num_bytes, tokenizer)
         error = _error(checked)
         self.num_by_outcome[_OUTCOMES.get(type(error), REFUSED)] += 1
         raise error
@@ -113,7 +119,7 @@ class GrammarChecker:
         """Kill the processes."""
         await self._processes.close()
 
-    async def _compile(self, tenant: str, key: bytes, wanted: AnswerFormat) -> Checked:
+    async def _compile(self, tenant: str, key: bytes, asked: CheckFormat) -> Checked:
         async with self._processes.take(tenant) as process:
             # while this one waited, another may have asked for the same
             known = self._known.get(tenant, key)
@@ -121,16 +127,16 @@ class GrammarChecker:
                 return known
             started = self._clock()
             try:
-                checked = await self._ask(process, wanted)
+                checked = await self._ask(process, asked)
             except (GrammarTooComplex, GrammarCrashed) as error:
                 # not remembered: it may be this machine that was slow, or has little memory
                 self._seconds.add(self._clock() - started)
-                return Checked(error_code=error.code, message=error.message, hint=error.hint, param=wanted.param)
+                return Checked(error_code=error.code, message=error.message, hint=error.hint, param=asked.wanted.param)
         self._seconds.add(checked.seconds)
         self._known.put(tenant, key, checked, len(checked.grammar) + len(checked.message) + _ENTRY_BYTES)
         return checked
 
-    async def _ask(self, process: WorkerProcess, wanted: AnswerFormat) -> Checked:
+    async def _ask(self, process: WorkerProcess, asked: CheckFormat) -> Checked:
         """Return what the process makes of a format.
 
         Raises:
@@ -140,7 +146,7 @@ class GrammarChecker:
         """
         timeout_s = self._limits.grammar_timeout_s
         try:
-            answer = await process.ask(msgspec.json.encode(wanted), timeout_s, START_S)
+            answer = await process.ask(msgspec.json.encode(asked), timeout_s, START_S)
         except TimeoutError:
             raise GrammarTooComplex(
                 f"The grammar took longer than {timeout_s:g} s to compile.", hint="Simplify it."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from ulid import ULID
 
 from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
@@ -26,6 +27,7 @@ from loraserve.types import AdapterRef, RequestId, ThinkingBudget
 if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
     from loraserve.tenancy.identity.auth import Caller
+    from loraserve.text.tokenizer import Tokenizer
 
 
 LAST_PRIORITY = 1 << 19
@@ -37,6 +39,8 @@ class ResolvedModel:
     """Adapter, sum of adapters or base that a request's ``model`` names."""
 
     binding: Binding
+    tokenizer: Tokenizer
+    """Tokenizer of the bound version, or of the base."""
     granted: tuple[str, ...] = ()
     """``OWNER/NAME`` of those that were asked for under another tenant's name."""
     asked: str | None = None
@@ -84,7 +88,12 @@ async def resolve_model(
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
     granted = tuple(term.adapter.path for term in terms if term.adapter.owner is not None)
     defaults = await services.version_chats.defaults(binding.adapter)
-    return ResolvedModel(binding, granted, model, caller.tenant_name, defaults)
+    tokenizer = await services.version_chats.tokenizer(binding.adapter)
+    end = tokenizer.eos_token_id
+    if tokenizer.base is not None and end is not None and end not in services.engine.base.eos_token_ids:
+        stops = dict.fromkeys((*defaults.stop_token_ids, end))
+        defaults = msgspec.structs.replace(defaults, stop_token_ids=tuple(stops))
+    return ResolvedModel(binding, tokenizer, granted, model, caller.tenant_name, defaults)
 
 
 _BASE_NAMES = {"lora_path": ("",), "adapter_id": ("", "__base_model__")}
@@ -227,6 +236,8 @@ class InferenceContext:
     target: TargetSelector
     prompts: Sequence[Prompt]
     ignored: tuple[str, ...]
+    tokenizer: Tokenizer
+    """As in `ResolvedModel`."""
     granted: tuple[str, ...] = ()
     """Granted adapters, as in `ResolvedModel`."""
 
@@ -247,7 +258,9 @@ class InferenceContext:
     ) -> InferenceContext:
         target = TargetSelector(model.binding, services.engine.base.id, model.asked, tenant=model.tenant)
         ident = f"{prefix}{ULID()}"
-        return cls(ident, int(services.clock()), services, body, target, prompts, ignored, model.granted)
+        return cls(
+            ident, int(services.clock()), services, body, target, prompts, ignored, model.tokenizer, model.granted
+        )
 
     def requests(
         self,
@@ -294,6 +307,7 @@ class InferenceContext:
                         include_stop_str_in_output=self.body.include_stop_str_in_output,
                         skip_special_tokens=self.body.skip_special_tokens,
                         shown_token_ids=shown_token_ids,
+                        tokenizer=None if self.tokenizer.base is None else self.tokenizer,
                         priority=priority_of(self.body, caller),
                         is_background=caller.is_background,
                         timeout_s=self.body.timeout,

@@ -12,6 +12,7 @@ from loraserve.api.inference.schemas import PoolingBody
 from loraserve.api.services import Services
 from loraserve.errors import ContextLengthExceeded, InvalidRequest, PayloadTooLarge
 from loraserve.limits import LIMITS
+from loraserve.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class InputReader:
     num_bytes: int
     """Size of the request's body."""
     body: PoolingBody
+    tokenizer: Tokenizer
+    """Tokenizer of what the request is bound to."""
 
     async def inputs(self, value: object, *, add_special_tokens: bool) -> list[Prompt]:
         """Return the prompts of ``str | [str] | [int] | [[int]]`` in the field ``input``, in order.
@@ -91,12 +94,12 @@ class InputReader:
         for text in (named.text, named.pair or ""):
             # no token is less than a byte, and no character more than four
             if self._max_tokens is None and 4 * len(text) > context:
-                least = self.services.tokenizer.least_tokens(text)
+                least = self.tokenizer.least_tokens(text)
                 if least > context:
                     raise self._too_long(f"at least {least}", named.param)
 
     def _from_text(self, named: Named, add_special_tokens: bool) -> Prompt:
-        token_ids = self.services.tokenizer.encode_within(
+        token_ids = self.tokenizer.encode_within(
             named.text,
             named.pair,
             max_tokens=self._max_tokens,

@@ -47,6 +47,8 @@ class PromptReader:
     tenant: str
     num_bytes: int
     """Size of the request's body: what reading it takes, whichever field is long."""
+    tokenizer: Tokenizer
+    """Tokenizer of what the request is bound to."""
 
     async def prompts(self, value: object, *, add_special_tokens: bool, keep: int | None = None) -> list[Prompt]:
         """Return the prompts of ``str | [str] | [int] | [[int]]``, in order.
@@ -59,7 +61,7 @@ class PromptReader:
             PayloadTooLarge: the text is over `limits.max_prompt_bytes`.
             ContextLengthExceeded: a text can't be short enough, whatever its tokens.
         """
-        return await self.run(lambda: _read_prompts(value, self.services, add_special_tokens, keep))
+        return await self.run(lambda: _read_prompts(value, self, add_special_tokens, keep))
 
     async def chat(
         self,
@@ -106,8 +108,8 @@ class PromptReader:
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
             if is_bounded and keep is None:
-                _check_fits(text, self.services, "messages")
-            token_ids = self.services.tokenizer.encode(text, add_special_tokens)
+                _check_fits(text, self, "messages")
+            token_ids = self.tokenizer.encode(text, add_special_tokens)
             kept = _kept(token_ids, keep)
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
@@ -146,7 +148,7 @@ class PromptReader:
                 raise InvalidRequest(
                     f"bad_words.{index} is longer than {LIMITS.max_bad_word_bytes} bytes.", param=f"bad_words.{index}"
                 )
-        return await self.run(lambda: _bad_words(words, self.services))
+        return await self.run(lambda: _bad_words(words, self))
 
     async def text(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Return the tokens of `text`, however many.
@@ -157,7 +159,7 @@ class PromptReader:
 
         def encode() -> list[int]:
             _check_bytes(len(text.encode()), param)
-            return self.services.tokenizer.encode(text, add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens)
 
         return await self.run(encode)
 
@@ -166,7 +168,8 @@ class PromptReader:
         return await self.services.text_threads.run(self.tenant, self.num_bytes, work)
 
 
-def _read_prompts(value: object, services: Services, add_special_tokens: bool, keep: int | None) -> list[Prompt]:
+def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool, keep: int | None) -> list[Prompt]:
+    services = reader.services
     vocab_size = services.engine.base.vocab_size
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts:
@@ -179,9 +182,9 @@ def _read_prompts(value: object, services: Services, add_special_tokens: bool, k
             # all of them, before any takes time
             for text, name in zip(texts, names, strict=True):
                 if keep is None:
-                    _check_fits(text, services, name)
+                    _check_fits(text, reader, name)
             return [
-                _from_text(text, services, add_special_tokens, keep, name)
+                _from_text(text, reader, add_special_tokens, keep, name)
                 for text, name in zip(texts, names, strict=True)
             ]
         if all(isinstance(item, list) and item for item in texts):
@@ -199,14 +202,12 @@ def _read_prompts(value: object, services: Services, add_special_tokens: bool, k
     )
 
 
-def _bad_words(words: Sequence[str], services: Services) -> tuple[tuple[int, ...], ...]:
-    vocab_size = services.engine.base.vocab_size
+def _bad_words(words: Sequence[str], reader: PromptReader) -> tuple[tuple[int, ...], ...]:
+    vocab_size = reader.services.engine.base.vocab_size
     found: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         text = word.lstrip() or word
-        bare, spaced = (
-            tuple(services.tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " ")
-        )
+        bare, spaced = (tuple(reader.tokenizer.encode(prefix + text, add_special_tokens=False)) for prefix in ("", " "))
         if not bare or max(bare) >= vocab_size:
             raise InvalidRequest(f"bad_words.{index} has no tokens of this model.", param=f"bad_words.{index}")
         found.append(bare)
@@ -220,15 +221,15 @@ def _check_bytes(num_bytes: int, param: str) -> None:
         raise PayloadTooLarge(f"{param} is longer than {LIMITS.max_prompt_bytes} bytes.", param=param)
 
 
-def _check_fits(text: str, services: Services, param: str) -> None:
+def _check_fits(text: str, reader: PromptReader, param: str) -> None:
     """Check that the text's bytes can be as few tokens as the context has room for.
 
     Raises:
         ContextLengthExceeded: they can't.
     """
-    context = services.engine.base.max_model_len
+    context = reader.services.engine.base.max_model_len
     # no token is less than a byte, and no character more than four
-    if 4 * len(text) > context and (least := services.tokenizer.least_tokens(text)) > context:
+    if 4 * len(text) > context and (least := reader.tokenizer.least_tokens(text)) > context:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {context} tokens. However, "
             f"your {param} has at least {least} tokens. "
@@ -237,14 +238,14 @@ def _check_fits(text: str, services: Services, param: str) -> None:
         )
 
 
-def _from_text(text: str, services: Services, add_special_tokens: bool, keep: int | None, param: str) -> Prompt:
-    whole = services.tokenizer.encode(text, add_special_tokens)
+def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, keep: int | None, param: str) -> Prompt:
+    whole = reader.tokenizer.encode(text, add_special_tokens)
     token_ids = _kept(whole, keep)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty.", param=param)
     # The tokenizer may know tokens that were added after the model was trained, and that its logits
     # lack.
-    check_token_ids(token_ids, services.engine.base.vocab_size, param)
+    check_token_ids(token_ids, reader.services.engine.base.vocab_size, param)
     return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)
 
 

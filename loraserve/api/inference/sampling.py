@@ -58,6 +58,7 @@ class Sampling:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             grammar="" if self.grammar is None else self.grammar.text,
+            tokenizer="" if self.grammar is None else self.grammar.tokenizer,
             grammar_bytes=0 if self.grammar is None else self.grammar.num_bytes,
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words=self.bad_words,

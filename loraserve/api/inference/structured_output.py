@@ -18,6 +18,7 @@ from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParamet
 from loraserve.limits import LIMITS
 from loraserve.settings import Settings
 from loraserve.text.answer_format import ANY_WHITESPACE, ONE_LINE, WHITESPACE, AnswerFormat, AnswerKind
+from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import TenantId
 
 _WHITESPACE = {"bounded": WHITESPACE, "one-line": ONE_LINE, "any": ANY_WHITESPACE}
@@ -25,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OBJECT = {"type": "object"}
 
 
-async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat) -> Grammar:
+async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat, tokenizer: Tokenizer) -> Grammar:
     """Return the grammar of a format, once it has been compiled; stop when the client leaves.
 
     Raises:
@@ -35,7 +36,7 @@ async def check_grammar(request: Request, tenant: TenantId, wanted: AnswerFormat
     """
     services = services_of(request)
     wanted = _with_settings(wanted, services.settings)
-    return await while_connected(request, services.grammars.check(tenant, wanted))
+    return await while_connected(request, services.grammars.check(tenant, wanted, tokenizer.summary_text))
 
 
 def _with_settings(wanted: AnswerFormat, settings: Settings) -> AnswerFormat:

@@ -18,6 +18,17 @@ A base's id may be a folder's name, in any script.
 """
 
 
+def has_same_tokenizer(one: AdapterRef | None, other: AdapterRef | None) -> bool:
+    """Return whether the same tokens mean the same to both; None is the base."""
+    return _tokenizers(one) == _tokenizers(other)
+
+
+def _tokenizers(adapter: AdapterRef | None) -> set[str]:
+    """Return the blobs of the tokenizers that differ from the base's."""
+    extras = [version.extras for version in versions_of(adapter)]
+    return {found.tokenizer.blob for found in extras if found is not None and found.tokenizer is not None}
+
+
 class TargetSelector:
     """Select the adapter that answers one HTTP request, with all of its choices.
 
@@ -72,13 +83,20 @@ class TargetSelector:
     def shadow(self) -> Shadow | None:
         """Shadow that a copy may run on.
 
-        None where the fallback answers, which is no measure for a shadow.
+        None where the fallback answers, which is no measure for a shadow; or where the shadow's
+        tokenizer is another, to which the prompt's tokens mean something else.
         """
-        return None if self.has_fallen_back else self._shadow
+        is_measured = self._shadow is not None and has_same_tokenizer(self._shadow.adapter, self.adapter)
+        return self._shadow if is_measured and not self.has_fallen_back else None
 
     def fall_back(self, error: AdapterUnavailable) -> bool:
-        """Switch to the fallback; return False if there is none, or if the fallback failed."""
+        """Switch to the fallback; return False if there is none, or if the fallback failed.
+
+        There is none where its tokenizer is another: the prompt is tokens by then.
+        """
         if self._fallback is None or self.adapter is None:
+            return False
+        if not has_same_tokenizer(self._fallback.adapter, self.adapter):
             return False
         self._from, self.adapter = self.adapter, self._fallback.adapter
         self._fallback = None

@@ -99,7 +99,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
             # as TGI: parameters have defaults of their own here; the file says how answers end
             defaults=model.defaults.only_ends(),
         )
-    reader = PromptReader(services, caller.tenant, len(await request.body()))
+    reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)
     with _in_inputs():
         prompts = await reader.prompts(body.inputs, add_special_tokens=True, keep=parameters.truncate)
         num_prompt_tokens = len(prompts[0].token_ids)

@@ -27,7 +27,7 @@ class Sequence:
     """
 
     def __init__(self, context: InferenceContext, parameters: GenerateParameters, index: int, seed: int | None) -> None:
-        self._tokenizer = context.services.tokenizer
+        self._tokenizer = context.tokenizer
         self._parameters = parameters
         self._prompt = context.prompt_of(index)
         self._eos_token_id = context.services.engine.base.eos_token_ids[:1]

@@ -19,12 +19,13 @@ router = APIRouter(prefix="/adapters")
 
 _reader = scopes.require(scopes.ADAPTERS_READ, is_tenants_own=True)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TEMPLATE, DEFAULTS = FILE_NAMES["chat_template"], FILE_NAMES["generation_config"]
+TEMPLATE, DEFAULTS, TOKENIZER = (FILE_NAMES[part] for part in ("chat_template", "generation_config", "tokenizer"))
 _MEDIA_TYPES = {
     CONFIG: "application/json",
     WEIGHTS: "application/octet-stream",
     TEMPLATE: "text/plain; charset=utf-8",
     DEFAULTS: "application/json",
+    TOKENIZER: "application/json",
 }
 
 
@@ -65,6 +66,6 @@ async def download_file(
 def _blobs(version: VersionRecord) -> dict[str, Digest]:
     """Return the blobs of the version's files by their names."""
     extras = version.extras or VersionExtras()
-    files = {TEMPLATE: extras.chat_template, DEFAULTS: extras.generation_config}
+    files = {TEMPLATE: extras.chat_template, DEFAULTS: extras.generation_config, TOKENIZER: extras.tokenizer}
     given = {name: file.blob for name, file in files.items() if file is not None}
     return {CONFIG: version.config_blob, WEIGHTS: version.weights_blob, **given}

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.adapters.digest import version_digest
-from loraserve.adapters.extra_files import FILE_NAMES, INDEX, TOKENIZER, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, INDEX, ExtraFiles
 from loraserve.api import scopes
 from loraserve.api.http.json_body import parse_json
 from loraserve.api.management.payloads.bodies import Body, read_body
@@ -169,8 +169,9 @@ async def publish_stored(
     Without a config, the upload must be in a file that holds its own. The body may have extra
     files: ``chat_template`` and ``generation_config`` as the files' text, ``tool_parser`` and
     ``reasoning_parser`` as names, ``chat_template_kwargs`` as the text of a JSON object;
-    ``tokenizer``, the identity of the adapter's own, to be compared with the base's; and ``index``,
-    the text of the index of several files of weights, which the blob is, one after the other.
+    ``tokenizer``, the summary of the adapter's own, of which the version keeps what isn't the
+    base's; and ``index``, the text of the index of several files of weights, which the blob is, one
+    after the other.
 
     Raises:
         InvalidRequest: the body isn't that.
@@ -234,7 +235,7 @@ def content_of(config: bytes, blob: Digest, extras: ExtraFiles) -> bytes:
 
 def _read_publish(body: bytes) -> tuple[bytes, Digest, ExtraFiles]:
     value: Any = parse_json(body)
-    if not isinstance(value, dict) or value.keys() - {"config", "blob", TOKENIZER, INDEX, *FILE_NAMES}:
+    if not isinstance(value, dict) or value.keys() - {"config", "blob", INDEX, *FILE_NAMES}:
         raise InvalidRequest(
             "The body should be a JSON object with config and blob, and nothing else but a version's extra files.",
             hint=f"Extra files: {', '.join(FILE_NAMES)}.",
@@ -249,7 +250,7 @@ def _read_publish(body: bytes) -> tuple[bytes, Digest, ExtraFiles]:
         config = json.dumps(value["config"], ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     if len(config) > LIMITS.max_adapter_config_bytes:
         raise PayloadTooLarge(f"config exceeds the limit of {LIMITS.max_adapter_config_bytes} bytes.", param="config")
-    given = {name: value[name] for name in (*FILE_NAMES, TOKENIZER, INDEX) if value.get(name) is not None}
+    given = {name: value[name] for name in (*FILE_NAMES, INDEX) if value.get(name) is not None}
     for name, text in given.items():
         if not isinstance(text, str):
             raise InvalidRequest(f"{name} should be a string: the file's text.", param=name)

@@ -57,7 +57,7 @@ def _whole(turn: ChatTurn) -> dict[str, Any]:
     if body.prompt_logprobs is not None:
         # the same for every choice
         entries = turn.choices[0].prompt_logprobs
-        message["prompt_logprobs"] = prompt_logprobs(turn.context.services.tokenizer, entries, body.prompt_logprobs)
+        message["prompt_logprobs"] = prompt_logprobs(turn.context.tokenizer, entries, body.prompt_logprobs)
     return message | ({"prompt_token_ids": list(turn.prompt.token_ids)} if body.return_token_ids else {})
 
 

@@ -65,7 +65,7 @@ async def create_completion(
     wanted = read_answer_format(body)
     base = services.engine.base
     model = await resolve_asked(services, caller, body)
-    reader = PromptReader(services, caller.tenant, len(await request.body()))
+    reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)
     default_max_tokens = model.defaults.max_tokens(DEFAULT_MAX_TOKENS) or DEFAULT_MAX_TOKENS
     keep = kept_tokens(body, default_max_tokens if body.max_tokens is None else body.max_tokens, base)
     prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
@@ -85,13 +85,13 @@ async def create_completion(
     if body.thinking_token_budget is not None:
         chat_format = await services.version_chats.chat_format(caller.tenant, model.binding.adapter)
         thinking = [
-            chat_format.thinking_budget(prompt.end_text(services.tokenizer), body.thinking_token_budget)
+            chat_format.thinking_budget(prompt.end_text(model.tokenizer), body.thinking_token_budget)
             for prompt in prompts
         ]
     ttl_s = cache_ttl_s(sampling)
     max_tokens = [_max_tokens(body, default_max_tokens, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
-        sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
+        sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted, model.tokenizer))
     admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
 
     context = InferenceContext.begin("cmpl-", services, body, model, prompts, ignored)
@@ -227,7 +227,7 @@ class _Choice:
         if self.body.logprobs is not None:
             prompt = () if self.body.echo else self.context.prompt_of(self.index).token_ids
             self.logprobs = CompletionLogprobs(
-                self.context.services.tokenizer,
+                self.context.tokenizer,
                 self.body.skip_special_tokens,
                 prompt,
                 num_top=self.body.logprobs,
@@ -284,7 +284,7 @@ class _Choice:
         }
         if self.body.prompt_logprobs is not None:
             entries, num_top = self.chunks[0].prompt_logprobs, self.body.prompt_logprobs
-            whole["prompt_logprobs"] = prompt_logprobs(self.context.services.tokenizer, entries or (), num_top)
+            whole["prompt_logprobs"] = prompt_logprobs(self.context.tokenizer, entries or (), num_top)
         if self.logprobs is not None:
             whole["logprobs"] = join_logprobs(part["logprobs"] for part in parts)
         if self.body.return_token_ids:
@@ -296,4 +296,4 @@ class _Choice:
         prompt = self.context.prompt_of(self.index)
         if prompt.text is not None:
             return prompt.text
-        return self.context.services.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)
+        return self.context.tokenizer.decode(prompt.token_ids, self.body.skip_special_tokens)

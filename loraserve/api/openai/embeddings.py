@@ -44,7 +44,7 @@ async def create_embeddings(
     check_priority(body, caller)
     _check(body, services.engine.base)
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
-    reader = InputReader(services, caller.tenant, len(await request.body()), body)
+    reader = InputReader(services, caller.tenant, len(await request.body()), body, model.tokenizer)
     prompts = await reader.inputs(body.input, add_special_tokens=body.add_special_tokens)
     context = PoolingContext.begin("embd", services, body, model, prompts, ignored)
     data: list[dict[str, Any]] = [

@@ -59,7 +59,7 @@ async def score(
     left, right = _read_sides(body)
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     scoring = _Scoring.of(left, right, body, model)
-    reader = InputReader(services, caller.tenant, len(await request.body()), body)
+    reader = InputReader(services, caller.tenant, len(await request.body()), body, model.tokenizer)
     context = await scoring.begin("score", services, reader, ignored)
     return await context.answer(
         request,
@@ -103,7 +103,7 @@ async def rerank(
     query, documents = [Named("query", body.query)], _read_texts(body.documents, "documents")
     model = await resolve_model(services, caller, body.model, body.adapters, user=body.user)
     scoring = _Scoring.of(query, documents, body, model)
-    reader = InputReader(services, caller.tenant, len(await request.body()), body)
+    reader = InputReader(services, caller.tenant, len(await request.body()), body, model.tokenizer)
     context = await scoring.begin("rerank", services, reader, ignored)
 
     def results() -> list[dict[str, Any]]:

@@ -50,7 +50,8 @@ async def tokenize(
     model = None if body.model is None else await resolve_model(services, caller, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either prompt or messages, and only one of them.", param="prompt")
-    reader = PromptReader(services, caller.tenant, num_bytes)
+    tokenizer = services.tokenizer if model is None else model.tokenizer
+    reader = PromptReader(services, caller.tenant, num_bytes, tokenizer)
     tokens: Sequence[int]
     if body.prompt is not None:
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
@@ -71,7 +72,7 @@ async def tokenize(
         tokens = chat.token_ids
 
     def answer() -> bytes:
-        names = [services.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        names = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         return orjson.dumps(
             {
                 "count": len(tokens),
@@ -100,12 +101,12 @@ async def detokenize(
     num_bytes = len(await request.body())
     run = services.text_threads.run
     body, _ = await run(caller.tenant, num_bytes, lambda: parse_body(DetokenizeBody, raw))
-    if body.model is not None:
-        await resolve_model(services, caller, body.model)
+    model = None if body.model is None else await resolve_model(services, caller, body.model)
+    tokenizer = services.tokenizer if model is None else model.tokenizer
 
     def answer() -> bytes:
         check_token_ids(body.tokens, services.engine.base.vocab_size, "tokens")
-        return orjson.dumps({"prompt": services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return orjson.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     return _json(await run(caller.tenant, num_bytes, answer))
 

@@ -76,7 +76,7 @@ _UPLOADED_FILES: Schema = {
     "properties": {
         "config": {**_BINARY, "description": "adapter_config.json; of a GGUF file, nothing."},
         "weights": {**_BINARY, "description": "Several of these parts are the shards that index names."},
-        **dict.fromkeys((*FILE_NAMES, TOKENIZER, INDEX), _BINARY),
+        **dict.fromkeys((*FILE_NAMES, INDEX), _BINARY),
     },
     "required": ["weights"],
 }
@@ -93,8 +93,8 @@ _STORED_UPLOAD: Schema = {
         **{name: {"type": "string", "minLength": 1, "description": file} for name, file in FILE_NAMES.items()},
         TOKENIZER: {
             "type": "string",
-            "description": "What decides the tokens of the adapter's own tokenizer, hashed by loraserve's client: "
-            "another than the base's is a warning.",
+            "description": "Summary of the adapter's own tokenizer, which loraserve's client makes of its files: "
+            "added tokens are served, another vocabulary than the base's is refused.",
         },
     },
     "required": ["blob"],

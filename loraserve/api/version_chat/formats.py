@@ -18,12 +18,16 @@ from loraserve.errors import (
     BlobCorrupt,
     BlobNotFound,
     ChatTemplateFailed,
+    ConfigError,
+    InvalidRequest,
 )
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.composition import versions_of
 from loraserve.tenant_cache import TenantCache
 from loraserve.text.chat_format import AUTO, ChatFormat
+from loraserve.text.chat_template import special_tokens
 from loraserve.text.version_template import VersionTemplate
+from loraserve.tokenizer_identity import TokenizerSummary
 from loraserve.types import AdapterRef, Digest, ExtraFile
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ENTRY_BYTES = 4096
 """Bytes that an entry takes beside its template's text, with room to spare."""
+_TOKENIZER_BYTES, _BYTES_PER_ADDED_BYTE = 16 << 10, 32
+"""Bytes that a version's tokenizer takes beside the base's: at least, and by its file's bytes."""
 LOADED, CACHED = "loaded", "cached"
 OUTCOMES = (LOADED, CACHED)
 
@@ -94,12 +100,39 @@ class VersionChats:
             version is None
             or extras is None
             or not (
-                extras.chat_template or extras.tool_parser or extras.reasoning_parser or extras.chat_template_kwargs
+                extras.chat_template
+                or extras.tool_parser
+                or extras.reasoning_parser
+                or extras.chat_template_kwargs
+                or extras.tokenizer
             )
         ):
             return self._base()
         key = ("format", version.tenant, version.name, version.version, version.digest)
         return await self._kept(key, version.tenant, lambda: self._make_format(tenant, version))
+
+    async def tokenizer(self, adapter: AdapterRef | None) -> Tokenizer:
+        """Return the tokenizer of what a request is bound to; the base's where it has no other.
+
+        Raises:
+            AdapterCorrupt: the stored differences are damaged or missing.
+            AdapterUnservable: they don't fit this base's tokenizer.
+            InvalidRequest: the versions of a sum have different ones.
+        """
+        versions = versions_of(adapter)
+        owning = {file.blob: version for version in versions if (file := own_tokenizer(version)) is not None}
+        if not owning:
+            return self._tokenizer
+        if len(owning) > 1:
+            names = " and ".join(sorted(f"{one.name}@{one.version}" for one in owning.values()))
+            raise InvalidRequest(
+                f"{names} have tokenizers of their own, which differ; a sum needs one for its texts.",
+                param="model",
+                hint="Add up versions that were trained with the same added tokens.",
+            )
+        (version,) = owning.values()
+        key = ("tokenizer", version.tenant, version.name, version.version, version.digest)
+        return await self._kept(key, version.tenant, lambda: self._make_tokenizer(version))
 
     async def defaults(self, adapter: AdapterRef | None) -> GenerationDefaults:
         """Return the defaults of requests for what one is bound to.
@@ -154,10 +187,13 @@ class VersionChats:
                     f"The chat template of {name} can't be used: {found.problems[0]}.", param="messages"
                 )
             template, num_bytes = VersionTemplate(name, source, found.read), 2 * len(source)
-        variables = {**self._base().variables, **json.loads(extras.chat_template_kwargs or "{}")}
+        tokenizer = await self.tokenizer(version)
+        # templates write the special tokens by these names
+        special = {} if tokenizer is self._tokenizer else special_tokens(tokenizer.config)
+        variables = {**special, **self._base().variables, **json.loads(extras.chat_template_kwargs or "{}")}
         made = ChatFormat(
             template,
-            self._tokenizer,
+            tokenizer,
             variables=variables,
             tool_call_parser=extras.tool_parser or self._tool_call_parser,
             reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
@@ -167,12 +203,33 @@ class VersionChats:
             # the template shows tools in no way that is recognized: the model is the base's kind
             made = ChatFormat(
                 template,
-                self._tokenizer,
+                tokenizer,
                 variables=variables,
                 tool_call_parser=known.name,
                 reasoning_parser=extras.reasoning_parser or self._reasoning_parser,
             )
         return made, num_bytes
+
+    async def _make_tokenizer(self, version: AdapterRef) -> tuple[Tokenizer, int]:
+        name = f"{version.name}@{version.version}"
+        file = None if version.extras is None else version.extras.tokenizer
+        if file is None:
+            raise ValueError("the version has no tokenizer")
+        data = await self._read(version, file)
+        summary = TokenizerSummary.parse(data.decode())
+        base = await asyncio.to_thread(lambda: self._tokenizer.summary)
+        conflict = "can't be read" if summary is None else None if base is None else summary.conflict(base)
+        try:
+            if summary is None or conflict is not None:
+                raise ConfigError(f"it {conflict}")
+            made = await asyncio.to_thread(self._tokenizer.with_differences, summary)
+        except ConfigError as error:
+            # it was good when it was uploaded, to another release or for another base
+            raise AdapterUnservable(
+                f"The tokenizer of {name} doesn't fit this base's: {error.message}.",
+                hint="Push the version again with a tokenizer that has the base's vocabulary.",
+            ) from error
+        return made, _TOKENIZER_BYTES + _BYTES_PER_ADDED_BYTE * len(data)
 
     async def _read_defaults(self, version: AdapterRef, file: ExtraFile) -> tuple[GenerationDefaults, int]:
         data = await self._read(version, file)
@@ -206,6 +263,11 @@ class VersionChats:
                 blob=file.blob,
                 hint="Push the adapter again.",
             ) from error
+
+
+def own_tokenizer(version: AdapterRef) -> ExtraFile | None:
+    """Return the file of what a version's tokenizer has beside the base's; None: nothing."""
+    return None if version.extras is None else version.extras.tokenizer
 
 
 def _version_of(adapter: AdapterRef | None) -> AdapterRef | None:

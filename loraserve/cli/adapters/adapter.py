@@ -153,15 +153,6 @@ def push(
                 output.note("The server keeps the bytes that it received: run the same command again to resume.")
             raise
         show_version(output, version)
-        # with the client, which help doesn't need
-        from loraserve.sdk.files.adapter_source import is_elsewhere
-        from loraserve.sdk.files.peft_directory import has_older_template
-
-        if not is_elsewhere(directory) and has_older_template(Path(directory)):
-            output.note(
-                "The chat template in tokenizer_config.json wasn't sent. "
-                "To make it part of the version, save it as chat_template.jinja."
-            )
         if dry_run:
             output.note("Dry run: the adapter would be accepted; nothing was stored.")
         else:

@@ -90,6 +90,7 @@ class Constraint:
         "_num_slow",
         "_tenant",
         "_token_ids",
+        "_tokenizer",
         "_vocab_size",
         "_wake",
         "_words",
@@ -111,6 +112,7 @@ class Constraint:
         *,
         tenant: str = "",
         num_bytes: int = 0,
+        tokenizer: str = "",
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Compile the grammar, follow the output so far and compute the mask after it, on a thread.
@@ -120,6 +122,7 @@ class Constraint:
             tenant: whose request it is: tenants have turns on the threads, and grammars of their
                 own.
             num_bytes: bytes of the compiled grammar; 0: unknown.
+            tokenizer: as for `GrammarCompiler.of`.
             wake: called on a thread when a mask is there that no step waits for.
         """
         self.is_ready = self.is_gathered = False
@@ -128,7 +131,7 @@ class Constraint:
         self.threads = threads
         self._grammar, self._num_bytes, self._vocab_size, self._cache = grammar, num_bytes, vocab_size, cache
         self._token_ids = list(token_ids)
-        self._tenant, self._wake = tenant, wake
+        self._tenant, self._wake, self._tokenizer = tenant, wake, tokenizer
         self._compiled: CompiledGrammar | None = None
         self._cursor: GrammarCursor | None = None
         self._buffer: Words = np.empty(0, np.uint32)
@@ -380,7 +383,7 @@ class Constraint:
         Not if one of the request's own failed after the same output.
         """
         if self._compiled is not None:
-            self._cache.discard(self._tenant, self._grammar, self._compiled)
+            self._cache.discard(self._tenant, self._grammar, self._compiled, tokenizer=self._tokenizer)
         if self._failed_at == self.num_output_tokens or self._num_restarts == _MAX_RESTARTS:
             return False
         self._failed_at = self.num_output_tokens
@@ -390,7 +393,7 @@ class Constraint:
     def _begin(self) -> None:
         if not len(self._buffer):
             self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
-        self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes)
+        self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes, tokenizer=self._tokenizer)
         self._cursor, self._is_lost = GrammarCursor(self._compiled.new_matcher()), False
         self._follow()
 

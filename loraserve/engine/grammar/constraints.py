@@ -51,6 +51,7 @@ class Constraints:
             self._threads,
             tenant=tenant,
             num_bytes=params.grammar_bytes,
+            tokenizer=params.tokenizer,
             wake=self._wake,
         )
 

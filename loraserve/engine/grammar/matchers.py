@@ -48,7 +48,7 @@ class CompiledGrammar:
 
 
 class MatcherCache:
-    """Compiled grammars by tenant and text, for one tokenizer.
+    """Compiled grammars by tenant, tokenizer and text.
 
     Tenants share neither a compilation nor a lexer, which a grammar's use makes faster, or ends.
     Safe to use from several threads.
@@ -104,36 +104,40 @@ class MatcherCache:
                 self._executors[num_threads] = LLExecutor(num_threads=num_threads)
             return self._executors[num_threads]
 
-    def get(self, tenant: str, grammar: str, num_bytes: int = 0) -> CompiledGrammar:
+    def get(self, tenant: str, grammar: str, num_bytes: int = 0, *, tokenizer: str = "") -> CompiledGrammar:
         """Return the tenant's compiled grammar, which is compiled now if it isn't there.
 
         Args:
             num_bytes: what it takes, as measured before; 0: unknown.
+            tokenizer: as for `GrammarCompiler.of`.
 
         Raises:
             InvalidRequest, ConfigError: as `GrammarCompiler.compile`.
         """
         with self._lock:
-            compiled = self._compiled.get(tenant, grammar)
-        return self._compile(tenant, grammar, num_bytes) if compiled is None else compiled
+            compiled = self._compiled.get(tenant, (tokenizer, grammar))
+        return self._compile(tenant, grammar, num_bytes, tokenizer) if compiled is None else compiled
 
-    def discard(self, tenant: str, grammar: str, compiled: CompiledGrammar) -> None:
+    def discard(self, tenant: str, grammar: str, compiled: CompiledGrammar, *, tokenizer: str = "") -> None:
         """Forget a compiled grammar whose lexer failed: none of its matchers works any more."""
         with self._lock:
-            if self._compiled.get(tenant, grammar) is compiled:
-                self._compiled.drop(tenant, grammar)
+            if self._compiled.get(tenant, (tokenizer, grammar)) is compiled:
+                self._compiled.drop(tenant, (tokenizer, grammar))
 
-    def _compile(self, tenant: str, grammar: str, num_bytes: int) -> CompiledGrammar:
+    def _compile(self, tenant: str, grammar: str, num_bytes: int, tokenizer: str) -> CompiledGrammar:
         # building the tokenizer isn't the grammar's time
-        self._compiler.load()
+        compiler = self._compiler.of(tokenizer)
+        compiler.load()
         started = self._clock()
         try:
-            matcher = self._compiler.compile(grammar)
+            matcher = compiler.compile(grammar)
         finally:
             with self._lock:
                 self.num_compiled += 1
                 self._compile_s.add(self._clock() - started)
-        compiled = CompiledGrammar(matcher, max(LEAST_BYTES, num_bytes or BYTES_PER_CHARACTER * len(grammar)))
+        grammar_bytes = max(LEAST_BYTES, num_bytes or BYTES_PER_CHARACTER * len(grammar))
+        # it keeps the tokenizer in memory, however many others have been used since
+        compiled = CompiledGrammar(matcher, grammar_bytes + compiler.own_bytes)
         with self._lock:
-            self._compiled.put(tenant, grammar, compiled, compiled.num_bytes)
+            self._compiled.put(tenant, (tokenizer, grammar), compiled, compiled.num_bytes)
         return compiled

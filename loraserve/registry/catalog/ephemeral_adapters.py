@@ -291,7 +291,7 @@ class EphemeralAdapters:
         inspected = await self._publisher.inspect(
             config, blob.read, base, tenant=tenant, extras=extras, throttle=self.throttle
         )
-        inspected = with_container(inspected, notes)
+        inspected, extras = with_container(inspected, notes), inspected.files
         size_bytes = blob.num_bytes + len(config) + extras.num_bytes
         async with self._locks.setdefault((tenant, name), asyncio.Lock()), self._claim(tenant, name):
             self.check(tenant, name, is_replacing=is_replacing)

@@ -8,20 +8,18 @@ from typing import Any
 
 from loraserve.adapters.config.generation_config import read_generation_config
 from loraserve.adapters.digest import version_digest
-from loraserve.adapters.extra_files import FILE_NAMES, TOKENIZER, TOKENIZER_FILE, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, ExtraFiles
 from loraserve.errors import (
-    AdapterBaseMismatch,
     AdapterFormatError,
     AdapterRejected,
     AdapterUnsupported,
     InvalidRequest,
 )
-from loraserve.registry.health.checks import PASSED, WARNED
+from loraserve.registry.health.checks import PASSED
 from loraserve.registry.health.inspection import Inspected
 from loraserve.text.reasoning import REASONING_FORMATS
 from loraserve.text.template_worker import TemplateAnswer
 from loraserve.text.tool_parsers.table import TOOL_FORMATS
-from loraserve.tokenizer_identity import TokenizerIdentity
 from loraserve.types import BaseSpec, TenantId
 
 InspectTemplate = Callable[[TenantId, str], Awaitable[TemplateAnswer]]
@@ -81,24 +79,6 @@ async def inspect_extra_files(
     return [{"name": CHECK, "status": PASSED, "detail": "; ".join(found)}]
 
 
-def inspect_tokenizer(own: TokenizerIdentity, base: TokenizerIdentity | None, *, is_strict: bool) -> dict[str, Any]:
-    """Return the check that compares an adapter's own tokenizer with the base's, which is used.
-
-    Raises:
-        AdapterBaseMismatch: they differ, and the server is strict.
-    """
-    difference = "can't be compared: the base's can't be read" if base is None else own.difference(base)
-    if difference is None:
-        return {"name": TOKENIZER, "status": PASSED, "detail": f"{TOKENIZER_FILE} is the base's"}
-    detail = f"{TOKENIZER_FILE} isn't used, and {difference}: texts become the base's tokens"
-    if is_strict:
-        raise AdapterBaseMismatch(
-            f"{detail}. This server accepts adapters of its own base only (--strict-base).",
-            hint="Train the adapter with the base's tokenizer, or remove the file if its tokens don't matter.",
-        )
-    return {"name": TOKENIZER, "status": WARNED, "detail": detail}
-
-
 def with_extra_files(inspected: Inspected, extras: ExtraFiles, checks: Iterable[dict[str, Any]]) -> Inspected:
     """Return the inspection of the whole version."""
     return replace(
@@ -106,6 +86,7 @@ def with_extra_files(inspected: Inspected, extras: ExtraFiles, checks: Iterable[
         digest=version_digest(inspected.digest, extras),
         checks=(*inspected.checks, *checks),
         extras=extras.described(),
+        files=extras,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from loraserve.adapters.compiler import Reserve, compile_adapter
 from loraserve.adapters.digest import adapter_digest
+from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.strict_json import shown
@@ -36,6 +37,8 @@ class Inspected:
     """Entry of each passed check: ``{"name", "status", "detail"}``."""
     extras: VersionExtras | None = None
     """What the version has beside its config and its weights; `digest` covers it."""
+    files: ExtraFiles = NO_EXTRA_FILES
+    """Files of `extras`: what was uploaded, less what is the base's."""
 
 
 def inspect_upload(

@@ -14,11 +14,11 @@ from pathlib import PurePosixPath
 
 from adapters_store.files import CHUNK_BYTES, storage_errors
 from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILES, find_weights, holds_config, shard_names
-from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles, with_tokenizer
 from loraserve.errors import AdapterFormatError, InvalidRequest, NotFound, PermissionDenied
 from loraserve.limits import LIMITS
 from loraserve.registry.uploads.staging import WeightsWriter
-from loraserve.tokenizer_identity import MAX_FILE_BYTES, TokenizerIdentity
+from loraserve.tokenizer_identity import TOKENIZER_FILES
 
 TENANT = "{tenant}"
 """Part of the allowed folder's path that stands for the name of the request's tenant."""
@@ -64,20 +64,21 @@ class LocalFolders:
             if not holds_config(name):
                 _read(folder, CONFIG_FILE, LIMITS.max_adapter_config_bytes, config.extend)
             extras: dict[str, bytes] = {}
-            tokenizer = None
+            tokenizer: dict[str, bytes] = {}
             for part in FILE_NAMES:
                 if FILE_NAMES[part] in found:
                     data = bytearray()
                     _read(folder, FILE_NAMES[part], MAX_BYTES[part], data.extend)
                     extras[part] = bytes(data)
-            if TOKENIZER_FILE in found:
-                data = bytearray()
-                _read(folder, TOKENIZER_FILE, MAX_FILE_BYTES, data.extend)
-                tokenizer = TokenizerIdentity.of_file(bytes(data))
+            for file in TOKENIZER_FILES:
+                if file in found:
+                    data = bytearray()
+                    _read(folder, file, TOKENIZER_FILES[file], data.extend)
+                    tokenizer[file] = bytes(data)
             index = _read_weights(folder, name, weights)
         finally:
             os.close(folder)
-        return bytes(config), replace(ExtraFiles.read(extras), tokenizer=tokenizer, index=index)
+        return bytes(config), replace(with_tokenizer(ExtraFiles.read(extras), tokenizer), index=index)
 
     def _open(self, path: str, tenant_name: str) -> int:
         if self.root is None:

@@ -29,11 +29,11 @@ from loraserve.registry.health.checks import SKIPPED, is_corrupt
 from loraserve.registry.health.extra_files import (
     InspectTemplate,
     inspect_extra_files,
-    inspect_tokenizer,
     with_extra_files,
 )
 from loraserve.registry.health.inspection import CheckFit, Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
+from loraserve.registry.health.own_tokenizer import GetTokenizer, inspect_tokenizer
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.publishing.conversion import Converted, T, Uploaded, convert_upload, with_container
 from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
@@ -43,7 +43,6 @@ from loraserve.registry.repository import AdapterRepository
 from loraserve.registry.served_base import other_base_error
 from loraserve.registry.uploads.staging import BoundedBlob
 from loraserve.registry.uploads.transfers import Uploads
-from loraserve.tokenizer_identity import TokenizerIdentity
 from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
 
 MAX_INSPECTIONS = 2
@@ -100,8 +99,8 @@ class Publisher:
         """Looks at chat templates; None: none can be published."""
         self.check_fit: CheckFit = lambda ir, base: None
         """Refuses what the engine's device can never hold."""
-        self.tokenizer: Callable[[], TokenizerIdentity | None] = lambda: None
-        """Returns the identity of the base's tokenizer, on a thread."""
+        self.tokenizer: GetTokenizer = lambda: None
+        """Returns the base's tokenizer."""
 
     def check_name(self, name: str) -> str:
         """Return `name` if it is a valid adapter name; call this before reading the upload.
@@ -169,14 +168,26 @@ class Publisher:
         converted = await self.convert(config, weights, base, stage, BoundedBlob.discard, extras=extras)
         if converted is None:
             inspected = await self.inspect(config, weights.read, base, tenant=tenant, extras=extras)
-            push = Push(tenant, name, config, weights, base, inspected, actor, is_promoting, extras, is_new_name)
+            push = Push(
+                tenant, name, config, weights, base, inspected, actor, is_promoting, inspected.files, is_new_name
+            )
             return await self._publish(push, once, on_stored, is_dry_run=is_dry_run)
         config, files = converted.config, converted.weights
         try:
             inspected = await self.inspect(config, files.read, base, tenant=tenant, extras=extras)
             inspected = with_container(inspected, converted.notes)
             push = Push(
-                tenant, name, config, files, base, inspected, actor, is_promoting, extras, is_new_name, weights.digest
+                tenant,
+                name,
+                config,
+                files,
+                base,
+                inspected,
+                actor,
+                is_promoting,
+                inspected.files,
+                is_new_name,
+                weights.digest,
             )
             return await self._publish(push, once, on_stored, is_dry_run=is_dry_run)
         finally:
@@ -251,10 +262,9 @@ class Publisher:
             AdapterRejected: they can't be served; lists every reason.
             StorageError: the weights can't be read.
         """
-        checks = await inspect_extra_files(tenant, extras, base, self.inspect_template)
-        if extras.tokenizer is not None:
-            own = await asyncio.to_thread(self.tokenizer)
-            checks.append(inspect_tokenizer(extras.tokenizer, own, is_strict=self._names.is_strict))
+        compare = partial(inspect_tokenizer, extras, self.tokenizer(), base, is_strict=self._names.is_strict)
+        extras, compared = await asyncio.to_thread(compare)
+        checks = [*await inspect_extra_files(tenant, extras, base, self.inspect_template), *compared]
         async with self._inspections:
             work = partial(_inspect, config, read, base, self._names, self.check_fit, self._unfolding)
             inspected = await (throttle or self._throttle).run_in_pieces(work)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from loraserve.adapter_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILES, shard_names
-from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, TOKENIZER_FILE, ExtraFiles
+from loraserve.adapters.extra_files import FILE_NAMES, MAX_BYTES, ExtraFiles, with_tokenizer
 from loraserve.background import SERVER_NICENESS, lower_thread_priority
 from loraserve.db.idempotency import Once
 from loraserve.errors import AdapterFormatError, SourceTooSlow
@@ -21,7 +21,7 @@ from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.publishing.sources import NoSuchFile, Source, check_allowed, parse_source
 from loraserve.registry.uploads.staging import BoundedBlob
 from loraserve.registry.uploads.transfers import Uploads
-from loraserve.tokenizer_identity import MAX_FILE_BYTES, TokenizerIdentity
+from loraserve.tokenizer_identity import TOKENIZER_FILES
 from loraserve.types import TenantId
 
 KIND = "pull"
@@ -179,11 +179,11 @@ def _fetch(
     for part, file in FILE_NAMES.items():
         with suppress(NoSuchFile):
             extras[part] = b"".join(_bounded(source, file, MAX_BYTES[part], progress, rate))
-    tokenizer = None
-    with suppress(NoSuchFile):
-        data = b"".join(_bounded(source, TOKENIZER_FILE, MAX_FILE_BYTES, progress, rate))
-        tokenizer = TokenizerIdentity.of_file(data)
-    return config, replace(ExtraFiles.read(extras), tokenizer=tokenizer, index=index)
+    tokenizer: dict[str, bytes] = {}
+    for file, max_bytes in TOKENIZER_FILES.items():
+        with suppress(NoSuchFile):
+            tokenizer[file] = b"".join(_bounded(source, file, max_bytes, progress, rate))
+    return config, replace(with_tokenizer(ExtraFiles.read(extras), tokenizer), index=index)
 
 
 def _fetch_weights(

@@ -108,6 +108,8 @@ async def add_version(
         tool_parser=extras.tool_parser,
         reasoning_parser=extras.reasoning_parser,
         chat_template_kwargs=extras.chat_template_kwargs,
+        tokenizer_blob=None if extras.tokenizer is None else extras.tokenizer.blob,
+        tokenizer_bytes=None if extras.tokenizer is None else extras.tokenizer.num_bytes,
     )
     repository.touch(adapter, now)
     record_change(

@@ -11,11 +11,6 @@ from loraserve.hub import HubAddress, fetch, is_hub
 from loraserve.sdk.files.mlflow_source import fetch_mlflow, is_mlflow
 
 
-def is_elsewhere(source: str | Path) -> bool:
-    """Return whether `source` names something that is fetched first, and no path here."""
-    return isinstance(source, str) and (is_mlflow(source) or is_hub(source))
-
-
 class AdapterSource:
     """A directory to push: the caller's own, the hub's cache, or a temporary one of MLflow's."""
 

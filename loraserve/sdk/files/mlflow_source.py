@@ -16,7 +16,8 @@ from typing import Any
 
 from loraserve import errors
 from loraserve.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, is_weights
-from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, TOKENIZER_FILE, VARIABLES_FILE
+from loraserve.sdk.files.peft_directory import EXTRA_FILES, PARSER_FILES, VARIABLES_FILE
+from loraserve.tokenizer_identity import TOKENIZER_FILES
 
 FORMS = "runs:/RUN_ID[/PATH], models:/NAME/VERSION, models:/NAME@ALIAS, or mlflow://runs/… and mlflow://models/…"
 MAX_FOLDERS = 64
@@ -25,7 +26,7 @@ MAX_DEPTH = 3
 
 _SCHEMES = ("runs:", "models:", "mlflow:")
 _URI = re.compile(r"(runs|models):/[^/\s][^\s]*")
-_BESIDE = (*EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE, TOKENIZER_FILE)
+_BESIDE = (*EXTRA_FILES.values(), *PARSER_FILES, VARIABLES_FILE, *TOKENIZER_FILES)
 
 
 def is_mlflow(source: str | Path) -> bool:

@@ -18,11 +18,12 @@ from loraserve.adapter_folder import (
     holds_config,
     shard_names,
 )
-from loraserve.tokenizer_identity import TokenizerIdentity
+from loraserve.tokenizer_identity import TokenizerSummary
 
 EXTRA_FILES: Mapping[str, str] = {
     "chat_template": "chat_template.jinja",
     "generation_config": "generation_config.json",
+    "tokenizer": "tokenizer_summary.json",
 }
 """Field of a publish → file whose text it is."""
 PARSER_FILES = ("tool_parser", "reasoning_parser")
@@ -31,8 +32,6 @@ INDEX = "index"
 """Field of a publish with the text of `INDEX_FILE`."""
 VARIABLES, VARIABLES_FILE = "chat_template_kwargs", "chat_template_kwargs.json"
 """Field of a publish, and file, that set variables of the chat template."""
-TOKENIZER, TOKENIZER_FILE = "tokenizer", "tokenizer.json"
-"""Field of a publish → file whose identity it is."""
 _MAX_EXTRA_BYTES = 1 << 20
 
 
@@ -120,13 +119,15 @@ def read_config(path: Path) -> str:
 def read_extra_files(directory: Path) -> dict[str, str]:
     """Return the texts of the extra files that the directory has, by the fields of a publish.
 
-    Of a tokenizer it is the identity.
+    Of a tokenizer it is the summary.
 
     Raises:
-        AdapterFormatError: one isn't text, or is far too large.
+        AdapterFormatError: one isn't text, or is far too large; or the tokenizer's files can't be
+            read.
     """
     found: dict[str, str] = {}
-    for field, name in {**EXTRA_FILES, **{name: name for name in PARSER_FILES}, VARIABLES: VARIABLES_FILE}.items():
+    others = {**{name: name for name in PARSER_FILES}, VARIABLES: VARIABLES_FILE}
+    for field, name in {**EXTRA_FILES, **others}.items():
         path = directory / name
         if not path.is_file():
             continue
@@ -137,19 +138,14 @@ def read_extra_files(directory: Path) -> dict[str, str]:
         except UnicodeDecodeError as error:
             raise errors.AdapterFormatError(f"{path} isn't UTF-8: byte {error.start} is invalid.") from error
         found[field] = text.strip() if field in PARSER_FILES else text
-    tokenizer = TokenizerIdentity.read(directory / TOKENIZER_FILE)
-    if tokenizer is not None:
-        # the file itself may have megabytes, and the server needs but to compare it with the base's
-        found[TOKENIZER] = tokenizer.text()
-    return found
-
-
-def has_older_template(directory: Path) -> bool:
-    """Return whether a template is in ``tokenizer_config.json`` alone, which isn't sent."""
-    if (directory / EXTRA_FILES["chat_template"]).is_file():
-        return False
     try:
-        config = json.loads((directory / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))
+        tokenizer = TokenizerSummary.read(directory)
+    except (OSError, ValueError) as error:
+        raise errors.AdapterFormatError(
+            f"The tokenizer in {directory} can't be read: {error}.",
+            hint="Save it again with tokenizer.save_pretrained(), or remove its files if training used the base's.",
+        ) from error
+    if tokenizer is not None:
+        # the files themselves may have megabytes, most of them the base's
+        found["tokenizer"] = tokenizer.text()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,31 @@ async def test_they_are_loaded_with_their_folder(
     refused = await acme.load(path="own", ephemeral=ephemeral)
     assert (refused.status_code, "line 1" in refused.text) == (400, True)
     assert services.registry.ephemeral.bytes.held(tenant_holder(acme.tenant)) == before
+
+
+@pytest.mark.parametrize("ephemeral", [True, False])
+async def test_tokenizer_of_folder_is_read(
+    acme: Trainer, services: Services, folder: Path, model_dir: Path, ephemeral: bool
+) -> None:
+    write_small(folder / "own")
+    file = folder / "own" / "tokenizer.json"
+    definition = json.loads((model_dir / "tokenizer.json").read_text())
+    first = definition["added_tokens"][0]
+    # the base's token, found in a text with the space before it alone
+    first["lstrip"] = not first["lstrip"]
+    file.write_text(json.dumps(definition))
+    assert (await acme.load(path="own", ephemeral=ephemeral)).status_code == 200
+    text = f"a {first['content']}"
+    (mine, other) = [
+        (await acme.post("/tokenize", json={"model": model, "prompt": text})).json()["tokens"]
+        for model in ("policy", services.engine.base.id)
+    ]
+    assert len(mine) == len(other) - 1
+    assert (await acme.unload()).status_code == 200
+    first["content"] = "<|renamed|>"
+    file.write_text(json.dumps(definition))
+    refused = await acme.load(path="own", ephemeral=ephemeral)
+    assert (refused.status_code, "has the token '<|renamed|>' where the base has" in refused.text) == (400, True)
+    file.write_text("{")
+    refused = await acme.load(path="own", ephemeral=ephemeral)
+    assert (refused.status_code, "tokenizer.json isn't JSON" in refused.text) == (400, True)

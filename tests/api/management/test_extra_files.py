@@ -15,7 +15,8 @@ from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.api.services import Services
 from loraserve.demo.pack import base_dir
 from loraserve.limits import LIMITS
-from loraserve.tokenizer_identity import TokenizerIdentity
+from loraserve.text.tokenizer import Tokenizer
+from loraserve.tokenizer_identity import TokenizerSummary
 
 TEMPLATE = b"{% for message in messages %}[{{ message.role }}]\r\n{{ message.content }}{% endfor %}\n"
 DEFAULTS = b'{\n  "temperature": 0.3,\n  "transformers_version": "4.50.0"\n}\n'
@@ -209,43 +210,61 @@ def tokenizer_definition() -> dict[str, Any]:
     return definition
 
 
-def with_another_token(definition: dict[str, Any]) -> dict[str, Any]:
-    token = {**definition["added_tokens"][-1], "id": 1 << 20, "content": "<|of-its-own|>"}
-    return {**definition, "added_tokens": [*definition["added_tokens"], token]}
+def summary(definition: dict[str, Any]) -> bytes:
+    found = TokenizerSummary.of_files({"tokenizer.json": json.dumps(definition).encode()})
+    assert found is not None
+    return found.text().encode()
 
 
-def identity(definition: dict[str, Any]) -> bytes:
-    return TokenizerIdentity.of(definition).text().encode()
+def with_token(definition: dict[str, Any], id_: int, content: str) -> dict[str, Any]:
+    token = {**definition["added_tokens"][-1], "id": id_, "content": content}
+    kept = [known for known in definition["added_tokens"] if known["id"] != id_]
+    return {**definition, "added_tokens": [*kept, token]}
 
 
-async def test_tokenizer_of_adapter_is_compared_with_bases(
-    acme: httpx2.AsyncClient, push: Any, services: Services
-) -> None:
-    base = TokenizerIdentity.of(tokenizer_definition())
-    services.registry.publisher.tokenizer = lambda: base
-    same = (await push(acme, extras={"tokenizer": base.text().encode()})).json()
-    assert [check["status"] for check in same["checks"] if check["name"] == "tokenizer"] == ["passed"]
-    assert same["warnings"] == []
+async def test_tokenizer_of_base_leaves_nothing(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+    services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
+    same = (await push(acme, extras={"tokenizer": summary(tokenizer_definition())})).json()
+    (check,) = [check for check in same["checks"] if check["name"] == "tokenizer"]
+    assert (check["status"], check["detail"]) == ("passed", "the base's")
+    assert (same["warnings"], same["extra_files"]) == ([], [])
     plain = (await push(acme, seed=1)).json()
     assert "tokenizer" not in {check["name"] for check in plain["checks"]}
-    made = await push(acme, seed=2, extras={"tokenizer": identity(with_another_token(tokenizer_definition()))})
-    assert made.status_code == 201
-    (warning,) = made.json()["warnings"]
-    assert warning.startswith("tokenizer.json isn't used, and has ")
-    assert (await acme.get(f"{ROOT}/3")).json()["warnings"] == [warning]
     # it is no part of the version
-    assert made.json()["extra_files"] == []
+    assert (await push(acme)).json()["digest"] == same["digest"]
 
 
-async def test_tokenizer_is_refused_by_strict_server(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
-    services.registry.publisher.tokenizer = lambda: TokenizerIdentity.of(tokenizer_definition())
+async def test_bad_tokenizers_are_refused_by_name(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+    services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
+    definition = tokenizer_definition()
+    merges = definition["model"]["merges"]
+    first = definition["added_tokens"][0]
+    changed_merges = {**definition, "model": {**definition["model"], "merges": merges[1:]}}
+    for bad, code, words in (
+        (changed_merges, "adapter_base_mismatch", "it merges tokens by other rules"),
+        (
+            with_token(definition, first["id"], "<|renamed|>"),
+            "adapter_base_mismatch",
+            f"the base has '{first['content']}'",
+        ),
+        (with_token(definition, 20, "<|middle|>"), "adapter_format", "has the id 20, and tokenizers gives it"),
+        (with_token(definition, 1 << 20, "<|far|>"), "adapter_unsupported", "rows beyond them aren't served"),
+    ):
+        made = await push(acme, extras={"tokenizer": summary(bad)})
+        assert (made.status_code, made.json()["code"], words in made.json()["detail"]) == (422, code, True), made.text
+
+
+async def test_strict_server_refuses_unknown_tokenizer(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+    extras = {"tokenizer": summary(tokenizer_definition())}
+    services.registry.publisher.tokenizer = lambda: None
+    (warning,) = (await push(acme, extras=extras)).json()["warnings"]
+    assert "can't be compared: the base's can't be read" in warning
     services.registry.base_names.change((), is_strict=True)
-    made = await push(acme, extras={"tokenizer": identity(with_another_token(tokenizer_definition()))})
+    made = await push(acme, seed=1, extras=extras)
     assert (made.status_code, made.json()["code"]) == (422, "adapter_base_mismatch")
-    assert "tokenizer.json isn't used" in made.json()["detail"]
 
 
-async def test_malformed_tokenizer_identity_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
-    for data in (b"{}", b"[]", b'{"num_tokens": "8"}', b"x", b"[" * 900, json.dumps(tokenizer_definition()).encode()):
+async def test_malformed_tokenizer_summary_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
+    for data in (b"{", b"[]", b'{"num_tokens": "8"}', b"x", b"[" * 900, json.dumps(tokenizer_definition()).encode()):
         made = await push(acme, extras={"tokenizer": data})
         assert made.status_code in (413, 422), made.text

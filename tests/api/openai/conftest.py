@@ -175,13 +175,15 @@ class FakeEngine:
         model = request.adapter.name if request.adapter else "base"
         text = self.script or f"{model} says {request.params.seed % 1000}: the quick brown fox jumps over the lazy dog"
         eos = self.base.eos_token_ids[0]
-        token_ids = [*self.tokenizer.encode(text, add_special_tokens=False), eos]
+        tokenizer = request.tokenizer or self.tokenizer
+        token_ids = [*tokenizer.encode(text, add_special_tokens=False), eos]
         for step, token_id in enumerate(token_ids):
             await asyncio.sleep(self.step_s)
             if step == self.fail_after:
                 raise self.failure
             is_first, is_last = step == 0, step + 1 == request.params.max_tokens
-            reason = FinishReason.STOP if token_id == eos else FinishReason.LENGTH if is_last else None
+            ends = {eos, *request.params.stop_token_ids}
+            reason = FinishReason.STOP if token_id in ends else FinishReason.LENGTH if is_last else None
             yield TokenOutput(
                 request_id=request.request_id,
                 token_ids=(token_id,),

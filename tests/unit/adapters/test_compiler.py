@@ -299,8 +299,8 @@ def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
     error = refused(arrays | {name: np.ones((66, 32), np.float32)}, **targets)
     assert error.problems == (
         "The file's base weight of embed_tokens has 66 rows; this base has 64 tokens. Enlarged vocabularies aren't "
-        "served: an upload holds no tokenizer, so the 2 added tokens have no text here. "
-        "Train the base's unused tokens instead, with trainable_token_indices.",
+        "served: the base lacks 2 of the rows. Add tokens within the base's unused rows, without "
+        "resize_token_embeddings, and train them with trainable_token_indices.",
     )
 
 

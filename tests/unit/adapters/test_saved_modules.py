@@ -173,8 +173,8 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
         (
             {HEAD + "weight": ones(70, 32)},
             ["lm_head"],
-            "lm_head.weight has 70 rows; this base has 64 tokens. Enlarged vocabularies aren't served: an upload "
-            "holds no tokenizer, so the 6 added tokens have no text here.",
+            "lm_head.weight has 70 rows; this base has 64 tokens. Enlarged vocabularies aren't served: the base "
+            "lacks 6 of the rows.",
         ),
         ({EMBEDDING + "weight": ones(60, 32)}, ["embed_tokens"], "Shrunk vocabularies aren't served"),
         ({HEAD + "weight": ones(64, 32)}, ["embed_tokens", "lm_head"], "names embed_tokens, and the file holds no"),
@@ -208,7 +208,7 @@ def test_lora_on_a_resized_table_is_refused_with_the_reason(
         "The head that lm_head's LoRA was trained on",
         "The table that embed_tokens' LoRA was trained on",
     ]
-    assert all("the 2 added tokens have no text here" in p for p in caught.value.problems)
+    assert all("the base lacks 2 of the rows" in p for p in caught.value.problems)
 
 
 WEIGHTS = {HEAD + "weight": ones(64, 32), EMBEDDING + "weight": ones(64, 32)}

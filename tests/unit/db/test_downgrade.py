@@ -35,7 +35,7 @@ async def run(url: str, *statements: str) -> Any:
 
 async def test_every_way_back_and_up_again_keeps_the_rows(database_url: str, subtests: Any) -> None:
     await run(database_url, TENANT, ADAPTER, VERSION)
-    for revision in ("0014", "0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
+    for revision in ("0015", "0014", "0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
         with subtests.test(revision):
             assert await migrate.downgrade(database_url, revision) == revision
             assert await migrate.current(database_url) == revision
@@ -96,7 +96,18 @@ async def test_template_variables_are_lost_only_with_discard(database_url: str) 
     assert row.chat_template_kwargs is None
 
 
-@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0015", "x'; --"])
+async def test_tokenizers_are_lost_only_with_discard(database_url: str) -> None:
+    own = "UPDATE adapter_versions SET tokenizer_blob = 'd', tokenizer_bytes = 1"
+    await run(database_url, TENANT, ADAPTER, VERSION, own)
+    with pytest.raises(Conflict, match="lose 1 rows: adapter_versions with tokenizers of their own"):
+        await migrate.downgrade(database_url, "0015")
+    await migrate.downgrade(database_url, "0015", is_loss_accepted=True)
+    await migrate.upgrade(database_url)
+    (row,) = await run(database_url, "SELECT tokenizer_blob FROM adapter_versions")
+    assert row.tokenizer_blob is None
+
+
+@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0016", "x'; --"])
 async def test_where_there_is_no_way_back_nothing_changes(database_url: str, revision: str) -> None:
     if revision == migrate.head():
         assert await migrate.downgrade(database_url, revision) == revision

@@ -11,7 +11,7 @@ from loraserve.demo.pack import base_dir
 from loraserve.text import grammar_worker
 from loraserve.text.answer_format import AnswerFormat, AnswerKind
 from loraserve.text.grammar import GrammarCompiler
-from loraserve.text.grammar_worker import Checked, check
+from loraserve.text.grammar_worker import Checked, CheckFormat, check
 from loraserve.text.tokenizer import Tokenizer
 
 
@@ -123,7 +123,7 @@ def test_a_panic_on_the_compiling_thread_ends_the_process(monkeypatch: pytest.Mo
     setup = grammar_worker.Setup(str(base_dir()), tokenizer.vocab_size, (tokenizer.eos_token_id,))
     process = grammar_worker._prepare(msgspec.json.encode(setup))
     with pytest.raises(Panic):
-        process(msgspec.json.encode(AnswerFormat(kind=AnswerKind.REGEX, value="a", param="field")))
+        process(msgspec.json.encode(CheckFormat(AnswerFormat(kind=AnswerKind.REGEX, value="a", param="field"))))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class ChatChoice:
         if not self._body.logprobs or not chunk.logprobs:
             return []
         return chat_logprobs(
-            self._context.services.tokenizer,
+            self._context.tokenizer,
             chunk.logprobs,
             self._body.top_logprobs,
             as_ids=self._body.return_tokens_as_token_ids,

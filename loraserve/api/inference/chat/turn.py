@@ -104,7 +104,7 @@ class ChatPrompt:
             ignored = (*ignored, "reasoning_effort")
         more, unread = variables(chat_format)
         ignored = (*ignored, *unread)
-        reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes)
+        reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes, model.tokenizer)
         tool_use = await reader.run(
             lambda: read_tools(body.tools, chat_format, choice=body.tool_choice, is_parallel=body.parallel_tool_calls)
         )
@@ -182,7 +182,7 @@ class ChatTurn:
         read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes, variables=variables)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
         ttl_s = cache_ttl_s(sampling)
-        prompt_text = prompt.end_text(services.tokenizer)
+        prompt_text = prompt.end_text(read.model.tokenizer)
         budget = body.thinking_token_budget
         budget = thinking_budget(read.chat_format) if budget is None else budget
         thinking = read.chat_format.thinking_budget(prompt_text, budget)
@@ -194,7 +194,7 @@ class ChatTurn:
         default = read.model.defaults.max_tokens(None)
         max_tokens = choose_max_tokens(read.asked, default, len(prompt.token_ids), services.engine.base, "messages")
         if wanted is not None:
-            sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted))
+            sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted, read.model.tokenizer))
         admitted = reserve(request, [prompt], [max_tokens], body.n, is_bounded=(read.asked or default) is not None)
 
         passed = tuple((names or {}).get(name, name) for name in read.ignored)

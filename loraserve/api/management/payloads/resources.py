@@ -96,6 +96,7 @@ class VersionResource(Resource):
             for part, file in (
                 ("chat_template", extras.chat_template),
                 ("generation_config", extras.generation_config),
+                ("tokenizer", extras.tokenizer),
             )
             if file is not None
         ]

@@ -97,6 +97,10 @@ class FakeCompiler:
     vocab_size: int = VOCAB
     tokenizer_size: int = VOCAB
     compiled: list[str] = field(default_factory=list)
+    own_bytes: int = 0
+
+    def of(self, tokenizer: str) -> FakeCompiler:
+        return self
 
     def load(self) -> FakeCompiler:
         return self if self.tokenizer_size == self.vocab_size else FakeCompiler(self.make, self.tokenizer_size)
