@@ -17,14 +17,14 @@ from loraserve.sdk.files import mlflow_source
 from loraserve.sdk.files.adapter_source import AdapterSource
 
 SQL_FILES = {"adapter_config.json", "adapter_model.safetensors"}
-BESIDE = {"tokenizer.json", "adapter_model-00001-of-00001.safetensors"}
+BESIDE = {"tokenizer_config.json", "adapter_model-00001-of-00001.safetensors"}
 STORE = """
 import sys, mlflow
 from mlflow import MlflowClient
 with mlflow.start_run() as run:
     mlflow.log_artifacts(sys.argv[1], "model/peft")
     mlflow.log_text("a base", "model/base/weights.bin")
-    for name in ("tokenizer.json", "adapter_model-00001-of-00001.safetensors", "optimizer.pt"):
+    for name in ("tokenizer_config.json", "adapter_model-00001-of-00001.safetensors", "optimizer.pt"):
         mlflow.log_text("{}", "model/peft/" + name)
 with mlflow.start_run() as two:
     mlflow.log_artifacts(sys.argv[1], "checkpoint-1")
