@@ -56,7 +56,7 @@ def not_allowed(method: str, path: str, allowed: Iterable[str]) -> MethodNotAllo
 
 def _shown(path: str) -> str:
     """Return a client's path as plain characters, cut to a bounded length."""
-    text = quote(path[:_MAX_SHOWN], safe="/:@")
+    text = quote(path[:_MAX_SHOWN], safe="/:@%")
     return text if len(path) <= _MAX_SHOWN and len(text) <= 2 * _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 

@@ -38,7 +38,7 @@ class ResolvedModel:
 
     binding: Binding
     granted: tuple[str, ...] = ()
-    """``OWNER/NAME`` of those that were asked for under another tenant's name."""
+    """``OWNER/NAME``, with the name's key, of those that may be another tenant's."""
     asked: str | None = None
     """Name under which it was asked for."""
     tenant: str = ""
@@ -82,7 +82,7 @@ async def resolve_model(
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
-    granted = tuple(term.adapter.path for term in terms if term.adapter.owner is not None)
+    granted = tuple("/".join(found) for term in terms if (found := term.adapter.granted) is not None)
     defaults = await services.version_chats.defaults(binding.adapter)
     return ResolvedModel(binding, granted, model, caller.tenant_name, defaults)
 
