@@ -326,7 +326,7 @@ def _servers(now: float) -> Iterator[dict[str, Any]]:
 
 
 def _adapter(row: dict[str, Any], one: OneAdapter, now: float) -> dict[str, Any]:
-    changed: dict[str, Any] = {"id": one.id, "tenant_id": one.tenant, "name": one.name}
+    changed: dict[str, Any] = {"id": one.id, "tenant_id": one.tenant, "name": one.name, "name_key": one.name}
     changed |= {"last_version": one.num_versions, "revision": 3 * one.num_versions}
     changed |= {"created_at": _time(one.first_at), "updated_at": _time(now), "deleted_at": _time(one.deleted_at)}
     # a tenth has a version to fall back to

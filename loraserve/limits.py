@@ -238,6 +238,7 @@ class Limits:
     max_priced_adapters: int = 256
     """In one tenant's price table."""
     max_name_length: int = 63
+    max_adapter_name_length: int = 128
     max_aliases_per_adapter: int = 100
     max_operator_pins: int = 1000
     max_split_versions: int = 16
@@ -380,4 +381,6 @@ DEFAULT_EPHEMERAL_BYTES = 1 * GIB
 DEFAULT_EPHEMERAL_TTL_S = 3600.0
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
-"""Names of adapters, tenants and aliases."""
+"""Names of tenants and aliases."""
+ADAPTER_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*([/:][A-Za-z0-9_][A-Za-z0-9._-]*)*"
+"""Names of adapters, of at most `Limits.max_adapter_name_length` characters."""

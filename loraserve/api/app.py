@@ -151,7 +151,7 @@ def _route_names(app: FastAPI) -> dict[Any, str]:
     names: dict[Any, str] = {}
     for context in iter_route_contexts(app.routes):
         # what is there under /t/{tenant} too counts as the same
-        names.setdefault(context.endpoint, context.path or "?")
+        names.setdefault(context.endpoint, context.path_format or "?")
     return names
 
 

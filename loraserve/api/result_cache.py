@@ -12,6 +12,7 @@ from weakref import WeakSet
 import msgspec
 from cachetools import TLRUCache
 
+from loraserve.db.names import name_key
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
 from loraserve.engine_client.timeouts import TIMEOUT
@@ -102,7 +103,7 @@ def key_of(request: GenerateRequest, base: Digest) -> _Key:
 
 
 def _versions(adapter: AdapterRef | None) -> tuple[tuple[TenantId, str, Digest], ...]:
-    return tuple((one.tenant, one.name, one.digest) for one in versions_of(adapter))
+    return tuple((one.tenant, name_key(one.name), one.digest) for one in versions_of(adapter))
 
 
 class ResultCache:
@@ -211,7 +212,8 @@ class ResultCache:
 
     def drop_adapter(self, owner: TenantId, name: str) -> None:
         """Drop the answers of an adapter that was changed or deleted, whoever asked for them."""
-        self._drop(lambda version: version[:2] == (owner, name))
+        key = name_key(name)
+        self._drop(lambda version: version[:2] == (owner, key))
 
     def drop_version(self, digest: Digest) -> None:
         """Drop the answers of a version whose bytes are gone."""

@@ -184,7 +184,7 @@ def declared_scopes(app: FastAPI) -> Iterator[tuple[str, frozenset[str], frozens
         mark = getattr(context.endpoint, _MARK, None)
         if mark is not None:
             scopes |= {mark}
-        yield context.path or "?", frozenset(context.methods or ()), scopes
+        yield context.path_format or "?", frozenset(context.methods or ()), scopes
 
 
 def _scopes_of(dependant: Dependant) -> Iterator[str]:

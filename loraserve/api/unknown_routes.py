@@ -14,6 +14,7 @@ from loraserve.errors import MethodNotAllowed, NotFound
 
 _TENANT_PREFIX = "/t/{tenant}"
 _TENANT_PATH = re.compile(r"/t/[^/]+(?=/|$)")
+_ADAPTERS = "/api/v1/adapters/"
 _MAX_COMPARED = 64
 """Characters of a path that are compared with routes: more would take longer, and tell no more."""
 _MAX_SHOWN = 128
@@ -39,6 +40,8 @@ class RouteTable:
             methods = {method} if method in self._methods[nearest] else self._methods[nearest]
             prefix = _TENANT_PREFIX if _TENANT_PATH.match(path) and not nearest.startswith("/api/") else ""
             hint = f"Did you mean {_listed(methods)} {prefix}{nearest}? {hint}"
+        if path.startswith(_ADAPTERS):
+            hint = f"In a path, a slash of an adapter's name is %2F. {hint}"
         return NotFound(f"There is no route {method} {_shown(path)}.", hint=hint)
 
     def _nearest(self, path: str) -> str | None:
@@ -56,7 +59,7 @@ def not_allowed(method: str, path: str, allowed: Iterable[str]) -> MethodNotAllo
 
 def _shown(path: str) -> str:
     """Return a client's path as plain characters, cut to a bounded length."""
-    text = quote(path[:_MAX_SHOWN], safe="/:@")
+    text = quote(path[:_MAX_SHOWN], safe="/:@%")
     return text if len(path) <= _MAX_SHOWN and len(text) <= 2 * _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 

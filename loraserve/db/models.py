@@ -46,6 +46,7 @@ NOT_DELETED = text("deleted_at IS NULL")
 ULID_LENGTH = 26
 DIGEST_LENGTH = 64
 NAME_LENGTH = 63
+ADAPTER_NAME_LENGTH = 128
 KEY_NAME_LENGTH = 128
 DAY_LENGTH = 10
 OBJECT_ID_LENGTH = 32
@@ -129,11 +130,14 @@ class ServerSecret(Base):
 
 class Adapter(Base):
     __tablename__ = "adapters"
-    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+    __table_args__ = (UniqueConstraint("tenant_id", "name_key"),)
 
     id: Mapped[str] = mapped_column(String(ULID_LENGTH), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
-    name: Mapped[str] = mapped_column(String(NAME_LENGTH))
+    name: Mapped[str] = mapped_column(String(ADAPTER_NAME_LENGTH))
+    """Name as it was first written."""
+    name_key: Mapped[str] = mapped_column(String(ADAPTER_NAME_LENGTH))
+    """Name in lower case (`loraserve.db.names.name_key`), by which it is found."""
     last_version: Mapped[int] = mapped_column(Integer)
     """Highest number ever used; numbers aren't reused, not even after a delete."""
     revision: Mapped[int] = mapped_column(Integer)

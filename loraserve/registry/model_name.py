@@ -1,7 +1,10 @@
 """Syntax of ``model`` in requests.
 
 It is ``NAME``, ``NAME@ALIAS``, ``NAME@VERSION``, the base's id, or ``BASE:NAME…``. ``OWNER/NAME…``
-names an adapter that another tenant has granted. A sum of adapters is::
+names an adapter that another tenant has granted. A name may have ``/`` and ``:`` itself: where the
+text can be read in several ways, the base's id comes first, then an adapter of the tenant's own
+whose name is the whole text, then one whose name stands after ``BASE:``, then a granted one
+(`ParsedModel`). Names are compared without regard to case. A sum of adapters is::
 
     TERM ("+" TERM)*        TERM = [WEIGHT "*"] [OWNER "/"] NAME ["@" (ALIAS | VERSION)]
     a+0.5*b@3
@@ -14,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from loraserve.db.names import is_name
-from loraserve.errors import InvalidRequest, ModelNotFound
+from loraserve.db.names import ADAPTER_NAME_RULE, is_adapter_name, is_name, name_fault, name_key, split_owner
+from loraserve.errors import Conflict, InvalidRequest, ModelNotFound
 from loraserve.limits import LIMITS, NAME_PATTERN
 
 LIVE = "live"
@@ -41,10 +44,11 @@ class ParsedModel:
     """
 
     name: str | None = None
+    """Name as the request has it: an adapter's of the caller, or ``OWNER/NAME``."""
     version: int | None = None
     alias: str | None = None
-    owner: str | None = None
-    """Name of the tenant that owns the adapter; None for the caller."""
+    prefix: str = ""
+    """``BASE:`` before the name; empty if it isn't there."""
 
     @property
     def is_base(self) -> bool:
@@ -53,12 +57,30 @@ class ParsedModel:
     def __str__(self) -> str:
         if self.name is None:
             return "(base)"
-        return f"{self.path}@{self.alias if self.version is None else self.version}"
+        return f"{self.name}@{self.alias if self.version is None else self.version}"
 
     @property
-    def path(self) -> str:
-        """``NAME``, or ``OWNER/NAME``."""
-        return f"{self.name}" if self.owner is None else f"{self.owner}/{self.name}"
+    def own_keys(self) -> tuple[str, ...]:
+        """Keys of the caller's own adapters that it may mean; the first that exists is meant."""
+        if self.name is None:
+            return ()
+        names = (f"{self.prefix}{self.name}", self.name) if self.prefix else (self.name,)
+        return tuple(name_key(name) for name in names if is_adapter_name(name))
+
+    def as_written(self, text: str, name: str, *, is_granted: bool) -> str:
+        """Return `text`, which was parsed to this, with the found adapter's `name` as it is."""
+        asked = f"{self.prefix}{self.name}"
+        selector = text[len(asked) :]
+        if is_granted and self.granted is not None:
+            return f"{self.prefix}{self.granted[0]}/{name}{selector}"
+        prefix = "" if name_key(name) == name_key(asked) else self.prefix
+        return f"{prefix}{name}{selector}"
+
+    @property
+    def granted(self) -> tuple[str, str] | None:
+        """Owner's name and key of the granted adapter that it means if no own one is meant."""
+        found = None if self.name is None else split_owner(self.name)
+        return None if found is None else (found[0], name_key(found[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +100,38 @@ def parse_model(model: str, base_id: str) -> ParsedModel:
     Raises:
         ModelNotFound: the syntax is invalid, so that no such model can exist.
     """
-    return ParsedModel() if model == base_id else _parse_adapter(model.removeprefix(f"{base_id}:"))
+    return ParsedModel() if model == base_id else _parse_adapter(*_without_base(model, base_id))
 
 
-def _parse_adapter(text: str) -> ParsedModel:
-    owner, name, selector = _split(text)
-    if not all(is_name(part) for part in (owner, name, selector) if part is not None):
+def _without_base(model: str, base_id: str) -> tuple[str, str]:
+    """Return what stands after ``BASE:``, and that prefix; empty if it isn't there."""
+    prefix = f"{base_id}:"
+    return (model.removeprefix(prefix), prefix) if model.startswith(prefix) else (model, "")
+
+
+def _parse_adapter(text: str, prefix: str = "") -> ParsedModel:
+    name, selector = _split(text)
+    if not _is_valid(name, selector):
         raise ModelNotFound("The model does not exist or you do not have access to it.", hint=_HINT)
     if selector is None:
-        return ParsedModel(name, alias=LIVE, owner=owner)
+        return ParsedModel(name, alias=LIVE, prefix=prefix)
     if not selector.isdigit():
-        return ParsedModel(name, alias=selector, owner=owner)
+        return ParsedModel(name, alias=selector, prefix=prefix)
     if selector.startswith("0") or len(selector) > 10 or int(selector) > MAX_VERSION:
         raise ModelNotFound(f'The model "{text}" does not exist or you do not have access to it.', hint=_HINT)
-    return ParsedModel(name, version=int(selector), owner=owner)
+    return ParsedModel(name, version=int(selector), prefix=prefix)
 
 
-def _split(text: str) -> tuple[str | None, str, str | None]:
-    """Split ``[OWNER/]NAME[@SELECTOR]`` to owner, name and selector, without validating them."""
-    owner, slash, rest = text.rpartition("/")
-    name, at, selector = rest.partition("@")
-    return owner if slash else None, name, selector if at else None
+def _split(text: str) -> tuple[str, str | None]:
+    """Split ``NAME[@SELECTOR]`` to name and selector, without validating them."""
+    name, at, selector = text.partition("@")
+    return name, selector if at else None
+
+
+def _is_valid(name: str, selector: str | None) -> bool:
+    """Return whether an adapter could have this name, or a granted one this ``OWNER/NAME``."""
+    is_found = is_adapter_name(name) or split_owner(name) is not None
+    return is_found and (selector is None or is_name(selector))
 
 
 def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
@@ -110,9 +143,9 @@ def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
     """
     if model == base_id:
         return ()
-    text = model.removeprefix(f"{base_id}:")
+    text, prefix = _without_base(model, base_id)
     if "+" not in text and "*" not in text:
-        return (Term(_parse_adapter(text)),)
+        return (Term(_parse_adapter(text, prefix)),)
     terms = text.split("+")
     if len(terms) > LIMITS.max_composition_terms:
         raise InvalidRequest(
@@ -123,7 +156,7 @@ def parse_terms(model: str, base_id: str) -> tuple[Term, ...]:
 
 def _parse_term(text: str, number: int) -> Term:
     weight, star, adapter = text.rpartition("*")
-    if not all(is_name(part) for part in _split(adapter) if part is not None):
+    if not _is_valid(*_split(adapter)):
         raise InvalidRequest(
             f"Term {number} of model isn't {_TERM}.", param="model", hint="Use a form such as a+0.5*b@3."
         )
@@ -175,7 +208,7 @@ def model_not_found(model: ParsedModel) -> ModelNotFound:
 
     It depends on the request alone.
     """
-    shown = model.path if model.alias == LIVE else str(model)
+    shown = model.name if model.alias == LIVE else str(model)
     return ModelNotFound(f'The model "{shown}" does not exist or you do not have access to it.', hint=_HINT)
 
 
@@ -183,14 +216,33 @@ def check_adapter_name(name: str, base_id: str) -> str:
     """Return `name` if it is a valid adapter name.
 
     Raises:
-        InvalidRequest: the name doesn't match `NAME_PATTERN`, or is the base's id, which would hide
-            it.
+        InvalidRequest: the name breaks `ADAPTER_NAME_RULE`, is the base's id, which would hide it,
+            or begins as ``BASE:NAME`` does.
     """
-    if not is_name(name):
-        raise InvalidRequest(f"An adapter's name should match {NAME_PATTERN}.", param="name")
-    if name == base_id:
+    if not is_adapter_name(name):
+        raise InvalidRequest(
+            f"An adapter's name should be {ADAPTER_NAME_RULE}; of this one, {name_fault(name)}.",
+            param="name",
+            hint="NAME@ALIAS and NAME@VERSION are how requests choose a version." if "@" in name else None,
+        )
+    key, base = name_key(name), name_key(base_id)
+    if key == base:
         raise InvalidRequest(f'"{name}" is the base model\'s id; give the adapter another name.', param="name")
+    if key.startswith(f"{base}:"):
+        raise InvalidRequest(
+            f'"{name}" begins with the base model\'s id and ":", so that requests for it mean '
+            f'"{name[len(base) + 1 :]}" on this base; give the adapter another name.',
+            param="name",
+        )
     return name
+
+
+def other_case(name: str, found: str) -> Conflict:
+    """Return the refusal of a name that the tenant's adapter `found` has in another case."""
+    return Conflict(
+        f'The name "{name}" differs in case only from that of the adapter "{found}".',
+        hint=f"Use {found}, or choose another name.",
+    )
 
 
 def check_alias_name(alias: str) -> str:

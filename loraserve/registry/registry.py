@@ -17,6 +17,7 @@ from loraserve.background import Throttle
 from loraserve.db import audit
 from loraserve.db.idempotency import Once
 from loraserve.db.lookup import LookupCache
+from loraserve.db.names import name_key
 from loraserve.db.paging import Page, check_limit, decode_cursor, decode_number_cursor, make_page
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterOfAnotherBase, AdapterQuarantined, AdapterUnavailable, Conflict
@@ -39,7 +40,7 @@ from loraserve.registry.health.certificates import Certificates, Certify
 from loraserve.registry.health.corruption import CorruptionQuarantine
 from loraserve.registry.health.numeric_failures import NumericFailures
 from loraserve.registry.health.stored_fit import StoredFit
-from loraserve.registry.model_name import ParsedModel, Term, model_not_found
+from loraserve.registry.model_name import ParsedModel, Term, model_not_found, other_case
 from loraserve.registry.operations import Operations
 from loraserve.registry.publishing.local_folder import LocalFolders
 from loraserve.registry.publishing.publisher import Publisher
@@ -321,7 +322,10 @@ class Registry:
         ephemeral = self.ephemeral.servable(tenant)
         async with self._database.read_columns() as connection:
             stored = await RouteRepository(connection, tenant, served).servable(LIMITS.max_listed_models)
-        return [*ephemeral, *stored][: LIMITS.max_listed_models]
+        names = {name_key(item.model) for item in ephemeral}
+        # an own one hides a granted one
+        shown = (item for item in stored if name_key(item.model) not in names)
+        return [*ephemeral, *shown][: LIMITS.max_listed_models]
 
     def _count(self, refusal: AdapterUnavailable) -> None:
         self.num_quarantined_refused += isinstance(refusal, AdapterQuarantined)
@@ -348,8 +352,12 @@ class Registry:
 
     def forget(self, tenant: TenantId, name: str) -> None:
         """Invalidate the cached routes of this adapter of `tenant`, for all tenants."""
+        changed = name_key(name)
         self._routes.forget(
-            lambda key: key[1].name == name and (key[0] == tenant or key[1].owner is not None),
+            lambda key: (
+                (key[0] == tenant and changed in key[1].own_keys)
+                or ((granted := key[1].granted) is not None and granted[1] == changed)
+            ),
         )
         self.on_forget(tenant, name)
 
@@ -359,13 +367,19 @@ class Registry:
         Its ephemeral adapters are unloaded.
         """
         self.ephemeral.unload_tenant(tenant)
-        self._routes.forget(lambda key: key[0] == tenant or key[1].owner is not None)
+        self._routes.forget(lambda key: key[0] == tenant or key[1].granted is not None)
 
     # --- reading ---
 
     async def has(self, tenant: TenantId, name: str) -> bool:
-        """Return whether the tenant has an adapter of this name, ephemeral or not."""
-        if self.ephemeral.has(tenant, name):
+        """Return whether the tenant has an adapter of this name, ephemeral or not.
+
+        Raises:
+            Conflict: it has one whose name differs in case only.
+        """
+        if (loaded := self.ephemeral.name_of(tenant, name)) is not None:
+            if loaded != name:
+                raise other_case(name, loaded)
             return True
         async with self._database.read() as session:
             return await AdapterRepository(session, tenant).has_adapter(name)
@@ -391,7 +405,7 @@ class Registry:
             records = await repository.adapter_records(
                 await repository.adapters(after=after, limit=limit + 1, with_notes=with_notes)
             )
-        return make_page(records, limit, lambda record: record.name, lambda record: record)
+        return make_page(records, limit, lambda record: name_key(record.name), lambda record: record)
 
     async def get_version(self, tenant: TenantId, name: str, number: int) -> VersionRecord:
         """Return a version of the tenant's adapter.
@@ -483,9 +497,10 @@ class Registry:
         Raises:
             AdapterNotFound
         """
-        if self.ephemeral.has(tenant, name):
-            self.ephemeral.unload(tenant, name)
-            self.on_forget(tenant, name)
+        loaded = self.ephemeral.name_of(tenant, name)
+        if loaded is not None:
+            self.ephemeral.unload(tenant, loaded)
+            self.on_forget(tenant, loaded)
         else:
             await self.delete(tenant, name, actor=actor)
 
@@ -501,6 +516,7 @@ class Registry:
         async with self._database.write(frees_space=True) as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             await repository.delete_adapter(adapter, now)
             record_change(session, repository, "adapter.delete", name, actor=actor, now=now)
         self.forget(tenant, name)
@@ -517,6 +533,7 @@ class Registry:
         async with self._database.write(frees_space=True) as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             row = await repository.version(adapter, number)
             if users := await repository.users_of(adapter, number):
                 raise Conflict(
@@ -533,4 +550,5 @@ class Registry:
 
 def _owners(tenant: TenantId, found: Iterable[tuple[TenantId, Term]]) -> Mapping[TenantId, str]:
     """Return the names of the terms' owners other than `tenant`, as the request gave them."""
-    return {owner: term.adapter.owner for owner, term in found if term.adapter.owner is not None and owner != tenant}
+    granted = ((owner, term.adapter.granted) for owner, term in found if owner != tenant)
+    return {owner: name[0] for owner, name in granted if name is not None}

@@ -15,10 +15,10 @@ from sqlalchemy.orm import InstanceState, defer
 from ulid import ULID
 
 from loraserve.db.models import Adapter, AdapterVersion, Alias, Grant, Tenant
-from loraserve.db.names import is_name
+from loraserve.db.names import is_adapter_name, is_name, name_key
 from loraserve.db.upsert import upsert
 from loraserve.errors import AdapterNotFound, AliasNotFound, AlreadyExists, TenantNotFound, VersionNotFound
-from loraserve.registry.model_name import MAX_VERSION
+from loraserve.registry.model_name import MAX_VERSION, other_case
 from loraserve.registry.records import (
     AdapterRecord,
     AliasRecord,
@@ -50,9 +50,9 @@ class AdapterRepository:
         Raises:
             AdapterNotFound
         """
-        query = select(Adapter).where(self._mine(), Adapter.name == name, Adapter.deleted_at.is_(None))
+        query = select(Adapter).where(self._is(name), Adapter.deleted_at.is_(None))
         row = None
-        if is_name(name):
+        if is_adapter_name(name):
             row = (await self._session.scalars(query.with_for_update() if is_locking else query)).one_or_none()
         if row is None:
             raise _no_adapter(name)
@@ -65,16 +65,23 @@ class AdapterRepository:
 
         Returns:
             The row, and whether the tenant has one adapter more than before.
+
+        Raises:
+            Conflict: the tenant's adapter has the name in another case.
         """
         fields = {"notes": "", "tags": {}, "last_version": 0, "revision": 0, "created_at": now, "updated_at": now}
         row_id = str(ULID.from_datetime(now))
         is_made = await upsert(
-            self._session, Adapter, [{"id": row_id, "tenant_id": self.tenant, "name": name, **fields}]
+            self._session,
+            Adapter,
+            [{"id": row_id, "tenant_id": self.tenant, "name": name, "name_key": name_key(name), **fields}],
         )
-        query = select(Adapter).where(self._mine(), Adapter.name == name).with_for_update()
-        row = (await self._session.scalars(query)).one()
+        row = (await self._session.scalars(select(Adapter).where(self._is(name)).with_for_update())).one()
         was_deleted = row.deleted_at is not None
+        if not was_deleted and row.name != name:
+            raise other_case(name, row.name)
         if was_deleted:
+            row.name = name
             await self._session.execute(delete(Alias).where(Alias.adapter_id == row.id))
             # grants were for the old adapter
             await self._session.execute(delete(Grant).where(Grant.adapter_id == row.id))
@@ -108,13 +115,13 @@ class AdapterRepository:
             AdapterNotFound: there is none, or it was deleted earlier.
             AlreadyExists: it isn't deleted.
         """
-        query = select(Adapter).where(self._mine(), Adapter.name == name)
+        query = select(Adapter).where(self._is(name))
         query = query.with_for_update() if is_locking else query
-        row = (await self._session.scalars(query)).one_or_none() if is_name(name) else None
+        row = (await self._session.scalars(query)).one_or_none() if is_adapter_name(name) else None
         if row is None or (row.deleted_at is not None and row.deleted_at <= since):
             raise _no_adapter(name)
         if row.deleted_at is None:
-            raise AlreadyExists(f'The adapter "{name}" isn\'t deleted.')
+            raise AlreadyExists(f'The adapter "{row.name}" isn\'t deleted.')
         return row
 
     async def deleted_version(self, adapter: Adapter, number: int, *, since: datetime) -> AdapterVersion:
@@ -147,8 +154,7 @@ class AdapterRepository:
             select(Adapter, AdapterVersion)
             .join(AdapterVersion, AdapterVersion.adapter_id == Adapter.id)
             .where(
-                self._mine(),
-                Adapter.name == name,
+                self._is(name),
                 Adapter.deleted_at.is_(None),
                 AdapterVersion.digest == digest,
                 AdapterVersion.deleted_at.is_(None),
@@ -162,7 +168,7 @@ class AdapterRepository:
 
         Another publish may take it first.
         """
-        query = select(Adapter.last_version).where(self._mine(), Adapter.name == name)
+        query = select(Adapter.last_version).where(self._is(name))
         return (await self._session.scalar(query) or 0) + 1
 
     async def versions_of(self, adapter: Adapter, numbers: Iterable[int]) -> list[AdapterVersion]:
@@ -301,10 +307,23 @@ class AdapterRepository:
 
     # --- counts and lists ---
 
+    async def name_of(self, name: str) -> str | None:
+        """Return the name, as it was written, of the tenant's live adapter of that name.
+
+        None: it has none.
+        """
+        return await self._session.scalar(select(Adapter.name).where(self._is(name), Adapter.deleted_at.is_(None)))
+
     async def has_adapter(self, name: str) -> bool:
-        """Return whether the tenant has a live adapter of that name."""
-        query = select(Adapter.id).where(self._mine(), Adapter.name == name, Adapter.deleted_at.is_(None))
-        return await self._session.scalar(query) is not None
+        """Return whether the tenant has a live adapter of that name.
+
+        Raises:
+            Conflict: it has one whose name differs in case only.
+        """
+        found = await self.name_of(name)
+        if found not in (None, name):
+            raise other_case(name, str(found))
+        return found is not None
 
     async def num_aliases(self, adapter: Adapter) -> int:
         return (
@@ -330,11 +349,15 @@ class AdapterRepository:
         return users + (["it is the adapter's fallback"] if adapter.fallback == str(number) else [])
 
     async def adapters(self, *, after: str | None, limit: int, with_notes: bool) -> Sequence[Adapter]:
-        """Return live adapters by name, starting after `after`; `with_notes`, their notes too."""
-        query = select(Adapter).where(self._mine(), Adapter.deleted_at.is_(None)).order_by(Adapter.name).limit(limit)
+        """Return live adapters by name, starting after the key `after`.
+
+        With `with_notes`, they have their notes.
+        """
+        query = select(Adapter).where(self._mine(), Adapter.deleted_at.is_(None))
+        query = query.order_by(Adapter.name_key).limit(limit)
         if not with_notes:
             query = query.options(defer(Adapter.notes, raiseload=True))
-        return (await self._session.scalars(query if after is None else query.where(Adapter.name > after))).all()
+        return (await self._session.scalars(query if after is None else query.where(Adapter.name_key > after))).all()
 
     async def versions(
         self, adapter: Adapter, *, before: int | None, limit: int, with_notes: bool
@@ -454,6 +477,10 @@ class AdapterRepository:
     def _mine(self) -> ColumnElement[bool]:
         return Adapter.tenant_id == self.tenant
 
+    def _is(self, name: str) -> ColumnElement[bool]:
+        """Return the condition of the tenant's adapter of that name, deleted or not."""
+        return self._mine() & (Adapter.name_key == name_key(name))
+
 
 def _notes_of(row: Adapter | AdapterVersion) -> str | None:
     """Return the row's notes; None: they weren't loaded."""
@@ -488,4 +515,4 @@ def shadow_of(row: Alias) -> ShadowPart | None:
 
 def _shown(name: str) -> str:
     """Return the name in quotes; don't repeat a text that isn't a valid name."""
-    return f'"{name}"' if is_name(name) else "of that name"
+    return f'"{name}"' if is_adapter_name(name) else "of that name"

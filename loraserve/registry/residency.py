@@ -10,7 +10,7 @@ from sqlalchemy import case, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import BLOB_COLUMNS, Adapter, AdapterVersion, OperatorPin, Tenant
-from loraserve.db.names import is_name
+from loraserve.db.names import is_adapter_name, name_key
 from loraserve.db.paging import Page, check_limit, decode_cursor, make_page, wrong_cursor
 from loraserve.db.session import Database
 from loraserve.registry.model_name import MAX_VERSION
@@ -141,9 +141,9 @@ live, PostgreSQL would rather sort all of an adapter's than walk the index that 
 
 
 class _Position(NamedTuple):
-    """Place in a tenant's list: behind this version of the adapter of this name."""
+    """Place in a tenant's list: behind this version of the adapter of this name's key."""
 
-    name: str
+    key: str
     number: int
 
 
@@ -184,8 +184,8 @@ async def _list_of_tenant(
             if len(adapters) < wanted:
                 break
             # adapters with nothing but deleted versions may leave room
-            after = _Position(adapters[-1].name, adapters[-1].last)
-    return make_page(rows, limit, lambda row: f"{row.name} {row.version}", lambda row: row)
+            after = _Position(name_key(adapters[-1].name), adapters[-1].last)
+    return make_page(rows, limit, lambda row: f"{name_key(row.name)} {row.version}", lambda row: row)
 
 
 async def _adapters_after(session: AsyncSession, tenant: TenantId, after: _Position, limit: int) -> list[_Left]:
@@ -193,12 +193,12 @@ async def _adapters_after(session: AsyncSession, tenant: TenantId, after: _Posit
     query = (
         select(Adapter.id, Adapter.name, Adapter.last_version)
         .where(Adapter.tenant_id == tenant, Adapter.deleted_at.is_(None))
-        .where(Adapter.name >= after.name, or_(Adapter.name != after.name, Adapter.last_version > after.number))
-        .order_by(Adapter.name)
+        .where(Adapter.name_key >= after.key, or_(Adapter.name_key != after.key, Adapter.last_version > after.number))
+        .order_by(Adapter.name_key)
         .limit(limit)
     )
     return [
-        _Left(ident, name, after.number if name == after.name else 0, last)
+        _Left(ident, name, after.number if name_key(name) == after.key else 0, last)
         for ident, name, last in (await session.execute(query)).all()
     ]
 
@@ -247,8 +247,8 @@ async def _versions_of(session: AsyncSession, adapters: Sequence[_Left], limit: 
 def _read_position(text: str | None) -> _Position:
     if text is None:
         return _Position("", 0)
-    name, _, number = text.partition(" ")
+    key, _, number = text.partition(" ")
     is_number = number.isascii() and number.isdigit() and len(number) <= 10
-    if not is_name(name) or not is_number or int(number) > MAX_VERSION:
+    if not is_adapter_name(key) or key != name_key(key) or not is_number or int(number) > MAX_VERSION:
         raise wrong_cursor()
-    return _Position(name, int(number))
+    return _Position(key, int(number))

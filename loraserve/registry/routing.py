@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import BindParameter, ColumnElement, Integer, Row, Select, bindparam, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import aliased
 
 from loraserve.adapters.ir import SCORE
 from loraserve.db.models import EXTRA_COLUMNS, Adapter, AdapterVersion, Alias, Grant, Tenant
@@ -39,11 +40,7 @@ class RouteRepository:
         None if it is absent, deleted, or another tenant's without a grant.
         """
         # most adapters have only this one version, so that a single query suffices
-        parameters = {"tenant": self._tenant, "name": model.name, "alias": model.alias or "", "version": model.version}
-        query = _OWN
-        if model.owner is not None:
-            query, parameters = _GRANTED, {**parameters, "owner": model.owner}
-        row = (await self._connection.execute(query, parameters)).one_or_none()
+        row = await self._find(model)
         if row is None or row.number is None:
             return None
         number: int = row.number
@@ -65,19 +62,43 @@ class RouteRepository:
             shadow_share=float(shadow["share"]) if shadow else 0.0,
         )
 
+    async def _find(self, model: ParsedModel) -> Row[Any] | None:
+        """Return the row of the first adapter that `model` may mean and that exists.
+
+        It hides the others, whether or not it has the version.
+        """
+        parameters = {"tenant": self._tenant, "alias": model.alias or "", "version": model.version}
+        row: Row[Any] | None = None
+        for key in model.own_keys:
+            row = (await self._connection.execute(_OWN, {**parameters, "key": key})).one_or_none()
+            if row is not None:
+                return row
+        if model.granted is not None:
+            owner, key = model.granted
+            parameters |= {"owner": owner, "key": key}
+            row = (await self._connection.execute(_GRANTED, parameters)).one_or_none()
+        return row
+
     async def servable(self, limit: int) -> list[ServableAdapter]:
         """Return the tenant's adapters that a bare name reaches, by name, then those granted to it.
 
-        Those that nothing answers for are left out.
+        Those that nothing answers for are left out, and granted ones whose ``OWNER/NAME`` is the
+        name of an own one.
 
-        Nothing does for a version that is in quarantine or of another base, and has no fallback.
+        Nothing answers for a version that is in quarantine or of another base, and has no fallback.
         """
-        own = _live(self._served.digest).where(Adapter.tenant_id == self._tenant).order_by(Adapter.name)
+        own = _live(self._served.digest).where(Adapter.tenant_id == self._tenant).order_by(Adapter.name_key)
+        own_one = aliased(Adapter)
+        hiding = select(own_one.id).where(
+            own_one.tenant_id == self._tenant,
+            own_one.name_key == Tenant.name + "/" + Adapter.name_key,
+            own_one.deleted_at.is_(None),
+        )
         granted = (
             _live(self._served.digest)
             .join(Grant, Grant.adapter_id == Adapter.id)
-            .where(Grant.tenant_id == self._tenant, Adapter.tenant_id != self._tenant)
-            .order_by(Tenant.name, Adapter.name)
+            .where(Grant.tenant_id == self._tenant, Adapter.tenant_id != self._tenant, ~hiding.exists())
+            .order_by(Tenant.name, Adapter.name_key)
         )
         found = [(row, True) for row in await self._connection.execute(own.limit(limit))]
         if left := limit - len(found):
@@ -160,7 +181,7 @@ def _route() -> Select[Any]:
             & (AdapterVersion.number == number_meant)
             & AdapterVersion.deleted_at.is_(None),
         )
-        .where(Adapter.name == bindparam("name"), Adapter.deleted_at.is_(None))
+        .where(Adapter.name_key == bindparam("key"), Adapter.deleted_at.is_(None))
     )
 
 

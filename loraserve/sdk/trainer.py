@@ -35,7 +35,9 @@ KEPT_FOLDER = "loraserve-unpushed"
 """Folder in the trainer's output for what wasn't pushed and the trainer would delete."""
 MAX_METRIC_TAGS = 32
 MAX_TAG_LENGTH = 256
-ADAPTER_NAME = r"[a-z0-9][a-z0-9._-]{0,62}"
+ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*([/:][A-Za-z0-9_][A-Za-z0-9._-]*)*"
+ALIAS_NAME = r"[a-z0-9][a-z0-9._-]{0,62}"
+MAX_ADAPTER_NAME_LENGTH = 128
 TAG_NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 """The server's own rules, so that a wrong name is an error before the training."""
 
@@ -139,9 +141,13 @@ class LoraservePushCallback:
         api_key: str | None = None,
         tenant: str | None = None,
     ) -> None:
-        for value, what in ((name, "name"), (alias, "alias")):
-            if value is not None and not re.fullmatch(ADAPTER_NAME, value):
-                raise errors.ConfigError(f"{what} is {value!r}; it should match {ADAPTER_NAME}.")
+        if not re.fullmatch(ADAPTER_NAME, name) or len(name) > MAX_ADAPTER_NAME_LENGTH:
+            raise errors.ConfigError(
+                f"name is {name!r}; it should match {ADAPTER_NAME} "
+                f"and have at most {MAX_ADAPTER_NAME_LENGTH} characters."
+            )
+        if alias is not None and not re.fullmatch(ALIAS_NAME, alias):
+            raise errors.ConfigError(f"alias is {alias!r}; it should match {ALIAS_NAME}.")
         for key, value in (tags or {}).items():
             if not re.fullmatch(TAG_NAME, key) or not value.isprintable() or len(value) > MAX_TAG_LENGTH:
                 raise errors.ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, localcontext
 from typing import Any
 
+from loraserve.db.names import is_adapter_name, name_key, split_owner
 from loraserve.errors import InvalidRequest
 from loraserve.limits import LIMITS
 
@@ -15,7 +16,6 @@ _DIGITS = 64
 """Decimal precision, enough for the longest amount times any number of tokens without rounding."""
 _CURRENCY = re.compile(r"[A-Z]{3}", re.ASCII)
 _AMOUNT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?", re.ASCII)
-_ADAPTER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}(/[a-z0-9][a-z0-9._-]{0,62})?", re.ASCII)
 _KINDS = ("prompt", "cached", "completion")
 
 
@@ -46,19 +46,24 @@ class Price:
 class PriceTable:
     """Price table: a default price, and prices of adapters.
 
-    An adapter is ``NAME``, or ``OWNER/NAME`` of another tenant.
+    An adapter is ``NAME``, or ``OWNER/NAME`` of another tenant. Names are found without regard to
+    case.
     """
 
     currency: str
     price: Price
     adapters: Mapping[str, Price] = field(default_factory=dict)
+    _by_key: Mapping[str, Price] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_key", {name_key(name): price for name, price in self.adapters.items()})
 
     def price_of(self, adapter: str) -> Price:
         """Return the price of an adapter, or the default price.
 
         The default is for the base (the empty name) and for adapters without a price.
         """
-        return self.adapters.get(adapter, self.price)
+        return self._by_key.get(name_key(adapter), self.price)
 
     def as_json(self) -> dict[str, Any]:
         """Return the table in the format of `read_prices`, with its defaults filled in."""
@@ -105,15 +110,19 @@ def _read_adapters(value: object, default: Price) -> dict[str, Price]:
             f"prices.adapters should be an object of at most {LIMITS.max_priced_adapters} adapters.",
             param="prices.adapters",
         )
-    prices = {}
+    prices: dict[str, Price] = {}
+    keys: set[str] = set()
     for name, own in value.items():
-        if not isinstance(name, str) or not _ADAPTER.fullmatch(name):
+        if not isinstance(name, str) or not (is_adapter_name(name) or split_owner(name)):
             # an invalid name isn't repeated in the message
             raise InvalidRequest(
                 "prices.adapters has an invalid adapter name; expected NAME or OWNER/NAME.",
                 param="prices.adapters",
             )
         param = f"prices.adapters.{name}"
+        if name_key(name) in keys:
+            raise InvalidRequest(f"{param} is there twice; names that differ in case only are the same.", param=param)
+        keys.add(name_key(name))
         if not isinstance(own, Mapping):
             raise InvalidRequest(f"{param} should be an object.", param=param)
         _check_fields(own, set(_KINDS), param)

@@ -140,6 +140,46 @@ async def test_caddy_hands_on_events_one_by_one(tmp_path: Path) -> None:
         assert httpx2.get(f"http://127.0.0.1:{listen}/metrics").status_code == 403
 
 
+@asynccontextmanager
+async def echo() -> AsyncIterator[int]:
+    """A server that answers with the path of a request, as it came."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        path = head.split(b" ", 2)[1]
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(path), path))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def path_through(listen: int) -> None:
+    async with httpx2.AsyncClient() as client:
+        for path in (
+            "/api/v1/adapters/Qwen%2FMy-LoRA/versions",
+            "/api/v1/adapters/x%3Av2",
+            "/v1/models/Qwen%2FMy-LoRA",
+        ):
+            assert (await client.get(f"http://127.0.0.1:{listen}{path}")).text == path
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx isn't installed")
+async def test_nginx_keeps_encoded_slash_of_name(tmp_path: Path) -> None:
+    config = (DEPLOY / "nginx" / "loraserve.conf").read_text()
+    async with echo() as port, nginx(tmp_path, port, config) as listen:
+        await path_through(listen)
+
+
+@pytest.mark.skipif(CADDY is None, reason="Caddy isn't installed")
+async def test_caddy_keeps_encoded_slash_of_name(tmp_path: Path) -> None:
+    config = (DEPLOY / "caddy" / "Caddyfile").read_text()
+    async with echo() as port, caddy(tmp_path, port, config) as listen:
+        await path_through(listen)
+
+
 @pytest.fixture(params=default_and_campaign([400, 4300], default=[400]))
 def flooded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ServerProcess, int]]:
     """A server that trusts no proxy, so that all have the proxy's address; and how many bodies of

@@ -26,7 +26,7 @@ from server_process import ADMIN_KEY, ServerProcess, environment, free_port
 
 from loraserve import Client, errors
 from loraserve.demo.pack import adapter_dirs, base_dir
-from loraserve.limits import LIMITS, NAME_PATTERN
+from loraserve.limits import ADAPTER_NAME_PATTERN, LIMITS, NAME_PATTERN
 from loraserve.registry.catalog import metadata
 from loraserve.sdk import trainer as trainer_module
 from loraserve.sdk.trainer import KEPT_FOLDER, LoraservePushCallback, PushedCheckpoint
@@ -349,8 +349,9 @@ def test_split_alias_is_left_to_its_owner(
 def test_wrong_configuration_is_an_error_before_the_training(subtests: Any) -> None:
     state = SimpleNamespace(is_world_process_zero=True)
     for options, word in (
-        ({"name": "Upper"}, "name"),
-        ({"name": "a/b"}, "name"),
+        ({"name": "a//b"}, "name"),
+        ({"name": "x" * 129}, "name"),
+        ({"name": "a", "alias": "Upper"}, "alias"),
         ({"name": "a", "alias": "x@y"}, "alias"),
         ({"name": "a", "max_delay_s": 0}, "max_delay_s"),
         ({"name": "a", "max_delay_s": float("nan")}, "max_delay_s"),
@@ -365,8 +366,10 @@ def test_wrong_configuration_is_an_error_before_the_training(subtests: Any) -> N
 
 
 def test_rules_are_the_servers_own() -> None:
-    own = (trainer_module.ADAPTER_NAME, trainer_module.TAG_NAME, trainer_module.MAX_TAG_LENGTH)
+    own = (trainer_module.ALIAS_NAME, trainer_module.TAG_NAME, trainer_module.MAX_TAG_LENGTH)
     assert own == (NAME_PATTERN, metadata._TAG.pattern, LIMITS.max_tag_value_length)
+    names = (trainer_module.ADAPTER_NAME, trainer_module.MAX_ADAPTER_NAME_LENGTH)
+    assert names == (ADAPTER_NAME_PATTERN, LIMITS.max_adapter_name_length)
 
 
 def test_callback_takes_every_event_of_the_trainer() -> None:

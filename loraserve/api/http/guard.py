@@ -25,6 +25,7 @@ from ulid import ULID
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_path, unforeseen
 from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.connection import MAX_PIECE_BYTES, connection_slot, note_refusal
+from loraserve.api.http.encoded_path import keep_encoded_slashes
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
@@ -128,6 +129,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        keep_encoded_slashes(scope)
         exchange = _Exchange(scope, receive, send, self._limits, self._rooms, self._proxies)
         self._metrics.live_requests.inc()
         try:
@@ -173,7 +175,7 @@ class Guard:
         log(
             "request",
             method=record.method,
-            path=quote(scope["path"][:200], safe="/:@"),
+            path=quote(scope["path"][:200], safe="/:@%"),
             **record.as_line(),
             **({"trace_id": trace_id} if trace_id else {}),
         )

@@ -42,7 +42,7 @@ class ResolvedModel:
     tokenizer: Tokenizer
     """Tokenizer of the bound version, or of the base."""
     granted: tuple[str, ...] = ()
-    """``OWNER/NAME`` of those that were asked for under another tenant's name."""
+    """``OWNER/NAME``, with the name's key, of those that may be another tenant's."""
     asked: str | None = None
     """Name under which it was asked for."""
     tenant: str = ""
@@ -86,7 +86,7 @@ async def resolve_model(
             hint="Send adapters with the base's id as model, or write the sum as model: a+0.5*b.",
         )
     binding = await services.registry.bind(caller.tenant, terms, sticky=user)
-    granted = tuple(term.adapter.path for term in terms if term.adapter.owner is not None)
+    granted = tuple("/".join(found) for term in terms if (found := term.adapter.granted) is not None)
     defaults = await services.version_chats.defaults(binding.adapter)
     tokenizer = await services.version_chats.tokenizer(binding.adapter)
     end = tokenizer.eos_token_id

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from loraserve.db.names import name_key
 from loraserve.registry.composition import label
 from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
@@ -253,7 +254,7 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
     A sum has its dearest part's, so that it is no way around a price.
 
     Args:
-        granted: ``OWNER/NAME`` of those that the request names so.
+        granted: ``OWNER/NAME``, with the name's key, of those that the request may name so.
     """
     if adapter is None:
         return table.price
@@ -262,7 +263,8 @@ def _price_of(table: PriceTable, tenant: TenantId, adapter: AdapterRef | None, g
     if adapter.tenant == tenant:
         return table.price_of(adapter.name)
     # more than one only in a sum of two owners' adapters of one name
-    paths = [path for path in granted if path.rpartition("/")[2] == adapter.name]
+    key = name_key(adapter.name)
+    paths = [path for path in granted if path.partition("/")[2] == key]
     return highest([table.price_of(path) for path in paths] or [table.price])
 
 

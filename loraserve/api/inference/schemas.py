@@ -14,7 +14,7 @@ from loraserve.limits import LIMITS
 from loraserve.types import PoolingKind
 
 _INT64 = 1 << 63
-MAX_NAME_LENGTH = 3 * LIMITS.max_name_length + 2
+MAX_NAME_LENGTH = 2 * LIMITS.max_name_length + LIMITS.max_adapter_name_length + 2
 """Maximum length of OWNER/NAME@ALIAS."""
 MAX_MODEL_LENGTH = 2048
 """Holds the longest id of a base and the longest sum."""

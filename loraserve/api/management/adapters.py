@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.payloads.multipart import multipart_boundary, read_upload
 from loraserve.api.management.payloads.resources import (
     AdapterResource,
@@ -18,7 +19,7 @@ from loraserve.api.management.payloads.resources import (
     VersionResource,
     page_of,
 )
-from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, encode, rendered
+from loraserve.api.management.payloads.responses import adapter_path, answer, answer_once, encode, rendered
 from loraserve.api.management.uploads import content_of, declared_bytes, is_json, publish_stored, sender_of
 from loraserve.api.services import Services, services_of
 from loraserve.errors import InvalidRequest
@@ -48,7 +49,7 @@ class ActionResource(Resource):
     """False: begun, and still under way when the call stopped waiting."""
 
 
-@router.post("/{name}/versions", status_code=201, response_model=VersionResource)
+@router.post(f"/{NAME}/versions", status_code=201, response_model=VersionResource)
 async def publish_version(
     name: str, request: Request, dry_run: bool = False, promote: bool = True, caller: Caller = Depends(_writer)
 ) -> Response:
@@ -102,7 +103,7 @@ def _published_on(services: Services) -> Callable[[Published], StoredResponse]:
         resource = VersionResource.on_base(version, services.registry.served_base.digest)
         if version.version is None:
             return rendered(resource)
-        location = f"{ROOT}/adapters/{version.name}/versions/{version.version}"
+        location = f"{adapter_path(version.name)}/versions/{version.version}"
         return rendered(resource, status=201 if published.is_new else 200, location=location)
 
     return render
@@ -134,7 +135,7 @@ def _includes_notes(include: str | None) -> bool:
     return bool(include)
 
 
-@router.get("/{name}", response_model=AdapterResource)
+@router.get(f"/{NAME}", response_model=AdapterResource)
 async def get_adapter(name: str, request: Request, caller: Caller = Depends(_reader)) -> Response:
     registry = services_of(request).registry
     return answer(
@@ -142,7 +143,7 @@ async def get_adapter(name: str, request: Request, caller: Caller = Depends(_rea
     )
 
 
-@router.delete("/{name}", status_code=204)
+@router.delete(f"/{NAME}", status_code=204)
 async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Delete the adapter.
 
@@ -152,7 +153,7 @@ async def delete_adapter(name: str, request: Request, caller: Caller = Depends(_
     return Response(status_code=204)
 
 
-@router.get("/{name}/versions", response_model=PageResource[VersionResource])
+@router.get(f"/{NAME}/versions", response_model=PageResource[VersionResource])
 async def list_versions(
     name: str,
     request: Request,
@@ -170,21 +171,21 @@ async def list_versions(
     return answer(request, page_of(page, show))
 
 
-@router.get("/{name}/versions/{number}", response_model=VersionResource)
+@router.get(f"/{NAME}/versions/{{number}}", response_model=VersionResource)
 async def get_version(name: str, number: int, request: Request, caller: Caller = Depends(_reader)) -> Response:
     registry = services_of(request).registry
     version = await registry.get_version(caller.tenant, name, number)
     return answer(request, VersionResource.on_base(version, registry.served_base.digest))
 
 
-@router.delete("/{name}/versions/{number}", status_code=204)
+@router.delete(f"/{NAME}/versions/{{number}}", status_code=204)
 async def delete_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Delete the version, which no longer resolves. 409 while an alias names it."""
     await services_of(request).registry.delete_version(caller.tenant, name, number, actor=caller.key_id)
     return Response(status_code=204)
 
 
-@router.post("/{name}/versions/{number}/verify", response_model=VersionResource)
+@router.post(f"/{NAME}/versions/{{number}}/verify", response_model=VersionResource)
 async def verify_version(
     name: str, number: int, request: Request, rebase: bool = False, caller: Caller = Depends(_writer)
 ) -> Response:
@@ -212,13 +213,14 @@ async def verify_version(
     return await answer_once(request, caller, b"", work, render)
 
 
-@router.post("/{name}/versions/{number}/warm", response_model=ActionResource)
+@router.post(f"/{NAME}/versions/{{number}}/warm", response_model=ActionResource)
 async def warm_version(name: str, number: int, request: Request, caller: Caller = Depends(_writer)) -> Response:
     """Bring the weights to the device before the first request asks for them."""
     services = services_of(request)
     services.check_open()
     registry, engine = services.registry, services.engine
     version = await registry.get_version(caller.tenant, name, number)
+    name = version.name
     registry.served_base.check(name, number, version.base_digest, version.checks)
     if version.state == QUARANTINED:
         raise quarantine_error(name, number, version.checks)
@@ -235,7 +237,7 @@ async def warm_version(name: str, number: int, request: Request, caller: Caller 
     return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "warm", is_done))
 
 
-@router.post("/{name}/versions/{number}/pin", response_model=ActionResource)
+@router.post(f"/{NAME}/versions/{{number}}/pin", response_model=ActionResource)
 async def pin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Keep the weights on the device, on every server and after every start, until unpinned.
 
@@ -253,7 +255,7 @@ async def pin_version(name: str, number: int, request: Request, caller: Caller =
     return await answer_once(request, caller, b"", work, lambda is_done: _acted(version, number, "pin", is_done))
 
 
-@router.post("/{name}/versions/{number}/unpin", response_model=ActionResource)
+@router.post(f"/{NAME}/versions/{{number}}/unpin", response_model=ActionResource)
 async def unpin_version(name: str, number: int, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Let the weights be evicted again when they are idle."""
     services = services_of(request)

@@ -10,6 +10,7 @@ from pydantic import AliasPath, BeforeValidator, Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.management.payloads.resources import PageResource, Resource, SplitResource, page_of
 from loraserve.api.management.payloads.responses import (
@@ -27,7 +28,7 @@ from loraserve.registry.records import AliasRecord, AliasTarget, ShadowPart, Spl
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
 
-router = APIRouter(prefix="/adapters/{name}/aliases")
+router = APIRouter(prefix=f"/adapters/{NAME}/aliases")
 
 _reader = scopes.require(scopes.ADAPTERS_READ)
 _writer = scopes.require(scopes.ADAPTERS_WRITE)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from loraserve.adapters.extra_files import FILE_NAMES
 from loraserve.api import scopes
 from loraserve.api.http.blob_response import blob_response
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.payloads.responses import header_list, names_etag
 from loraserve.api.services import services_of
 from loraserve.errors import AdapterCorrupt, NotFound
@@ -29,7 +30,7 @@ _MEDIA_TYPES = {
 }
 
 
-@router.get("/{name}/versions/{number}/files/{file}", response_model=None)
+@router.get(f"/{NAME}/versions/{{number}}/files/{{file}}", response_model=None)
 async def download_file(
     name: str, number: int, file: str, request: Request, caller: Caller = Depends(_reader)
 ) -> Response:

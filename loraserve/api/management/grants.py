@@ -8,12 +8,13 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
-from loraserve.api.management.payloads.responses import ROOT, answer, rendered, respond
+from loraserve.api.management.payloads.responses import adapter_path, answer, rendered, respond
 from loraserve.api.services import services_of
 from loraserve.tenancy.identity.auth import Caller
 
-router = APIRouter(prefix="/adapters/{name}/grants")
+router = APIRouter(prefix=f"/adapters/{NAME}/grants")
 
 _owner = scopes.require(scopes.ADAPTERS_WRITE)
 
@@ -45,7 +46,7 @@ async def get_grant(name: str, tenant: str, request: Request, caller: Caller = D
 async def put_grant(name: str, tenant: str, request: Request, caller: Caller = Depends(_owner)) -> Response:
     """Let the tenant use the adapter, as ``OWNER/NAME``. 201 if the grant is new."""
     record, is_new = await services_of(request).registry.grants.create(caller.tenant, name, tenant, actor=caller.key_id)
-    location = f"{ROOT}/adapters/{name}/grants/{tenant}"
+    location = f"{adapter_path(record.adapter)}/grants/{record.tenant}"
     return respond(rendered(GrantResource.of(record), status=201 if is_new else 200, location=location))
 
 

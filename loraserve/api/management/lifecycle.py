@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.management.payloads.resources import AdapterResource, VersionResource
 from loraserve.api.management.payloads.responses import answer, answer_once, rendered
@@ -18,7 +19,7 @@ from loraserve.registry.records import AdapterRecord, VersionRecord
 from loraserve.tenancy.idempotency import Once, StoredResponse
 from loraserve.tenancy.identity.auth import Caller
 
-router = APIRouter(prefix="/adapters/{name}")
+router = APIRouter(prefix=f"/adapters/{NAME}")
 
 _writer = scopes.require(scopes.ADAPTERS_WRITE)
 

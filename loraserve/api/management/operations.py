@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.management.payloads.responses import ROOT, answer, answer_once, rendered, respond
@@ -55,7 +56,7 @@ class OperationResource(Resource):
         return cls.model_validate(values | {"progress": ProgressResource.of(record)})
 
 
-@router.post("/adapters/{name}/pulls", status_code=202, response_model=OperationResource)
+@router.post(f"/adapters/{NAME}/pulls", status_code=202, response_model=OperationResource)
 async def pull_adapter(name: str, request: Request, caller: Caller = Depends(_admin)) -> Response:
     """Have the server fetch an adapter from an allowed hub or bucket, and publish it.
 

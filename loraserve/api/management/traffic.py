@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import NAME
 from loraserve.api.management.adapters import check_query
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.management.payloads.responses import answer
@@ -23,7 +24,7 @@ from loraserve.tenancy.identity.auth import Caller
 if TYPE_CHECKING:
     from loraserve.registry.catalog.shadow_hours import ShadowHourRecord
 
-router = APIRouter(prefix="/adapters/{name}")
+router = APIRouter(prefix=f"/adapters/{NAME}")
 
 _reader = scopes.require(scopes.ADAPTERS_READ)
 

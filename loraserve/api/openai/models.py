@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from loraserve.api import scopes
+from loraserve.api.http.encoded_path import MODEL
 from loraserve.api.services import services_of
 from loraserve.registry.model_name import parse_model
 from loraserve.tenancy.identity.auth import Caller
@@ -77,7 +78,7 @@ async def list_models(request: Request, caller: Caller = Depends(_require_infere
     return ModelList(object="list", data=[Model.of_base(base), *adapters])
 
 
-@router.get("/models/{model:path}")
+@router.get(f"/models/{MODEL}")
 async def get_model(model: str, request: Request, caller: Caller = Depends(_require_inference)) -> Model:
     """Return one model, by any of its names.
 
@@ -93,5 +94,12 @@ async def get_model(model: str, request: Request, caller: Caller = Depends(_requ
     if parsed.is_base:
         return Model.of_base(base)
     target = await services.registry.describe(caller.tenant, parsed)
-    owner = parsed.owner or caller.tenant_name
-    return Model.of_adapter(model, base, owned_by=owner, created_at=target.created_at, digest=target.ref.digest)
+    ref = target.ref
+    owner = None if ref.tenant == caller.tenant or parsed.granted is None else parsed.granted[0]
+    return Model.of_adapter(
+        parsed.as_written(model, ref.name, is_granted=owner is not None),
+        base,
+        owned_by=owner or caller.tenant_name,
+        created_at=target.created_at,
+        digest=ref.digest,
+    )

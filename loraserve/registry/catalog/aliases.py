@@ -120,6 +120,7 @@ class Aliases:
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             found = await repository.alias(adapter, alias)
             _check_condition(condition, found, f"{name}@{alias}")
             await self._check_servable(repository, adapter, target, shadow)
@@ -165,6 +166,7 @@ class Aliases:
                 await once.begin(session)
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             row = await repository.alias(adapter, alias)
             repository.alias_record(adapter, row, alias)
             _check_condition(condition, row, f"{name}@{alias}")
@@ -190,6 +192,7 @@ class Aliases:
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             row = await repository.alias(adapter, alias)
             record = repository.alias_record(adapter, row, alias)
             _check_condition(condition, row, f"{name}@{alias}")

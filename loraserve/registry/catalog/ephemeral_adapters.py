@@ -30,6 +30,7 @@ from adapters_store import MemoryBlob
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.ir import SCORE
 from loraserve.background import BackgroundTask, Throttle
+from loraserve.db.names import name_key
 from loraserve.db.session import Clock, Database, utc_now
 from loraserve.errors import AdapterNotFound, Conflict, InvalidRequest
 from loraserve.limits import DEFAULT_EPHEMERAL_BYTES, DEFAULT_EPHEMERAL_TTL_S, LIMITS
@@ -37,7 +38,7 @@ from loraserve.registry.binding import Route, Target
 from loraserve.registry.health.checks import replace_check, state_of
 from loraserve.registry.health.inspection import Inspected
 from loraserve.registry.health.numeric_failures import as_check, num_failures
-from loraserve.registry.model_name import LIVE, ParsedModel
+from loraserve.registry.model_name import LIVE, ParsedModel, model_not_found, other_case
 from loraserve.registry.publishing.conversion import with_container
 from loraserve.registry.publishing.publisher import Publisher
 from loraserve.registry.quota import check_quota
@@ -137,6 +138,7 @@ class EphemeralAdapters:
         self.ttl_s = ttl_s
         self._clock = clock
         self._monotonic = monotonic
+        # by the name's key
         self._names: dict[tuple[TenantId, str], _Named] = {}
         self._lock = threading.Lock()
         # held while a name gets a version
@@ -203,9 +205,13 @@ class EphemeralAdapters:
 
         Raises:
             InvalidRequest: the name isn't valid, or is loaded and `is_replacing` is false.
+            Conflict: the name is loaded in another case.
         """
         self._publisher.check_name(name)
-        if not is_replacing and (tenant, name) in self._names:
+        loaded = self.name_of(tenant, name)
+        if loaded not in (None, name):
+            raise other_case(name, str(loaded))
+        if not is_replacing and loaded is not None:
             raise already_loaded(name)
 
     async def load(
@@ -293,11 +299,12 @@ class EphemeralAdapters:
         )
         inspected, extras = with_container(inspected, notes), inspected.files
         size_bytes = blob.num_bytes + len(config) + extras.num_bytes
-        async with self._locks.setdefault((tenant, name), asyncio.Lock()), self._claim(tenant, name):
+        key = name_key(name)
+        async with self._locks.setdefault((tenant, key), asyncio.Lock()), self._claim(tenant, key):
             self.check(tenant, name, is_replacing=is_replacing)
             await self._check_database(tenant, name, size_bytes)
             ttl_s = self.ttl_s if ttl_s is None else ttl_s
-            present = self._names.get((tenant, name))
+            present = self._names.get((tenant, key))
             if present is not None and present.ref.digest == inspected.digest:
                 present.expires_s = self._monotonic() + ttl_s
                 blob.close()
@@ -310,7 +317,7 @@ class EphemeralAdapters:
             if is_new_name:
                 # a publish that was about to commit when this load claimed the name
                 await self._check_not_stored(tenant, name)
-            self._names[tenant, name] = _Named(
+            self._names[tenant, key] = _Named(
                 Route("", LIVE, target), owner, target.created_at, self._monotonic() + ttl_s, size_bytes
             )
         self.num_loaded += 1
@@ -322,7 +329,7 @@ class EphemeralAdapters:
         Raises:
             AdapterNotFound: the tenant has no ephemeral adapter of this name.
         """
-        if self._names.pop((tenant, name), None) is None:
+        if self._names.pop((tenant, name_key(name)), None) is None:
             raise AdapterNotFound("There is no ephemeral adapter of that name.")
         self.sweep()
 
@@ -338,40 +345,54 @@ class EphemeralAdapters:
         Raises:
             Conflict: it is an ephemeral adapter's, or a load is under way for one.
         """
-        if (tenant, name) in self._names or (tenant, name) in self._claimed:
+        key = name_key(name)
+        if (tenant, key) in self._names or (tenant, key) in self._claimed:
+            shown = self.name_of(tenant, name) or name
             raise Conflict(
-                f'"{name}" is an ephemeral adapter on this server.', hint="Unload it first, or choose another name."
+                f'"{shown}" is an ephemeral adapter on this server.',
+                hint="Unload it first, or choose another name.",
             )
 
-    def has(self, tenant: TenantId, name: str) -> bool:
-        """Return whether the name is an ephemeral adapter of the tenant."""
-        return (tenant, name) in self._names
+    def name_of(self, tenant: TenantId, name: str) -> str | None:
+        """Return the name, as it was loaded, of the tenant's ephemeral adapter of that name.
+
+        None: it has none.
+        """
+        named = self._names.get((tenant, name_key(name)))
+        return None if named is None else named.ref.name
 
     def route(self, tenant: TenantId, model: ParsedModel) -> Route | None:
         """Return the route of `model`; None if it isn't an ephemeral adapter of the tenant.
 
         A name means its present version, as do its alias `LIVE` and the version's own number.
+
+        Raises:
+            ModelNotFound: it has another alias or number, and could be a granted one's.
         """
-        if not self._names or model.owner is not None or model.name is None:
+        if not self._names:
             return None
-        named = self._names.get((tenant, model.name))
+        found = (self._names.get((tenant, key)) for key in model.own_keys)
+        named = next((one for one in found if one is not None), None)
         if named is None:
             return None
         is_meant = model.version == named.ref.version if model.alias is None else model.alias == LIVE
+        if not is_meant and model.granted is not None:
+            # it hides what was granted
+            raise model_not_found(model)
         return named.route if is_meant else None
 
     def servable(self, tenant: TenantId) -> list[ServableAdapter]:
         """Return the tenant's ephemeral adapters that are served, by name."""
-        found = [(name, named) for (owner, name), named in self._names.items() if owner == tenant]
+        found = [(key, named) for (owner, key), named in self._names.items() if owner == tenant]
         return [
-            ServableAdapter(name, None, named.owner, named.created_at, named.ref.version, named.ref.digest)
-            for name, named in sorted(found, key=lambda item: item[0])
+            ServableAdapter(named.ref.name, None, named.owner, named.created_at, named.ref.version, named.ref.digest)
+            for _, named in sorted(found, key=lambda item: item[0])
             if named.route.main.is_servable
         ]
 
     def note_numeric_failure(self, ref: AdapterRef) -> None:
         """Count an answer that wasn't finite; too many put the version in quarantine."""
-        named = self._names.get((ref.tenant, ref.name))
+        named = self._names.get((ref.tenant, name_key(ref.name)))
         if named is None or named.ref is not ref:
             return
         target = named.route.main
@@ -407,13 +428,13 @@ class EphemeralAdapters:
             self.bytes.give_back(holder, num_bytes)
 
     @asynccontextmanager
-    async def _claim(self, tenant: TenantId, name: str) -> AsyncIterator[None]:
-        """Keep stored adapters from getting the name for so long."""
-        self._claimed.add((tenant, name))
+    async def _claim(self, tenant: TenantId, key: str) -> AsyncIterator[None]:
+        """Keep stored adapters from getting the name of that key for so long."""
+        self._claimed.add((tenant, key))
         try:
             yield
         finally:
-            self._claimed.discard((tenant, name))
+            self._claimed.discard((tenant, key))
 
     async def _check_not_stored(self, tenant: TenantId, name: str) -> None:
         """Check that no stored adapter of the tenant has the name.
@@ -442,7 +463,7 @@ class EphemeralAdapters:
         Raises:
             Conflict, QuotaExceeded
         """
-        mine = [(own, named) for (owner, own), named in self._names.items() if owner == tenant]
+        mine = [(named.ref.name, named) for (owner, _), named in self._names.items() if owner == tenant]
         async with self._database.read() as session:
             repository = AdapterRepository(session, tenant)
             if await repository.has_adapter(name):

@@ -66,6 +66,7 @@ class Grants:
         now = self._clock()
         async with self._database.write() as session:
             adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
+            name = adapter.name
             grantee = await find_tenant_or_placeholder(session, tenant, now=now)
             if grantee.id == owner:
                 raise InvalidRequest("The adapter is this tenant's own; it needs no grant.", param="tenant")
@@ -121,6 +122,7 @@ class Grants:
         """
         async with self._database.read() as session:
             adapter = await AdapterRepository(session, owner).adapter(name)
+            name = adapter.name
             return _record(name, await self._find(session, adapter, tenant), tenant)
 
     async def list(
@@ -135,6 +137,7 @@ class Grants:
         check_limit(limit)
         async with self._database.read() as session:
             adapter = await AdapterRepository(session, owner).adapter(name)
+            name = adapter.name
             query = _grants_of(adapter).order_by(Tenant.name).limit(limit + 1)
             if after is not None:
                 query = query.where(Tenant.name > after)
@@ -152,6 +155,7 @@ class Grants:
         now = self._clock()
         async with self._database.write() as session:
             adapter = await AdapterRepository(session, owner).adapter(name, is_locking=True)
+            name = adapter.name
             _record(name, await self._find(session, adapter, tenant), tenant)
             await self._delete(session, adapter, tenant)
             # unconditional, so that the time taken doesn't tell whether the tenant exists

@@ -75,6 +75,7 @@ class MetadataEditor:
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             changed = _write(adapter, edit)
             if edit.fallback is not None:
                 fallback = await _checked_fallback(repository, adapter, edit.fallback)
@@ -99,6 +100,7 @@ class MetadataEditor:
         async with self._database.write() as session:
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             row = await repository.version(adapter, number)
             if changed := _write(row, edit):
                 repository.touch(adapter, now)

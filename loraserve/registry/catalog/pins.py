@@ -139,6 +139,7 @@ class Pins:
                     await once.begin(session)
                 repository = AdapterRepository(session, tenant)
                 adapter = await repository.adapter(name, is_locking=True)
+                name = adapter.name
                 await repository.version(adapter, number)
                 if await self._add(session, adapter, number, actor):
                     now = self._clock()
@@ -165,6 +166,7 @@ class Pins:
                     await once.begin(session)
                 repository = AdapterRepository(session, tenant)
                 adapter = await repository.adapter(name, is_locking=True)
+                name = adapter.name
                 gone = await session.execute(
                     delete(OperatorPin)
                     .where(OperatorPin.adapter_id == adapter.id, OperatorPin.version == number)
@@ -256,6 +258,7 @@ class Pins:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name)
+            name = adapter.name
             record = await repository.version_record(adapter, await repository.version(adapter, number))
         if is_served:
             self._served_base.check(name, number, record.base_digest, record.checks)

@@ -67,6 +67,7 @@ class Restorer:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
             adapter = await repository.deleted_adapter(name, since=now - self.retention)
+            name = adapter.name
             blobs = _blobs(await repository.versions_deleted_at(adapter, instant_of(adapter)))
         await self._retain(name, blobs)
         async with self._database.write() as session:
@@ -75,6 +76,7 @@ class Restorer:
             repository = AdapterRepository(session, tenant)
             limits = (await repository.lock_tenant()).limits
             adapter = await repository.deleted_adapter(name, since=now - self.retention, is_locking=True)
+            name = adapter.name
             self._check_free(tenant, name)
             rows = await repository.versions_deleted_at(adapter, instant_of(adapter))
             size_bytes = sum(row.size_bytes for row in rows)
@@ -109,7 +111,9 @@ class Restorer:
             if once is not None:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
-            row = await repository.deleted_version(await repository.adapter(name), number, since=now - self.retention)
+            adapter = await repository.adapter(name)
+            name = adapter.name
+            row = await repository.deleted_version(adapter, number, since=now - self.retention)
             blobs = _blobs([row])
         await self._retain(f"{name}@{number}", blobs)
         async with self._database.write() as session:
@@ -118,6 +122,7 @@ class Restorer:
             repository = AdapterRepository(session, tenant)
             limits = (await repository.lock_tenant()).limits
             adapter = await repository.adapter(name, is_locking=True)
+            name = adapter.name
             row = await repository.deleted_version(adapter, number, since=now - self.retention)
             same = await repository.version_of_digest(name, Digest(row.digest))
             if same is not None:

@@ -212,6 +212,7 @@ class Certificates:
                 await once.check(session)
             repository = AdapterRepository(session, tenant)
             adapter = await repository.adapter(name)
+            name = adapter.name
             record = await repository.version_record(adapter, await repository.version(adapter, number))
             ref, known = record.ref, record.checks
         base = self._served_base.spec

@@ -150,7 +150,7 @@ class Publisher:
                 servers may serve.
             InvalidRequest: the name isn't valid for an adapter.
             AlreadyExists: the tenant has the adapter, and `is_new_name`.
-            Conflict: the name is an ephemeral adapter's.
+            Conflict: the name is an ephemeral adapter's, or differs in case only from another's.
             QuotaExceeded: another adapter or these bytes would exceed the tenant's quota.
             StorageFull, StorageError: the bytes can't be stored.
             Conflict: the bytes in the store are corrupt and must be uploaded again.
@@ -274,6 +274,7 @@ class Publisher:
         """Return what a publish would return, without the certificate."""
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
+            await repository.has_adapter(push.name)
             found = await repository.version_of_digest(push.name, push.inspected.digest)
             if found is not None:
                 _check_base(push, found[1])
@@ -306,11 +307,12 @@ class Publisher:
         engine. The check under the lock in `_record` is the one that counts.
 
         Raises:
-            AlreadyExists, AdapterOfAnotherBase, QuotaExceeded
+            AlreadyExists, Conflict, AdapterOfAnotherBase, QuotaExceeded
         """
         async with self._database.read() as session:
             repository = AdapterRepository(session, push.tenant)
-            if push.is_new_name and await repository.has_adapter(push.name):
+            is_known = await repository.has_adapter(push.name)
+            if push.is_new_name and is_known:
                 raise _has_name(push.name)
             found = await repository.version_of_digest(push.name, push.inspected.digest)
             next_number = await repository.next_number(push.name)
@@ -323,7 +325,7 @@ class Publisher:
                     repository,
                     (await repository.tenant_row()).limits,
                     now,
-                    is_new_adapter=not await repository.has_adapter(push.name),
+                    is_new_adapter=not is_known,
                     size_bytes=push.size_bytes,
                     is_counted=False,
                     blob=push.upload or push.weights.digest,

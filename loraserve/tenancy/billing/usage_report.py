@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Row, Select, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loraserve.db.models import NAME_LENGTH, Tenant, UsageHour
+from loraserve.db.names import name_key, split_owner
 from loraserve.db.paging import Page, check_limit
 from loraserve.errors import InvalidRequest, StorageFull
 from loraserve.limits import LIMITS
@@ -213,7 +214,7 @@ def _where(session: AsyncSession, statement: Select[Any], query: UsageQuery) -> 
     if query.tenant is not None:
         statement = statement.where(UsageHour.tenant_id == query.tenant)
     if query.adapter is not None:
-        statement = statement.where(_is_adapter(query.adapter))
+        statement = statement.where(_is_adapter(session, query.adapter))
     if query.start is not None:
         statement = statement.where(UsageHour.hour > query.start.astimezone(UTC) - _HOUR)
     if query.end is not None:
@@ -221,13 +222,16 @@ def _where(session: AsyncSession, statement: Select[Any], query: UsageQuery) -> 
     return statement
 
 
-def _is_adapter(name: str) -> ColumnElement[bool]:
-    owner, slash, bare = name.partition("/")
-    itself = (UsageHour.adapter == name) & (UsageHour.owner == "")
-    if not slash:
+def _is_adapter(session: AsyncSession, name: str) -> ColumnElement[bool]:
+    # the lower case of some locales isn't ASCII's
+    column = UsageHour.adapter if session.get_bind().dialect.name == "sqlite" else UsageHour.adapter.collate("C")
+    key = func.lower(column)
+    itself = (key == name_key(name)) & (UsageHour.owner == "")
+    granted = split_owner(name)
+    if granted is None:
         return itself
-    owners = select(Tenant.id).where(Tenant.name == owner)
-    return itself | ((UsageHour.adapter == bare) & UsageHour.owner.in_(owners))
+    owners = select(Tenant.id).where(Tenant.name == granted[0])
+    return itself | ((key == name_key(granted[1])) & UsageHour.owner.in_(owners))
 
 
 async def _tenant_names(session: AsyncSession, rows: Sequence[Row[Any]], columns: Sequence[str]) -> dict[str, str]:

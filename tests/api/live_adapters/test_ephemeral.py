@@ -256,7 +256,7 @@ async def test_a_name_is_one_kind_of_adapters_alone_when_both_come_at_once(
         assert (await acme.load("policy", ephemeral=False)).status_code == 409
     gate.set()
     assert (await first).status_code == (409 if slow == "publish" else 200)
-    assert services.registry.ephemeral.has(acme.tenant, "policy")
+    assert services.registry.ephemeral.name_of(acme.tenant, "policy") is not None
     with pytest.raises(AdapterNotFound):
         await services.registry.get(acme.tenant, "policy")
 

@@ -210,9 +210,9 @@ BAD = (
     ({"lora_name": None}, 400, "lora_name"),
     ({"lora_name": ""}, 400, "lora_name"),
     ({"lora_name": 3}, 400, "lora_name"),
-    ({"lora_name": "Upper"}, 400, "lora_name"),
-    ({"lora_name": "a/b"}, 400, "lora_name"),
-    ({"lora_name": "x" * 64}, 400, "lora_name"),
+    ({"lora_name": "Org/Base:1"}, 400, "lora_name"),
+    ({"lora_name": "a//b"}, 400, "lora_name"),
+    ({"lora_name": "x" * 129}, 400, "lora_name"),
     ({"lora_name": "SECRET\0"}, 400, "lora_name"),
     ({"lora_path": None}, 400, "lora_path"),
     ({"lora_path": ""}, 400, "lora_path"),
@@ -253,9 +253,9 @@ async def test_a_load_is_ephemeral_where_the_operator_or_the_request_says(
         services.settings = services.settings.model_copy(update={"ephemeral_loads": True})
     assert (await acme.load(**({"ephemeral": True} if how == "field" else {}))).status_code == 200
     assert await acme.version() == "policy@1"
-    assert services.registry.ephemeral.has(acme.tenant, "policy")
+    assert services.registry.ephemeral.name_of(acme.tenant, "policy") is not None
     assert (await acme.load("kept", ephemeral=False)).status_code == 200
-    assert not services.registry.ephemeral.has(acme.tenant, "kept")
+    assert services.registry.ephemeral.name_of(acme.tenant, "kept") is None
     assert (await acme.unload()).status_code == 200
     assert (await acme.complete()).status_code == 404
 

@@ -38,14 +38,14 @@ SUMS: list[dict[str, Any]] = [
 async def test_a_part_may_have_the_longest_name_there_is(
     client: httpx2.AsyncClient, url: str, services: Any, make_tenant: Callable[..., Any], publish: Callable[..., Any]
 ) -> None:
-    longest = "x" * LIMITS.max_name_length
+    longest, name = "x" * LIMITS.max_name_length, "y" * LIMITS.max_adapter_name_length
     owner = await make_tenant(longest)
-    await publish(longest, 1, owner)
-    await services.registry.grants.create(owner.caller.tenant, longest, "acme", actor="test")
+    await publish(name, 1, owner)
+    await services.registry.grants.create(owner.caller.tenant, name, "acme", actor="test")
     async with httpx2.AsyncClient(base_url=url, headers=owner.headers) as theirs:
-        moved = await theirs.put(f"/api/v1/adapters/{longest}/aliases/{longest}", json={"version": 1})
+        moved = await theirs.put(f"/api/v1/adapters/{name}/aliases/{longest}", json={"version": 1})
         assert moved.status_code < 300
-    named = f"{longest}/{longest}@{longest}"
+    named = f"{longest}/{name}@{longest}"
     assert (await ask(client, adapters=[{"name": named}])).status_code == 200
     assert (await ask(client, adapters=[{"name": named + "x"}])).status_code == 400
 

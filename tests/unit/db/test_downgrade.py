@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 
 from loraserve.db import migrate
 from loraserve.db.session import Database, make_engine
@@ -18,8 +19,8 @@ VERSION = """INSERT INTO adapter_versions (id, adapter_id, number, digest, confi
 FILE = """INSERT INTO files (id, tenant_id, purpose, filename, size, blob, created_at, created_by)
  VALUES ('f1', 't1', 'batch', 'f', 1, 'b', '2026-01-01 00:00:00', 'x')"""
 TENANT = "INSERT INTO tenants (id, name, limits, created_at) VALUES ('t1', 'acme', '{}', '2026-01-01 00:00:00')"
-ADAPTER = """INSERT INTO adapters (id, tenant_id, name, last_version, revision, created_at, updated_at)
- VALUES ('a1', 't1', 'sql', 1, 1, '2026-01-01 00:00:00', '2026-01-01 00:00:00')"""
+ADAPTER = """INSERT INTO adapters (id, tenant_id, name, name_key, last_version, revision, created_at, updated_at)
+ VALUES ('a1', 't1', 'sql', 'sql', 1, 1, '2026-01-01 00:00:00', '2026-01-01 00:00:00')"""
 
 
 async def run(url: str, *statements: str) -> Any:
@@ -41,6 +42,7 @@ async def test_every_way_back_and_up_again_keeps_the_rows(database_url: str, sub
             assert await migrate.current(database_url) == revision
             found = await run(database_url, "SELECT id, number, digest, state FROM adapter_versions")
             assert [tuple(row) for row in found] == [("v1", 1, "d", "ready")]
+            assert await run(database_url, "SELECT id, name FROM adapters") == [("a1", "sql")]
             await migrate.upgrade(database_url)
             await migrate.check(database_url)
             assert await migrate.differences(database_url) == []
@@ -107,7 +109,33 @@ async def test_tokenizers_are_lost_only_with_discard(database_url: str) -> None:
     assert row.tokenizer_blob is None
 
 
-@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0016", "x'; --"])
+async def test_names_of_before_become_their_own_keys(database_url: str) -> None:
+    await run(database_url, TENANT, ADAPTER, VERSION)
+    await migrate.downgrade(database_url, "0015")
+    await migrate.upgrade(database_url)
+    assert await run(database_url, "SELECT name, name_key FROM adapters") == [("sql", "sql")]
+
+
+@pytest.mark.parametrize("name", ["Policy", "qwen/my-lora", "x:v2", "x" * 64])
+async def test_new_names_are_replaced_only_with_discard(database_url: str, name: str) -> None:
+    renamed = f"UPDATE adapters SET name = '{name}', name_key = '{name.lower()}'"
+    await run(database_url, TENANT, ADAPTER, VERSION, renamed)
+    with pytest.raises(Conflict, match="lose 1 rows: adapters whose names have capitals"):
+        await migrate.downgrade(database_url, "0015")
+    assert await run(database_url, "SELECT name FROM adapters") == [(name,)]
+    await migrate.downgrade(database_url, "0015", is_loss_accepted=True)
+    assert await run(database_url, "SELECT name FROM adapters") == [("adapter-a1",)]
+    assert await run(database_url, "SELECT adapter_id FROM adapter_versions") == [("a1",)]
+    await migrate.upgrade(database_url)
+
+
+async def test_database_refuses_same_name_in_another_case(database_url: str) -> None:
+    again = ADAPTER.replace("'a1'", "'a2'").replace("'sql', 'sql'", "'SQL', 'sql'")
+    with pytest.raises(IntegrityError):
+        await run(database_url, TENANT, ADAPTER, again)
+
+
+@pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0017", "x'; --"])
 async def test_where_there_is_no_way_back_nothing_changes(database_url: str, revision: str) -> None:
     if revision == migrate.head():
         assert await migrate.downgrade(database_url, revision) == revision

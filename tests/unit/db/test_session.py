@@ -84,6 +84,7 @@ async def test_a_row_without_its_parent_is_refused(database: Database) -> None:
                     id="x" * 26,
                     tenant_id="y" * 26,
                     name="a",
+                    name_key="a",
                     last_version=0,
                     revision=0,
                     created_at=NOW,

@@ -133,7 +133,15 @@ async def _versions(url: str, digests: list[str]) -> None:
         await session.flush()
         session.add(
             Adapter(
-                id="a", tenant_id="t", name="sql", last_version=9, revision=1, notes="", created_at=now, updated_at=now
+                id="a",
+                tenant_id="t",
+                name="sql",
+                name_key="sql",
+                last_version=9,
+                revision=1,
+                notes="",
+                created_at=now,
+                updated_at=now,
             )
         )
         await session.flush()

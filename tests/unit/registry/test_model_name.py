@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import string
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraserve.db.names import ADAPTER_NAME_RULE, is_adapter_name, name_fault, name_key
 from loraserve.errors import InvalidRequest, ModelNotFound
-from loraserve.limits import LIMITS
+from loraserve.limits import LIMITS, NAME_PATTERN
 from loraserve.registry.model_name import (
     ParsedModel,
     Term,
@@ -32,11 +35,13 @@ BASE = "org/base:7b@main"
         ("sql@canary", ParsedModel("sql", alias="canary")),
         ("sql@12", ParsedModel("sql", version=12)),
         ("sql@1.2", ParsedModel("sql", alias="1.2")),
-        (f"{BASE}:sql", ParsedModel("sql", alias="live")),
-        (f"{BASE}:sql@3", ParsedModel("sql", version=3)),
+        (f"{BASE}:sql", ParsedModel("sql", alias="live", prefix=f"{BASE}:")),
+        (f"{BASE}:sql@3", ParsedModel("sql", version=3, prefix=f"{BASE}:")),
         ("7", ParsedModel("7", alias="live")),
-        ("acme/sql", ParsedModel("sql", alias="live", owner="acme")),
-        (f"{BASE}:acme/sql@3", ParsedModel("sql", version=3, owner="acme")),
+        ("acme/sql", ParsedModel("acme/sql", alias="live")),
+        (f"{BASE}:acme/sql@3", ParsedModel("acme/sql", version=3, prefix=f"{BASE}:")),
+        ("Qwen/My-LoRA@3", ParsedModel("Qwen/My-LoRA", version=3)),
+        ("x:v2@canary", ParsedModel("x:v2", alias="canary")),
     ],
 )
 def test_every_form_is_understood(model: str, meaning: ParsedModel) -> None:
@@ -45,7 +50,6 @@ def test_every_form_is_understood(model: str, meaning: ParsedModel) -> None:
 
 BAD = [
     "",
-    "SQL",
     "sql@",
     "@3",
     "sql@0",
@@ -53,12 +57,31 @@ BAD = [
     "sql@99999999999",
     "sql@2147483648",
     "sql@a@b",
-    "a/b/c",
+    "a//c",
+    "a/../c",
+    "a/.c",
+    "a:",
+    "a::b",
+    "-a",
+    "_a",
+    "a b",
+    "sql@Canary",
+    "\N{KELVIN SIGN}",
     "/sql",
     "org/",
     "sql@٣",
 ]
-BAD += [f"{BASE}:", f"{BASE}@3", f"{BASE}:{BASE}:sql", "a" * 64, "sql@" + "9" * 5000, "../x", "sql\n", "x" * 1_000_000]
+BAD += [
+    f"{BASE}:",
+    f"{BASE}@3",
+    f"{BASE}:{BASE}:sql",
+    "a" * 129,
+    "sql@" + "a" * 64,
+    "sql@" + "9" * 5000,
+    "../x",
+    "sql\n",
+    "x" * 1_000_000,
+]
 
 
 @pytest.mark.parametrize("model", BAD)
@@ -72,6 +95,10 @@ def test_a_base_that_could_be_an_adapters_name_wins_over_it() -> None:
     assert parse_model("tiny", "tiny").is_base
     with pytest.raises(InvalidRequest, match="base model"):
         check_adapter_name("tiny", "tiny")
+    with pytest.raises(InvalidRequest, match="base model"):
+        check_adapter_name("TINY", "tiny")
+    with pytest.raises(InvalidRequest, match='mean "x" on this base'):
+        check_adapter_name("Tiny:x", "tiny")
 
 
 @given(st.text(max_size=80))
@@ -83,6 +110,75 @@ def test_any_text_is_a_model_or_not_found(model: str) -> None:
     assert parsed.is_base == (model == BASE)
     if not parsed.is_base:
         assert (parsed.version is None) != (parsed.alias is None)
+
+
+LETTERS = "aB1._-/:"
+NAMES = st.text(alphabet=LETTERS + "@ +*%é\N{KELVIN SIGN}", max_size=12) | st.text(alphabet=LETTERS, max_size=200)
+SEPARATORS = re.compile("[/:]")
+
+
+@given(NAMES)
+def test_adapter_name_obeys_rule(name: str) -> None:
+    parts = SEPARATORS.split(name)
+    is_valid = (
+        1 <= len(name) <= 128
+        and set(name) <= set(string.ascii_letters + string.digits + "._-/:")
+        and name[0].isalnum()
+        and all(part and (part[0].isalnum() or part[0] == "_") for part in parts)
+    )
+    assert is_adapter_name(name) is is_valid
+    if is_valid:
+        assert check_adapter_name(name, "org/base") == name
+        assert is_adapter_name(name_key(name))
+    else:
+        with pytest.raises(InvalidRequest) as caught:
+            check_adapter_name(name, "org/base")
+        assert caught.value.param == "name"
+        assert ADAPTER_NAME_RULE in caught.value.message
+        assert name_fault(name)
+
+
+@given(st.from_regex(NAME_PATTERN, fullmatch=True))
+def test_lower_case_name_of_before_stays_valid(name: str) -> None:
+    assert is_adapter_name(name)
+    assert name_key(name) == name
+
+
+@given(NAMES)
+def test_name_in_any_case_means_same_adapter(name: str) -> None:
+    if not is_adapter_name(name):
+        return
+    for selector in ("", "@3", "@canary"):
+        lower, upper = (parse_model(text + selector, "org/base") for text in (name_key(name), name.upper()))
+        assert lower.own_keys == upper.own_keys == (name_key(name),)
+        assert lower.granted == upper.granted
+
+
+@given(st.sampled_from(["x", "tiny", "acme"]), NAMES)
+def test_reserved_name_never_hides_base_syntax(base: str, name: str) -> None:
+    text = f"{base}:{name}"
+    with pytest.raises(InvalidRequest):
+        check_adapter_name(text, base)
+    with pytest.raises(InvalidRequest):
+        check_adapter_name(text.upper(), base)
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "granted"),
+    [
+        ("sql", ("sql",), None),
+        ("acme/sql", ("acme/sql",), ("acme", "sql")),
+        ("ACME/Org/SQL", ("acme/org/sql",), ("acme", "org/sql")),
+        ("tiny:sql", ("tiny:sql", "sql"), None),
+        ("tiny:acme/sql", ("tiny:acme/sql", "acme/sql"), ("acme", "sql")),
+        # the owner's name isn't part of the adapter's
+        (f"acme/{'a' * 128}", (), ("acme", "a" * 128)),
+        ("x:v2/sql", ("x:v2/sql",), None),
+    ],
+)
+def test_own_name_comes_before_granted(model: str, own: tuple[str, ...], granted: tuple[str, str] | None) -> None:
+    parsed = parse_model(model, "tiny")
+    assert (parsed.own_keys, parsed.granted) == (own, granted)
 
 
 @pytest.mark.parametrize("alias", ["12", "latest", "base", "UP", "", "a" * 64, "-x"])
@@ -111,7 +207,7 @@ A, B = ParsedModel("a", alias="live"), ParsedModel("b", version=3)
         ("5e-3*a", (Term(A, Decimal("0.005")),)),
         (f"{BASE}:a+b@3", (Term(A), Term(B))),
         ("0.5*0.5", (Term(ParsedModel("0.5", alias="live"), Decimal("0.5")),)),
-        ("a+0.5*acme/b@3", (Term(A), Term(ParsedModel("b", version=3, owner="acme"), Decimal("0.5")))),
+        ("a+0.5*acme/b@3", (Term(A), Term(ParsedModel("acme/b", version=3), Decimal("0.5")))),
         ("a+a@canary", (Term(A), Term(ParsedModel("a", alias="canary")))),
     ],
 )
@@ -119,10 +215,10 @@ def test_a_sum_is_understood(model: str, meaning: tuple[Term, ...]) -> None:
     assert parse_terms(model, BASE) == meaning
 
 
-SUMS = ["a+", "+a", "a++b", "a + b", "a*0.5", "0.5*", "*a", "a-0.5*b", "A+b", "a+b@", "a+b@c@d", "a+../x", "a+b\n"]
+SUMS = ["a+", "+a", "a++b", "a + b", "a*0.5", "0.5*", "*a", "a-0.5*b", "a+b@", "a+b@c@d", "a+../x", "a+b\n"]
 SUMS += ["nan*a", "inf*a", "1e400*a", "0x1*a", "1_0*a", "٣*a", "--1*a", "1*2*a", "0." + "1" * 40 + "*a", "a+b*", "+"]
 SUMS += [f"{LIMITS.max_composition_weight + 1:g}*a", "-11*a+b", "+".join(["a"] * (LIMITS.max_composition_terms + 1))]
-SUMS += [f"a+{BASE}:b", "a+org/base/c", "a+/b", "a+org/"]
+SUMS += [f"a+{BASE}:b", "a+org//c", "a+/b", "a+org/"]
 
 
 @pytest.mark.parametrize("model", SUMS)
@@ -132,7 +228,7 @@ def test_what_is_no_sum_is_refused(model: str) -> None:
     assert caught.value.param == "model"
 
 
-@pytest.mark.parametrize("model", ["a+MARKER", "MARKER*a", "a*MARKER+b", "a@MARKER+b", "+".join(["MARKER"] * 99)])
+@pytest.mark.parametrize("model", ["a+_MARKER", "MARKER*a", "a*MARKER+b", "a@MARKER+b", "+".join(["MARKER"] * 99)])
 def test_the_refusal_of_a_sum_repeats_nothing_of_it(model: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_terms(model, BASE)

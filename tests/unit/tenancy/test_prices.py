@@ -53,6 +53,13 @@ def test_cached_tokens_cost_what_others_do_where_nothing_is_said() -> None:
     assert read.price.cached == read.price.prompt
 
 
+@pytest.mark.parametrize("name", ["Qwen/My-LoRA", "Policy", "x:v2", "acme/Org/Policy"])
+def test_price_is_found_in_any_case(name: str) -> None:
+    prices = table(adapters={name: {"prompt": "7"}})
+    assert prices.price_of(name.upper()).prompt == prices.price_of(name).prompt == 7
+    assert list(prices.as_json()["adapters"]) == [name]
+
+
 def test_an_empty_table_is_none() -> None:
     assert read_prices({}) is None
 
@@ -71,6 +78,8 @@ def test_a_table_survives_its_json() -> None:
         ({"cached": 1}, "prices.cached"),
         ({"tax": "1"}, "prices"),
         ({"adapters": {"no name!": {}}}, "prices.adapters"),
+        ({"adapters": {"a//b": {}}}, "prices.adapters"),
+        ({"adapters": {"Policy": {}, "policy": {}}}, "prices.adapters.policy"),
         ({"adapters": {"sql": {"prompt": "x"}}}, "prices.adapters.sql.prompt"),
         ({"adapters": {"sql": {"currency": "USD"}}}, "prices.adapters.sql"),
         ({"adapters": {f"a{i}": {} for i in range(LIMITS.max_priced_adapters + 1)}}, "prices.adapters"),

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from urllib.parse import quote
 
 import orjson
 from fastapi import Request
@@ -19,6 +20,12 @@ from loraserve.tenancy.identity.auth import Caller
 
 T = TypeVar("T")
 ROOT = "/api/v1"
+
+
+def adapter_path(name: str) -> str:
+    """Return the path of the adapter, whose name may have slashes."""
+    return f"{ROOT}/adapters/{quote(name, safe=':')}"
+
 
 _REVISION_ETAG = re.compile(r'"r([0-9]{1,10})"')
 

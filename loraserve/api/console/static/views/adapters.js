@@ -141,7 +141,7 @@ export function Upload({ name: fixedName, onPublished }) {
       <p class="num">${files.weights.name}, ${bytes(files.weights.size)}, with ${files.config.name}${files.extras.length ? ` and ${files.extras.map(([, file]) => file.name).join(", ")}` : ""}</p>
       ${!fixedName &&
       html`<label><span>Name of the adapter</span>
-        <input required maxlength="63" pattern="[a-z0-9][a-z0-9._\\-]*" title="lower-case letters, digits, dots, dashes and underscores" value=${name}
+        <input required maxlength="128" pattern="[A-Za-z0-9][A-Za-z0-9._\\-]*([\\/:][A-Za-z0-9_][A-Za-z0-9._\\-]*)*" title="letters, digits, dots, dashes and underscores, in parts between slashes or colons" value=${name}
           onInput=${(event) => setName(event.currentTarget.value)} autocomplete="off" spellcheck=${false} /></label>`}
       <label class="inline"><input type="checkbox" checked=${isPromoting} onChange=${() => setPromoting(!isPromoting)} />
         <span>Move the alias live to it</span></label>
