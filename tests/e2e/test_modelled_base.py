@@ -80,6 +80,7 @@ def test_adapters_answer_on_modelled_base_as_peft(config_class: type[PreTrainedC
             answer = client.chat.completions.create(
                 model="lora", messages=[{"role": "user", "content": "Hello"}], max_tokens=4
             )
+            assert answer.usage is not None
             assert answer.usage.completion_tokens > 0
     finally:
         assert server.stop() == 0

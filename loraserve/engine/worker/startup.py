@@ -143,7 +143,7 @@ def _check_modelled(config: EngineConfig) -> None:
     if flag is not None:
         raise ConfigError(
             f"{flag} isn't there for bases that transformers' code computes, and this one would be.",
-            hint=f"Leave {flag} out, or serve a base of the table in docs/bases.md.",
+            hint="Use --device cpu." if config.device == "cuda" else f"Leave {flag} out.",
         )
 
 

@@ -68,7 +68,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class MaskWindow:
     """Stands in the place of a mask.
 
     Attributes:
@@ -109,7 +109,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Window | Tensor | None,
+    attention_mask: MaskWindow | Tensor | None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -137,7 +137,7 @@ def attend(
         )
     if options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnknownMask(f"{type(module).__name__} isn't causal.")
-    if isinstance(attention_mask, Window):
+    if isinstance(attention_mask, MaskWindow):
         window = attention_mask.num_tokens
     elif attention_mask is None:
         window = options.get("sliding_window")
@@ -150,7 +150,7 @@ def attend(
     return out[None].to(query.dtype), None
 
 
-def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> Window:
+def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> MaskWindow:
     """Return a layer's window in the place of its mask.
 
     Args:
@@ -162,7 +162,7 @@ def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> 
     """
     if use_vmap:
         raise UnknownMask("The modelling code has a mask of its own.")
-    return Window(local_size)
+    return MaskWindow(local_size)
 
 
 class PagedAttending:

@@ -15,7 +15,7 @@ from loraserve.errors import LoraserveError, ModelError, UnknownArchitecture
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.modelling.attention import NAME, Heads, PagedAttending
 from loraserve.model.modelling.modelled_base import run_model
-from loraserve.model.modelling.modules import Step
+from loraserve.model.modelling.modules import RunningStep
 from loraserve.model.modelling.skeleton import Skeleton
 from loraserve.types import BaseSpec
 
@@ -29,7 +29,7 @@ Linears that round their inputs differ by a code or two.
 _HINT = "Choose another base model."
 
 
-def check_first_batch(skeleton: Skeleton, step: Step, spec: BaseSpec) -> tuple[int, int, int]:
+def check_first_batch(skeleton: Skeleton, step: RunningStep, spec: BaseSpec) -> tuple[int, int, int]:
     """Compare two sequences, computed in chunks in one batch, with each alone.
 
     Return the shape of the cache: (num_layers, num_kv_heads, head_dim).
@@ -70,7 +70,7 @@ def check_first_batch(skeleton: Skeleton, step: Step, spec: BaseSpec) -> tuple[i
     return kv_shape
 
 
-def _alone(skeleton: Skeleton, step: Step, tokens: Sequence[int]) -> Tensor:
+def _alone(skeleton: Skeleton, step: RunningStep, tokens: Sequence[int]) -> Tensor:
     """Return a sequence's logits with transformers' own attention and masks."""
     step.inputs = _inputs([(tokens, 0, len(tokens))])
     skeleton.model.set_attn_implementation("eager")
@@ -80,7 +80,9 @@ def _alone(skeleton: Skeleton, step: Step, tokens: Sequence[int]) -> Tensor:
         skeleton.model.set_attn_implementation(NAME)
 
 
-def _mixed(skeleton: Skeleton, step: Step, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, tuple[int, int, int]]:
+def _mixed(
+    skeleton: Skeleton, step: RunningStep, sequences: Sequence[Sequence[int]]
+) -> tuple[Tensor, tuple[int, int, int]]:
     """Return the logits of sequences whose chunks are computed together, and the cache's shape."""
     size, attending = len(sequences[0]), _Attending()
     cuts = [[0, size // 3, size], [0, size - 1, size]]

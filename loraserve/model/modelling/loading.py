@@ -45,7 +45,7 @@ from loraserve.model.layers.linears import Linear, quantize_weight
 from loraserve.model.modelling.conversions import Conversions
 from loraserve.model.modelling.first_batch import check_first_batch
 from loraserve.model.modelling.modelled_base import ModelledBase
-from loraserve.model.modelling.modules import AdaptedEmbedding, AdaptedHead, AdaptedLinear, Step
+from loraserve.model.modelling.modules import AdaptedEmbedding, AdaptedHead, AdaptedLinear, RunningStep
 from loraserve.model.modelling.reference_pass import Current, ReferenceEmbedding, ReferenceHead, ReferenceLinear
 from loraserve.model.modelling.skeleton import (
     Skeleton,
@@ -190,7 +190,7 @@ class _Loader:
         self._head_site: Site | None = None
         self._sinks: dict[str, Callable[[Tensor], None]] = {}
         self._unread: set[str] = set()
-        self._step = Step()
+        self._step = RunningStep()
 
     def prepare(self, activation_dtype: str) -> None:
         """Compare the checkpoint's headers with the model, and choose formats.

@@ -13,7 +13,7 @@ from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.embedding import EmbeddingTable, table_rows
 from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.modelling.attention import PagedAttending
-from loraserve.model.modelling.modules import Step
+from loraserve.model.modelling.modules import RunningStep
 from loraserve.model.modelling.reference_pass import Current, ModelledPass
 from loraserve.model.modelling.skeleton import Skeleton
 from loraserve.model.reference_model import Evaluation, Subject
@@ -40,7 +40,7 @@ class ModelledBase:
         skeleton: Skeleton,
         spec: BaseSpec,
         kv_shape: tuple[int, int, int],
-        step: Step,
+        step: RunningStep,
         *,
         embedding: EmbeddingTable,
         embedding_scale: float,

@@ -15,7 +15,7 @@ from loraserve_kernels.ops import apply_embedding_lora, apply_lora
 
 
 @dataclass(slots=True)
-class Step:
+class RunningStep:
     """What modules know of the step that runs.
 
     Attributes:
@@ -40,7 +40,7 @@ class AdaptedLinear(nn.Module):
         slot: the module as adapters know it; None: none changes it.
     """
 
-    def __init__(self, base: Linear, in_features: int, slot: str | None, layer: int, step: Step) -> None:
+    def __init__(self, base: Linear, in_features: int, slot: str | None, layer: int, step: RunningStep) -> None:
         super().__init__()
         self.base, self.slot, self._layer, self._step = base, slot, layer, step
         # read by modelling code
@@ -62,7 +62,7 @@ class AdaptedEmbedding(nn.Module):
         scale: what rows are multiplied with, after the adapters.
     """
 
-    def __init__(self, table: EmbeddingTable, scale: float, step: Step) -> None:
+    def __init__(self, table: EmbeddingTable, scale: float, step: RunningStep) -> None:
         super().__init__()
         self.table, self.scale, self._step = table, scale, step
         self.num_embeddings, self.embedding_dim = table.shape
@@ -80,7 +80,7 @@ class AdaptedEmbedding(nn.Module):
 class AdaptedHead(nn.Module):
     """The head, of rows whose logits are wanted; what it reads is kept for pooled rows."""
 
-    def __init__(self, base: Linear, in_features: int, step: Step) -> None:
+    def __init__(self, base: Linear, in_features: int, step: RunningStep) -> None:
         super().__init__()
         self.base, self._step = base, step
         self.in_features, self.out_features = in_features, base.out_features

@@ -13,12 +13,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
-from loraserve.errors import AdapterRejected, ConfigError, MissingTensor, UnexpectedTensor
+from loraserve.errors import AdapterUnservable, ConfigError, MissingTensor, UnexpectedTensor
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.model.inputs import PooledRows
@@ -184,10 +185,14 @@ def test_adapter_of_unplaced_linear_is_refused(tmp_path: Path) -> None:
     model = save("DeepseekV3ForCausalLM", tmp_path / "base")
     base = load(tmp_path / "base")
     adapted = peft.get_peft_model(
-        copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=r".*layers\.0\.mlp\.up_proj", task_type="CAUSAL_LM")
+        copy.deepcopy(model), peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
     )
     adapted.save_pretrained(tmp_path / "adapter-0")
-    with pytest.raises(AdapterRejected, match="up_proj"):
+    # the first layer alone has an MLP in the place of experts
+    weights = tmp_path / "adapter-0/adapter_model.safetensors"
+    tensors = {name.replace("self_attn.o_proj", "mlp.up_proj"): tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)
+    with pytest.raises(AdapterUnservable, match=r"mlp\.up_proj"):
         loaded(base, tmp_path, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import transformers
 
 from loraserve.errors import UnknownArchitecture
+from loraserve.model.config.implementation import choose_implementation
 from loraserve.model.modelling.skeleton import build_skeleton, read_modelled_config
 
 from ..conftest import edit_json
-from .families import load, save
+from .families import OTHERS, load, save
+
+DOCS = Path(__file__).parents[4] / "docs/bases.md"
 
 REFUSED = {
     "Bloom": "attention function",
-    "DiffLlama": "attends more than once",
     "Falcon": "attention function",
     "FalconH1": "state beside keys and values",
     "Gemma3": "images",
@@ -31,7 +34,31 @@ REFUSED = {
 """transformers' config → what the refusal says."""
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name != "DiffLlama"])
+def test_documentation_lists_every_compared_family() -> None:
+    section = (
+        DOCS.read_text(encoding="utf-8").partition("\n## Families of transformers' code\n")[2].partition("\n## ")[0]
+    )
+    assert set(re.findall(r"`(\w+ForCausalLM)`", section)) == {*OTHERS}
+
+
+def test_native_code_is_chosen_where_table_has_architecture(tmp_path: Path) -> None:
+    for name, expected in (("LlamaForCausalLM", "native"), ("PhiForCausalLM", "transformers")):
+        save(name, tmp_path / name)
+        assert choose_implementation(tmp_path / name, "auto") == expected
+        assert choose_implementation(tmp_path / name, "transformers") == "transformers"
+    with pytest.raises(UnknownArchitecture, match="PhiForCausalLM"):
+        choose_implementation(tmp_path / "PhiForCausalLM", "native")
+
+
+def test_refusal_names_extra_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("PhiForCausalLM", tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnknownArchitecture, match="PhiForCausalLM") as caught:
+        choose_implementation(tmp_path, "auto")
+    assert "loraserve[transformers]" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_model_is_refused_by_name(name: str, tmp_path: Path) -> None:
     config = getattr(transformers, f"{name}Config")()
     config.save_pretrained(tmp_path)
