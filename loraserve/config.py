@@ -41,6 +41,8 @@ class EngineConfig(Struct, frozen=True):
     """auto, cpu or cuda."""
     dtype: str = "auto"
     """auto: float32 on a CPU, bfloat16 on a GPU."""
+    model_impl: str = "auto"
+    """Code that computes the layers: native, transformers, or auto (native where it has them)."""
     quantize: str = "none"
     """none: weights stay as the checkpoint has them."""
     activation_dtype: str = "auto"

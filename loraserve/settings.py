@@ -354,6 +354,10 @@ class Settings(BaseSettings):
     """Device of the engine; auto: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of activations and of weights that aren't quantized."""
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    """Code that computes the base: loraserve's own, or transformers' with loraserve's attention and
+    linears; auto: loraserve's own for each architecture that it has.
+    """
     quantize: Literal["none", "int8", "int4", "nf4", "fp8"] = "none"
     """Format that a float checkpoint's linears are rounded to while loading; none: as stored."""
     activation_dtype: Literal["auto", "int8", "float"] = "auto"
@@ -517,6 +521,7 @@ class Settings(BaseSettings):
             store_url=self.resolved_store_url,
             device=self.device,
             dtype=self.dtype,
+            model_impl=self.model_impl,
             quantize=self.quantize,
             activation_dtype=self.activation_dtype,
             memory_budget_bytes=self.memory_budget or 0,

@@ -235,6 +235,8 @@ class BaseSpec(Struct, frozen=True):
     """
     norm_offset: float = 0.0
     """What is added to a norm's stored weight."""
+    implementation: str = "native"
+    """Code that computes the layers: native (this package's decoder), or transformers."""
     is_head_tied: bool = False
     """Whether the head's weight is the embedding's."""
     is_head_quantized: bool = False

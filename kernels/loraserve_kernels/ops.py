@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.common.sites import CALLED_SITES, MODULE_INDEX
 from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.compilation import catalog, helper
 from loraserve_kernels.cpu.compilation.kernel_cache import kernel_cache
 from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
-from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, SITES
 from loraserve_kernels.cpu.program import program
 from loraserve_kernels.cpu.sampling import likeliest as sampling
 from loraserve_kernels.errors import TensorMismatch
@@ -41,8 +41,8 @@ def apply_lora(
             slices in the order of ``SITES[site]``. On a GPU it may be float32 whatever x is.
         plan: the step's: a `GpuLoraPlan` for tensors on a GPU, a `LoraPlan` for others. On a CPU
             the rows of ``lm_head`` have a plan of their own.
-        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``. (For the embedding there is
-            `apply_embedding_lora`.)
+        site: ``qkv``, ``o``, ``gate_up``, ``down`` or ``lm_head``, or on a CPU one linear of a
+            layer (``q_proj``). (For the embedding there is `apply_embedding_lora`.)
         layer: which decoder layer; 0 for ``lm_head``.
         bias: [sum of the site's out_features] float32, contiguous (on a GPU any float dtype): what
             y already holds of the linears' biases. δ and replaced rows need it.
@@ -63,9 +63,9 @@ def apply_lora(
         return
     if site == "embed":
         raise TensorMismatch("the embedding takes token ids, not rows of numbers: call apply_embedding_lora")
-    adapter, first = plan.segments[0].adapter, MODULE_INDEX[SITES[site][0]]
+    adapter, first = plan.segments[0].adapter, MODULE_INDEX[CALLED_SITES[site][0]]
     in_features = adapter.in_features[first]
-    out_features = sum(adapter.out_features[first : first + len(SITES[site])])
+    out_features = sum(adapter.out_features[first : first + len(CALLED_SITES[site])])
     if x.shape != (plan.num_tokens, in_features) or y.shape != (plan.num_tokens, out_features):
         raise TensorMismatch(
             f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of this plan takes "

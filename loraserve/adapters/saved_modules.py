@@ -129,7 +129,8 @@ class _Check:
                     "set bias=none to use the base's."
                 )
             self._malformed(f"The file holds no bias of {name} {{layers}}, and {cause}")
-        elif found is not None and not is_due:
+        elif found is not None and not is_due and not (has_lora and self.linear.is_outside and self.linear.has_bias):
+            # PEFT saves a head that has LoRA whole, and reads its bias again
             self._malformed(f"The file holds a bias of {name} {{layers}}, and the config's bias is {setting}.")
 
     def copies(self) -> None:

@@ -34,7 +34,7 @@ COLUMNS = (
     Column("USES", lambda row: None if row.uses_per_s is None else f"{row.uses_per_s * 60:.1f}/min"),
 )
 _BASE_FIELDS = (
-    *("id", "digest", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
+    *("id", "digest", "implementation", "dtype", "quantization", "arithmetic", "kernels", "instructions", "device"),
     *("precision", "precision_note", "generation_defaults", "chat_template_kwargs"),
 )
 _BYTES = ("device_bytes", "host_bytes", "size_bytes")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,8 @@ from loraserve_kernels.common.arithmetic import ActivationRounding
 _BLOCK_WEIGHTS = 1 << 22
 
 
-class ReferenceBase(Protocol):
-    """The resident base; `model.decoder.Decoder` is one."""
-
-    config: ModelConfig
+class ReferenceWeights(Protocol):
+    """Weights of a resident base, as they are computed with."""
 
     @property
     def device(self) -> torch.device: ...
@@ -64,6 +62,12 @@ class ReferenceBase(Protocol):
         """
         ...
 
+
+class FormulaBase(ReferenceWeights, Protocol):
+    """A base that the architectures' formulas evaluate; `model.decoder.Decoder` is one."""
+
+    config: ModelConfig
+
     def experts(self, layer: int) -> MixtureOfExperts | None:
         """Return what stands in the place of a layer's MLP; None where that is an MLP.
 
@@ -77,6 +81,20 @@ class ReferenceBase(Protocol):
         It is float32.
         """
         ...
+
+
+@runtime_checkable
+class SelfEvaluating(ReferenceWeights, Protocol):
+    """A base that modelling code evaluates, which it brings; `ModelledBase` is one."""
+
+    def evaluate(
+        self, subjects: Sequence[Subject], is_wanted: Callable[[], bool], *, is_rounding: bool
+    ) -> list[Evaluation]:
+        """Return the logits of each subject's sequences, as `evaluate` does."""
+        ...
+
+
+ReferenceBase = FormulaBase | SelfEvaluating
 
 
 class Stopped(Exception):
@@ -143,7 +161,9 @@ def evaluate(
         Stopped: it was asked and said no.
     """
     with torch.inference_mode():
-        return _Pass(base, subjects, is_wanted, is_rounding=is_rounding).run()
+        if isinstance(base, SelfEvaluating):
+            return base.evaluate(subjects, is_wanted, is_rounding=is_rounding)
+        return _FormulaPass(base, subjects, is_wanted, is_rounding=is_rounding).run()
 
 
 class Products(Protocol):
@@ -158,11 +178,11 @@ class Products(Protocol):
         ...
 
 
-def run_products(base: ReferenceBase, sequences: Sequence[Sequence[int]], products: Products) -> None:
+def run_products(base: FormulaBase, sequences: Sequence[Sequence[int]], products: Products) -> None:
     """Compute a pass over sequences whose products `products` computes, layer by layer."""
     # of logits, the last token's alone
     subject = Subject(sequences, (), known_base=(), starts=[len(sequence) - 1 for sequence in sequences])
-    _Pass(base, [subject], lambda: True, is_rounding=False, products=products).run()
+    _FormulaPass(base, [subject], lambda: True, is_rounding=False, products=products).run()
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
@@ -241,8 +261,8 @@ _Prefix = tuple[int | None, int, tuple[bool, ...]]
 """Row before, token, and whether each adapter acts on it."""
 
 
-class _Pass:
-    """Pass through the layers.
+class ReferencePass:
+    """Pass through the layers, which a subclass computes.
 
     Its rows are the sequences' by the base, each once and those alone that aren't known, then the
     same from a nudged input where products round theirs, then every subject's sequences' with its
@@ -251,22 +271,28 @@ class _Pass:
 
     def __init__(
         self,
-        base: ReferenceBase,
+        base: ReferenceWeights,
         subjects: Sequence[Subject],
         is_wanted: Callable[[], bool],
         *,
+        rounding_modules: Sequence[str],
         is_rounding: bool = True,
         products: Products | None = None,
     ) -> None:
+        """Place the rows.
+
+        Args:
+            rounding_modules: modules that round their input if any does.
+        """
         self._is_rounding, self._products = is_rounding, products
-        self._base, self._config, self._is_wanted = base, base.config, is_wanted
+        self._weights, self._is_wanted = base, is_wanted
         self._device = base.device
         self._subjects = subjects
         self._by_base: dict[tuple[int, ...], int] = {}
         for sequence, start in (pair for one in subjects if one.known_base is None for pair in one.placed):
             self._by_base[sequence] = min(start, self._by_base.get(sequence, start))
         rows, self._wanted = _Rows(), list[list[int]]()
-        self._is_nudging = any(self._rounding(0, module) is not None for module in ("q_proj", "lm_head"))
+        self._is_nudging = any(self._rounding(0, module) is not None for module in rounding_modules)
         nudged = 0
         for _ in range(2 if self._is_nudging else 1):
             nudged, known = len(rows.tokens), dict[_Prefix, int]()
@@ -295,26 +321,12 @@ class _Pass:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
     def run(self) -> list[Evaluation]:
-        config, architecture = self._config, self._config.architecture
-        hidden = self._embed() * config.embedding_scale
-        for layer in range(config.num_layers):
-            x = self._norm(hidden, layer, "attention_norm", architecture.attention_norm)
-            attended = self._attend(layer, x)
-            delta = self._norm(
-                self._linear(attended, layer, "o_proj"), layer, "attention_out_norm", architecture.attention_out_norm
-            )
-            hidden = hidden + config.residual_scale * delta
-            x = self._norm(hidden, layer, "mlp_norm", architecture.mlp_norm)
-            delta = self._norm(self._mlp(x, layer), layer, "mlp_out_norm", architecture.mlp_out_norm)
-            hidden = hidden + config.residual_scale * delta
-        x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
-        x = self._keep_wanted(x)
-        logits = self._linear(x, 0, "lm_head")
-        if config.logits_scale != 1:
-            logits = logits * config.logits_scale
-        if config.logits_cap is not None:
-            logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
-        return self._evaluations(logits.cpu())
+        """Return the evaluations of the subjects."""
+        return self._evaluations(self._logits().cpu())
+
+    def _logits(self) -> Tensor:
+        """Return the logits of the rows that `_keep_wanted` keeps."""
+        raise NotImplementedError
 
     def _keep_wanted(self, x: Tensor) -> Tensor:
         """Return the rows whose logits are wanted, and place sequences and terms among them."""
@@ -350,6 +362,216 @@ class _Pass:
             )
             found.append(Evaluation(base, adapted, again))
         return found
+
+    # linears
+
+    def _linear(self, x: Tensor, layer: int, module: str) -> Tensor:
+        return self._adapt(x, self._multiply(x, layer, module), layer, module)
+
+    def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
+        """Return the outputs of modules that read the same input.
+
+        Their weights are read one after the other.
+        """
+        parts = torch.split(self._multiply(x, layer, *sizes), list(sizes.values()), 1)
+        return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
+
+    def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
+        if not self._is_wanted():
+            raise Stopped
+        own = None if self._products is None else self._products.multiply(x, layer, modules)
+        if own is not None:
+            return own
+        roundings = {module: self._rounding(layer, module) for module in modules}
+        if len(set(roundings.values())) > 1:
+            return torch.cat([self._multiply(x, layer, module) for module in modules], dim=1)
+        x = self._rounded(x, roundings[modules[0]])
+        return torch.cat([x @ block.T for block in self._weights.weight_rows(layer, *modules)], dim=1)
+
+    def _multiply_by(self, x: Tensor, linear: Linear) -> Tensor:
+        own = None if self._products is None else self._products.multiply_by(x, linear)
+        if own is not None:
+            return own
+        parts, start = [], 0
+        for block in linear.rows(0, linear.out_features):
+            rounding = rounding_of_row(linear, start) if self._is_rounding else None
+            parts.append(_rounded(x, rounding) @ block.T)
+            start += block.shape[0]
+        return torch.cat(parts, dim=1)
+
+    def _rounding(self, layer: int, module: str) -> ActivationRounding | None:
+        return self._weights.activation_rounding(layer, module) if self._is_rounding else None
+
+    def _rounded(self, x: Tensor, rounding: ActivationRounding | None) -> Tensor:
+        """Return x as products take it; nudged rows are moved a little before they are rounded."""
+        return _rounded(x, rounding, self._nudged)
+
+    def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
+        """Return a module's output.
+
+        Args:
+            y: the base's weight times x.
+        """
+        bias = self._weights.bias(layer, module)
+        out = y if bias is None else y + bias
+        changes = []
+        for term in self._terms:
+            m = term.module(layer, module)
+            if m is not None:
+                own = self._adapted(m, x[term.rows], y[term.rows], bias)
+                changes.append((term, own - out[term.rows]))
+        for term, change in changes:
+            out[term.rows] += term.weight * change
+        return out
+
+    def _adapted(self, m: ModuleIR, x: Tensor, wx: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the formula of `ModuleIR`.
+
+        Args:
+            wx: the base's weight times x.
+        """
+        scale = self._dora_scale(m)
+        if m.weight is not None:
+            wx = self._product(x, m.weight)
+        if m.token_rows is not None:
+            wx = wx.clone()
+            wx[:, list(m.token_ids)] = x @ self._of(m.token_rows).T
+        if m.lora_a is not None and m.lora_b is not None:
+            wx = wx + m.scaling * ((x @ self._of(m.lora_a).T) @ self._of(m.lora_b).T)
+        return self._finish(m, wx if scale is None else scale * wx, bias)
+
+    def _finish(self, m: ModuleIR, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Biases and IA3's scale."""
+        if m.bias is not None:
+            bias = self._of(m.bias)
+        if bias is not None:
+            y = y + bias
+        if m.lora_bias is not None:
+            y = y + m.scaling * self._of(m.lora_bias)
+        return y if m.output_scale is None else y * self._of(m.output_scale)
+
+    def _dora_scale(self, m: ModuleIR) -> Tensor | None:
+        if m.magnitude is None or m.lora_a is None or m.lora_b is None:
+            return None
+        a, b = self._of(m.lora_a), self._of(m.lora_b)
+        if m.module == "embed_tokens":
+            squares, start = torch.zeros(b.shape[0], device=self._device, dtype=torch.float64), 0
+            for block in self._weight_rows(m):
+                columns = a[:, start : start + block.shape[0]]
+                squares += ((block + m.scaling * (columns.T @ b.T)).double() ** 2).sum(0)
+                start += block.shape[0]
+            return self._of(m.magnitude) / squares.sqrt().float()
+        norms, start = [], 0
+        for block in self._weight_rows(m):
+            norms.append((block + m.scaling * (b[start : start + block.shape[0]] @ a)).norm(dim=1))
+            start += block.shape[0]
+        return self._of(m.magnitude) / torch.cat(norms)
+
+    def _weight_rows(self, m: ModuleIR) -> Iterator[Tensor]:
+        """Yield the weight that the adapter's update is added to, in blocks of rows.
+
+        It is the base's, or the adapter's own.
+        """
+        start = 0
+        for block in self._weights.weight_rows(m.layer, m.module):
+            end = start + block.shape[0]
+            yield block if m.weight is None else _tensor(m.weight, self._device, np.arange(start, end))
+            start = end
+
+    # the embedding
+
+    def _embed(self) -> Tensor:
+        out = self._table_rows(self._weights.weight_rows(0, "embed_tokens"))
+        plain = out.clone()
+        for term in self._terms:
+            m = term.module(0, "embed_tokens")
+            if m is not None:
+                out[term.rows] += term.weight * (self._embedded(m, term.rows, plain[term.rows]) - plain[term.rows])
+        return out
+
+    def _table_rows(self, blocks: Iterator[Tensor]) -> Tensor:
+        """Return the tokens' rows of a table that comes in blocks."""
+        out, start = torch.empty(len(self._tokens), 0, device=self._device), 0
+        for block in blocks:
+            if start == 0:
+                out = torch.empty(len(self._tokens), block.shape[1], device=self._device)
+            here = (self._tokens >= start) & (self._tokens < start + block.shape[0])
+            out[here] = block[self._tokens[here] - start]
+            start += block.shape[0]
+        return out
+
+    def _embedded(self, m: ModuleIR, rows: Tensor | slice, embedded: Tensor) -> Tensor:
+        tokens = self._tokens[rows]
+        if m.weight is not None:
+            embedded = _tensor(m.weight, self._device, tokens.cpu().numpy())
+        if m.token_rows is not None:
+            places = {token: place for place, token in enumerate(m.token_ids)}
+            own = self._of(m.token_rows)
+            embedded = torch.stack(
+                [
+                    row if token not in places else own[places[token]]
+                    for token, row in zip(tokens.tolist(), embedded, strict=True)
+                ]
+            )
+        if m.lora_a is not None and m.lora_b is not None:
+            embedded = embedded + m.scaling * (self._of(m.lora_a)[:, tokens].T @ self._of(m.lora_b).T)
+        scale = self._dora_scale(m)
+        return self._finish(m, embedded if scale is None else scale * embedded, None)
+
+    def _product(self, x: Tensor, weight: TensorView) -> Tensor:
+        """``x W^T``; of the weight a block of rows is float32 at a time."""
+        step = max(1, _BLOCK_WEIGHTS // weight.shape[1])
+        rows = np.arange(weight.shape[0])
+        blocks = (rows[start : start + step] for start in range(0, len(rows), step))
+        return torch.cat([x @ _tensor(weight, self._device, block).T for block in blocks], dim=1)
+
+    def _of(self, view: TensorView) -> Tensor:
+        return _tensor(view, self._device)
+
+
+class _FormulaPass(ReferencePass):
+    """Pass of a base by the formulas of its architecture."""
+
+    def __init__(
+        self,
+        base: FormulaBase,
+        subjects: Sequence[Subject],
+        is_wanted: Callable[[], bool],
+        *,
+        is_rounding: bool = True,
+        products: Products | None = None,
+    ) -> None:
+        super().__init__(
+            base,
+            subjects,
+            is_wanted,
+            rounding_modules=("q_proj", "lm_head"),
+            is_rounding=is_rounding,
+            products=products,
+        )
+        self._base, self._config = base, base.config
+
+    def _logits(self) -> Tensor:
+        config, architecture = self._config, self._config.architecture
+        hidden = self._embed() * config.embedding_scale
+        for layer in range(config.num_layers):
+            x = self._norm(hidden, layer, "attention_norm", architecture.attention_norm)
+            attended = self._attend(layer, x)
+            delta = self._norm(
+                self._linear(attended, layer, "o_proj"), layer, "attention_out_norm", architecture.attention_out_norm
+            )
+            hidden = hidden + config.residual_scale * delta
+            x = self._norm(hidden, layer, "mlp_norm", architecture.mlp_norm)
+            delta = self._norm(self._mlp(x, layer), layer, "mlp_out_norm", architecture.mlp_out_norm)
+            hidden = hidden + config.residual_scale * delta
+        x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
+        x = self._keep_wanted(x)
+        logits = self._linear(x, 0, "lm_head")
+        if config.logits_scale != 1:
+            logits = logits * config.logits_scale
+        if config.logits_cap is not None:
+            logits = config.logits_cap * torch.tanh(logits / config.logits_cap)
+        return logits
 
     # a layer's parts
 
@@ -466,169 +688,6 @@ class _Pass:
         weight = self._base.norm_weight(f"{self._config.architecture.layers}.{layer}.{name}").to(self._device)
         heads = x.view(x.shape[0], -1, weight.shape[0])
         return (_rms(heads, self._config.rms_norm_eps) * weight).flatten(1)
-
-    # linears
-
-    def _linear(self, x: Tensor, layer: int, module: str) -> Tensor:
-        return self._adapt(x, self._multiply(x, layer, module), layer, module)
-
-    def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Return the outputs of modules that read the same input.
-
-        Their weights are read one after the other.
-        """
-        parts = torch.split(self._multiply(x, layer, *sizes), list(sizes.values()), 1)
-        return [self._adapt(x, y, layer, module) for module, y in zip(sizes, parts, strict=True)]
-
-    def _multiply(self, x: Tensor, layer: int, *modules: str) -> Tensor:
-        if not self._is_wanted():
-            raise Stopped
-        own = None if self._products is None else self._products.multiply(x, layer, modules)
-        if own is not None:
-            return own
-        roundings = {module: self._rounding(layer, module) for module in modules}
-        if len(set(roundings.values())) > 1:
-            return torch.cat([self._multiply(x, layer, module) for module in modules], dim=1)
-        x = self._rounded(x, roundings[modules[0]])
-        return torch.cat([x @ block.T for block in self._base.weight_rows(layer, *modules)], dim=1)
-
-    def _multiply_by(self, x: Tensor, linear: Linear) -> Tensor:
-        own = None if self._products is None else self._products.multiply_by(x, linear)
-        if own is not None:
-            return own
-        parts, start = [], 0
-        for block in linear.rows(0, linear.out_features):
-            rounding = rounding_of_row(linear, start) if self._is_rounding else None
-            parts.append(_rounded(x, rounding) @ block.T)
-            start += block.shape[0]
-        return torch.cat(parts, dim=1)
-
-    def _rounding(self, layer: int, module: str) -> ActivationRounding | None:
-        return self._base.activation_rounding(layer, module) if self._is_rounding else None
-
-    def _rounded(self, x: Tensor, rounding: ActivationRounding | None) -> Tensor:
-        """Return x as products take it; nudged rows are moved a little before they are rounded."""
-        return _rounded(x, rounding, self._nudged)
-
-    def _adapt(self, x: Tensor, y: Tensor, layer: int, module: str) -> Tensor:
-        """Return a module's output.
-
-        Args:
-            y: the base's weight times x.
-        """
-        bias = self._base.bias(layer, module)
-        out = y if bias is None else y + bias
-        changes = []
-        for term in self._terms:
-            m = term.module(layer, module)
-            if m is not None:
-                own = self._adapted(m, x[term.rows], y[term.rows], bias)
-                changes.append((term, own - out[term.rows]))
-        for term, change in changes:
-            out[term.rows] += term.weight * change
-        return out
-
-    def _adapted(self, m: ModuleIR, x: Tensor, wx: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the formula of `ModuleIR`.
-
-        Args:
-            wx: the base's weight times x.
-        """
-        scale = self._dora_scale(m)
-        if m.weight is not None:
-            wx = self._product(x, m.weight)
-        if m.token_rows is not None:
-            wx = wx.clone()
-            wx[:, list(m.token_ids)] = x @ self._of(m.token_rows).T
-        if m.lora_a is not None and m.lora_b is not None:
-            wx = wx + m.scaling * ((x @ self._of(m.lora_a).T) @ self._of(m.lora_b).T)
-        return self._finish(m, wx if scale is None else scale * wx, bias)
-
-    def _finish(self, m: ModuleIR, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Biases and IA3's scale."""
-        if m.bias is not None:
-            bias = self._of(m.bias)
-        if bias is not None:
-            y = y + bias
-        if m.lora_bias is not None:
-            y = y + m.scaling * self._of(m.lora_bias)
-        return y if m.output_scale is None else y * self._of(m.output_scale)
-
-    def _dora_scale(self, m: ModuleIR) -> Tensor | None:
-        if m.magnitude is None or m.lora_a is None or m.lora_b is None:
-            return None
-        a, b = self._of(m.lora_a), self._of(m.lora_b)
-        if m.module == "embed_tokens":
-            squares, start = torch.zeros(b.shape[0], device=self._device, dtype=torch.float64), 0
-            for block in self._weight_rows(m):
-                columns = a[:, start : start + block.shape[0]]
-                squares += ((block + m.scaling * (columns.T @ b.T)).double() ** 2).sum(0)
-                start += block.shape[0]
-            return self._of(m.magnitude) / squares.sqrt().float()
-        norms, start = [], 0
-        for block in self._weight_rows(m):
-            norms.append((block + m.scaling * (b[start : start + block.shape[0]] @ a)).norm(dim=1))
-            start += block.shape[0]
-        return self._of(m.magnitude) / torch.cat(norms)
-
-    def _weight_rows(self, m: ModuleIR) -> Iterator[Tensor]:
-        """Yield the weight that the adapter's update is added to, in blocks of rows.
-
-        It is the base's, or the adapter's own.
-        """
-        start = 0
-        for block in self._base.weight_rows(m.layer, m.module):
-            end = start + block.shape[0]
-            yield block if m.weight is None else _tensor(m.weight, self._device, np.arange(start, end))
-            start = end
-
-    # the embedding
-
-    def _embed(self) -> Tensor:
-        out = self._table_rows(self._base.weight_rows(0, "embed_tokens"))
-        plain = out.clone()
-        for term in self._terms:
-            m = term.module(0, "embed_tokens")
-            if m is not None:
-                out[term.rows] += term.weight * (self._embedded(m, term.rows, plain[term.rows]) - plain[term.rows])
-        return out
-
-    def _table_rows(self, blocks: Iterator[Tensor]) -> Tensor:
-        """Return the tokens' rows of a table that comes in blocks."""
-        out, start = torch.empty(len(self._tokens), self._config.hidden_size, device=self._device), 0
-        for block in blocks:
-            here = (self._tokens >= start) & (self._tokens < start + block.shape[0])
-            out[here] = block[self._tokens[here] - start]
-            start += block.shape[0]
-        return out
-
-    def _embedded(self, m: ModuleIR, rows: Tensor | slice, embedded: Tensor) -> Tensor:
-        tokens = self._tokens[rows]
-        if m.weight is not None:
-            embedded = _tensor(m.weight, self._device, tokens.cpu().numpy())
-        if m.token_rows is not None:
-            places = {token: place for place, token in enumerate(m.token_ids)}
-            own = self._of(m.token_rows)
-            embedded = torch.stack(
-                [
-                    row if token not in places else own[places[token]]
-                    for token, row in zip(tokens.tolist(), embedded, strict=True)
-                ]
-            )
-        if m.lora_a is not None and m.lora_b is not None:
-            embedded = embedded + m.scaling * (self._of(m.lora_a)[:, tokens].T @ self._of(m.lora_b).T)
-        scale = self._dora_scale(m)
-        return self._finish(m, embedded if scale is None else scale * embedded, None)
-
-    def _product(self, x: Tensor, weight: TensorView) -> Tensor:
-        """``x W^T``; of the weight a block of rows is float32 at a time."""
-        step = max(1, _BLOCK_WEIGHTS // weight.shape[1])
-        rows = np.arange(weight.shape[0])
-        blocks = (rows[start : start + step] for start in range(0, len(rows), step))
-        return torch.cat([x @ _tensor(weight, self._device, block).T for block in blocks], dim=1)
-
-    def _of(self, view: TensorView) -> Tensor:
-        return _tensor(view, self._device)
 
 
 def _rounded(x: Tensor, rounding: ActivationRounding | None, nudged: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from loraserve.config import AUTO_DTYPES, EngineConfig
-from loraserve.errors import ConfigError, ModelError
+from loraserve.errors import ConfigError, ModelError, UnknownArchitecture
 from loraserve.model.checkpoint.blueprint import (
     Blueprint,
     ModulePlan,
@@ -26,6 +26,7 @@ from loraserve.model.checkpoint.headers import ITEM_SIZES, read_headers
 from loraserve.model.checkpoint.stored_weights import StoredWeight
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.gguf_types import BLOCK_FORMATS
+from loraserve.model.config.implementation import NATIVE, choose_implementation
 from loraserve.model.config.model_config import ModelConfig, read_config
 from loraserve.model.config.quantization_config import Layout
 from loraserve.model.parallel.grid import Grid, RankPlace
@@ -121,6 +122,11 @@ def plan_base(config: EngineConfig, device: str) -> BasePlan:
         raise ModelError(
             f"{model_dir} isn't a directory.",
             hint="Give the directory of a base; a base on the hub must be downloaded first.",
+        )
+    if choose_implementation(model_dir, config.model_impl) != NATIVE:
+        raise UnknownArchitecture(
+            "transformers' code would compute this base, and the memory of such a base isn't planned.",
+            hint="Start it: GET /base says what it takes.",
         )
     model = read_config(model_dir)
     if device == "cuda":

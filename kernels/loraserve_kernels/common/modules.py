@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.sites import CALLED_SITES as CALLED_SITES
 from loraserve_kernels.common.sites import LAYER_MODULES as LAYER_MODULES
 from loraserve_kernels.common.sites import LAYER_SITES as LAYER_SITES
 from loraserve_kernels.common.sites import MODULE_INDEX as MODULE_INDEX

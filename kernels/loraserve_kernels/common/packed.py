@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.sites import MODULE_INDEX, SITES
+from loraserve_kernels.common.sites import CALLED_SITES, MODULE_INDEX
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, ROW_IDS, ROW_SCALES, ROWS, SCALINGS, SHIFT, A, B
 
 
@@ -88,9 +88,9 @@ class PackedAdapter:
     def __post_init__(self) -> None:
         addresses = self.data.data_ptr(), self.floats.data_ptr(), self.row_ids.data_ptr(), self.records.ctypes.data
         object.__setattr__(self, "addresses", addresses)
-        work = {site: self._work(site) for site in SITES}
+        work = {site: self._work(site) for site in CALLED_SITES}
         object.__setattr__(self, "work", work)
-        object.__setattr__(self, "sites", frozenset(site for site in SITES if work[site].num_bytes))
+        object.__setattr__(self, "sites", frozenset(site for site in work if work[site].num_bytes))
         object.__setattr__(self, "most_ranks", max(one.num_ranks for one in work.values()))
         object.__setattr__(self, "has_rows", any(one.has_rows for one in work.values()))
         object.__setattr__(self, "base", (self.num_layers, self.in_features, self.out_features))
@@ -163,8 +163,8 @@ class PackedAdapter:
 
     def site_a(self, layer: int, site: str) -> Tensor:
         """Return a view of the A matrices of all the site's slices, [sum of ranks, in_features]."""
-        first = MODULE_INDEX[SITES[site][0]]
-        num_rows = int(self.ranks[layer, first : first + len(SITES[site])].sum())
+        first = MODULE_INDEX[CALLED_SITES[site][0]]
+        num_rows = int(self.ranks[layer, first : first + len(CALLED_SITES[site])].sum())
         width, start = self.in_features[first], int(self.records[layer, first, A])
         return self.data[start : start + num_rows * width].view(num_rows, width)
 
@@ -180,7 +180,7 @@ class PackedAdapter:
         return self.floats[start : start + self.out_features[index]] if start >= 0 else None
 
     def _work(self, site: str) -> SiteWork:
-        first, count = MODULE_INDEX[SITES[site][0]], len(SITES[site])
+        first, count = MODULE_INDEX[CALLED_SITES[site][0]], len(CALLED_SITES[site])
         records = self.records[:, first : first + count]
         out, of_input = np.array(self.out_features[first : first + count]), self.in_features[first]
         # a row of the embedding reads one number of A, and one row of the table at most

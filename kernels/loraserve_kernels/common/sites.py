@@ -33,6 +33,12 @@ MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MOD
 LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
 """Modules of the decoder layers: the first of `MODULES`."""
 
+CALLED_SITES: dict[str, tuple[str, ...]] = {**SITES, **{module: (module,) for module in LAYER_MODULES}}
+"""The sites, and each linear of a layer as one of its own.
+
+Modelling code that isn't ours multiplies linear by linear, also where they share an input.
+"""
+
 ModuleShapes = Mapping[str, tuple[int, int]]
 """Module → (out_features, in_features) of the base."""
 

@@ -82,7 +82,8 @@ def _targets(work: Compilation, place: Place) -> dict[Place, TensorView]:
     if not is_of_input:
         return {(layer, module): _part(vector, rows) for module, rows in linear.parts.items()}
     up = work.base.modules.get("up_proj")
-    if name == "down_proj" and up is not None and up[0] == linear.in_features and "gate_proj" in work.base.modules:
+    is_gated = "gate_proj" in work.base.modules and work.base.implementation == "native"
+    if name == "down_proj" and up is not None and up[0] == linear.in_features and is_gated:
         return {(layer, "up_proj"): _part(vector, slice(None))}
     work.unsupported(
         f"feedforward_modules names {name} {{layers}}; IA3 on a module's input is only served for down_proj "

@@ -57,6 +57,8 @@ class BaseResource(Resource):
     id: str
     digest: str
     architecture: str
+    implementation: str = "native"
+    """Code that computes the layers: native, or transformers."""
     num_layers: int
     hidden_size: int
     vocab_size: int

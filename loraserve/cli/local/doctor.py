@@ -30,6 +30,7 @@ SETTINGS = (
     "model",
     "device",
     "dtype",
+    "model_impl",
     "quantize",
     "activation_dtype",
     "memory_budget",
@@ -196,6 +197,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     from loraserve.doctor.parallel import check_parallel
     from loraserve.doctor.server import Expected
     from loraserve.model.checkpoint.source import local_model_dir
+    from loraserve.model.config.implementation import NATIVE, choose_implementation
     from loraserve.planning.base import plan_base
     from loraserve.planning.draft import plan_draft
     from loraserve.planning.machine import available_memory, gpu_memory
@@ -221,6 +223,11 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     if any(check.status is Status.FAIL for check in parallel):
         # the rest is looked at as for one process
         config = msgspec.structs.replace(config, tensor_parallel=1, pipeline_parallel=1)
+    if choose_implementation(model_dir, config.model_impl) != NATIVE:
+        yield ok(
+            "model", f"computed by transformers' code (--model-impl {config.model_impl}); its memory isn't planned"
+        )
+        return
     base = plan_base(config, device)
     yield ok(
         "model", f"{base.spec.architecture}, {base.spec.quantization} on {device}: {size(base.num_bytes)} resident"

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SERVE = "As for serve"
 """The section of these flags in the help of other commands."""
 SECTIONS = {
-    "Model": "model model_id base_names strict_base device dtype quantize activation_dtype max_model_len "
+    "Model": "model model_id base_names strict_base device dtype model_impl quantize activation_dtype max_model_len "
     "tool_call_parser reasoning_parser generation_config default_chat_template_kwargs json_whitespace json_numbers",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
     "strict_certificates host_cache max_num_seqs max_num_batched_tokens max_inter_token_ms enable_prefix_cache "

@@ -15,7 +15,7 @@ from loraserve.engine.greedy import has_penalties
 from loraserve.engine.request import Request
 from loraserve.errors import InvariantViolation
 from loraserve.memory.devices.base import AdapterHandle
-from loraserve.model.decoder import Decoder
+from loraserve.model.base_model import BaseModel
 from loraserve.model.inputs import KVTensors, ModelInputs, PooledRows
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
@@ -24,7 +24,7 @@ from loraserve_kernels.cpu.lora.layout import PackedAdapter
 class CpuRunner:
     """Compute steps on a CPU, each one while it is launched."""
 
-    def __init__(self, decoder: Decoder, kv: KVTensors) -> None:
+    def __init__(self, decoder: BaseModel, kv: KVTensors) -> None:
         self._decoder, self._kv = decoder, kv
         self.num_blocks = kv.k[0].shape[0]
         self._sampler = Sampler(decoder.spec.eos_token_ids)

@@ -11,7 +11,7 @@ from torch import Tensor
 from loraserve.engine.execution.batch import Batch
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import StepResult
-from loraserve.model.decoder import Decoder
+from loraserve.model.base_model import BaseModel
 from loraserve.model.inputs import KVTensors
 
 
@@ -72,13 +72,13 @@ class FinishedStep:
         return self.step_results
 
 
-def kv_block_bytes(decoder: Decoder, block_size: int) -> int:
+def kv_block_bytes(decoder: BaseModel, block_size: int) -> int:
     """Return the bytes of one KV block: keys and values of all layers."""
     num_layers, num_kv_heads, head_dim = decoder.kv_shape
     return 2 * num_layers * num_kv_heads * block_size * head_dim * decoder.kv_dtype.itemsize
 
 
-def view_kv(decoder: Decoder, data: Tensor, block_num_bytes: int, block_size: int) -> KVTensors:
+def view_kv(decoder: BaseModel, data: Tensor, block_num_bytes: int, block_size: int) -> KVTensors:
     """Return a cache of the blocks that fit into `data`, each contiguous with all its layers.
 
     The memory isn't initialized: no slot is read before it is written.
@@ -101,8 +101,8 @@ def view_kv(decoder: Decoder, data: Tensor, block_num_bytes: int, block_size: in
     )
 
 
-def allocate_kv(decoder: Decoder, num_blocks: int, block_size: int) -> KVTensors:
+def allocate_kv(decoder: BaseModel, num_blocks: int, block_size: int) -> KVTensors:
     """Return a cache of so many blocks on the decoder's device, in memory of its own."""
     num_bytes = kv_block_bytes(decoder, block_size)
-    data = torch.empty(num_blocks * num_bytes, dtype=torch.uint8, device=decoder.backend.device)
+    data = torch.empty(num_blocks * num_bytes, dtype=torch.uint8, device=decoder.device)
     return view_kv(decoder, data, num_bytes, block_size)

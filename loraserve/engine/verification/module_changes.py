@@ -16,7 +16,7 @@ from loraserve.memory.loading.lowering import as_tensor
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.packed import PackedAdapter
 from loraserve_kernels.common.plan import make_plan
-from loraserve_kernels.common.sites import LAYER_SITES, SITES
+from loraserve_kernels.common.sites import CALLED_SITES, LAYER_MODULES, LAYER_SITES, SITES
 from loraserve_kernels.ops import apply_lora
 
 Place = tuple[int, str]
@@ -54,9 +54,9 @@ def worst_difference(
     """
     worst: tuple[float, Place] = (0.0, (0, "q_proj"))
     plan = make_plan([(handle, 0, NUM_ROWS)], NUM_ROWS)
+    sites = called_sites(base)
     for layer in range(base.num_layers):
-        for site in LAYER_SITES:
-            modules = SITES[site]
+        for site, modules in sites.items():
             widths = [base.modules[module][0] if module in base.modules else 0 for module in modules]
             if not all(widths):
                 continue
@@ -75,16 +75,24 @@ def worst_difference(
     return worst
 
 
+def called_sites(base: BaseSpec) -> dict[str, tuple[str, ...]]:
+    """Return the sites of a layer as steps compute them: modelling code calls each linear alone."""
+    if base.implementation == "native":
+        return {site: SITES[site] for site in LAYER_SITES}
+    return {module: (module,) for module in LAYER_MODULES}
+
+
 def input_of(layer: int, site: str, in_features: int) -> Tensor:
     """Return a site's random input, [NUM_ROWS, in_features] float32; the same each time."""
-    generator = torch.Generator().manual_seed(layer * len(LAYER_SITES) + LAYER_SITES.index(site))
+    place = list(CALLED_SITES).index(site)
+    generator = torch.Generator().manual_seed(layer * len(CALLED_SITES) + place)
     return torch.randn(NUM_ROWS, in_features, generator=generator)
 
 
 def _change(m: ModuleIR, base: BaseSpec) -> Tensor | None:
     if not m.tensors.keys() <= _PLAIN or m.lora_a is None or m.lora_b is None:
         return None
-    site = next(site for site in LAYER_SITES if m.module in SITES[site])
+    site = next(site for site, modules in called_sites(base).items() if m.module in modules)
     x = input_of(m.layer, site, base.modules[m.module][1])
     return m.scaling * ((x @ _of(m.lora_a).T) @ _of(m.lora_b).T)
 

@@ -14,13 +14,14 @@ from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import AdapterDevice
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
 from loraserve.memory.memory_plan import MemoryPlan, plan_gpu_arena
+from loraserve.model.base_model import BaseModel
 from loraserve.model.decoder import Decoder
 from loraserve.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 
-def num_needed_blocks(decoder: Decoder, config: EngineConfig) -> int:
+def num_needed_blocks(decoder: BaseModel, config: EngineConfig) -> int:
     """Return the KV blocks of one sequence of the model's full length."""
     return -(-decoder.spec.max_model_len // config.block_size)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from loraserve.adapters.ir import OUTSIDE_LAYERS
 from loraserve.engine.engine import Engine
 from loraserve.engine.probe import Probe
 from loraserve.engine.step_hooks import StepListener
 from loraserve.errors import EngineError, ModelError
-from loraserve.model.reference_model import ReferenceBase
+from loraserve.model.reference_model import ReferenceBase, SelfEvaluating
 from loraserve.types import BaseSpec, FinishReason, RequestId, TokenOutput
 
 _NUM_TOKENS = 8
@@ -81,6 +83,14 @@ def _is_finite(block: Tensor) -> bool:
 def _weights(base: BaseSpec, weights: ReferenceBase) -> Iterator[tuple[str, Iterator[Tensor]]]:
     paths = base.module_paths
     yield f"{paths['embed_tokens']}.weight", weights.weight_rows(0, "embed_tokens")
+    if isinstance(weights, SelfEvaluating):
+        # of modelling code, the linears alone are known
+        for layer, module in product(range(base.num_layers), base.modules):
+            if module not in OUTSIDE_LAYERS:
+                path = f"{base.layers_path}.{layer}.{paths[module]}"
+                yield f"{path}.weight", weights.weight_rows(layer, module)
+        yield f"{paths['lm_head']}.weight", weights.weight_rows(0, "lm_head")
+        return
     for layer in range(base.num_layers):
         prefix = f"{base.layers_path}.{layer}."
         for norm, path in base.norm_paths.items():

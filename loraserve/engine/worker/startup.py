@@ -32,7 +32,7 @@ from loraserve.engine.verification.verifier import Verifier
 from loraserve.engine.worker.device_setup import kv_cache, num_needed_blocks, set_up_gpu
 from loraserve.engine.worker.first_step import check_first_step
 from loraserve.engine_client import messages as m
-from loraserve.errors import ConfigError
+from loraserve.errors import ConfigError, InvariantViolation
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import AdapterDevice
 from loraserve.memory.devices.cpu import CpuDevice, HostMemory, cpu_adapter_dtype
@@ -53,6 +53,7 @@ from loraserve.model.checkpoint.cutting import check_grid
 from loraserve.model.checkpoint.headers import read_headers
 from loraserve.model.checkpoint.loader import load_model
 from loraserve.model.checkpoint.whole_weights import WholeWeights
+from loraserve.model.config.implementation import NATIVE, choose_implementation
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.parallel.grid import Grid
@@ -65,6 +66,7 @@ from loraserve_kernels.ops import can_compile_apart, compile_kernels, start_comp
 
 if TYPE_CHECKING:
     from loraserve.engine.parallel.rank_group import RankGroup
+    from loraserve.model.modelling.modelled_base import ModelledBase
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,11 @@ def build_engine(
         # before the base is loaded, which may take minutes
         check_same_tokenizer(Path(config.model_dir), Path(config.draft_model_dir))
     adopt_kernels(config.kernels)
+    implementation = choose_implementation(Path(config.model_dir), config.model_impl)
+    logger.info("the base is computed by %s code (--model-impl %s)", implementation, config.model_impl)
+    if implementation != NATIVE:
+        _check_modelled(config)
+    config = msgspec.structs.replace(config, model_impl=implementation)
     group = start_group(config, progress) if Grid.of(config).size > 1 else None
     try:
         return _build(config, wake, progress, group)
@@ -118,6 +125,26 @@ def build_engine(
         if group is not None:
             group.close()
         raise
+
+
+def _check_modelled(config: EngineConfig) -> None:
+    """Return if a base of transformers' code can be served so.
+
+    Raises:
+        ConfigError: a flag asks for what this code doesn't have.
+    """
+    flags = {
+        "--tensor-parallel": config.tensor_parallel > 1,
+        "--pipeline-parallel": config.pipeline_parallel > 1,
+        "--draft-model": config.draft_model_dir is not None,
+        "--device cuda": config.device == "cuda",
+    }
+    flag = next((flag for flag, is_given in flags.items() if is_given), None)
+    if flag is not None:
+        raise ConfigError(
+            f"{flag} isn't there for bases that transformers' code computes, and this one would be.",
+            hint="Use --device cpu." if config.device == "cuda" else f"Leave {flag} out.",
+        )
 
 
 def start_group(config: EngineConfig, progress: Progress) -> RankGroup:
@@ -135,30 +162,22 @@ def start_group(config: EngineConfig, progress: Progress) -> RankGroup:
 
 
 def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, group: RankGroup | None) -> EngineParts:
-    decoder = load_model(
-        Path(config.model_dir),
-        model_id=config.model_id,
-        dtype=getattr(torch, config.dtype),
-        quantize=config.quantize,
-        activation_dtype=config.activation_dtype,
-        device=config.device,
-        max_model_len=config.max_model_len,
-        progress=progress,
-        member=None if group is None else group.member,
-    )
+    decoder = _load(config, progress, group)
     draft = _draft_base(config, decoder, progress)
     if draft is not None:
         config = msgspec.structs.replace(
             config, memory_budget_bytes=beside_draft(config.memory_budget_bytes, draft.kv_num_bytes)
         )
     runner: StepRunner
-    weights: Decoder | WholeWeights = decoder
-    if group is not None:
+    weights: Decoder | WholeWeights | ModelledBase = decoder
+    if group is not None and isinstance(decoder, Decoder):
         weights = WholeWeights(Path(config.model_dir), decoder, getattr(torch, config.dtype), config.quantize)
     if config.device == "cpu":
         runner, device, kv = _on_cpu(decoder, config, progress, group)
-    else:
+    elif isinstance(decoder, Decoder):
         runner, device, kv = set_up_gpu(decoder, config, progress)
+    else:
+        raise InvariantViolation("a base of transformers' code is on a GPU")
     progress.begin("opening the adapters' store")
     store = open_store(config.store_url)
     pager = Pager(
@@ -197,7 +216,9 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         weights,
         store,
         model_dir=Path(config.model_dir),
-        float_base=FloatBase(Path(config.model_dir), decoder.spec, weights.device),
+        float_base=None
+        if config.model_impl != NATIVE
+        else FloatBase(Path(config.model_dir), decoder.spec, weights.device),
         prompts=AnswerPrompts(Path(config.model_dir), decoder.spec),
         throttle=throttle,
         wake=wake,
@@ -211,6 +232,36 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
         kernels=tuple(chosen_kernels()),
     )
     return EngineParts(engine, verifier, ready, group)
+
+
+def _load(config: EngineConfig, progress: Progress, group: RankGroup | None) -> Decoder | ModelledBase:
+    """Load the base."""
+    model_dir, dtype = Path(config.model_dir), getattr(torch, config.dtype)
+    if config.model_impl == NATIVE:
+        return load_model(
+            model_dir,
+            model_id=config.model_id,
+            dtype=dtype,
+            quantize=config.quantize,
+            activation_dtype=config.activation_dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            progress=progress,
+            member=None if group is None else group.member,
+        )
+    # imports transformers, which other bases don't need
+    from loraserve.model.modelling.loading import load_modelled
+
+    return load_modelled(
+        model_dir,
+        model_id=config.model_id,
+        dtype=dtype,
+        quantize=config.quantize,
+        activation_dtype=config.activation_dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        progress=progress,
+    )
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -270,13 +321,14 @@ def _has_triton() -> bool:
 
 
 def _on_cpu(
-    decoder: Decoder, config: EngineConfig, progress: Progress, group: RankGroup | None
+    decoder: Decoder | ModelledBase, config: EngineConfig, progress: Progress, group: RankGroup | None
 ) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
     # each rank has its layers and heads of every block, in whole pages; the budget is all ranks'
-    parts = [
-        -(-place.kv_block_bytes(config.block_size, decoder.kv_dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
-        for place in Grid.of(config).places(decoder.config)
-    ]
+    block_bytes = [kv_block_bytes(decoder, config.block_size)]
+    if isinstance(decoder, Decoder):
+        places = Grid.of(config).places(decoder.config)
+        block_bytes = [place.kv_block_bytes(config.block_size, decoder.kv_dtype.itemsize) for place in places]
+    parts = [-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for num_bytes in block_bytes]
     part = parts[0]
     plan = plan_cpu_memory(config.memory_budget_bytes, sum(parts), num_needed_blocks(decoder, config), mmap.PAGESIZE)
     memory = HostMemory(plan.num_blocks * part)
@@ -295,7 +347,7 @@ def _on_cpu(
     runner: CpuRunner
     device: AdapterDevice
     client = arena.client(Owner.ADAPTERS)
-    if group is None:
+    if group is None or not isinstance(decoder, Decoder):
         runner, device = CpuRunner(decoder, kv), CpuDevice(decoder.spec, plan.max_adapter_bytes, held, client)
     else:
         runner, device = group.serve(decoder, kv, parts, plan.max_adapter_bytes, held, client)
@@ -324,7 +376,7 @@ def _compile_kernels(config: EngineConfig, progress: Progress) -> None:
     compile_kernels(_adapter_dtypes(config)[0], begin, progress.advance, progress.tick)
 
 
-def _draft_base(config: EngineConfig, decoder: Decoder, progress: Progress) -> DraftBase | None:
+def _draft_base(config: EngineConfig, decoder: Decoder | ModelledBase, progress: Progress) -> DraftBase | None:
     """Load the draft base, if there is to be one.
 
     Raises:
@@ -355,7 +407,7 @@ def _draft_base(config: EngineConfig, decoder: Decoder, progress: Progress) -> D
     return DraftBase(draft, view_kv(draft, memory.data, num_bytes, config.block_size), decoder.spec)
 
 
-def _speculation(config: EngineConfig, decoder: Decoder, draft: DraftBase | None) -> Speculation | None:
+def _speculation(config: EngineConfig, decoder: Decoder | ModelledBase, draft: DraftBase | None) -> Speculation | None:
     """Return what proposes tokens; None where it is off, or answers might not stay the same."""
     if config.speculation == "off" or not has_exact_rows(decoder, config):
         return None
@@ -363,13 +415,14 @@ def _speculation(config: EngineConfig, decoder: Decoder, draft: DraftBase | None
     return Speculation(max_requests=MAX_REQUESTS, drafting=drafting)
 
 
-def has_exact_rows(decoder: Decoder, config: EngineConfig) -> bool:
+def has_exact_rows(decoder: Decoder | ModelledBase, config: EngineConfig) -> bool:
     """Return whether a row's bits are known not to depend on the number of a sequence's rows.
 
     That is so on CPUs, but not of bfloat16 products that a library rounds, nor of PyTorch's own
     attention and products, which take the place of kernels that a machine or a head's size lacks.
+    Of transformers' code it isn't known.
     """
-    if config.device != "cpu" or not HAS_NUMBA:
+    if not isinstance(decoder, Decoder) or config.device != "cpu" or not HAS_NUMBA:
         return False
     from loraserve_kernels.cpu.simd import LANES
 

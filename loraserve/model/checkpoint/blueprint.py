@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import Protocol
 
 from loraserve.errors import ConfigError, InvariantViolation, MissingTensor, ModelError, ShapeMismatch, UnexpectedTensor
 from loraserve.model.checkpoint.headers import StoredTensor
@@ -25,7 +26,7 @@ from loraserve_kernels.common.sites import LAYER_SITES, SITES
 _IGNORED_ENDING = ".rotary_emb.inv_freq"
 """A buffer that old Llama checkpoints carry; the config says the same."""
 
-_HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
+HEAD_FORMATS = {"int4": "int8", "nf4": "int8"}
 """The head's error goes straight into the logits,
 so it has eight bits where the layers have four.
 """
@@ -67,6 +68,22 @@ class SitePlan:
     modules: tuple[ModulePlan, ...]
     in_features: int
     quantize: str
+
+
+class WeightFormats(Protocol):
+    """Formats of a base's linears; `Blueprint` has them."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredWeight]: ...
+
+    @property
+    def quantize(self) -> str: ...
+
+    @property
+    def head_quantize(self) -> str: ...
+
+    @property
+    def quantization(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +206,12 @@ def draw(config: ModelConfig, tensors: Mapping[str, StoredTensor], quantize: str
     """
     stored = _find_stored_weights(config, tensors)
     if stored:
-        _check_contradiction(config, sorted({weight.scheme.format for weight in stored.values()}), quantize)
+        check_contradiction(config.quantization, sorted({weight.scheme.format for weight in stored.values()}), quantize)
         # what the checkpoint has in a float dtype stays so, but for the head beside weights that
         # were made to be served with rounded activations
         quantize = "none"
     is_rotated = any(weight.scheme.rotation for weight in stored.values())
-    head_quantize = "int8" if is_rotated else _HEAD_FORMATS.get(quantize, quantize)
+    head_quantize = "int8" if is_rotated else HEAD_FORMATS.get(quantize, quantize)
     architecture = config.architecture
     norms, sites, unread = [architecture.norm], list[SitePlan](), set[str]()
     expected = {
@@ -250,7 +267,7 @@ def check_gpu_blocks(config: QuantizationConfig | None) -> None:
         )
 
 
-def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) -> frozenset[str]:
+def rounded_formats(blueprint: WeightFormats, activation_dtype: str, device: str) -> frozenset[str]:
     """Return the formats of weights whose activations are rounded to int8 on a CPU.
 
     By row they are ``int8``, for weights by output channel, and ``int4``; in groups of 32 inputs
@@ -288,7 +305,7 @@ def rounded_formats(blueprint: Blueprint, activation_dtype: str, device: str) ->
     return ROUNDED_BY_ROW | ROUNDED_IN_GROUPS if is_made_for_rows else ROUNDED_IN_GROUPS
 
 
-def _can_round(blueprint: Blueprint) -> bool:
+def _can_round(blueprint: WeightFormats) -> bool:
     if {"int8", "int4"} & {blueprint.quantize, blueprint.head_quantize}:
         return True
     return any(weight.scheme.format in ("int4", "int8") for weight in blueprint.stored.values())
@@ -431,9 +448,14 @@ def _embedding_path(config: ModelConfig) -> str:
     return config.architecture.embedding.removesuffix(".weight")
 
 
-def _check_contradiction(config: ModelConfig, formats: list[str], quantize: str) -> None:
+def check_contradiction(quantization: QuantizationConfig | None, formats: list[str], quantize: str) -> None:
+    """Return if a checkpoint in these formats may be served as `quantize`.
+
+    Raises:
+        ConfigError: it would be quantized again.
+    """
     if quantize != "none" and formats != [quantize]:
-        method = "" if config.quantization is None else f" by {config.quantization.method}"
+        method = "" if quantization is None else f" by {quantization.method}"
         raise ConfigError(
             f"--quantize {quantize}: the checkpoint is quantized to {' and '.join(formats)} already{method}, "
             "and can't be quantized again.",

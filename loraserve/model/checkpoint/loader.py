@@ -217,7 +217,7 @@ class _Loader:
             size_bytes=facts.num_bytes,
         )
         if self._device == "cpu":
-            _log_choices()
+            log_choices()
         if self._blueprint.quantize == "int4":
             logger.warning("%s", CALIBRATION_GAIN)
         spec = msgspec.structs.replace(spec, device=self._device, **_arithmetic(facts))
@@ -418,7 +418,7 @@ class _Loader:
         return LoraLinear(base, site, own) if self._part is None else self._part.linear(base, site, own)
 
 
-def _log_choices() -> None:
+def log_choices() -> None:
     """Log which kernels compute the linears, and which formats are slower than float32 would be."""
     for is_slower, line in lines(chooser().choices()):
         if is_slower:

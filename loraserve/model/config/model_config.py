@@ -207,9 +207,9 @@ def read_config(model_dir: Path) -> ModelConfig:
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelError(f"config.json is missing in {model_dir}.", hint="Give --model a Hugging Face directory.")
-    config = _with_quantization(_read_object(path), model_dir)
+    config = _with_quantization(read_object(path), model_dir)
     generation_path = model_dir / "generation_config.json"
-    return parse_config(config, _read_object(generation_path) if generation_path.is_file() else {})
+    return parse_config(config, read_object(generation_path) if generation_path.is_file() else {})
 
 
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -222,7 +222,7 @@ def _with_quantization(config: Mapping[str, Any], model_dir: Path) -> Mapping[st
         return config
     for name, method in _QUANTIZATION_FILES.items():
         if (model_dir / name).is_file():
-            value = _read_object(model_dir / name)
+            value = read_object(model_dir / name)
             return {**config, "quantization_config": {"quant_method": method, **value}}
     return config
 
@@ -292,7 +292,7 @@ def parse_config(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         max_stretched_len=context
         if architecture.has_query_scale
         else min(stretched_context(r, context) for r in (rope, local_rope) if r is not None),
-        eos_token_ids=_eos(config, generation_config),
+        eos_token_ids=read_end_tokens(config, generation_config),
         attention_scale=_attention_scale(fields, head_dim),
         embedding_scale=math.sqrt(hidden_size)
         if architecture.is_embedding_scaled
@@ -430,7 +430,12 @@ def _windows(fields: Fields, layer_ropes: tuple[int | None, ...]) -> tuple[int |
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+def read_end_tokens(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end tokens of both files together.
+
+    Raises:
+        ModelError: they are no token ids.
+    """
     ids: dict[int, None] = {}
     for file, holder in (("generation_config.json", generation_config), ("config.json", config)):
         value = holder.get("eos_token_id")
@@ -441,7 +446,12 @@ def _eos(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tup
     return tuple(ids)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file.
+
+    Raises:
+        ModelError: it is missing, too large, or holds something else.
+    """
     try:
         size = path.stat().st_size
         if size > _MAX_CONFIG_BYTES:

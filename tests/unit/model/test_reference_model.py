@@ -23,7 +23,7 @@ from loraserve.model.reference_model import (
     ReferenceBase,
     Stopped,
     Subject,
-    _Pass,
+    _FormulaPass,
     evaluate,
     invocation_start,
 )
@@ -211,7 +211,7 @@ def test_beginning_is_computed_once_for_all_sequences(tmp_path: Path) -> None:
         adapted = peft.PeftModel.from_pretrained(open_model(tmp_path / "base"), tmp_path / kind).eval()
         decoder = load(tmp_path / "base")
         subject = Subject(prompts, [(compile_saved(tmp_path / kind, decoder.spec), 1.0)], starts=[16, 4, 0])
-        assert len(_Pass(decoder, [subject], lambda: True)._tokens) == 2 * (17 + 5)
+        assert len(_FormulaPass(decoder, [subject], lambda: True)._tokens) == 2 * (17 + 5)
         (found,) = evaluate(decoder, [subject])
         for prompt, start, own, base in zip(prompts, (16, 4, 0), found.adapted, found.base, strict=True):
             torch.testing.assert_close(own, reference_logits(adapted, prompt)[start:], atol=TOLERANCE, rtol=0)
@@ -247,7 +247,7 @@ def test_what_is_evaluated_together_is_what_each_gets_alone(tmp_path: Path) -> N
 
 def test_the_bases_answers_are_computed_once_for_all(small_llama: tuple[Any, Path]) -> None:
     prompts = [tuple(prompt) for prompt in PROMPTS]
-    both = _Pass(load(small_llama[1]), [Subject(prompts, []), Subject(prompts[1:], [])], lambda: True)
+    both = _FormulaPass(load(small_llama[1]), [Subject(prompts, []), Subject(prompts[1:], [])], lambda: True)
     assert [len(rows) for rows in both._sequences] == [5, 17, 5, 17, 17]
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.modules import MODULE_INDEX, MODULES, SITES
+from loraserve_kernels.common.modules import CALLED_SITES, MODULE_INDEX, MODULES
 from loraserve_kernels.common.packed import PackedAdapter, PackedRows
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu import threads
@@ -65,7 +65,7 @@ def apply_lora_torch(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: int
             continue
         shrunk = x[rows] @ adapter.site_a(layer, site).to(x.dtype).T
         rank_start = column = 0
-        for index, module in enumerate(SITES[site], MODULE_INDEX[SITES[site][0]]):
+        for index, module in enumerate(CALLED_SITES[site], MODULE_INDEX[CALLED_SITES[site][0]]):
             rank, width = int(adapter.ranks[layer, index]), adapter.out_features[index]
             part, added = y[rows, column : column + width], None if bias is None else bias[column : column + width]
             replaced = adapter.row_overrides(layer, module)
@@ -165,7 +165,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel:
 def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
     from loraserve_kernels.cpu.lora import kernel as lora_kernel
 
-    modules = SITES[site]
+    modules = CALLED_SITES[site]
     first, adapter = MODULE_INDEX[modules[0]], plan.segments[0].adapter
     works = [(s, s.adapter.work[site]) for s in plan.segments]
     scratch = np.empty((plan.num_tokens, max(1, *(work.num_ranks for _, work in works))), dtype=np.float32)
