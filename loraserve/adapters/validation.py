@@ -6,7 +6,8 @@ All are finite, and no update is so large that half precision can't hold it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -41,7 +42,13 @@ numbers.
 """
 
 
-def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable[[], object] = lambda: None) -> None:
+def check_finite(
+    adapter: AdapterIR,
+    limits: Limits = LIMITS,
+    *,
+    names: Mapping[str, str] = MappingProxyType({}),
+    pause: Callable[[], object] = lambda: None,
+) -> None:
     """Return if every weight is finite and small enough.
 
     No element of any ``scaling · B A`` or ``scaling · lora_bias`` can pass `limits.max_delta`, and
@@ -49,6 +56,7 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
     ``|scaling| · rank · max|A| · max|B|``, without making the product.
 
     Args:
+        names: names of modules that messages call otherwise.
         pause: called between modules.
 
     Raises:
@@ -57,18 +65,21 @@ def check_finite(adapter: AdapterIR, limits: Limits = LIMITS, *, pause: Callable
     """
     problems: list[str] = []
     for m in adapter.modules:
+        label = names.get(m.module, m.module)
         largest = {name: _largest(tensor) for name, tensor in m.tensors.items()}
         for name, tensor in m.tensors.items():
             if not math.isfinite(largest[name]):
-                problems.append(_where(_name(m, name), tensor))
+                problems.append(_where(_name(m, label, name), tensor))
             elif name in _WHOLE and largest[name] > limits.max_delta:
-                problems.append(_too_large(_name(m, name), largest[name], limits))
+                problems.append(_too_large(_name(m, label, name), largest[name], limits))
         bound = abs(m.scaling) * m.rank * largest.get("lora_a", 0.0) * largest.get("lora_b", 0.0)
         if math.isfinite(bound) and bound > limits.max_delta:
-            problems.append(f"The update of {_name(m)} may reach {bound:.3g}; at most {limits.max_delta:g} is allowed.")
+            problems.append(
+                f"The update of {_name(m, label)} may reach {bound:.3g}; at most {limits.max_delta:g} is allowed."
+            )
         shift = abs(m.scaling) * largest.get("lora_bias", 0.0)
         if math.isfinite(shift) and shift > limits.max_delta:
-            problems.append(_too_large(_name(m, "lora_bias"), shift, limits))
+            problems.append(_too_large(_name(m, label, "lora_bias"), shift, limits))
         pause()
     others = [(_norm_name(norm), norm.weight) for norm in adapter.norms]
     if adapter.head is not None:
@@ -123,11 +134,11 @@ def _too_large(name: str, largest: float, limits: Limits) -> str:
     return f"{name} reaches {largest:.3g}; at most {limits.max_delta:g} is allowed."
 
 
-def _name(m: ModuleIR, tensor: str = "") -> str:
+def _name(m: ModuleIR, label: str, tensor: str = "") -> str:
     saved_as = _SAVED_AS.get(tensor, tensor)
     if m.module == "embed_tokens":
         saved_as = _EMBEDDINGS.get(tensor, saved_as)
-    name = f"{m.module}.{saved_as}" if tensor else m.module
+    name = f"{label}.{saved_as}" if tensor else label
     return name + ("" if m.module in OUTSIDE_LAYERS else f" in layer {m.layer}")
 
 

@@ -6,6 +6,7 @@ The names are PEFT's, and the base's as its checkpoint has them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -91,7 +92,8 @@ class BaseLinear:
     It is one of the base's modules, or several that the checkpoint has fused into one.
 
     Attributes:
-        name: the last component of its path: ``q_proj``, ``qkv_proj``.
+        name: the last component of its path: ``q_proj``, ``qkv_proj``; the path where linears of
+            transformers' code share a last component.
         path: inside a layer; of one in no layer, the whole path.
         parts: module → its rows of the linear's output.
     """
@@ -122,6 +124,7 @@ class BaseTensorNames:
         fused: dict[str, list[str]] = {}
         for module in base.modules:
             fused.setdefault(checkpoint_path(base, module), []).append(module)
+        modelled = modelled_names(base)
         for path, modules in fused.items():
             parts: dict[str, slice] = {}
             stop = 0
@@ -129,6 +132,7 @@ class BaseTensorNames:
                 start, stop = stop, stop + base.modules[module][0]
                 parts[module] = slice(start, stop)
             name = modules[0] if len(modules) == 1 else path.rpartition(".")[2]
+            name = modelled.get(modules[0], name)
             has_bias = all(module in base.biased_modules for module in modules)
             self.linears[name] = BaseLinear(name, path, stop, base.modules[modules[0]][1], has_bias, parts)
         self._linear_paths = {linear.path: linear for linear in self.linears.values()}
@@ -199,6 +203,21 @@ def checkpoint_path(base: BaseSpec, module: str) -> str:
     It may be others' too: ``self_attn.qkv_proj[q_proj]`` is a part of one.
     """
     return base.module_paths[module].partition("[")[0]
+
+
+def modelled_names(base: BaseSpec) -> dict[str, str]:
+    """Return the names of a layer's linears where transformers' code computes the base, by module.
+
+    The module (``q_proj``) is a slot there, and no file has its name: the linear's (``dense``) is
+    the last component of its path, or the path where linears share that component. Other bases
+    have none.
+    """
+    if base.implementation == "native":
+        return {}
+    paths = {module: path for module, path in base.module_paths.items() if module not in OUTSIDE_LAYERS}
+    tails = Counter(path.rpartition(".")[2] for path in paths.values())
+    named = {module: path.rpartition(".")[2] for module, path in paths.items()}
+    return {module: tail if tails[tail] == 1 else paths[module] for module, tail in named.items()}
 
 
 def module_name(base: BaseSpec, layer: int, module: str) -> str:

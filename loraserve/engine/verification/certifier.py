@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from loraserve.adapters.format.tensor_names import modelled_names
 from loraserve.engine.probe import Probe
 from loraserve.engine.verification.comparison import FAILED, NOT_POSSIBLE, PASSED, Answers, judge, spread_of, unanswered
 from loraserve.engine.verification.float_base import FloatsUnavailable
@@ -74,7 +75,8 @@ class Certifier:
         allowed = _EXACT_MODULE + _LOSS_FACTOR * certificate.precision_loss
         if found <= allowed:
             return certificate
-        reason = f"What {module} of layer {layer} adds is off by {found:.4g} of it; {allowed:.4g} is allowed."
+        linear = modelled_names(self._base).get(module, module)
+        reason = f"What {linear} of layer {layer} adds is off by {found:.4g} of it; {allowed:.4g} is allowed."
         return msgspec.structs.replace(certificate, verdict=FAILED, reason=reason)
 
     def price(self, v: Verification, certificate: Certificate, floats: Evaluation) -> Certificate:

@@ -73,6 +73,9 @@ _NO_IDENTITY = (
 )
 """Fields of config.json that don't change what a base computes, or that its digest has anyway."""
 
+_FLOATS = ("BF16", "F16", "F32")
+"""Dtypes of tensors that hold weights themselves, not codes of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Formats:
@@ -331,6 +334,7 @@ class _Loader:
         linears = {f"{self._skeleton.layers_path}.{one.layer}.{one.path}" for one in self._placed} | {self._head_path}
         plain = {name: shape for name, shape in state.items() if name.rpartition(".")[0] not in linears}
         made = set(self._conversions.gathered.values())
+        self._check_floats(tensors, set(plain))
         needed = set(self._sinks) | {name for name, _ in model.named_parameters() if name in plain and name not in made}
         # tensors that are merged give several names of the model
         missing = [name for name in needed if name not in tensors and not made]
@@ -365,6 +369,24 @@ class _Loader:
                     f"The tensor {name} has the shape {list(tensor.shape)}; expected {list(shape)} from config.json.",
                     hint="Check that config.json belongs to this checkpoint.",
                 )
+
+    def _check_floats(self, tensors: Mapping[str, StoredTensor], plain: set[str]) -> None:
+        """Refuse codes of quantized weights where the model has no linear, as of experts."""
+        parameters = {name for name, _ in self._skeleton.model.named_parameters()} & plain
+        codes = [
+            name
+            for name, tensor in tensors.items()
+            if (name in self._conversions.gathered or name in parameters) and tensor.dtype not in _FLOATS
+        ]
+        if self._quantization is not None:
+            known = {*self._sinks, *plain, *self._unread, *self._conversions.gathered, *self._conversions.ignored}
+            codes += [name for name in tensors if name not in known and ".experts." in name]
+        if codes:
+            raise UnexpectedTensor(
+                f"The checkpoint holds {_listed(sorted(codes))}, quantized; transformers' "
+                f"{self._skeleton.architecture} has no linear of its own there, and other weights are floats.",
+                hint="Give the float checkpoint; --quantize rounds its linears.",
+            )
 
     def _stream(self) -> list[tuple[str, str, tuple[int, ...], str]]:
         """Put every tensor in its place, and return what the digest of the base is made of."""

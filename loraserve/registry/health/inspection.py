@@ -13,6 +13,7 @@ from loraserve.adapters.compiler import Reserve, compile_adapter
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
+from loraserve.adapters.format.tensor_names import modelled_names
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.strict_json import shown
 from loraserve.adapters.validation import check_finite
@@ -69,7 +70,7 @@ def inspect_upload(
     pause()
     named = (names or BaseNames()).inspect(adapter.config, base)
     check_fit(ir, base)
-    check_finite(ir, pause=pause)
+    check_finite(ir, names=modelled_names(base), pause=pause)
     return Inspected(
         digest=adapter_digest(adapter.config, adapter.tensors, pause=pause),
         rank=ir.rank,

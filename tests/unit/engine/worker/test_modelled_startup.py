@@ -13,6 +13,8 @@ from loraserve.config import EngineConfig
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import ConfigError
 
+from ..conftest import write_tokenizer
+
 
 @pytest.fixture(scope="module")
 def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,10 +33,24 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-def test_parallel_ranks_are_refused(base_dir: Path, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel"),
+        ({"pipeline_parallel": 2}, "--pipeline-parallel"),
+        ({"draft_model_dir": ""}, "--draft-model"),
+    ],
+)
+def test_parallel_ranks_and_drafts_are_refused(
+    base_dir: Path, options: dict[str, Any], flag: str, tmp_path: Path
+) -> None:
+    if "draft_model_dir" in options:
+        # of the base's own tokenizer, which is compared before
+        write_tokenizer(base_dir)
+        options = {"draft_model_dir": str(base_dir)}
     config = EngineConfig(
         model_dir=str(base_dir), model_id="b", store_url=f"file://{tmp_path}", device="cpu", **options
     )
-    with pytest.raises(ConfigError, match="-parallel"):
+    with pytest.raises(ConfigError, match=flag) as caught:
         build_engine(config)
+    assert caught.value.hint == f"Leave {flag} out."

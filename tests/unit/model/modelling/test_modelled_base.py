@@ -19,12 +19,13 @@ from torch import Tensor
 from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
-from loraserve.errors import AdapterUnservable, ConfigError, MissingTensor, UnexpectedTensor
+from loraserve.errors import AdapterRejected, AdapterUnservable, ConfigError, MissingTensor, UnexpectedTensor
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.model.inputs import PooledRows
 from loraserve.model.modelling.modelled_base import ModelledBase
 from loraserve.model.reference_model import Subject, evaluate
+from loraserve.registry.health.inspection import inspect_upload
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 from ..conftest import PagedRun, edit_json, random_tokens, reference_logits
@@ -193,6 +194,39 @@ def test_adapter_of_unplaced_linear_is_refused(tmp_path: Path) -> None:
     tensors = {name.replace("self_attn.o_proj", "mlp.up_proj"): tensor for name, tensor in load_file(weights).items()}
     save_file(tensors, weights)
     with pytest.raises(AdapterUnservable, match=r"mlp\.up_proj"):
+        loaded(base, tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        (
+            "query_key_value.lora_B",
+            torch.zeros(5, 2),
+            r"query_key_value\.lora_B is 5×2",
+        ),
+        ("dense_h_to_4h.lora_A", torch.full((2, 48), torch.nan), r"dense_h_to_4h\.lora_A in layer 1 has 96 of 96"),
+    ],
+)
+def test_refused_adapter_names_linear(part: str, value: Tensor, message: str, tmp_path: Path) -> None:
+    model = save("GPTNeoXForCausalLM", tmp_path / "base")
+    base = load(tmp_path / "base")
+    adapt(model, base, tmp_path, 0, r=2)
+    config, weights = (tmp_path / "adapter-0" / name for name in ("adapter_config.json", "adapter_model.safetensors"))
+    tensors = load_file(weights)
+    name = next(name for name in tensors if f".1.{part}" in name.replace("attention.", "").replace("mlp.", ""))
+    save_file({**tensors, name: value}, weights)
+    with pytest.raises(AdapterRejected, match=message):
+        inspect_upload(config.read_bytes(), weights.read_bytes(), base.spec)
+
+
+def test_input_scaled_by_ia3_is_refused(tmp_path: Path) -> None:
+    model = save("GPTNeoXForCausalLM", tmp_path / "base")
+    base = load(tmp_path / "base")
+    targets = ["query_key_value", "dense_4h_to_h"]
+    settings = peft.IA3Config(target_modules=targets, feedforward_modules=targets[1:], task_type="CAUSAL_LM")
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter-0")
+    with pytest.raises(AdapterUnservable, match="feedforward_modules names dense_4h_to_h"):
         loaded(base, tmp_path, 0)
 
 

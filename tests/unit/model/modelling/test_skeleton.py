@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import transformers
 
-from loraserve.errors import UnknownArchitecture
+from loraserve.errors import ConfigError, UnknownArchitecture
 from loraserve.model.config.implementation import choose_implementation
 from loraserve.model.modelling.skeleton import build_skeleton, read_modelled_config
 
-from ..conftest import edit_json
+from ..conftest import PagedRun, edit_json, random_tokens, reference_logits, save_model
 from .families import OTHERS, load, save
 
 DOCS = Path(__file__).parents[4] / "docs/bases.md"
@@ -23,6 +23,7 @@ REFUSED = {
     "Falcon": "attention function",
     "FalconH1": "state beside keys and values",
     "Gemma3": "images",
+    "Lfm2": "conv",
     "Llama4Text": "chunked_attention",
     "Mamba": "state|attention",
     "Mpt": "attention function",
@@ -32,6 +33,8 @@ REFUSED = {
     "ViT": "no causal language model",
 }
 """transformers' config → what the refusal says."""
+FIELDS = {"Lfm2": {"full_attn_idxs": [2]}}
+"""Fields of a config whose defaults leave out what is refused."""
 
 
 def test_documentation_lists_every_compared_family() -> None:
@@ -60,7 +63,7 @@ def test_refusal_names_extra_without_transformers(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_model_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    config = getattr(transformers, f"{name}Config")()
+    config = getattr(transformers, f"{name}Config")(**FIELDS.get(name, {}))
     config.save_pretrained(tmp_path)
     with pytest.raises(UnknownArchitecture, match=REFUSED[name]):
         build_skeleton(read_modelled_config(tmp_path))
@@ -71,6 +74,28 @@ def test_unknown_model_type_is_refused(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", model_type="mystery", auto_map={"AutoConfig": "code.Config"})
     with pytest.raises(UnknownArchitecture, match="mystery"):
         read_modelled_config(tmp_path)
+
+
+def test_conv1d_layers_are_never_rounded(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=101, n_embd=48, n_head=4, n_layer=2, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    save_model(model, tmp_path)
+    run = PagedRun(load(tmp_path))
+    tokens = random_tokens(21)
+    (found,) = run.step([(run.add(tokens), len(tokens))])
+    assert float((found - reference_logits(model, tokens)).abs().max()) < 1e-4
+    with pytest.raises(ConfigError, match="--quantize int8: the layers of GPT2LMHeadModel") as caught:
+        load(tmp_path, quantize="int8")
+    assert caught.value.hint == "Leave --quantize out."
+
+
+def test_gguf_file_is_refused(tmp_path: Path) -> None:
+    save("PhiForCausalLM", tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "gguf", "types": {}})
+    with pytest.raises(ConfigError, match="GGUF"):
+        load(tmp_path)
 
 
 def test_attention_of_unknown_argument_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

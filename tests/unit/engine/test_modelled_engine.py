@@ -1,0 +1,137 @@
+"""The engine with its default settings on bases that transformers' code computes: what shares a
+step, a prefix or too little memory changes no token. transformers and PEFT are the oracles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from adapters_store import open_store
+from loraserve.engine.engine import Engine
+from loraserve.engine.worker.startup import build_engine
+
+from .conftest import World, store_adapter, write_tokenizer
+from .test_engine import add, prompts, run
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Cohere2": ({"sliding_window": 9, "num_key_value_heads": 2}, ["q_proj", "o_proj", "down_proj"]),
+    "GPTNeoX": ({}, ["query_key_value", "dense", "dense_4h_to_h"]),
+    "GptOss": (
+        {"sliding_window": 9, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4},
+        ["q_proj", "v_proj", "o_proj"],
+    ),
+}
+"""transformers' config → fields of its own, and the linears that adapters change."""
+NAMES = [None, "first", "second"]
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def modelled_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    transformers.logging.disable_progress_bar()
+    options, targets = FAMILIES[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    config = getattr(transformers, f"{request.param}Config")(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=320,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+        **options,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+            else:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(root / "base")
+    write_tokenizer(root / "base")
+    store_url = f"file://{root}/blobs"
+    adapted: peft.PeftModel | None = None
+    refs = {}
+    for name, settings in (("first", {"r": 8, "lora_alpha": 16}), ("second", {"r": 3, "use_rslora": True})):
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **settings)
+        if adapted is None:
+            adapted = peft.get_peft_model(model, lora, adapter_name=name)
+        else:
+            adapted.add_adapter(name, lora)
+        for key, parameter in adapted.named_parameters():
+            if f".{name}." in key:
+                torch.nn.init.normal_(parameter.data, std=0.2)
+        adapted.save_pretrained(str(root / "adapters"), selected_adapters=[name])
+        refs[name] = store_adapter(open_store(store_url), Path(root / "adapters" / name))
+    assert adapted is not None
+    return World(root / "base", store_url, refs, adapted.eval())
+
+
+@pytest.fixture
+def make_engine(modelled_world: World) -> Iterator[MakeEngine]:
+    engines: list[Engine] = []
+
+    def make(**changes: object) -> Engine:
+        engines.append(build_engine(modelled_world.config(**changes)).engine)
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.pager.close()
+
+
+def test_mixed_batch_in_chunks_equals_peft(modelled_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    wanted = {}
+    for i, prompt in enumerate(prompts(9)):
+        name = NAMES[i % len(NAMES)]
+        wanted[add(engine, modelled_world, prompt, name)] = modelled_world.expected(name, prompt, 12)
+    assert run(engine) == wanted
+
+
+def test_repeated_prompt_hits_own_prefix(modelled_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    (prompt,) = prompts(1, seed=9, low=70, high=70)
+    for num_hits in range(2):
+        for name in NAMES:
+            before = engine.stats().prefix_tokens_hit
+            request_id = add(engine, modelled_world, prompt, name)
+            assert run(engine)[request_id] == modelled_world.expected(name, prompt, 12)
+            assert (engine.stats().prefix_tokens_hit > before) == bool(num_hits)
+
+
+@pytest.mark.usefixtures("quick_loads")
+def test_preemption_changes_no_token(modelled_world: World, make_engine: MakeEngine) -> None:
+    config = modelled_world.model.config
+    num_kv_heads = getattr(config, "num_key_value_heads", 4)
+    # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70
+    engine = make_engine(
+        memory_budget_bytes=13 * 16 * 4 * 2 * num_kv_heads * 16 * 4,
+        max_model_len=96,
+        max_num_batched_tokens=23,
+        max_num_seqs=8,
+    )
+    wanted = {}
+    (shared,) = prompts(1, seed=5, low=40, high=40)
+    for i, tail in enumerate(prompts(10, seed=6, low=1, high=8)):
+        name = NAMES[i % 2]
+        request_id = add(engine, modelled_world, shared + tail, name, max_tokens=22)
+        wanted[request_id] = modelled_world.expected(name, shared + tail, 22)
+    assert run(engine) == wanted
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().prefix_tokens_hit > 0
