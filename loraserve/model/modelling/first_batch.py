@@ -13,18 +13,21 @@ from torch import Tensor
 
 from loraserve.errors import LoraserveError, ModelError, UnknownArchitecture
 from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.layers.linears import rounding_of_row
 from loraserve.model.modelling.attention import NAME, Heads, PagedAttending
 from loraserve.model.modelling.modelled_base import run_model
-from loraserve.model.modelling.modules import RunningStep
+from loraserve.model.modelling.modules import AdaptedLinear, RunningStep
 from loraserve.model.modelling.skeleton import Skeleton
 from loraserve.types import BaseSpec
 
 _NUM_TOKENS = 12
 """Tokens of each of the two sequences."""
-_MAX_DIFFERENCE = 0.05
-"""Part of the logits' deviation by which they may differ.
+_MAX_DIFFERENCE, _MAX_ROUNDED_DIFFERENCE = 0.005, 0.15
+"""Root mean square of the logits' differences, by their deviation: where linears read floats, and
+where they round what they read.
 
-Linears that round their inputs differ by a code or two.
+Of SmolLM2-135M-Instruct it is 4e-6, and 0.037 in int8 and int4, whose codes flip. Positions that
+are the batch's make it 0.32, and 0.42.
 """
 _HINT = "Choose another base model."
 
@@ -59,9 +62,13 @@ def check_first_batch(skeleton: Skeleton, step: RunningStep, spec: BaseSpec) -> 
         ) from error
     finally:
         step.inputs = step.hidden = skeleton.attention.attending = None
-    difference, deviation = float((found - expected).abs().max()), float(expected.std())
+    difference, deviation = float((found - expected).square().mean().sqrt()), float(expected.std())
+    is_rounding = any(
+        isinstance(module, AdaptedLinear) and rounding_of_row(module.base, 0) is not None
+        for module in skeleton.model.modules()
+    )
     # of NaN, which isn't larger than anything, `check_first_step` names the weight
-    if difference > _MAX_DIFFERENCE * deviation:
+    if difference > (_MAX_ROUNDED_DIFFERENCE if is_rounding else _MAX_DIFFERENCE) * deviation:
         raise UnknownArchitecture(
             f"{name} computes other logits in a batch of two sequences than of each alone (by {difference:.3g}; they "
             f"deviate by {deviation:.3g}): its positions or masks aren't each sequence's own.",
