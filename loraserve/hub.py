@@ -164,7 +164,8 @@ def select(names: Iterable[str], address: HubAddress, wanted: Kind | None) -> Se
         ConfigError: it has no such part, several GGUF files, or no base.
         AdapterFormatError: it has no adapter.
     """
-    names = sorted(names)
+    # a hub could name what lies outside of its folder
+    names = sorted(name for name in names if not name.startswith("/") and ".." not in PurePosixPath(name).parts)
     place = "" if address.part is None else address.part.strip("/")
     if place and not any(name.startswith(f"{place}/") for name in names):
         return _select_gguf(names, address, place)

@@ -49,6 +49,7 @@ A regex of a tenant's may take endless time, in a thread of the server.
 """
 _STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
 _MAX_PREPENDED = 8
+_MAX_ID = (1 << 31) - 1
 _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 _UNSET = (None, False, "")
 """Values of a model's fields with which they do nothing, as if they weren't there."""
@@ -129,7 +130,8 @@ class AddedToken:
             LookupError, TypeError, ValueError: it isn't one.
         """
         token_id, content = value["id"], value["content"]
-        if type(token_id) is not int or not isinstance(content, str) or not content or token_id < 0:
+        is_id = type(token_id) is int and 0 <= token_id <= _MAX_ID
+        if not is_id or not isinstance(content, str) or not content:
             raise ValueError("an added token has no id, or no content")
         return cls(token_id, content, **{flag: bool(value.get(flag)) for flag in _FLAGS})
 
@@ -162,7 +164,7 @@ class TokenizerSummary:
     is_reduced: bool = False
 
     @classmethod
-    def of_files(cls, files: Mapping[str, bytes]) -> Self | None:
+    def of_files(cls, files: Mapping[str, bytes]) -> TokenizerSummary | None:
         """Return the summary of a tokenizer's files; None: there are none.
 
         Args:
@@ -185,7 +187,7 @@ class TokenizerSummary:
         definition = read.get(TOKENIZER_FILE)
         if definition is None:
             tokens = tuple(AddedToken.of({"content": content, "id": id_}) for content, id_ in listed.items())
-            return cls(added=tokens, **common)
+            return _in_unicode(cls(added=tokens, **common))
         try:
             identity, ids = TokenizerIdentity.of(definition), token_ids(definition)
             added = tuple(sorted(map(AddedToken.of, definition.get("added_tokens") or ()), key=lambda token: token.id))
@@ -199,10 +201,10 @@ class TokenizerSummary:
                 )
         parts = {name: definition.get(name) for name in PARTS}
         parts = {name: part for name, part in parts.items() if len(_canonical(part)) <= MAX_PART_BYTES}
-        return cls(identity, model, blocks, added, parts, **common)
+        return _in_unicode(cls(identity, model, blocks, added, parts, **common))
 
     @classmethod
-    def read(cls, directory: Path) -> Self | None:
+    def read(cls, directory: Path) -> TokenizerSummary | None:
         """Return the summary of the files in a directory; None: there are none.
 
         It may take a second: call it on a thread.
@@ -251,8 +253,9 @@ class TokenizerSummary:
             and all(isinstance(item, str) for item in (*texts, *(text for pair in names for text in pair)))
             and set(found.parts) <= set(PARTS)
             and set(found.special) <= set(SPECIAL_TOKENS)
-            and found.add_bos in (None, True, False)
+            and (found.add_bos is None or isinstance(found.add_bos, bool))
             and isinstance(found.is_reduced, bool)
+            and _is_unicode(value)
         )
         return found if is_one else None
 
@@ -285,6 +288,8 @@ class TokenizerSummary:
         by_id, by_content = {token.id: token for token in base.added}, {token.content: token for token in base.added}
         own = {token.id: token for token in self.added}
         for token in self.added:
+            if own[token.id] != token:
+                return f"gives the id {token.id:,} to two tokens, {token.content!r} and {own[token.id].content!r}"
             known, same = by_id.get(token.id), by_content.get(token.content)
             if known is not None and known.content != token.content:
                 return f"has the token {token.content!r} where the base has {known.content!r} (id {token.id:,})"
@@ -297,7 +302,8 @@ class TokenizerSummary:
             token = next(token for token in self.added if token.id not in by_id)
             return f"is in {ADDED_FILE} alone, which adds {token.content!r}"
         for name in PARTS:
-            if mine is not None and getattr(mine, name) != getattr(other, name) and name not in self.parts:
+            is_own = mine is not None and getattr(mine, name) != getattr(other, name)
+            if is_own and (name not in self.parts or len(_canonical(self.parts[name])) > MAX_PART_BYTES):
                 return f"has a {name.replace('_', '-')} of its own of more than {MAX_PART_BYTES:,} bytes"
         own_rules = ((name, _unserved_rule(name, part)) for name, part in self.reduced(base).parts.items())
         rule = next(((name, found) for name, found in own_rules if found is not None), None)
@@ -347,7 +353,7 @@ def _unserved_rule(name: str, part: Any) -> str | None:
         return f"more than {MAX_RULES} steps"
     for step in steps:
         kind = step.get("type") if isinstance(step, dict) else None
-        if kind not in _PLAIN_RULES[name]:
+        if not isinstance(kind, str) or kind not in _PLAIN_RULES[name]:
             return f"the step {kind!r}"
         pattern, content = step.get("pattern"), step.get("content", "")
         text = pattern.get("String") if isinstance(pattern, dict) else None
@@ -356,6 +362,21 @@ def _unserved_rule(name: str, part: Any) -> str | None:
         if kind == "Prepend" and len(str(step.get("prepend", ""))) > _MAX_PREPENDED:
             return "a long Prepend"
     return None
+
+
+def _in_unicode(found: TokenizerSummary) -> TokenizerSummary:
+    if not _is_unicode(json.loads(found.text())):
+        raise ValueError(f"{TOKENIZER_FILE}, {CONFIG_FILE} or {SPECIAL_FILE} has half of a surrogate pair")
+    return found
+
+
+def _is_unicode(value: Any) -> bool:
+    """Return whether all texts in a JSON value can be encoded: escapes may be half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _are_objects(found: TokenizerSummary) -> bool:

@@ -123,6 +123,7 @@ class Tokenizer:
         made._tokenizer = self._changed(summary)
         made._read_added()
         made._changed_ids = frozenset(token.id for token in summary.added)
+        made._check_post_processor()
         for token in summary.added:
             found = made._tokenizer.token_to_id(token.content)
             if found != token.id:
@@ -166,6 +167,22 @@ class Tokenizer:
         except BaseException as error:  # tokenizers raises bare Exception, and a panic isn't even one
             raise ConfigError(f"its rules can't be read: {str(error)[:200]}") from error
         return made
+
+    def _check_post_processor(self) -> None:
+        """Check that it puts tokens of this vocabulary around texts: its file says any ids.
+
+        Raises:
+            ConfigError: it puts another id there, or none.
+        """
+        try:
+            ids = {token_id for count in (1, 2) for token_id in self._joined([self._encode("", False)] * count, True)}
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of the library's isn't an Exception
+            raise ConfigError(f"its post-processor can't be used: {str(error)[:200]}") from error
+        unknown = next((token_id for token_id in sorted(ids) if self.id_to_token(token_id) is None), None)
+        if unknown is not None:
+            raise ConfigError(f"its post-processor puts the id {unknown:,} around texts, which no token has")
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)

@@ -235,3 +235,9 @@ def test_model_is_a_directory_before_a_name_on_the_hub(
     assert resolve_model_dir("org/base") == tmp_path / "org" / "base"
     with pytest.raises(ConfigError, match="The directory 'org/absent' doesn't exist, and hf:org/absent can't be"):
         resolve_model_dir("org/absent")
+
+
+@pytest.mark.parametrize("part", [None, "Q4_K_M"])
+def test_names_outside_of_repository_are_ignored(part: str | None) -> None:
+    names = ["../../a-Q4_K_M.gguf", "/etc/b-Q4_K_M.gguf", "c/../../d-Q4_K_M.gguf", "e-Q4_K_M.gguf"]
+    assert select(names, HubAddress("acme/x", None, part), None).names == ("e-Q4_K_M.gguf",)

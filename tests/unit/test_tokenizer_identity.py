@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ SLOW = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated",
         ("normalizer", {"type": "Prepend", "prepend": "a" * 9}, "a long Prepend"),
         ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 17}, "more than 16 steps"),
         ("post_processor", {"type": "Unknown"}, "the step 'Unknown'"),
+        ("normalizer", {"type": ["NFC"]}, "the step ['NFC']"),
         ("normalizer", replace_by({"String": " "}, "_"), ""),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}]}, ""),
     ],
@@ -138,6 +140,18 @@ def test_conflict_names_changed_part(definition: dict[str, Any], change: Change,
     assert found is not None
 
     assert re.search(words, found)
+
+
+def test_id_of_two_tokens_is_refused(definition: dict[str, Any]) -> None:
+    base, number = summary_of(definition), num_tokens(definition)
+    found = summary_of(changed(changed(definition, add("<|x|>", number)), add("<|y|>", number)))
+    assert f"gives the id {number:,} to two tokens, '<|x|>' and '<|y|>'" in (found.conflict(base) or "")
+
+
+def test_large_part_in_summary_is_refused(definition: dict[str, Any]) -> None:
+    base, own = summary_of(definition), summary_of(changed(definition, big_rules))
+    whole = replace(own, parts={**own.parts, "normalizer": changed(definition, big_rules)["normalizer"]})
+    assert "normalizer of its own of more than 65,536 bytes" in (whole.conflict(base) or "")
 
 
 def lower_case(value: dict[str, Any]) -> None:
@@ -176,6 +190,9 @@ def test_summary_is_read_back_from_text(definition: dict[str, Any]) -> None:
         '{"identity": {}}',
         '{"parts": []}',
         '{"special": {"x": "y"}}',
+        '{"special": {"eos_token": "\\ud800"}}',
+        '{"added": [[2147483648, "a", 0, 0, 0, 0, 0]]}',
+        '{"add_bos": 1}',
     ):
         assert TokenizerSummary.parse(text) is None
 
@@ -186,6 +203,7 @@ def test_summary_is_read_back_from_text(definition: dict[str, Any]) -> None:
         ({"tokenizer.json": b""}, "tokenizer.json isn't JSON"),
         ({"tokenizer.json": b"[]"}, "tokenizer.json isn't an object"),
         ({"tokenizer.json": b"{}"}, "tokenizer.json isn't a tokenizer"),
+        ({"tokenizer_config.json": b'{"eos_token": "\\ud800"}'}, "has half of a surrogate pair"),
         ({"tokenizer.json": b'{"model": {"vocab": {"a": 0}, "merges": 3}}'}, "tokenizer.json isn't a tokenizer"),
         (
             {"tokenizer_config.json": b'{"eos_token": "a"}', "special_tokens_map.json": b'{"eos_token": "b"}'},

@@ -81,6 +81,32 @@ def test_unknown_end_token_is_refused(make_model_dir: MakeDir, tmp_path: Path) -
         Tokenizer(path).with_differences(differences(tmp_path, path))
 
 
+ROBERTA = {"type": "RobertaProcessing", "trim_offsets": True, "add_prefix_space": False}
+TEXT_PIECE, OTHER_PIECE = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (ROBERTA | {"sep": ["<|eos|>", 1], "cls": ["<|eos|>", 99_999]}, "puts the id 99,999 around texts"),
+        (
+            {"type": "TemplateProcessing", "single": [TEXT_PIECE], "pair": [OTHER_PIECE] * 2}
+            | {"single": [OTHER_PIECE], "special_tokens": {}},
+            "its post-processor can't be used",
+        ),
+        (
+            {"type": "TemplateProcessing", "single": [TEXT_PIECE], "pair": [TEXT_PIECE, OTHER_PIECE]}
+            | {"single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "special_tokens": {}},
+            "its post-processor can't be used",
+        ),
+    ],
+)
+def test_post_processor_is_refused_with_unknown_ids(make_model_dir: MakeDir, rule: Any, words: str) -> None:
+    summary = TokenizerSummary(parts={"post_processor": rule}, is_reduced=True)
+    with pytest.raises(ConfigError, match=words):
+        Tokenizer(make_model_dir("byte_level")).with_differences(summary)
+
+
 def test_grammar_ends_with_own_token(make_model_dir: MakeDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model_dir("byte_level")
     base = Tokenizer(path)
