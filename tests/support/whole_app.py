@@ -205,7 +205,7 @@ def routes_of(app: FastAPI) -> tuple[Route, ...]:
     )
 
 
-CONSOLE = frozenset({"GET /", "GET /console", "GET /console/", "GET /console/assets/{release}/{file:path}"})
+CONSOLE = frozenset({"GET /", "GET /console", "GET /console/", "GET /console/assets/{release}/{file}"})
 """Pages, which are no part of the API."""
 
 
