@@ -46,6 +46,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from benchmarks.gpu import close, machine, prepared  # noqa: E402
 from benchmarks.gpu.machine import Machine  # noqa: E402
 from benchmarks.gpu.parts import BY_NAME, PARTS  # noqa: E402
+from benchmarks.gpu.sass import local_accesses  # noqa: E402
 from loraserve.engine.execution import gpu_runner  # noqa: E402
 from loraserve_kernels import ops  # noqa: E402
 from loraserve_kernels.common.quantized import QuantizedWeight  # noqa: E402
@@ -87,6 +88,7 @@ class Compiled:
         self.kernels: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.spills: list[str] = []
+        self.once: list[str] = []
 
     def launch(self, function: Any) -> Any:
         """What `kernel[grid]` returns: a call that compiles for its arguments."""
@@ -108,11 +110,17 @@ class Compiled:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        usage = {name: int(number) for name, number in USED.findall(text)}
-        if usage.get("STACK") or usage.get("LOCAL"):
-            self.spills.append(f"{kernel.name}: {usage}, {described(kernel)}"[:1200])
+
+            def read(what: str) -> str:
+                command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+                return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+            usage = {name: int(number) for name, number in USED.findall(read("-res-usage"))}
+            if not usage.get("STACK") and not usage.get("LOCAL"):
+                return
+            accesses, in_loops = local_accesses(read("-sass"))
+        words = f"{kernel.name}: {usage}, {accesses} loads and stores, {in_loops} of them in loops, {described(kernel)}"
+        (self.spills if in_loops or usage.get("LOCAL") else self.once).append(words[:1200])
 
 
 def cpu_seconds() -> float:
@@ -183,6 +191,7 @@ def run_part(name: str, shard: int, num_shards: int, capability: int) -> dict[st
             "kernels": compiled.kernels,
             "seconds": compiled.seconds,
             "spills": compiled.spills,
+            "once": compiled.once,
             "ends": dict(ends),
         }
 
@@ -254,8 +263,8 @@ def compile_engines(device: Machine, ends: Counter[str], shard: int, num_shards:
 def table(capability: str, found: Sequence[dict[str, Any]]) -> None:
     """Print each part's kernels, those that no part before it has, and the seconds of one core."""
     seen: set[str] = set()
-    print(f"| sm_{capability} | kernels | of these new | in memory | seconds | longest | cases |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(f"| sm_{capability} | kernels | of these new | in memory in loops | once | seconds | longest | cases |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in dict.fromkeys(one["part"].split("/")[0] for one in found):
         own = [one for one in found if one["part"].split("/")[0] == name]
         seconds: dict[str, float] = {}
@@ -267,6 +276,7 @@ def table(capability: str, found: Sequence[dict[str, Any]]) -> None:
             ends.update(one["ends"])
         print(
             f"| {name} | {len(seconds)} | {len(seconds.keys() - seen)} | {sum(len(one['spills']) for one in own)} | "
+            f"{sum(len(one['once']) for one in own)} | "
             f"{sum(seconds.values()):.0f} | {max(seconds.values(), default=0.0):.1f} | "
             f"{', '.join(f'{count} {end}' for end, count in ends.items())} |"
         )
@@ -277,7 +287,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", default="90", help="90 for an H100 or H200; several, separated by commas")
     parser.add_argument("--only", default="", help="parts of make gpu, separated by commas")
-    parser.add_argument("--check", action="store_true", help="keep nothing, and fail where registers are in memory")
+    parser.add_argument(
+        "--check", action="store_true", help="keep nothing, and fail where a loop has registers in memory"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--out", type=Path, default=prepared.CACHE, help="the packed file")
     parser.add_argument(
@@ -311,6 +323,7 @@ def main() -> int:
                     "kernels": {},
                     "seconds": {},
                     "spills": [f"{job}: the process ended with {done.returncode}"],
+                    "once": [],
                     "ends": {},
                 }
             return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
@@ -330,12 +343,16 @@ def main() -> int:
             table(capability, own)
             kernels |= {key for one in own for key in one["kernels"]}
         # candidates of tile sizes may: the clock says what they are worth
-        spills = sorted({text for one in found if one["part"] != "tune" for text in one["spills"]})
+        spills, once = (
+            sorted({text for one in found if one["part"].split("/")[0] != "tune" for text in one[name]})
+            for name in ("spills", "once")
+        )
         print(
             f"triton {triton.__version__}, capability {options.capability}: {len(kernels)} kernels in "
-            f"{time.monotonic() - started:.0f} s, {len(spills)} that keep registers in memory"
+            f"{time.monotonic() - started:.0f} s, {len(spills)} that keep registers in memory in a loop, "
+            f"{len(once)} that put some away once"
         )
-        for text in spills:
+        for text in (*spills, *once):
             print(f"- {text}")
         if options.check:
             return 1 if spills else 0

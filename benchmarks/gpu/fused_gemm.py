@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loraserve_kernels.common.quantized import QuantizedWeight
+from loraserve_kernels.gpu.device import registers, roomy
 from loraserve_kernels.gpu.gemm import gemm
 from loraserve_kernels.gpu.gemm.decode_gemm import arrive, part_of_sums, scaled, store_part, sum_of_parts
 from loraserve_kernels.gpu.lora.apply import shrink, site_widths
@@ -35,7 +36,7 @@ UNIT_BITS = tl.constexpr(8 * paged_layout.UNIT_BYTES)
 _LORA_PROGRAMS = 512
 # registers of a thread by warps and rows of a tile, for four programs at once or three: left alone,
 # some versions of the compiler aim at more programs, and keep registers in memory for it
-_MAX_REGISTERS = {(4, 16): 128, (4, 32): 168}
+_MAX_REGISTERS = {(4, 16): registers(4, 4), (4, 32): registers(4, 3)}
 
 
 def weight_only_linear_lora(
@@ -82,7 +83,7 @@ def weight_only_linear_lora(
         LORA_SPLIT_K=plan.split_k(site),
         LORA_BLOCK_M=plan.block_m,
         LORA_STAGES=2,
-        maxnreg=_MAX_REGISTERS.get((config.num_warps, config.block_m)),
+        maxnreg=roomy(_MAX_REGISTERS.get((config.num_warps, config.block_m)), registers(config.num_warps, 1)),
         **constants,
     )
     return out

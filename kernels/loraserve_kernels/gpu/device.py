@@ -16,11 +16,37 @@ For tests.
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
-MAX_REGISTERS = 65536 // (4 * 32 * PROGRAMS_PER_MULTIPROCESSOR)
-"""Registers of a thread that let so many programs of four warps run at once.
+# of a multiprocessor, and the most of a thread that are handed out in eights
+_REGISTERS = 65536
+_MAX_REGISTERS = 248
 
-Left alone, the compiler takes more for some kernels than they need.
-"""
+
+def registers(num_warps: int, num_programs: int) -> int:
+    """Return the registers of a thread that let so many programs of so many warps run at once.
+
+    Left alone, the compiler takes more for some kernels than they need.
+    """
+    return min(_MAX_REGISTERS, _REGISTERS // (32 * num_warps * num_programs) // 8 * 8)
+
+
+MAX_REGISTERS = registers(4, PROGRAMS_PER_MULTIPROCESSOR)
+"""Registers of a thread that let the programs of a persistent grid run at once."""
+
+
+@cache
+def is_hopper() -> bool:
+    """Return whether kernels are compiled for an H100, an H200 or a GH200."""
+    arch = 90 if INTERPRETED else triton.runtime.driver.active.get_current_target().arch
+    return isinstance(arch, int) and arch // 10 == 9
+
+
+def roomy(hopper: int | None, others: int) -> int | None:
+    """Return the bound of a thread's registers: the one for Hopper, or the one for other GPUs.
+
+    Tile sizes are chosen for Hopper. With its bounds, some versions of the compiler keep a register
+    or two in memory on others, whose shared memory has room for fewer programs anyway.
+    """
+    return hopper if is_hopper() else others
 
 
 @cache

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from loraserve_kernels.common.quantized import GROUP_SIZES, QuantizedWeight, zero_words
 from loraserve_kernels.errors import TensorMismatch
-from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS
+from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS, registers, roomy
 from loraserve_kernels.gpu.gemm.decode_gemm import decode_gemm_kernel
 from loraserve_kernels.gpu.gemm.prefill_gemm import prefill_gemm_kernel
 from loraserve_kernels.gpu.tuning import tuned
@@ -41,6 +41,8 @@ _MAX_PARTS = 16
 _MAX_TILES = 1 << 16
 # outputs of a program whose sums leave registers for four programs of four warps
 _SMALL_TILE = 32 * 64
+# of one of eight warps
+_WIDE_TILE = 64 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +156,19 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
 
 
 def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig) -> int | None:
-    """Return the registers of a thread that let four programs run at once; None: no bound.
+    """Return the registers that a thread may take; None: as the compiler thinks best.
 
     Left alone, some versions of the compiler aim at five programs of the small tiles with bytes,
     and keep registers in memory for it.
     """
-    is_small = config.num_warps == 4 and config.block_m * config.halves * config.block_n <= _SMALL_TILE
-    has_bytes = isinstance(weight, QuantizedWeight) and not weight.has_groups
-    return MAX_REGISTERS if is_small and has_bytes else None
+    if not isinstance(weight, QuantizedWeight) or weight.has_groups:
+        return None
+    num_outputs = config.block_m * config.halves * config.block_n
+    if config.num_warps == 4 and num_outputs <= _SMALL_TILE:
+        return roomy(MAX_REGISTERS, registers(4, 2))
+    if config.num_warps == 8 and num_outputs <= _WIDE_TILE:
+        return roomy(None, registers(8, 1))
+    return None
 
 
 def decode_config(num_rows: int, weight: QuantizedWeight | Tensor) -> DecodeConfig:
@@ -278,6 +285,7 @@ def _prefill(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tenso
         WIDEN=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=roomy(None, registers(8, 1)) if config.num_warps == 8 and weight.group_size == 32 else None,
         enable_fp_fusion=True,
     )
 

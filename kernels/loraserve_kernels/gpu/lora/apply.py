@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loraserve_kernels.common.modules import MODULE_INDEX, SITES
 from loraserve_kernels.errors import TensorMismatch
-from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS, num_programs
+from loraserve_kernels.gpu.device import INTERPRETED, MAX_REGISTERS, num_programs, registers, roomy
 from loraserve_kernels.gpu.lora.expand import expand_kernel
 from loraserve_kernels.gpu.lora.plan import BLOCK_K, HEADER, REPLACED_AT, SITE_INDEX, GpuLoraPlan
 from loraserve_kernels.gpu.lora.replace import replace_embedding_kernel, replace_kernel
@@ -245,7 +245,7 @@ def _expand(y: Tensor, plan: GpuLoraPlan, site: str, layer: int, bias: Tensor | 
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # widths that no known base has take what they need
-        maxnreg=MAX_REGISTERS if is_even else None,
+        maxnreg=roomy(MAX_REGISTERS, registers(4, 3)) if is_even else None,
         enable_fp_fusion=True,
     )
 

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from loraserve_kernels.errors import TensorMismatch
+from loraserve_kernels.gpu.device import registers, roomy
 from loraserve_kernels.gpu.sampling.draw import draw_kernel, search_kernel
 from loraserve_kernels.gpu.sampling.kernels import pick_kernel, scan_kernel, weigh_kernel
 from loraserve_kernels.gpu.sampling.sampling_rows import CHUNK, MAX_CANDIDATES, SamplingRows
@@ -132,6 +133,7 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
         MAX_CANDIDATES=MAX_CANDIDATES,
         CHUNK=CHUNK,
         num_warps=NUM_WARPS,
+        maxnreg=roomy(None, registers(NUM_WARPS, 1)),
         enable_fp_fusion=False,
     )
     draw_kernel[(num_rows,)](
@@ -177,6 +179,7 @@ def sample(logits: Tensor, rows: SamplingRows, tokens_out: Tensor, finite_out: T
         BLOCK_CHUNKS=block_chunks,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        maxnreg=roomy(None, registers(NUM_WARPS, 1)),
         enable_fp_fusion=False,
     )
 
