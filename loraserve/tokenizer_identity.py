@@ -150,6 +150,7 @@ class TokenizerSummary:
         special: special tokens by the names of `SPECIAL_TOKENS`, as far as they are named.
         add_bos: whether texts begin with ``bos_token``; None: the post-processor says.
         chat_templates: those of ``tokenizer_config.json``, by name.
+        decoder: hash of the rules by which tokens become text; empty: it isn't known.
         is_reduced: whether what isn't in it is the base's.
     """
 
@@ -161,6 +162,7 @@ class TokenizerSummary:
     special: Mapping[str, str] = field(default_factory=dict)
     add_bos: bool | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    decoder: str = ""
     is_reduced: bool = False
 
     @classmethod
@@ -201,6 +203,7 @@ class TokenizerSummary:
                 )
         parts = {name: definition.get(name) for name in PARTS}
         parts = {name: part for name, part in parts.items() if len(_canonical(part)) <= MAX_PART_BYTES}
+        common["decoder"] = _hash(_decoding(definition.get("decoder")))
         return _in_unicode(cls(identity, model, blocks, added, parts, **common))
 
     @classmethod
@@ -241,11 +244,12 @@ class TokenizerSummary:
                 value.get("special", {}),
                 value.get("add_bos"),
                 value.get("chat_templates", {}),
+                value.get("decoder", ""),
                 value.get("is_reduced", False),
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-        texts = [found.model, *found.blocks]
+        texts = [found.model, found.decoder, *found.blocks]
         names = [*found.special.items(), *found.chat_templates.items()] if _are_objects(found) else None
         is_one = (
             (identity is None) == (read_identity is None)
@@ -270,6 +274,7 @@ class TokenizerSummary:
             "special": dict(self.special),
             "add_bos": self.add_bos,
             "chat_templates": dict(self.chat_templates),
+            "decoder": self.decoder,
             "is_reduced": self.is_reduced,
         }
         return _canonical({name: item for name, item in value.items() if item not in (None, "", [], {}, False)})
@@ -328,6 +333,7 @@ class TokenizerSummary:
             special={name: token for name, token in self.special.items() if base.special.get(name) != token},
             add_bos=None if self.add_bos == base.add_bos else self.add_bos,
             chat_templates={},
+            decoder="",
             is_reduced=True,
         )
 
@@ -493,6 +499,22 @@ def _without_cosmetics(value: Any) -> Any:
         for name, item in value.items()
         if not (name in _COSMETIC and item in _COSMETIC[name])
     }
+
+
+def _decoding(rule: Any) -> Any:
+    """Return of a decoder what changes a text, whichever version of the library wrote it."""
+    if not isinstance(rule, dict):
+        return None
+    kind = rule.get("type")
+    if kind == "Sequence":
+        return [_decoding(step) for step in rule.get("decoders") or ()]
+    if kind == "ByteLevel":
+        # its settings are for texts that become tokens
+        return {"type": kind}
+    if kind == "Metaspace":
+        prepends = rule.get("prepend_scheme", "always" if rule.get("add_prefix_space", True) else "never")
+        return {"type": kind, "replacement": rule.get("replacement", "▁"), "prepends": prepends}
+    return rule
 
 
 def _added_around(processor: Any) -> Any:

@@ -171,6 +171,26 @@ def test_differences_hold_only_own_parts(definition: dict[str, Any]) -> None:
     assert TokenizerIdentity.of(applied) == TokenizerIdentity.of(value)
 
 
+@pytest.mark.parametrize(
+    ("mine", "other", "is_same"),
+    [
+        ({"type": "ByteLevel"}, {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}, True),
+        (
+            {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True},
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
+            True,
+        ),
+        ({"type": "Sequence", "decoders": [{"type": "Fuse"}]}, {"type": "Sequence", "decoders": []}, False),
+        ({"type": "ByteLevel"}, None, False),
+    ],
+)
+def test_decoders_are_compared_by_effect(definition: dict[str, Any], mine: Any, other: Any, is_same: bool) -> None:
+    found = [summary_of({**definition, "decoder": rule}) for rule in (mine, other)]
+    assert (found[0].decoder == found[1].decoder) == is_same
+    assert found[0].conflict(found[1]) is None
+    assert not found[0].reduced(found[1]).has_differences
+
+
 def test_summary_is_read_back_from_text(definition: dict[str, Any]) -> None:
     base = summary_of(definition)
     found = summary_of(changed(definition, add("<|new|>", lstrip=True)), tokenizer_config={"chat_template": "{{ 1 }}"})

@@ -74,7 +74,11 @@ def inspect_tokenizer(
     extras, template = _with_template(extras, own, known)
     kept = differences if differences.has_differences else None
     detail = _words(differences) if kept is not None else "the base's"
-    return replace(extras, tokenizer=kept), [_check(PASSED, "; ".join((detail, *template)))]
+    status = PASSED
+    if own.decoder and known.decoder and own.decoder != known.decoder:
+        status = WARNED
+        template.append("its rules for making text of tokens (the decoder) aren't the base's, which are used")
+    return replace(extras, tokenizer=kept), [_check(status, "; ".join((detail, *template)))]
 
 
 def _check(status: str, detail: str) -> dict[str, Any]:

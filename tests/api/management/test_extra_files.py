@@ -234,6 +234,15 @@ async def test_tokenizer_of_base_leaves_nothing(acme: httpx2.AsyncClient, push: 
     assert (await push(acme)).json()["digest"] == same["digest"]
 
 
+async def test_decoder_of_its_own_is_warned_of(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+    services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
+    definition = {**tokenizer_definition(), "decoder": {"type": "Fuse"}}
+    made = (await push(acme, extras={"tokenizer": summary(definition)})).json()
+    (check,) = [check for check in made["checks"] if check["name"] == "tokenizer"]
+    assert check["status"] == "warned"
+    assert "(the decoder) aren't the base's, which are used" in check["detail"]
+
+
 async def test_bad_tokenizers_are_refused_by_name(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
     services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
     definition = tokenizer_definition()
