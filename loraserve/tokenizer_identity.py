@@ -306,30 +306,37 @@ class TokenizerSummary:
         if mine is None and any(token.id not in by_id for token in self.added):
             token = next(token for token in self.added if token.id not in by_id)
             return f"is in {ADDED_FILE} alone, which adds {token.content!r}"
-        for name in PARTS:
-            is_own = mine is not None and getattr(mine, name) != getattr(other, name)
-            if is_own and (name not in self.parts or len(_canonical(self.parts[name])) > MAX_PART_BYTES):
-                return f"has a {name.replace('_', '-')} of its own of more than {MAX_PART_BYTES:,} bytes"
-        own_rules = ((name, _unserved_rule(name, part)) for name, part in self.reduced(base).parts.items())
-        rule = next(((name, found) for name, found in own_rules if found is not None), None)
-        if rule is not None:
-            return f"has a {rule[0].replace('_', '-')} of its own with {rule[1]}, which a version can't have"
         return None
+
+    def unserved_rules(self, base: Self) -> dict[str, str]:
+        """Return the rules that differ from the base's and that no version has: what is in them.
+
+        The base's are used in their place. Those of a GGUF file are loraserve's own words for what
+        llama.cpp names, and so differ from a folder's also where they do the same.
+        """
+        found = {}
+        for name in self._differing_parts(base):
+            if name not in self.parts or len(_canonical(self.parts[name])) > MAX_PART_BYTES:
+                found[name] = f"more than {MAX_PART_BYTES:,} bytes"
+            elif (rule := _unserved_rule(name, self.parts[name])) is not None:
+                found[name] = rule
+        return found
+
+    def _differing_parts(self, base: Self) -> list[str]:
+        mine, other = self.identity, base.identity
+        if mine is None or other is None:
+            return []
+        return [name for name in PARTS if getattr(mine, name) != getattr(other, name)]
 
     def reduced(self, base: Self) -> Self:
         """Return what of it differs from the base's, which it doesn't conflict with."""
-        known = {token.id: token for token in base.added}
-        mine, other = self.identity, base.identity
-        differing = {
-            name
-            for name in PARTS
-            if mine is not None and other is not None and getattr(mine, name) != getattr(other, name)
-        }
+        known, mine = {token.id: token for token in base.added}, self.identity
+        unserved = self.unserved_rules(base)
         return replace(
             self,
             blocks=(),
             added=tuple(token for token in self.added if mine is not None and known.get(token.id) != token),
-            parts={name: self.parts.get(name) for name in PARTS if name in differing},
+            parts={name: self.parts[name] for name in self._differing_parts(base) if name not in unserved},
             special={name: token for name, token in self.special.items() if base.special.get(name) != token},
             add_bos=None if self.add_bos == base.add_bos else self.add_bos,
             chat_templates={},

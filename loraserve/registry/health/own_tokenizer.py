@@ -74,11 +74,26 @@ def inspect_tokenizer(
     extras, template = _with_template(extras, own, known)
     kept = differences if differences.has_differences else None
     detail = _words(differences) if kept is not None else "the base's"
-    status = PASSED
-    if own.decoder and known.decoder and own.decoder != known.decoder:
-        status = WARNED
-        template.append("its rules for making text of tokens (the decoder) aren't the base's, which are used")
-    return replace(extras, tokenizer=kept), [_check(status, "; ".join((detail, *template)))]
+    unused = _unused(own, known)
+    if unused and is_strict:
+        raise AdapterBaseMismatch(
+            f"The adapter's tokenizer isn't {base.id}'s: {'; '.join(unused)}. This server accepts adapters of its own "
+            "base only (--strict-base).",
+            hint=_CURE,
+        )
+    status = WARNED if unused else PASSED
+    return replace(extras, tokenizer=kept), [_check(status, "; ".join((detail, *template, *unused)))]
+
+
+def _unused(own: TokenizerSummary, base: TokenizerSummary) -> list[str]:
+    """Return what of a tokenizer isn't used, in words."""
+    found = [
+        f"it has a {name.replace('_', '-')} of its own with {what}, which isn't used: the base's is"
+        for name, what in own.unserved_rules(base).items()
+    ]
+    if own.decoder and base.decoder and own.decoder != base.decoder:
+        found.append("its rules for making text of tokens (the decoder) aren't the base's, which are used")
+    return found
 
 
 def _check(status: str, detail: str) -> dict[str, Any]:

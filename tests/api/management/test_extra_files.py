@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import pytest
 
 from adapters_store import LocalStore
 from loraserve.adapters.digest import adapter_digest
@@ -234,13 +235,31 @@ async def test_tokenizer_of_base_leaves_nothing(acme: httpx2.AsyncClient, push: 
     assert (await push(acme)).json()["digest"] == same["digest"]
 
 
-async def test_decoder_of_its_own_is_warned_of(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"decoder": {"type": "Fuse"}}, "(the decoder) aren't the base's, which are used"),
+        (
+            {"pre_tokenizer": SPLIT},
+            "it has a pre-tokenizer of its own with the step 'Split', which isn't used: the base's is",
+        ),
+    ],
+)
+async def test_rules_that_are_not_used_are_named(
+    acme: httpx2.AsyncClient, push: Any, services: Services, rules: dict[str, Any], words: str
+) -> None:
     services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
-    definition = {**tokenizer_definition(), "decoder": {"type": "Fuse"}}
-    made = (await push(acme, extras={"tokenizer": summary(definition)})).json()
+    extras = {"tokenizer": summary({**tokenizer_definition(), **rules})}
+    made = (await push(acme, extras=extras)).json()
     (check,) = [check for check in made["checks"] if check["name"] == "tokenizer"]
-    assert check["status"] == "warned"
-    assert "(the decoder) aren't the base's, which are used" in check["detail"]
+    assert (check["status"], words in check["detail"]) == ("warned", True)
+    assert made["extra_files"] == []
+    services.registry.base_names.change((), is_strict=True)
+    refused = await push(acme, seed=1, extras=extras)
+    assert (refused.status_code, words in refused.text) == (422, True)
 
 
 async def test_bad_tokenizers_are_refused_by_name(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
