@@ -75,6 +75,7 @@ def test_adapters_answer_on_modelled_base_as_peft(config_class: type[PreTrainedC
         check_kinds(server, base, tmp_path, num_steps=3, kinds=COHERE_KINDS if is_cohere else NEOX_KINDS)
         with Client(server.url, api_key=server.make_tenant("chats")) as client:
             version = client.adapters.push(str(tmp_path / "lora"), name="lora")
+            assert set(version.target_modules) == set(KINDS["lora"]["target_modules"] if is_cohere else FUSED)
             assert version.certificate is not None
             assert version.certificate.verdict == "passed"
             answer = client.chat.completions.create(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
@@ -218,6 +218,18 @@ def modelled_names(base: BaseSpec) -> dict[str, str]:
     tails = Counter(path.rpartition(".")[2] for path in paths.values())
     named = {module: path.rpartition(".")[2] for module, path in paths.items()}
     return {module: tail if tails[tail] == 1 else paths[module] for module, tail in named.items()}
+
+
+def shown_modules(base: BaseSpec, modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that users know the modules by."""
+    names = modelled_names(base)
+    return tuple(names.get(module, module) for module in modules)
+
+
+def known_modules(base: BaseSpec, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that `shown_modules` returned the names of."""
+    modules = {name: module for module, name in modelled_names(base).items()}
+    return tuple(modules.get(name, name) for name in names)
 
 
 def module_name(base: BaseSpec, layer: int, module: str) -> str:

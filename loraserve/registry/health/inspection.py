@@ -13,7 +13,7 @@ from loraserve.adapters.compiler import Reserve, compile_adapter
 from loraserve.adapters.digest import adapter_digest
 from loraserve.adapters.extra_files import NO_EXTRA_FILES, ExtraFiles
 from loraserve.adapters.format.peft_format import Buffer, read_adapter
-from loraserve.adapters.format.tensor_names import modelled_names
+from loraserve.adapters.format.tensor_names import modelled_names, shown_modules
 from loraserve.adapters.ir import AdapterIR
 from loraserve.adapters.strict_json import shown
 from loraserve.adapters.validation import check_finite
@@ -74,7 +74,7 @@ def inspect_upload(
     return Inspected(
         digest=adapter_digest(adapter.config, adapter.tensors, pause=pause),
         rank=ir.rank,
-        target_modules=ir.target_modules,
+        target_modules=shown_modules(base, ir.target_modules),
         dtype=ir.dtype,
         checks=(
             _passed("format", f"{_kind(ir)}: {len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),

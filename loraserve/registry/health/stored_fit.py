@@ -9,6 +9,7 @@ from typing import Protocol
 
 from adapters_store.base import BlobStore
 from loraserve.adapters.compiler import open_adapter
+from loraserve.adapters.format.tensor_names import known_modules
 from loraserve.adapters.load_memory import LoadMemory
 from loraserve.errors import AdapterRejected, EngineUnavailable, StorageError
 from loraserve.limits import LIMITS
@@ -61,7 +62,7 @@ class StoredFit:
         if version.base_digest != base.digest or not self.doubts(
             base,
             rank=version.rank,
-            modules=version.target_modules,
+            modules=known_modules(base, version.target_modules),
             stored=version.dtype,
             size_bytes=version.size_bytes,
         ):
