@@ -16,6 +16,22 @@ def test_registers_leave_room_for_programs(num_warps: int, num_programs: int, mo
     assert most * 32 * num_warps * num_programs <= 65536
 
 
+class NoDriver:
+    @property
+    def active(self) -> SimpleNamespace:
+        raise RuntimeError("0 active drivers")
+
+
+def test_bound_is_hoppers_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(triton.runtime, "driver", NoDriver())
+    device.is_hopper.cache_clear()
+    try:
+        assert device.roomy(128, 248) == 128
+    finally:
+        device.is_hopper.cache_clear()
+
+
 @pytest.mark.parametrize(("arch", "bound"), [(90, 128), (80, 248), (100, 248), ("gfx942", 248)])
 def test_bound_is_hoppers_on_hopper_alone(arch: int | str, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=arch))
