@@ -118,17 +118,25 @@ async def test_an_error_is_the_askers_and_frees_the_thread() -> None:
 
 
 async def test_memory_is_given_back_once_after_large_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_threads, "_TRIM_DELAY_S", 0.02)
+    # longer than any test: it is given back when this one says so
+    monkeypatch.setattr(text_threads, "_TRIM_DELAY_S", 3600.0)
     given: list[str] = []
     monkeypatch.setattr(text_threads, "give_memory_back", lambda: given.append(threading.current_thread().name))
     threads = TextThreads(2)
     await threads.run("a", LONG, lambda: None)
-    await asyncio.sleep(0.06)
-    assert given == []
+    assert threads._trim_timer is None
+    await threads.run("a", 1 << 20, lambda: None)
+    timer = threads._trim_timer
+    assert timer is not None
     await asyncio.gather(*(threads.run("a", 1 << 20, lambda: None) for _ in range(4)))
-    await asyncio.sleep(0.2)
-    assert len(given) == 1
-    assert given[0].startswith("text")
+    assert threads._trim_timer is timer
+    assert given == []
+    timer.cancel()
+    threads._trim()
+    while not given:
+        await asyncio.sleep(0.005)
+    assert threads._trim_timer is None
+    assert [name.startswith("text") for name in given] == [True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
