@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -435,6 +436,13 @@ async def test_a_stream_is_stored_before_it_says_that_it_is_complete(client: htt
     final = events_of(await ask(client, stream=True))[-1]["response"]
     assert final["store"] is True
     assert (await client.get(f"/v1/responses/{final['id']}")).json() == final
+
+
+async def test_stored_response_ended_when_its_answer_says(client: httpx2.AsyncClient, services: Services) -> None:
+    # a second goes by between any two looks at the clock
+    services.clock = itertools.count(1_000_000).__next__
+    answer = await answer_of(client)
+    assert (await client.get(f"/v1/responses/{answer['id']}")).json() == answer
 
 
 async def test_what_isnt_to_be_stored_isnt(client: httpx2.AsyncClient, services: Services) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from loraserve.api.errors import openai_envelope
@@ -39,6 +40,11 @@ class ResponseAnswer:
     def final_status(self) -> str:
         return "incomplete" if self._turn.choices[0].finish_reason is FinishReason.LENGTH else "completed"
 
+    @cached_property
+    def _completed_at(self) -> int:
+        # of the first reading: what is stored is what is answered
+        return int(self._turn.context.services.clock())
+
     def in_progress(self) -> dict[str, Any]:
         """Return the response as its stream begins."""
         return self._response("in_progress", [])
@@ -52,7 +58,7 @@ class ResponseAnswer:
         response = self._response(status, self.output.items)
         return response | {
             "incomplete_details": details,
-            "completed_at": int(self._turn.context.services.clock()) if status == "completed" else None,
+            "completed_at": self._completed_at if status == "completed" else None,
             "usage": self._usage(),
         }
 
