@@ -92,7 +92,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What was fetched.
+    """Base or adapter in the cache.
 
     Attributes:
         path: a folder, or a GGUF file.

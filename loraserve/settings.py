@@ -31,7 +31,7 @@ from pydantic_settings import (
 
 from loraserve.config import UNBOUNDED_S, EngineConfig
 from loraserve.errors import ConfigError
-from loraserve.hub import HubAddress, fetch, is_hub
+from loraserve.hub import HubAddress, is_hub
 from loraserve.limits import (
     DEFAULT_EPHEMERAL_BYTES,
     DEFAULT_EPHEMERAL_TTL_S,
@@ -501,7 +501,7 @@ class Settings(BaseSettings):
             return path.stem
         return path.resolve().name if path.is_dir() else self.model
 
-    def engine_config(self, model_dir: str | Path) -> EngineConfig:
+    def engine_config(self, model_dir: str | Path, draft_dir: Path | None = None) -> EngineConfig:
         """Return the engine's configuration.
 
         The engine resolves ``auto``: the server's process knows no devices.
@@ -514,7 +514,8 @@ class Settings(BaseSettings):
                 "--adapter-dtype fp32 is for CPUs; a GPU holds adapters in at most 16 bits.",
                 hint="Leave --adapter-dtype out.",
             )
-        self._check_draft()
+        draft = draft_dir or self.draft_model
+        self._check_draft(draft)
         return EngineConfig(
             model_dir=str(Path(model_dir).absolute()),
             model_id=self.base_id,
@@ -537,7 +538,7 @@ class Settings(BaseSettings):
             max_inter_token_s=self._max_inter_token_s(),
             enable_prefix_cache=self.enable_prefix_cache,
             speculation=self.speculation,
-            draft_model_dir=self._draft_dir(),
+            draft_model_dir=None if draft is None else str(draft.absolute()),
             draft_quantize=self.quantize if self.draft_quantize == "auto" else self.draft_quantize,
             num_threads=self.num_threads,
             tensor_parallel=self.tensor_parallel,
@@ -554,25 +555,13 @@ class Settings(BaseSettings):
             case milliseconds:
                 return milliseconds / 1e3
 
-    def _draft_dir(self) -> str | None:
-        if self.draft_model is None:
-            return None
-        if is_hub(str(self.draft_model)):
-            found = fetch(HubAddress.parse(str(self.draft_model)), "base").path
-            if found.is_file():
-                raise ConfigError(
-                    f"--draft-model {self.draft_model} is a GGUF file; expected a base in Hugging Face's layout."
-                )
-            return str(found)
-        return str(self.draft_model.absolute())
-
-    def _check_draft(self) -> None:
+    def _check_draft(self, draft: Path | None) -> None:
         """Refuse a draft base that could never be asked.
 
         Raises:
             ConfigError: it is no directory, or another flag stands against it.
         """
-        if self.draft_model is None:
+        if draft is None:
             if self.draft_quantize != "auto":
                 raise ConfigError(
                     "--draft-quantize is for a draft base, and there is none.", hint="Give --draft-model too."
@@ -589,7 +578,7 @@ class Settings(BaseSettings):
                 hint="Leave --draft-model out, or use --device cpu.",
             )
         # a path that the system can't have is no directory either
-        if not is_hub(str(self.draft_model)) and not os.path.isdir(self.draft_model):
+        if not os.path.isdir(draft):
             raise ConfigError(
                 f"--draft-model {self.draft_model} isn't a directory; expected a base in Hugging Face's layout."
             )

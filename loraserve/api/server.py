@@ -39,7 +39,7 @@ from loraserve.db.session import Database
 from loraserve.engine_client.client import EngineClient
 from loraserve.engine_client.interface import EngineMaker
 from loraserve.errors import ConfigError
-from loraserve.model.checkpoint.source import resolve_model_dir
+from loraserve.model.checkpoint.source import local_draft_dir, resolve_model_dir
 from loraserve.registry.health.base_names import BaseNames
 from loraserve.registry.publishing.publisher import MAX_INSPECTIONS
 from loraserve.registry.registry import Registry
@@ -178,7 +178,8 @@ async def _make_services(settings: Settings, make_engine: EngineMaker) -> tuple[
     metrics = ServerMetrics()
     tracer = open_tracer(settings, metrics)
     model_dir = await asyncio.to_thread(resolve_model_dir, settings.model)
-    config = settings.engine_config(model_dir)
+    draft_dir = await asyncio.to_thread(local_draft_dir, settings.draft_model)
+    config = settings.engine_config(model_dir, draft_dir)
     tokenizer = Tokenizer(model_dir)
     base_defaults = await asyncio.to_thread(_base_defaults, settings, Path(model_dir))
     chat_format = ChatFormat(

@@ -18,7 +18,7 @@ from loraserve.cluster.options import ClusterOptions
 from loraserve.cluster.replica import EngineReplica
 from loraserve.cluster.routing.router import AffinityRouter
 from loraserve.config import EngineConfig
-from loraserve.model.checkpoint.source import resolve_model_dir
+from loraserve.model.checkpoint.source import local_draft_dir, resolve_model_dir
 from loraserve.settings import Settings
 
 APP_NAME = "loraserve"
@@ -79,7 +79,7 @@ def build(
         ConfigError: settings contradict each other.
         ModelError: there is no such model.
     """
-    config = settings.engine_config(resolve_model_dir(settings.model))
+    config = settings.engine_config(resolve_model_dir(settings.model), local_draft_dir(settings.draft_model))
     replica: Any = serve.deployment(
         parts.replica,
         name=ENGINE,

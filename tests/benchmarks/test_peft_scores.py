@@ -13,7 +13,8 @@ from benchmarks.synthetic import Adapters
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.model.checkpoint.loader import load_model
-from loraserve.model.reference_model import Subject, evaluate
+from loraserve.model.reference_model import evaluate
+from loraserve.model.reference_pass import Subject
 from loraserve_kernels.common.quantized import quantize
 
 TINY = SIZES["tiny"]

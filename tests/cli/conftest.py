@@ -7,14 +7,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import command_line
 import pytest
 from command_line import Done, environment
+from hub_server import running_hub
 from server_process import ADMIN_KEY, ServerProcess
 
 from loraserve import Client
@@ -50,48 +49,15 @@ def variables_for(server: ServerProcess) -> dict[str, str]:
     return {"LORASERVE_URL": server.url, "LORASERVE_API_KEY": ADMIN_KEY}
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub with the bundled adapters: ``/acme/STYLE/resolve/REVISION/FILE``."""
-
-    COMMIT = "c" * 40
-
-    def do_GET(self) -> None:
-        content = self._answer()
-        if content is not None:
-            self.wfile.write(content)
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> bytes | None:
-        parts = self.path.strip("/").split("/")
-        file = adapter_dirs().get(parts[1], Path("/nowhere")) / parts[-1] if len(parts) == 5 else Path("/nowhere")
-        if not file.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return None
-        content = file.read_bytes()
-        self.send_response(200)
-        for name, value in (("X-Repo-Commit", self.COMMIT), ("ETag", '"1"'), ("Content-Length", str(len(content)))):
-            self.send_header(name, value)
-        self.end_headers()
-        return content
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing: a test's output is the test's."""
-
-
 @pytest.fixture(scope="session")
 def hub() -> Iterator[str]:
-    """The URL of a `Hub` on this machine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """The URL of a hub on this machine with the bundled adapters: ``acme/STYLE``."""
+    files = {
+        f"acme/{style}": {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        for style, folder in adapter_dirs().items()
+    }
+    with running_hub(files) as hub:
+        yield hub.url
 
 
 @pytest.fixture(scope="session")

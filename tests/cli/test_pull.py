@@ -35,9 +35,7 @@ def variables(model_hub: Hub, tmp_path: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": model_hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def test_base_is_pulled_checked_and_served_by_its_address(
-    run_cli: Run, variables: dict[str, str], tmp_path: Path
-) -> None:
+def test_base_is_pulled_and_served_by_address(run_cli: Run, variables: dict[str, str], tmp_path: Path) -> None:
     pulled = run_cli("pull", "hf:acme/base@v1.0", "--format", "json", **variables)
     assert pulled.code == 0, pulled.stderr
     assert (pulled.json["kind"], pulled.json["revision"]) == ("base", COMMIT)
@@ -76,7 +74,7 @@ def test_adapter_of_a_folder_on_the_hub_is_pushed(
         ("hf:acme/base:Q4_K_M", "hf:acme/base:Q4_K_M has nothing named 'Q4_K_M'; it has no GGUF file"),
     ],
 )
-def test_pull_of_what_is_not_there_exits_2(run_cli: Run, variables: dict[str, str], address: str, message: str) -> None:
+def test_pull_of_absent_repository_exits_2(run_cli: Run, variables: dict[str, str], address: str, message: str) -> None:
     done = run_cli("pull", address, **variables)
     assert done.code == 2
     assert message in done.stderr

@@ -31,7 +31,7 @@ def test_pull_that_fails_says_why_and_exits_1(here: Run) -> None:
     assert begun.code == 0
     done = here("operation", "wait", begun.stdout.strip(), "--timeout", "30")
     assert done.code == 1
-    assert "has no file adapter_config.json" in done.stderr
+    assert "hf://acme/nobody can't be read: RepositoryNotFoundError" in done.stderr
 
 
 def test_pull_from_elsewhere_than_the_operator_allows_is_refused(here: Run) -> None:

@@ -168,7 +168,7 @@ def test_server_that_is_away_ends_no_training_and_the_advice_works(
     assert registry.adapters.version("late", 1).tags["step"] == "1"
 
 
-def test_checkpoint_is_kept_with_all_that_is_pushed(
+def test_checkpoint_is_kept_with_every_pushed_file(
     tmp_path: Path, make_callback: Callable[..., LoraservePushCallback]
 ) -> None:
     callback = make_callback("kept", base_url=f"http://127.0.0.1:{free_port()}")

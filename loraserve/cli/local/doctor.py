@@ -196,7 +196,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
     from loraserve.doctor.checks import Status, fail, ok, run, warn
     from loraserve.doctor.parallel import check_parallel
     from loraserve.doctor.server import Expected
-    from loraserve.model.checkpoint.source import local_model_dir
+    from loraserve.model.checkpoint.source import local_draft_dir, local_model_dir
     from loraserve.model.config.implementation import NATIVE, choose_implementation
     from loraserve.planning.base import plan_base
     from loraserve.planning.draft import plan_draft
@@ -215,7 +215,7 @@ def _model(settings: Settings, probed: TorchFacts | None, expected: list[Expecte
             "Give its directory.",
         )
         return
-    config = settings.engine_config(model_dir)
+    config = settings.engine_config(model_dir, local_draft_dir(settings.draft_model))
     gpu_bytes = probed.gpu_bytes if probed is not None else gpu_memory()
     device = config.device if config.device != "auto" else "cuda" if gpu_bytes and probed and probed.triton else "cpu"
     parallel = run("parallel", lambda: check_parallel(config, device, probed is None or probed.gloo))

@@ -123,7 +123,7 @@ def _make(
     disk_rate: str | None,
 ) -> CapacityPlan:
     from loraserve.errors import ConfigError
-    from loraserve.model.checkpoint.source import local_model_dir
+    from loraserve.model.checkpoint.source import local_draft_dir, local_model_dir
     from loraserve.planning import adapters as a
     from loraserve.planning.base import plan_base
     from loraserve.planning.base_formats import plan_formats
@@ -140,7 +140,8 @@ def _make(
     if stored not in kinds:
         raise ConfigError(f"--stored {stored}: expected one of {', '.join(kinds)}.")
     settings = Settings.load(**flags)
-    config = settings.engine_config(local_model_dir(Path(settings.model).expanduser()))
+    model_dir = local_model_dir(Path(settings.model).expanduser())
+    config = settings.engine_config(model_dir, local_draft_dir(settings.draft_model))
     device_bytes = None if device_memory is None else _size("--device-memory", device_memory)
     device = config.device
     if device_bytes is None and device != "cpu":

@@ -18,7 +18,7 @@ from loraserve.engine.verification.rounding_loss import add_loss, measure
 from loraserve.engine.verification.verification import BaseLogits, Verification
 from loraserve.errors import AdapterNumerics, AdapterUnavailable, InvariantViolation, error_from_code
 from loraserve.memory.loading.base_weights import background_compute
-from loraserve.model.reference_model import Evaluation
+from loraserve.model.reference_pass import Evaluation
 from loraserve.types import BaseSpec, Certificate
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loraserve.adapters.ir import AdapterIR
-from loraserve.model.reference_model import Evaluation
+from loraserve.model.reference_pass import Evaluation
 from loraserve.types import BaseSpec, Certificate
 
 SumsT = TypeVar("SumsT", "_TokenSums", "_RoundSums")

@@ -28,7 +28,8 @@ from loraserve.limits import MIB
 from loraserve.memory.loading.base_weights import background_compute
 from loraserve.memory.loading.load import read_blobs
 from loraserve.memory.loading.lowering import with_saved_base
-from loraserve.model.reference_model import Evaluation, ReferenceBase, Stopped, Subject, evaluate
+from loraserve.model.reference_model import ReferenceBase, evaluate
+from loraserve.model.reference_pass import Evaluation, Stopped, Subject
 from loraserve.types import AdapterRef, BaseSpec
 
 ResultT = TypeVar("ResultT")

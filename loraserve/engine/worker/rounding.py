@@ -30,7 +30,8 @@ from loraserve.limits import GIB, MIB
 from loraserve.model.checkpoint.blueprint import context_len
 from loraserve.model.checkpoint.original import OriginalBase
 from loraserve.model.config.model_config import read_config
-from loraserve.model.reference_model import ReferenceBase, Subject, evaluate
+from loraserve.model.reference_model import ReferenceBase, evaluate
+from loraserve.model.reference_pass import Subject
 from loraserve.text.passage import PASSAGE
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.types import FinishReason, RequestId, RoundingCost

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -236,32 +236,21 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
 
 def _load(config: EngineConfig, progress: Progress, group: RankGroup | None) -> Decoder | ModelledBase:
     """Load the base."""
-    model_dir, dtype = Path(config.model_dir), getattr(torch, config.dtype)
+    asked: dict[str, Any] = {
+        "model_id": config.model_id,
+        "dtype": getattr(torch, config.dtype),
+        "quantize": config.quantize,
+        "activation_dtype": config.activation_dtype,
+        "device": config.device,
+        "max_model_len": config.max_model_len,
+        "progress": progress,
+    }
     if config.model_impl == NATIVE:
-        return load_model(
-            model_dir,
-            model_id=config.model_id,
-            dtype=dtype,
-            quantize=config.quantize,
-            activation_dtype=config.activation_dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            progress=progress,
-            member=None if group is None else group.member,
-        )
+        return load_model(Path(config.model_dir), **asked, member=None if group is None else group.member)
     # imports transformers, which other bases don't need
     from loraserve.model.modelling.loading import load_modelled
 
-    return load_modelled(
-        model_dir,
-        model_id=config.model_id,
-        dtype=dtype,
-        quantize=config.quantize,
-        activation_dtype=config.activation_dtype,
-        device=config.device,
-        max_model_len=config.max_model_len,
-        progress=progress,
-    )
+    return load_modelled(Path(config.model_dir), **asked)
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

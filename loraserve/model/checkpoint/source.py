@@ -27,6 +27,17 @@ def local_model_dir(path: Path) -> Path:
     return path if file is None else gguf_folder(file)
 
 
+def local_draft_dir(path: Path | None) -> Path | None:
+    """Return the path of a draft base, fetched first where ``hf:`` names it; None: there is none.
+
+    Raises:
+        ConfigError: as `HubAddress.parse` and `fetch`.
+    """
+    if path is None or not is_hub(str(path)):
+        return path
+    return fetch(HubAddress.parse(str(path)), "base").path
+
+
 def resolve_model_dir(model: str) -> Path:
     """Return the absolute path of the directory that holds the model's ``config.json``.
 
@@ -52,7 +63,7 @@ def resolve_model_dir(model: str) -> Path:
     try:
         return _with_config(local_model_dir(Path(f"hf:{model}")), model)
     except ConfigError as error:
-        raise ConfigError(f"The directory {model!r} doesn't exist, and {error}", hint=error.hint) from error
+        raise ConfigError(f"The directory {model!r} doesn't exist, and {error.message}", hint=error.hint) from error
 
 
 def _could_be_on_hub(model: str) -> bool:

@@ -55,7 +55,7 @@ class Attending(Protocol):
 
 
 class Attention:
-    """What the attention modules of one model hold: how the pass that runs attends.
+    """Holder in the attention modules of one model: how the pass that runs attends.
 
     Attributes:
         attending: None: no pass runs.

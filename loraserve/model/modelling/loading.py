@@ -45,8 +45,8 @@ from loraserve.model.layers.linears import Linear, quantize_weight
 from loraserve.model.modelling.conversions import Conversions
 from loraserve.model.modelling.first_batch import check_first_batch
 from loraserve.model.modelling.modelled_base import ModelledBase
+from loraserve.model.modelling.modelled_pass import Current, ReferenceEmbedding, ReferenceHead, ReferenceLinear
 from loraserve.model.modelling.modules import AdaptedEmbedding, AdaptedHead, AdaptedLinear, RunningStep
-from loraserve.model.modelling.reference_pass import Current, ReferenceEmbedding, ReferenceHead, ReferenceLinear
 from loraserve.model.modelling.skeleton import (
     Skeleton,
     build_skeleton,
@@ -336,8 +336,9 @@ class _Loader:
         made = set(self._conversions.gathered.values())
         self._check_floats(tensors, set(plain))
         needed = set(self._sinks) | {name for name, _ in model.named_parameters() if name in plain and name not in made}
-        # tensors that are merged give several names of the model
-        missing = [name for name in needed if name not in tensors and not made]
+        # merged tensors give several names of the model, of which the first alone is known; none is
+        # a linear's
+        missing = [name for name in needed if name not in tensors and (not made or name in self._sinks)]
         if missing:
             raise MissingTensor(
                 f"The checkpoint lacks {_listed(sorted(missing))}; transformers' {name_of_model} with this "

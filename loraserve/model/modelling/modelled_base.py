@@ -13,10 +13,10 @@ from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.embedding import EmbeddingTable, table_rows
 from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.modelling.attention import PagedAttending
+from loraserve.model.modelling.modelled_pass import Current, ModelledPass
 from loraserve.model.modelling.modules import RunningStep
-from loraserve.model.modelling.reference_pass import Current, ModelledPass
 from loraserve.model.modelling.skeleton import Skeleton
-from loraserve.model.reference_model import Evaluation, Subject
+from loraserve.model.reference_pass import Evaluation, Subject
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.arithmetic import ActivationRounding

@@ -16,7 +16,7 @@ from loraserve_kernels.ops import apply_embedding_lora, apply_lora
 
 @dataclass(slots=True)
 class RunningStep:
-    """What modules know of the step that runs.
+    """State of the step that runs, as modules read it.
 
     Attributes:
         inputs: None: no step runs.

@@ -25,7 +25,7 @@ class BaseTokenizer(Protocol):
 
     @property
     def summary(self) -> TokenizerSummary | None:
-        """What it is like; None: its files can't be read."""
+        """Summary of it; None: its files can't be read."""
         ...
 
     def with_differences(self, summary: TokenizerSummary) -> object:

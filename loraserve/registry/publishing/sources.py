@@ -26,13 +26,8 @@ from loraserve.errors import (
     StorageError,
     UnsupportedParameter,
 )
+from loraserve.hub import HubAddress, is_hub
 
-_HUB = re.compile(
-    # A revision is a branch, a tag or a commit. Anyone can propose what lies below refs/
-    # (refs/pr/N), so that is refused.
-    r"hf://(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(@(?!refs(/|$))(?P<revision>[\w][\w./-]{0,127}))?",
-    re.ASCII,
-)
 _MAX_REDIRECTS = 8
 _TIMEOUT = httpx2.Timeout(30.0, connect=10.0)
 _EXPECTED = "Expected hf://ORG/NAME, hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX."
@@ -71,15 +66,15 @@ def parse_source(text: str) -> Source:
         InvalidRequest: the text isn't such an address.
         UnsupportedParameter: the package that reads this kind of source isn't installed.
     """
-    match = _HUB.fullmatch(text)
-    if match is not None and ".." not in text:
+    found = _hub_address(text)
+    if found is not None:
         if find_spec("huggingface_hub") is None:
             raise UnsupportedParameter(
                 "This server can't read the hub.",
                 param="source",
                 hint='On the server, run: pip install "loraserve[hub]"',
             )
-        return _Repository(match["repo"], match["revision"])
+        return _Repository(found.repo, found.revision)
     try:
         bucket, prefix = bucket_of(text)
     except ConfigError:
@@ -90,6 +85,25 @@ def parse_source(text: str) -> Source:
         )
     # normalized, because the operator's patterns are compared with it
     return _Folder(f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}")
+
+
+def _hub_address(text: str) -> HubAddress | None:
+    """Return a whole repository of an organisation; None: the text is nothing of the hub's.
+
+    Raises:
+        InvalidRequest: it is another address there. Anyone can propose what lies below refs/
+            (refs/pr/N), so that is one.
+    """
+    if not is_hub(text):
+        return None
+    try:
+        found = HubAddress.parse(text)
+    except ConfigError as error:
+        raise InvalidRequest("The source can't be parsed.", param="source", hint=_EXPECTED) from error
+    is_proposed = found.revision is not None and re.match(r"refs(/|$)", found.revision) is not None
+    if found.part is not None or "/" not in found.repo or is_proposed:
+        raise InvalidRequest("The source can't be parsed.", param="source", hint=_EXPECTED)
+    return found
 
 
 def check_allowed(source: Source, patterns: Sequence[str]) -> None:

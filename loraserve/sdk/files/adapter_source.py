@@ -1,4 +1,4 @@
-"""Where an adapter to be pushed lies: a directory, a GGUF file, the hub, or MLflow."""
+"""Source of an adapter to be pushed: a directory, a GGUF file, the hub, or MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a version's tokenizer has beside the base's.
+"""Blobs with what a version's tokenizer has beside the base's.
 
 Revision: 0016
 Follows: 0015

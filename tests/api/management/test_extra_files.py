@@ -248,7 +248,7 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "i
         ),
     ],
 )
-async def test_rules_that_are_not_used_are_named(
+async def test_unused_tokenizer_rules_are_named(
     acme: httpx2.AsyncClient, push: Any, services: Services, rules: dict[str, Any], words: str
 ) -> None:
     services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())

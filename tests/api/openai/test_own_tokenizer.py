@@ -220,7 +220,7 @@ async def test_tokens_beyond_rows_are_refused(
         await publish("sql", tokenizer=summary_of(files_of(model_dir)))
 
 
-async def test_sum_of_other_tokenizers_is_refused(
+async def test_sum_of_two_tokenizers_is_refused(
     client: httpx2.AsyncClient, own: str, publish: Callable[..., Any], model_dir: Path
 ) -> None:
     def rename(value: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ async def test_stored_differences_are_kept_in_bounds(
     assert await services.version_chats.tokenizer(adapter) is engine.seen[0].tokenizer
 
 
-async def test_target_with_other_tokenizer_takes_no_prompt(
+async def test_target_with_own_tokenizer_takes_no_prompt(
     client: httpx2.AsyncClient, own: str, services: Services, acme: Any
 ) -> None:
     one, two = [await services.registry.resolve(acme.caller.tenant, parse_model(name, BASE)) for name in (own, "sql@1")]

@@ -438,7 +438,7 @@ async def test_a_stream_is_stored_before_it_says_that_it_is_complete(client: htt
     assert (await client.get(f"/v1/responses/{final['id']}")).json() == final
 
 
-async def test_stored_response_ended_when_its_answer_says(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_stored_response_has_time_of_answer(client: httpx2.AsyncClient, services: Services) -> None:
     # a second goes by between any two looks at the clock
     services.clock = itertools.count(1_000_000).__next__
     answer = await answer_of(client)

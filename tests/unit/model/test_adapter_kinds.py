@@ -26,7 +26,8 @@ from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.loading.lowering import with_saved_base
 from loraserve.model.decoder import Decoder
 from loraserve.model.layers.linears import JoinedLinear, make_linear, quantize_weight
-from loraserve.model.reference_model import Subject, evaluate
+from loraserve.model.reference_model import evaluate
+from loraserve.model.reference_pass import Subject
 from loraserve.types import AdapterRef, Digest, TenantId
 from loraserve_kernels.common.formats import rotation_block
 from loraserve_kernels.common.quantized import quantize

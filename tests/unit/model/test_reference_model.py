@@ -18,15 +18,8 @@ from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.errors import InvariantViolation
-from loraserve.model.reference_model import (
-    Evaluation,
-    ReferenceBase,
-    Stopped,
-    Subject,
-    _FormulaPass,
-    evaluate,
-    invocation_start,
-)
+from loraserve.model.reference_model import ReferenceBase, _FormulaPass, evaluate
+from loraserve.model.reference_pass import Evaluation, Stopped, Subject, invocation_start
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.arithmetic import ActivationRounding
 from loraserve_kernels.common.rotation import rotate

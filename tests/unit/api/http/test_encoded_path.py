@@ -65,7 +65,7 @@ def test_model_takes_plain_slashes_too() -> None:
     assert matched(f"/models/{MODEL}", "/models/Qwen/My-LoRA@3") == "Qwen/My-LoRA@3"
 
 
-def test_path_without_encoding_stays_as_it_is() -> None:
+def test_path_without_encoding_stays_unchanged() -> None:
     scope: dict[str, Any] = {"path": "/root/x", "raw_path": b"/x"}
     keep_encoded_slashes(scope)
     assert scope["path"] == "/root/x"

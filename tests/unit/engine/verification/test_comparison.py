@@ -10,7 +10,7 @@ import torch
 from loraserve.adapters.ir import AdapterIR, ModuleIR, TensorView
 from loraserve.engine.probe import NUM_DECODED
 from loraserve.engine.verification.comparison import Answers, Noise, judge, probe_sequences, spread_of
-from loraserve.model.reference_model import Evaluation, invocation_start
+from loraserve.model.reference_pass import Evaluation, invocation_start
 from loraserve.types import BaseSpec, Certificate
 
 

@@ -26,7 +26,8 @@ from loraserve.engine.verification import reference_evaluator as module
 from loraserve.engine.verification.reference_evaluator import Reference, ReferenceEvaluator
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import AdapterCorrupt
-from loraserve.model.reference_model import Evaluation, ReferenceBase, Stopped, Subject
+from loraserve.model.reference_model import ReferenceBase
+from loraserve.model.reference_pass import Evaluation, Stopped, Subject
 from loraserve.types import BaseSpec, Digest
 
 from ..conftest import World

@@ -38,7 +38,8 @@ from loraserve.engine_client.messages import VerifyReply
 from loraserve.limits import LIMITS
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.kv.prefix_cache import Activation
-from loraserve.model.reference_model import Evaluation, ReferenceBase, Subject
+from loraserve.model.reference_model import ReferenceBase
+from loraserve.model.reference_pass import Evaluation, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.common.plan import make_plan
 from loraserve_kernels.cpu.lora.layout import LoraModule

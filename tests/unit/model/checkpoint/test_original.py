@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from loraserve.model.checkpoint.original import OriginalBase
-from loraserve.model.reference_model import Subject, evaluate
+from loraserve.model.reference_model import evaluate
+from loraserve.model.reference_pass import Subject
 
 from ..conftest import CONFIGS, build_model, random_tokens, reference_logits, save_model
 from ..stored_quantized import WIDE, group, save_compressed, save_nf4

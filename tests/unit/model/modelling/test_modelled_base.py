@@ -24,7 +24,8 @@ from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.model.inputs import PooledRows
 from loraserve.model.modelling.modelled_base import ModelledBase
-from loraserve.model.reference_model import Subject, evaluate
+from loraserve.model.reference_model import evaluate
+from loraserve.model.reference_pass import Subject
 from loraserve.registry.health.inspection import inspect_upload
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
@@ -234,6 +235,16 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
     save("PhiForCausalLM", tmp_path / "base")
     edit_json(tmp_path / "base/config.json", num_hidden_layers=4)
     with pytest.raises(MissingTensor, match=r"layers\.3"):
+        load(tmp_path / "base")
+
+
+def test_missing_linear_is_named_beside_merged_experts(tmp_path: Path) -> None:
+    save("DeepseekV3ForCausalLM", tmp_path / "base")
+    (file,) = (tmp_path / "base").glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.1.self_attn.o_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(MissingTensor, match=r"layers\.1\.self_attn\.o_proj\.weight"):
         load(tmp_path / "base")
 
 

@@ -16,12 +16,12 @@ from loraserve.errors import InvariantViolation
 from loraserve.model.layers.linears import Linear
 from loraserve.model.modelling.attention import Heads, attend_densely
 from loraserve.model.modelling.skeleton import Skeleton
-from loraserve.model.reference_model import ReferencePass, ReferenceWeights, Subject
+from loraserve.model.reference_pass import ReferencePass, ReferenceWeights, Subject
 from loraserve.types import BaseSpec
 
 
 class EvaluatedBase(ReferenceWeights, Protocol):
-    """What the pass reads of the base; `ModelledBase` is it."""
+    """Base as the pass reads it; `ModelledBase` is one."""
 
     spec: BaseSpec
     embedding_scale: float
