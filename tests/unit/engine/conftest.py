@@ -8,9 +8,10 @@ import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -303,9 +304,38 @@ def store_adapter(store: BlobStore, directory: Path) -> AdapterRef:
     )
 
 
+def save_world(root: Path, base: Any, adapters: Mapping[str, Mapping[str, Any]]) -> World:
+    """Save a base and random adapters of it below `root`, and store them.
+
+    Args:
+        base: transformers' model.
+        adapters: fields of PEFT's config of each, by name.
+    """
+    import peft
+
+    base.save_pretrained(root / "base")
+    write_tokenizer(root / "base")
+    store_url = f"file://{root}/blobs"
+    store = open_store(store_url)
+    model: peft.PeftModel | None = None
+    refs = {}
+    for name, options in adapters.items():
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        if model is None:
+            model = peft.get_peft_model(base, lora, adapter_name=name)
+        else:
+            model.add_adapter(name, lora)
+        for key, parameter in model.named_parameters():
+            if f".{name}." in key:
+                torch.nn.init.normal_(parameter.data, std=0.2)
+        model.save_pretrained(str(root / "adapters"), selected_adapters=[name])
+        refs[name] = store_adapter(store, root / "adapters" / name)
+    assert model is not None
+    return World(root / "base", store_url, refs, model.eval())
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    import peft
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -322,23 +352,4 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         eos_token_id=None,
         initializer_range=0.3,
     )
-    base = transformers.LlamaForCausalLM(config).eval()
-    base.save_pretrained(root / "base")
-    write_tokenizer(root / "base")
-    store_url = f"file://{root}/blobs"
-    store = open_store(store_url)
-    model: peft.PeftModel | None = None
-    refs = {}
-    for name, options in ADAPTERS.items():
-        lora = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-        if model is None:
-            model = peft.get_peft_model(base, lora, adapter_name=name)
-        else:
-            model.add_adapter(name, lora)
-        for key, parameter in model.named_parameters():
-            if f".{name}." in key:
-                torch.nn.init.normal_(parameter.data, std=0.2)
-        model.save_pretrained(str(root / "adapters"), selected_adapters=[name])
-        refs[name] = store_adapter(store, root / "adapters" / name)
-    assert model is not None
-    return World(root / "base", store_url, refs, model.eval())
+    return save_world(root, transformers.LlamaForCausalLM(config).eval(), ADAPTERS)

@@ -5,19 +5,16 @@ step, a prefix or too little memory changes no token. transformers and PEFT are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
 
-from adapters_store import open_store
 from loraserve.engine.engine import Engine
 from loraserve.engine.worker.startup import build_engine
 
-from .conftest import World, store_adapter, write_tokenizer
+from .conftest import World, save_world
 from .test_engine import add, prompts, run
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -62,24 +59,8 @@ def modelled_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
                 parameter.copy_(torch.randn(parameter.shape) * 0.2)
             else:
                 parameter.add_(torch.randn(parameter.shape) * 0.1)
-    model.save_pretrained(root / "base")
-    write_tokenizer(root / "base")
-    store_url = f"file://{root}/blobs"
-    adapted: peft.PeftModel | None = None
-    refs = {}
-    for name, settings in (("first", {"r": 8, "lora_alpha": 16}), ("second", {"r": 3, "use_rslora": True})):
-        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **settings)
-        if adapted is None:
-            adapted = peft.get_peft_model(model, lora, adapter_name=name)
-        else:
-            adapted.add_adapter(name, lora)
-        for key, parameter in adapted.named_parameters():
-            if f".{name}." in key:
-                torch.nn.init.normal_(parameter.data, std=0.2)
-        adapted.save_pretrained(str(root / "adapters"), selected_adapters=[name])
-        refs[name] = store_adapter(open_store(store_url), Path(root / "adapters" / name))
-    assert adapted is not None
-    return World(root / "base", store_url, refs, adapted.eval())
+    ranks: dict[str, dict[str, Any]] = {"first": {"r": 8, "lora_alpha": 16}, "second": {"r": 3, "use_rslora": True}}
+    return save_world(root, model, {name: {"target_modules": targets, **one} for name, one in ranks.items()})
 
 
 @pytest.fixture
