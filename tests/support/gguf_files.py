@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from torch import Tensor
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -72,7 +72,7 @@ def write_gguf(
         extra: more tensors, by their names in the file.
     """
     config = model.config
-    name = _ARCHITECTURES[config.model_type]
+    name = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, name)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -245,7 +245,7 @@ def write_gguf_adapter(
         form: type of the factors' numbers: F32, F16 or Q8_0, which rows of 32 have.
         metadata: more strings, or other ones; None of a value leaves the key out.
     """
-    name = _ARCHITECTURES[config.model_type]
+    name = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, name)
     strings = {"general.type": "adapter", "adapter.type": "lora", **(metadata or {})}
     for key, value in strings.items():
