@@ -144,28 +144,30 @@ def _decode(x: Tensor, weight: QuantizedWeight | Tensor, bias: Tensor | None, ou
     if parts > 1:
         planes, counters = _planes(x, tiles, parts, config), _counters(x.device)
     tensors, numbers, constants = _decode_launch(x, weight, bias, out, in_features, config)
+    is_even = out.shape[1] % config.block_n == 0
     decode_gemm_kernel[(tiles * parts,)](
         *tensors,
         planes,
         counters,
         *numbers,
-        EVEN_N=out.shape[1] % config.block_n == 0,
-        maxnreg=_max_registers(weight, config),
+        EVEN_N=is_even,
+        maxnreg=_max_registers(weight, config, is_even),
         **constants,
     )
 
 
-def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig) -> int | None:
+def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig, is_even: bool) -> int | None:
     """Return the registers that a thread may take; None: as the compiler thinks best.
 
     Left alone, some versions of the compiler aim at five programs of the small tiles with bytes,
-    and keep registers in memory for it.
+    and keep registers in memory for it. Widths that no known base has need masks (not is_even), and
+    more registers.
     """
     if not isinstance(weight, QuantizedWeight) or weight.has_groups:
         return None
     num_outputs = config.block_m * config.halves * config.block_n
     if config.num_warps == 4 and num_outputs <= _SMALL_TILE:
-        return roomy(MAX_REGISTERS, registers(4, 2))
+        return roomy(MAX_REGISTERS if is_even else registers(4, 3), registers(4, 2))
     if config.num_warps == 8 and num_outputs <= _WIDE_TILE:
         return roomy(None, registers(8, 1))
     return None

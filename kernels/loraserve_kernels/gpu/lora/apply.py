@@ -43,9 +43,11 @@ EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(256, 4, 2), 32: Kern
 NARROW_EXPAND_CONFIGS: dict[int, KernelConfig] = {16: KernelConfig(128, 4, 2), 32: KernelConfig(64, 4, 2)}
 """Tile sizes by block_m.
 
-A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have one part:
+A block is columns of x (shrink) or of y (expand; narrow where y is float32 or sums have few parts:
 twice as many columns would spill there).
 """
+
+FEW_PARTS = {16: 1, 32: 4}
 
 REPLACE_EMBEDDING_CONFIG = KernelConfig(128, 4, 2)
 REPLACE_CHUNK = 1024
@@ -59,7 +61,8 @@ def shrink_config(block_m: int, in_features: int) -> KernelConfig:
 
 def expand_config(block_m: int, split: int, y_dtype: torch.dtype, widths: Sequence[int] = ()) -> KernelConfig:
     """Return expand's tile sizes for rows of a tile, parts of a sum, the dtype and slices of y."""
-    config = (NARROW_EXPAND_CONFIGS if y_dtype == torch.float32 or split == 1 else EXPAND_CONFIGS)[block_m]
+    is_narrow = y_dtype == torch.float32 or split <= FEW_PARTS[block_m]
+    config = (NARROW_EXPAND_CONFIGS if is_narrow else EXPAND_CONFIGS)[block_m]
     name = "fp32" if y_dtype == torch.float32 else "16"
     return tuned("expand", f"{'+'.join(str(width) for width in widths if width)}/{name}/{block_m}", config)
 
@@ -149,6 +152,8 @@ def _shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
         WIDEN=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        # left alone, Triton 3.9 aims at seven programs of small tiles, and keeps registers in memory for it
+        maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
     )
 
