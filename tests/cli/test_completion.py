@@ -19,8 +19,12 @@ from loraserve import Client
 
 from .conftest import variables_for
 
+COMMAND = "from loraserve.cli.main import main; main()"
+PATIENT = f"from loraserve.cli.adapters import completion; completion.MAX_WAIT_S = 30.0; {COMMAND}"
+"""The command line, and one that waits for its server however busy the machine is."""
 
-def ask(shell: str, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+
+def ask(shell: str, line: str, code: str = PATIENT, **variables: str) -> subprocess.CompletedProcess[str]:
     """Ask what may stand at the end of a line, as the script of this shell does."""
     words = line.split(" ")
     asked = {
@@ -28,7 +32,6 @@ def ask(shell: str, line: str, **variables: str) -> subprocess.CompletedProcess[
         "zsh": {"_TYPER_COMPLETE_ARGS": line},
         "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
     }[shell]
-    code = "from loraserve.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-P", "-c", code],
         capture_output=True,
@@ -79,10 +82,10 @@ def test_server_that_is_away_or_hangs_is_silent_and_soon_over(unused_tcp_port: i
         listener.listen()
         hangs = away | {"LORASERVE_URL": f"http://127.0.0.1:{listener.getsockname()[1]}"}
         began = time.monotonic()
-        ask("bash", "loraserve adapter show s", **away)
+        ask("bash", "loraserve adapter show s", COMMAND, **away)
         start_s = time.monotonic() - began
         began = time.monotonic()
-        silent = ask("bash", "loraserve adapter show s", **hangs)
+        silent = ask("bash", "loraserve adapter show s", COMMAND, **hangs)
         assert time.monotonic() - began < 3 * start_s + 3
         assert (silent.stdout.strip(), silent.stderr) == ("", "")
 
@@ -114,13 +117,13 @@ def test_what_a_shell_would_run_is_not_offered(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_script_for_bash_works_in_bash(named: dict[str, str], tmp_path: Path) -> None:
     script = subprocess.run(
-        [sys.executable, "-P", "-c", "from loraserve.cli.main import main; main()"],
+        [sys.executable, "-P", "-c", COMMAND],
         capture_output=True,
         text=True,
         env=environment(_LORASERVE_COMPLETE="source_bash"),
     ).stdout
     command = tmp_path / "loraserve"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -c "from loraserve.cli.main import main; main()" "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -c "{PATIENT}" "$@"\n')
     command.chmod(0o700)
     commands = f"""{script}
 COMP_WORDS=(loraserve adapter show tab-) COMP_CWORD=3

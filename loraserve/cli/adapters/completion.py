@@ -36,12 +36,12 @@ def model_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def _ask(context: typer.Context, start: str, names: Callable[[Client], Iterable[str]]) -> list[str]:
     """Return the names that begin with `start`, of those that come before the wait is over."""
+    from loraserve.sdk import Client
+
     found: list[str] = []
 
     def read() -> None:
         try:
-            from loraserve.sdk import Client
-
             url, tenant = context.params.get("url"), context.params.get("tenant")
             with Client(url, tenant=tenant, timeout=MAX_WAIT_S, max_retries=0) as client:
                 for name in names(client):
