@@ -36,7 +36,7 @@ def adapters(client: Client) -> Iterator[Client]:
 def run_example(real_server: Any, tmp_path: Path, variables_of: Callable[[], dict[str, str]]) -> Callable[..., str]:
     def run(name: str, *arguments: str | Path) -> str:
         command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=variables_of())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=variables_of())
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -132,7 +132,7 @@ def test_notebook_runs(
     if is_away:
         variables["LORASERVE_URL"] = f"http://127.0.0.1:{free_port()}"
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=variables)
     assert done.returncode == 0, done.stderr
     if is_away:
         assert done.stdout.count("loraserve adapter push") == 2

@@ -25,7 +25,7 @@ from loraserve import Client
 from loraserve.demo.pack import base_dir
 
 ADMIN_KEY = "admin-key-of-the-tests-0123456789"
-START_S, STOP_S = 120.0, 30.0
+START_S, STOP_S = 600.0, 30.0
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ async def test_a_pause_ends_by_itself(acme: Trainer, services: Services) -> None
     await acme.load()
     services.pauses = Pauses(0.05)
     await acme.post("/pause?mode=keep")
-    assert await asyncio.wait_for(acme.version(), 10) == "policy@1"
+    assert await asyncio.wait_for(acme.version(), 60) == "policy@1"
 
 
 @pytest.mark.parametrize(

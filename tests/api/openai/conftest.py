@@ -106,6 +106,8 @@ class FakeEngine:
     tokenizer: Tokenizer
     script: str = ""
     step_s: float = 0.0
+    steps: asyncio.Semaphore | None = None
+    """Of how many tokens may come; None: of all."""
     fail_after: int | None = None
     failure: Exception = field(default_factory=lambda: Overloaded("The queue is full.", retry_after_s=0.05))
     seen: list[GenerateRequest] = field(default_factory=list)
@@ -179,6 +181,8 @@ class FakeEngine:
         token_ids = [*tokenizer.encode(text, add_special_tokens=False), eos]
         for step, token_id in enumerate(token_ids):
             await asyncio.sleep(self.step_s)
+            if self.steps is not None:
+                await self.steps.acquire()
             if step == self.fail_after:
                 raise self.failure
             is_first, is_last = step == 0, step + 1 == request.params.max_tokens

@@ -34,12 +34,16 @@ async def slow(client: httpx2.AsyncClient, query: str = "", **how: Any) -> Any:
 
 async def test_figures_follow_requests_from_the_queue_to_the_end(client: httpx2.AsyncClient, engine: Any) -> None:
     assert (await live(client))["num_ended"] == 0
-    engine.step_s = 0.05
+    engine.steps = asyncio.Semaphore(0)
     asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
     await until(lambda: len(engine.live) == 1)
     assert (await live(client))["num_waiting"] == 1
-    await asyncio.sleep(0.08)
-    assert (await live(client))["num_running"] == 1
+    engine.steps.release()
+    while (now := await live(client))["num_waiting"]:
+        await asyncio.sleep(0.01)
+    assert now["num_running"] == 1
+    for _ in range(4):
+        engine.steps.release()
     assert (await asking).status_code == 200
     now = await live(client)
     assert (now["num_waiting"], now["num_running"], now["num_ended"], now["num_failed"]) == (0, 0, 1, 0)

@@ -266,9 +266,9 @@ async def test_a_client_that_asks_to_go_on_is_told_to(url: str, acme: Any) -> No
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
     writer.write(head)
-    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 100")
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).startswith(b"HTTP/1.1 100")
     writer.write(body)
-    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).startswith(b"HTTP/1.1 200")
     writer.close()
     # and no other client: a trailer asks for nothing
     assert b" 100 " not in await talk(url, chunked(body, b"Expect: 100-continue\r\n"))

@@ -73,7 +73,7 @@ async def test_hello_is_whole_before_wait_ends(pair: tuple[socket.socket, socket
         await asyncio.sleep(0.01)
         assert not waiting.done()
     client.send(HELLO[-1:] + b"more")
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)
     # nothing of it was read, and less wakes a reader again
     assert accepted.recv(1000) == HELLO + b"more"
     assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
@@ -83,7 +83,7 @@ async def test_hello_is_whole_before_wait_ends(pair: tuple[socket.socket, socket
 async def test_wait_ends_without_a_handshake_record(pair: tuple[socket.socket, socket.socket], data: bytes) -> None:
     client, accepted = pair
     await asyncio.get_running_loop().sock_sendall(client, data)
-    await asyncio.wait_for(wait_for_hello(accepted), 10)
+    await asyncio.wait_for(wait_for_hello(accepted), 60)
 
 
 @pytest.mark.parametrize("sent", [b"", HELLO[:50]])
@@ -94,7 +94,7 @@ async def test_wait_ends_where_client_leaves(pair: tuple[socket.socket, socket.s
     client.close()
     if sent:
         # the TLS object refuses what is cut off
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
     else:
         with pytest.raises(ConnectionAbortedError):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, 60)

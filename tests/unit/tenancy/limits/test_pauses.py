@@ -22,7 +22,7 @@ async def test_a_paused_tenant_waits_until_it_resumes_and_others_do_not() -> Non
 async def test_a_pause_that_nothing_ends_is_over_in_time() -> None:
     pauses = Pauses(0.05)
     pauses.begin("acme")
-    await asyncio.wait_for(pauses.wait("acme"), 5)
+    await asyncio.wait_for(pauses.wait("acme"), 60)
     assert not pauses.is_paused("acme")
 
 
