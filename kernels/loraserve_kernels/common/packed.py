@@ -225,12 +225,11 @@ class PackedAdapter:
 
     def _record(self, layer: int, module: str, expert: int) -> npt.NDArray[np.int64]:
         """Return a module's record; one of zeros where the adapter has nothing of the expert."""
+        record = _NOTHING
         if module in MODULE_INDEX:
-            return self.records[layer, MODULE_INDEX[module]]
-        row = None if self.experts is None else self.experts.rows.get((layer, expert))
-        if self.experts is None or row is None:
-            return _NOTHING
-        record: npt.NDArray[np.int64] = self.experts.records[row, EXPERT_INDEX[module]]
+            record = self.records[layer, MODULE_INDEX[module]]
+        elif self.experts is not None and (layer, expert) in self.experts.rows:
+            record = self.experts.records[self.experts.rows[layer, expert], EXPERT_INDEX[module]]
         return record
 
     def _shape(self, module: str) -> tuple[int, int]:

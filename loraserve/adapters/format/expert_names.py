@@ -9,7 +9,7 @@ PEFT wraps the module once for each parameter: what it saves of the outermost wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loraserve.types import BaseSpec, ExpertsSpec
@@ -106,12 +106,12 @@ class ExpertNames:
         """Return a module's name for people: ``experts.3.gate_proj``, ``router``."""
         return module.replace("experts.", f"experts.{expert}.")
 
-    def places(self) -> list[ExpertPlace]:
-        """Return the linears of all layers, by layer, module and expert."""
+    def places(self, modules: Iterable[str]) -> list[ExpertPlace]:
+        """Return the linears of these modules in all layers, by layer, module and expert."""
         return [
             (layer, module, expert)
             for layer in range(self.base.num_layers)
-            for module in self.experts.modules
+            for module in modules
             for expert in range(self.experts.num_experts if module.startswith("experts.") else 1)
         ]
 

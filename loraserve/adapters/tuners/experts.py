@@ -46,19 +46,19 @@ class ExpertTensors:
             return
         found = {module for _, module, _ in self.contents.experts}
         has_linears = any(module.startswith("experts.") for module in found)
-        for place in self.names.places() if found or "shared_gate" in self.names.experts.modules else ():
+        meant = [m for m in self.names.experts.modules if m == "shared_gate" or m in found or has_linears]
+        for place in self.names.places(meant):
             layer, module, expert = place
             name = self.names.of(place)
             if module == "router" and is_parameter_targeted(settings.target_parameters, self.names.of_router(layer)):
                 continue
-            may_lack = module != "shared_gate" and module not in found and not has_linears
             is_there, label = place in self.contents.experts, self.names.label(module, expert)
             is_meant = is_name_targeted(settings, self.names.base, name, layer)
             if is_there and not is_meant:
                 self._disagree(
                     f"The file holds tensors for {label} {{layers}}, which the config doesn't target.", layer
                 )
-            elif is_meant and not is_there and not may_lack:
+            elif is_meant and not is_there:
                 self._disagree(f"The config targets {label} {{layers}}, and the file holds no tensors for it.", layer)
         for layer in range(self.names.base.num_layers):
             self._check_parameters(settings, layer)

@@ -66,7 +66,6 @@ class BaseResource(Resource):
     modules: dict[str, tuple[int, int]]
     """Linear → (out_features, in_features): what an adapter's tensors must fit."""
     module_paths: dict[str, str]
-    """Linear → its path inside a layer; ``{}`` stands for the number of an expert."""
     layers_path: str
     dtype: str
     quantization: str

@@ -5,6 +5,7 @@ models with the updates merged; all in one batch with adapters of the attention 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.composition import composition_digest
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from loraserve.engine.verification.module_changes import expected_changes, worst_difference
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.loading.load import load_adapter
 from loraserve.types import AdapterPart, BaseSpec
@@ -269,3 +272,22 @@ def test_shared_expert_takes_dora_as_an_mlp(tmp_path: Path) -> None:
     expected = reference_logits(model, prompt)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(serving.plainly(tmp_path / "adapter-0", prompt), expected, atol=1e-4, rtol=0)
+
+
+def test_comparison_of_modules_finds_swapped_experts(serving: Serving) -> None:
+    config, spec = config_of_linears(serving, rank_pattern={}), serving.decoder.spec
+    tensors = linears_of(serving, config, seed=4)
+    directory = save_linears(serving.root / "right", config, tensors)
+    ir = open_adapter(*((directory / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)), spec)
+    expected = expected_changes([(ir, 1.0)], spec)
+    assert worst_difference(serving.load(directory), expected, spec)[0] < 1e-4
+    swapped = {
+        re.sub(r"(layers\.1\..*experts\.)([01])\.", lambda found: f"{found[1]}{1 - int(found[2])}.", name): tensor
+        for name, tensor in tensors.items()
+    }
+    found, (layer, module, expert) = worst_difference(
+        serving.load(save_linears(serving.root / "swapped", config, swapped)), expected, spec
+    )
+    assert found > 0.5
+    assert (layer, expert) in ((1, 0), (1, 1))
+    assert module.startswith("experts.")
