@@ -186,6 +186,25 @@ class Certificate(Struct, frozen=True):
     """`BaseSpec.device` of that base."""
 
 
+class ExpertsSpec(Struct, frozen=True):
+    """Mixture of experts that each layer has, as adapters may change it.
+
+    A shared expert's linears are among `BaseSpec.modules`.
+    """
+
+    num_experts: int
+    modules: Mapping[str, tuple[int, int]]
+    """Module (``experts.gate_proj``, ``router``) → (out_features, in_features); those of experts in
+    each of them.
+    """
+    module_paths: Mapping[str, str]
+    """Module → its path inside a layer; ``{}`` stands for the number of an expert."""
+    parameters_path: str
+    """Path inside a layer of the module in which transformers 5 has all experts' weights, as two
+    parameters.
+    """
+
+
 class BaseSpec(Struct, frozen=True):
     """What others need to know of the base model without seeing a tensor of it."""
 
@@ -243,6 +262,13 @@ class BaseSpec(Struct, frozen=True):
     """Whether the head's weight is rounded, by the checkpoint or while it was loaded."""
     head_dim: int = 0
     """Numbers of a query or a key of one head."""
+    experts: ExpertsSpec | None = None
+    """Mixture of experts that adapters may change; None: there is none, or they may not."""
+
+    @property
+    def module_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Module → (out_features, in_features), those of a mixture among them."""
+        return self.modules if self.experts is None else {**self.modules, **self.experts.modules}
 
 
 class KernelChoice(Struct, frozen=True):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.plan import LoraPlan
-from loraserve_kernels.common.sites import CALLED_SITES, MODULE_INDEX
+from loraserve_kernels.common.sites import CALLED_SITES, EXPERT_INDEX, EXPERT_SITES, MODULE_INDEX
 from loraserve_kernels.cpu.attention import paged as cpu_attention
 from loraserve_kernels.cpu.compilation import catalog, helper
 from loraserve_kernels.cpu.compilation.kernel_cache import kernel_cache
 from loraserve_kernels.cpu.linear import gemm
 from loraserve_kernels.cpu.lora import apply as cpu_lora
+from loraserve_kernels.cpu.lora import experts as cpu_experts
 from loraserve_kernels.cpu.program import program
 from loraserve_kernels.cpu.sampling import likeliest as sampling
 from loraserve_kernels.errors import TensorMismatch
@@ -118,6 +119,34 @@ def apply_embedding_lora(token_ids: Tensor, y: Tensor, plan: LoraPlan | GpuLoraP
             "y contiguous in the last dim"
         )
     cpu_lora.apply_embedding_lora(token_ids, y, plan)
+
+
+def apply_expert_lora(x: Tensor, y: Tensor, segments: Sequence[cpu_experts.ExpertSegment], site: str) -> None:
+    """Turn `y` from ``W x`` of an expert into what each row's adapter makes of it, in place.
+
+    As `apply_lora`, on CPUs alone; rows in no segment stay as they are.
+
+    Args:
+        x: [num_rows, in_features] float32, contiguous in the last dim: the expert's rows.
+        y: [num_rows, sum of the site's out_features] float32, contiguous in the last dim.
+        segments: the rows' of `LayerExperts.segments`, in their order.
+        site: one of `EXPERT_SITES`.
+
+    Raises:
+        TensorMismatch: x, y and the segments disagree on rows or widths.
+    """
+    if not segments:
+        return
+    index, experts = [EXPERT_INDEX[module] for module in EXPERT_SITES[site]], segments[0].experts
+    in_features, out_features = experts.in_features[index[0]], sum(experts.out_features[i] for i in index)
+    if x.shape[1:] != (in_features,) or y.shape != (x.shape[0], out_features) or segments[-1].row_end > x.shape[0]:
+        raise TensorMismatch(
+            f"x is {tuple(x.shape)} and y is {tuple(y.shape)}; site {site} of these segments takes "
+            f"({segments[-1].row_end} or more, {in_features}) and as many rows of {out_features}"
+        )
+    if x.dtype != torch.float32 or y.dtype != torch.float32 or x.stride(1) != 1 or y.stride(1) != 1:
+        raise TensorMismatch(f"x is {x.dtype} and y is {y.dtype}; both must be float32 and contiguous in the last dim")
+    cpu_experts.apply_expert_lora(x, y, segments, site)
 
 
 def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:

@@ -29,6 +29,8 @@ _FLAGS = ("use_rslora",)
 # Framed only where they say something, so that what was uploaded before they were known keeps its
 # digest.
 _TOKENS = ("trainable_token_indices", "alora_invocation_tokens")
+# They say which of all experts' parameters a tensor is for, in any order.
+_PARAMETERS = "target_parameters"
 
 
 def adapter_digest(
@@ -85,6 +87,8 @@ def version_digest(adapter: Digest, extras: ExtraFiles) -> Digest:
 def _canonical_config(config: Mapping[str, Any]) -> Fields:
     kind = config.get("peft_type")
     tokens = [(name, json.dumps(config[name], sort_keys=True)) for name in _TOKENS if config.get(name)]
+    if config.get(_PARAMETERS):
+        tokens.append((_PARAMETERS, json.dumps(sorted(config[_PARAMETERS]))))
     if isinstance(kind, str) and kind in CANONICAL:
         return [("peft_type", kind), *CANONICAL[kind](config), *tokens]
     fields = [(name, _number(config.get(name, DEFAULTS[name]))) for name in _NUMBERS]

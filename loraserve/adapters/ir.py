@@ -57,7 +57,7 @@ class ModuleIR:
 
     Attributes:
         layer: 0 … num_layers - 1 of the base; 0 for modules in no layer.
-        module: the module's short name in the base (``q_proj``).
+        module: the module's short name in the base (``q_proj``, ``experts.gate_proj``).
         rank: rows of lora_a; 0 where there is no LoRA.
         scaling: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
         lora_a: [rank, in_features]; None at rank 0.
@@ -71,6 +71,7 @@ class ModuleIR:
         token_ids: ascending; rows of the embedding, or of the head, that have others in their
             place.
         token_rows: [len(token_ids), hidden_size]: those others.
+        expert: number of the expert whose linear it is; 0 for one that isn't an expert's.
     """
 
     layer: int
@@ -86,6 +87,17 @@ class ModuleIR:
     weight: TensorView | None = None
     token_ids: tuple[int, ...] = ()
     token_rows: TensorView | None = None
+    expert: int = 0
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """Layer, module and expert, which no two modules of an adapter share."""
+        return self.layer, self.module, self.expert
+
+    @property
+    def label(self) -> str:
+        """Module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
+        return self.module.replace("experts.", f"experts.{self.expert}.")
 
     @property
     def tensors(self) -> dict[str, TensorView]:

@@ -111,7 +111,7 @@ def check_targets(settings: LoraSettings, contents: Contents, names: BaseTensorN
             )
 
 
-def absent_targets(settings: LoraSettings, names: BaseTensorNames) -> tuple[str, ...]:
+def absent_targets(settings: LoraSettings, contents: Contents, names: BaseTensorNames) -> tuple[str, ...]:
     """Return the listed targets that this base has no module for, which PEFT leaves untrained.
 
     Of a regex none are told: it lists no names.
@@ -119,8 +119,10 @@ def absent_targets(settings: LoraSettings, names: BaseTensorNames) -> tuple[str,
     if settings.target_modules is None or isinstance(settings.target_modules, Regex):
         return ()
     found: set[str] = set()
-    for place in names.places():
-        name = names.of(place)
+    whole = [names.of(place) for place in names.places()]
+    if names.experts is not None:
+        whole += [names.experts.of(place) for place in contents.experts]
+    for name in whole:
         while name:
             found.add(name)
             name = name.partition(".")[2]

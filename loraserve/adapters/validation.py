@@ -65,7 +65,7 @@ def check_finite(
     """
     problems: list[str] = []
     for m in adapter.modules:
-        label = names.get(m.module, m.module)
+        label = names.get(m.module, m.label)
         largest = {name: _largest(tensor) for name, tensor in m.tensors.items()}
         for name, tensor in m.tensors.items():
             if not math.isfinite(largest[name]):

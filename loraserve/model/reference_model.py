@@ -192,17 +192,15 @@ class _FormulaPass(ReferencePass):
     def _mlp(self, x: Tensor, layer: int) -> Tensor:
         mixture = self._base.experts(layer)
         if mixture is not None:
-            return self._mix(x, mixture)
+            return self._mix(x, layer, mixture)
         size = self._config.intermediate_size
         gate, up = self._linears(x, layer, {"gate_proj": size, "up_proj": size})
         return self._linear(self._activate(gate) * up, layer, "down_proj")
 
-    def _mix(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
-        """Return the chosen experts' outputs and the shared one's, weighted.
-
-        No adapter acts on them.
-        """
-        probabilities = self._multiply_by(x, mixture.router).softmax(1)
+    def _mix(self, x: Tensor, layer: int, mixture: MixtureOfExperts) -> Tensor:
+        """Return the chosen experts' outputs and the shared one's, weighted."""
+        scores = self._adapt_expert(x, self._multiply_by(x, mixture.router), layer, "router")
+        probabilities = scores.softmax(1)
         chosen = torch.zeros_like(probabilities, dtype=torch.bool)
         chosen.scatter_(1, probabilities.topk(mixture.num_chosen).indices, True)
         weights = probabilities * chosen
@@ -213,14 +211,27 @@ class _FormulaPass(ReferencePass):
             rows = chosen[:, i].nonzero()[:, 0]
             if not len(rows):
                 continue
-            out[rows] += weights[rows, i : i + 1] * self._expert(x[rows], expert)
+            out[rows] += weights[rows, i : i + 1] * self._expert(x[rows], expert, layer, i, rows)
         if mixture.shared is not None:
-            out += self._multiply_by(x, mixture.shared.gate).sigmoid() * self._expert(x, mixture.shared.expert)
+            weight = self._adapt_expert(x, self._multiply_by(x, mixture.shared.gate), layer, "shared_gate")
+            out += weight.sigmoid() * self._shared_expert(x, mixture.shared.expert, layer)
         return out
 
-    def _expert(self, x: Tensor, expert: Expert) -> Tensor:
+    def _expert(self, x: Tensor, expert: Expert, layer: int, number: int, rows: Tensor) -> Tensor:
+        """Return an expert's output for the rows that pass it, which x is."""
         gate, up = self._multiply_by(x, expert.gate_up).chunk(2, 1)
-        return self._multiply_by(self._activate(gate) * up, expert.down)
+        gate = self._adapt_expert(x, gate, layer, "experts.gate_proj", number, rows)
+        up = self._adapt_expert(x, up, layer, "experts.up_proj", number, rows)
+        hidden = self._activate(gate) * up
+        out = self._multiply_by(hidden, expert.down)
+        return self._adapt_expert(hidden, out, layer, "experts.down_proj", number, rows)
+
+    def _shared_expert(self, x: Tensor, expert: Expert, layer: int) -> Tensor:
+        """Return the shared expert's output, whose linears adapters change as an MLP's."""
+        gate, up = self._multiply_by(x, expert.gate_up).chunk(2, 1)
+        gate = self._adapt_expert(x, gate, layer, "gate_proj")
+        hidden = self._activate(gate) * self._adapt_expert(x, up, layer, "up_proj")
+        return self._adapt_expert(hidden, self._multiply_by(hidden, expert.down), layer, "down_proj")
 
     def _activate(self, gate: Tensor) -> Tensor:
         return F.silu(gate) if self._config.activation is ActivationFunction.SILU else F.gelu(gate, approximate="tanh")

@@ -125,11 +125,11 @@ class _Term:
 
     def __init__(self, ir: AdapterIR, weight: float, rows: Tensor | slice) -> None:
         self.weight, self.rows, self._ir = weight, rows, ir
-        self._modules: Mapping[tuple[int, str], ModuleIR] = {(m.layer, m.module): m for m in ir.modules}
+        self._modules: Mapping[tuple[int, str, int], ModuleIR] = {m.place: m for m in ir.modules}
         self._norms: Mapping[tuple[int, str], NormIR] = {(n.layer, n.norm): n for n in ir.norms}
 
-    def module(self, layer: int, module: str) -> ModuleIR | None:
-        return self._modules.get((layer, module))
+    def module(self, layer: int, module: str, expert: int = 0) -> ModuleIR | None:
+        return self._modules.get((layer, module, expert))
 
     def norm(self, layer: int, norm: str) -> NormIR | None:
         return self._norms.get((layer, norm))
@@ -344,6 +344,27 @@ class ReferencePass(ABC):
                 changes.append((term, own - out[term.rows]))
         for term, change in changes:
             out[term.rows] += term.weight * change
+        return out
+
+    def _adapt_expert(
+        self, x: Tensor, y: Tensor, layer: int, module: str, expert: int = 0, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the output of a module of a mixture, none of which has a bias, for some rows.
+
+        Args:
+            y: the base's weight times x.
+            expert: its number; 0 for a module that isn't an expert's.
+            rows: which rows x is, [n]; None: all.
+        """
+        out, is_own = y.clone(), torch.zeros(len(self._tokens), dtype=torch.bool, device=y.device)
+        rows = torch.arange(y.shape[0], device=y.device) if rows is None else rows
+        for term in self._terms:
+            m = term.module(layer, module, expert)
+            if m is not None:
+                is_own[:] = False
+                is_own[term.rows] = True
+                mine = is_own[rows]
+                out[mine] += term.weight * (self._adapted(m, x[mine], y[mine], None) - y[mine])
         return out
 
     def _adapted(self, m: ModuleIR, x: Tensor, wx: Tensor, bias: Tensor | None) -> Tensor:

@@ -190,7 +190,7 @@ def plan_shape(
 ) -> AdapterPlan:
     """Plan an adapter by its shape."""
     held = held_dtype(config.adapter_dtype, base, shape.stored)
-    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.modules, "dtype": _ITEMS[held]}
+    where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.module_shapes, "dtype": _ITEMS[held]}
     rank_bytes: tuple[int, ...] = ()
     try:
         if base.grid.size > 1:
@@ -274,7 +274,7 @@ def _size(m: ModuleIR, base: BaseSpec) -> ModuleSize:
         num_rows = int(m.weight.shape[0])
     rank = 0 if m.lora_a is None else int(m.lora_a.shape[0])
     has_delta = m.magnitude is not None or m.output_scale is not None
-    return ModuleSize(m.layer, m.module, rank, has_delta, has_shift, num_rows)
+    return ModuleSize(m.layer, m.module, rank, has_delta, has_shift, num_rows, m.expert)
 
 
 def _places(base: BaseSpec, modules: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -320,9 +320,17 @@ class DeviceFit:
             return False
         dtype = _ITEMS[_STORED[stored] if self.adapter_dtype == "auto" else self.adapter_dtype]
         places = _places(base, [module for module in modules if module in base.modules])
-        sizes = tuple(ModuleSize(layer, module, rank, has_delta=True, has_shift=True) for layer, module in places)
+        sizes = [ModuleSize(layer, module, rank, has_delta=True, has_shift=True) for layer, module in places]
+        if base.experts is not None:
+            of_experts = [module for module in base.experts.modules if module in modules]
+            sizes += [
+                ModuleSize(layer, module, rank, has_delta=True, has_shift=True, expert=expert)
+                for module in of_experts
+                for layer in range(base.num_layers)
+                for expert in range(base.experts.num_experts if module.startswith("experts.") else 1)
+            ]
         try:
-            layout = lay_out(sizes, num_layers=base.num_layers, module_shapes=base.modules, dtype=dtype)
+            layout = lay_out(sizes, num_layers=base.num_layers, module_shapes=base.module_shapes, dtype=dtype)
         except TensorMismatch:
             return True
         # rows in the place of the base's are in the file, at least in 16 bits
@@ -341,7 +349,7 @@ class DeviceFit:
             return
         dtype = _ITEMS[_STORED[shape.stored] if self.adapter_dtype == "auto" else self.adapter_dtype]
         try:
-            layout = lay_out(shape.sizes, num_layers=base.num_layers, module_shapes=base.modules, dtype=dtype)
+            layout = lay_out(shape.sizes, num_layers=base.num_layers, module_shapes=base.module_shapes, dtype=dtype)
         except TensorMismatch:
             # the load's error says more
             return

@@ -107,6 +107,8 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
         kinds += ["loha", "lokr", "ia3", "vera"]
     if biased:
         kinds += ["bias", "bias"]
+    if kind in EXPERTS:
+        kinds += ["experts", "experts"]
     name = rng.choice(kinds)
     targets = rng.sample(linears, rng.randint(1, len(linears)))
     rank = rng.choice((1, 2, 3, 4, 7, 8, 16, 19))
@@ -155,6 +157,11 @@ def draw_adapter(rng: random.Random, kind: str, options: dict[str, Any], num_lay
                 )
             )
             return Draw(name, lora(**{**common, "target_modules": pattern}))
+        case "experts":
+            parameters = ["mlp.experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"]
+            named = rng.sample(parameters, rng.randint(1, len(parameters)))
+            ranks = {"experts.down_proj": rng.randint(1, 9)}
+            return Draw(name, lora(**common, target_parameters=named, rank_pattern=ranks))
         case "lora bias":
             return Draw(name, lora(**common, lora_bias=True))
         case "bias":

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.sites import CALLED_SITES as CALLED_SITES
+from loraserve_kernels.common.sites import EXPERT_INDEX as EXPERT_INDEX
+from loraserve_kernels.common.sites import EXPERT_MODULES as EXPERT_MODULES
 from loraserve_kernels.common.sites import LAYER_MODULES as LAYER_MODULES
 from loraserve_kernels.common.sites import LAYER_SITES as LAYER_SITES
 from loraserve_kernels.common.sites import MODULE_INDEX as MODULE_INDEX
@@ -67,7 +69,7 @@ class LoraModule:
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
-        module: the linear's short name, one of `MODULES`.
+        module: the linear's short name, one of `MODULES` or `EXPERT_MODULES`.
         lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r
             may be 0.
         lora_b: [out_features, r].
@@ -76,7 +78,8 @@ class LoraModule:
             the base computes with it), or None. Where it's given, the linear's output without its
             bias is multiplied by ``1 + dora_delta``, update included.
         bias_delta: [out_features], added to all of that, or None. Not for ``embed_tokens``.
-        row_overrides: the rows of W' that aren't W's, or None.
+        row_overrides: the rows of W' that aren't W's, or None. Not for `EXPERT_MODULES`.
+        expert: number of the expert whose linear it is; 0 for one that isn't an expert's.
     """
 
     layer: int
@@ -87,6 +90,12 @@ class LoraModule:
     dora_delta: Tensor | None = None
     bias_delta: Tensor | None = None
     row_overrides: ReplacedRows | None = None
+    expert: int = 0
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """Layer, module and expert, which no two modules of an adapter share."""
+        return self.layer, self.module, self.expert
 
 
 def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
@@ -114,6 +123,8 @@ def check_shapes(m: LoraModule, shape: tuple[int, int]) -> None:
     if m.module == "embed_tokens" and m.bias_delta is not None:
         raise TensorMismatch("the embedding has a bias_delta; an embedding has no bias: pass row_overrides instead")
     if m.row_overrides is not None:
+        if m.module in EXPERT_INDEX:
+            raise TensorMismatch(f"layer {m.layer} {m.module} replaces rows of the base's weight, which experts don't")
         _check_row_shapes(m, m.row_overrides, shape)
 
 
@@ -150,7 +161,13 @@ def size_of(m: LoraModule) -> ModuleSize:
     """Return the size of the module, without reading its numbers."""
     num_rows = 0 if m.row_overrides is None else int(m.row_overrides.ids.shape[0])
     return ModuleSize(
-        m.layer, m.module, int(m.lora_a.shape[0]), m.dora_delta is not None, m.bias_delta is not None, num_rows
+        m.layer,
+        m.module,
+        int(m.lora_a.shape[0]),
+        m.dora_delta is not None,
+        m.bias_delta is not None,
+        num_rows,
+        m.expert,
     )
 
 

@@ -10,8 +10,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.sites import CALLED_SITES, MODULE_INDEX
-from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, ROW_IDS, ROW_SCALES, ROWS, SCALINGS, SHIFT, A, B
+from loraserve_kernels.common.sites import CALLED_SITES, EXPERT_INDEX, EXPERT_MODULES, MODULE_INDEX, ModuleShapes
+from loraserve_kernels.common.sizes import (
+    DELTA,
+    NUM_ROWS,
+    RANK,
+    RECORD_WORDS,
+    ROW_IDS,
+    ROW_SCALES,
+    ROWS,
+    SCALINGS,
+    SHIFT,
+    A,
+    B,
+)
+
+_NOTHING: npt.NDArray[np.int64] = np.zeros(RECORD_WORDS, dtype=np.int64)
+_NOTHING[[DELTA, SHIFT]] = -1
+"""Record of a module that an adapter doesn't change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,41 @@ class SiteWork:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """Place of what an adapter changes of mixtures of experts, in its buffers.
+
+    Attributes:
+        records: [n, 5, RECORD_WORDS] int64, columns as in `EXPERT_MODULES`: of those layers'
+            experts alone that the adapter changes.
+        rows: (layer, expert) → its row of `records`. What isn't an expert's has expert 0's.
+        layers: layers of those.
+        in_features, out_features: 5 numbers each.
+    """
+
+    records: npt.NDArray[np.int64]
+    rows: Mapping[tuple[int, int], int]
+    layers: frozenset[int]
+    in_features: tuple[int, ...]
+    out_features: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, records: npt.NDArray[np.int64], rows: Mapping[tuple[int, int], int], module_shapes: ModuleShapes
+    ) -> PackedExperts | None:
+        """Return the experts of these records; None where there are none."""
+        if not rows:
+            return None
+        shapes = [module_shapes.get(module, (0, 0)) for module in EXPERT_MODULES]
+        return cls(
+            records,
+            rows,
+            frozenset(layer for layer, _ in rows),
+            tuple(shape[1] for shape in shapes),
+            tuple(shape[0] for shape in shapes),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
     """Adapter as the kernels read it. Immutable after packing; compared by identity.
 
@@ -61,6 +112,7 @@ class PackedAdapter:
         norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
             the base's.
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
+        experts: what it changes of mixtures of experts; None: nothing.
         work: site → how much there is to do.
         sites: those at which there is anything to do.
         most_ranks: the most ranks that a layer has at a site.
@@ -78,6 +130,7 @@ class PackedAdapter:
     out_features: tuple[int, ...]
     norms: Mapping[tuple[int, str], Tensor]
     head: Tensor | None = None
+    experts: PackedExperts | None = None
     work: Mapping[str, SiteWork] = field(init=False)
     sites: frozenset[str] = field(init=False)
     most_ranks: int = field(init=False)
@@ -99,9 +152,10 @@ class PackedAdapter:
     def num_bytes(self) -> int:
         """Bytes of weights, norms, head and all, alignment gaps included.
 
-        The records (some KiB) aren't counted.
+        Experts' records are among them; the others (some KiB) aren't counted.
         """
         buffers = self.data.nbytes + self.floats.nbytes + self.row_ids.nbytes
+        buffers += 0 if self.experts is None else self.experts.records.nbytes
         head_bytes = 0 if self.head is None else self.head.nbytes
         return buffers + sum(weight.nbytes for weight in self.norms.values()) + head_bytes
 
@@ -112,41 +166,42 @@ class PackedAdapter:
 
     @property
     def max_rank(self) -> int:
-        return int(self.ranks.max(initial=0))
+        of_experts = 0 if self.experts is None else int(self.experts.records[..., RANK].max(initial=0))
+        return max(of_experts, int(self.ranks.max(initial=0)))
 
     @property
     def num_layers(self) -> int:
         return int(self.records.shape[0])
 
-    def lora_a(self, layer: int, module: str) -> Tensor:
+    def lora_a(self, layer: int, module: str, expert: int = 0) -> Tensor:
         """Return a view of the module's A, [r, in_features]; r is 0 where the adapter has none.
 
         In int8 these are codes.
         """
-        return self._matrix(A, self.in_features, layer, module)
+        return self._matrix(A, 1, layer, module, expert)
 
-    def lora_b(self, layer: int, module: str) -> Tensor:
+    def lora_b(self, layer: int, module: str, expert: int = 0) -> Tensor:
         """Return a view of the module's B by rank, [r, out_features].
 
         It is the checkpoint's B, transposed. In int8 these are codes.
         """
-        return self._matrix(B, self.out_features, layer, module)
+        return self._matrix(B, 0, layer, module, expert)
 
-    def scaling(self, layer: int, module: str) -> Tensor:
+    def scaling(self, layer: int, module: str, expert: int = 0) -> Tensor:
         """Return a view of each rank's factor, [r] float32.
 
         In int8 it is the rank's scaling times the scales of its rows of A and of B.
         """
-        record = self.records[layer, MODULE_INDEX[module]]
+        record = self._record(layer, module, expert)
         return self.floats[record[SCALINGS] : record[SCALINGS] + record[RANK]]
 
-    def dora_delta(self, layer: int, module: str) -> Tensor | None:
+    def dora_delta(self, layer: int, module: str, expert: int = 0) -> Tensor | None:
         """Return a view of the module's δ, [out_features] float32; None where it has none."""
-        return self._row(DELTA, layer, module)
+        return self._row(DELTA, layer, module, expert)
 
-    def bias_delta(self, layer: int, module: str) -> Tensor | None:
+    def bias_delta(self, layer: int, module: str, expert: int = 0) -> Tensor | None:
         """Return a view of the module's bias delta, [out_features] float32; None without one."""
-        return self._row(SHIFT, layer, module)
+        return self._row(SHIFT, layer, module, expert)
 
     def row_overrides(self, layer: int, module: str) -> PackedRows | None:
         """Return the module's replaced rows; None where it has none."""
@@ -168,16 +223,33 @@ class PackedAdapter:
         width, start = self.in_features[first], int(self.records[layer, first, A])
         return self.data[start : start + num_rows * width].view(num_rows, width)
 
-    def _matrix(self, word: int, widths: tuple[int, ...], layer: int, module: str) -> Tensor:
-        index = MODULE_INDEX[module]
-        record = self.records[layer, index]
-        rank, width, start = int(record[RANK]), widths[index], int(record[word])
+    def _record(self, layer: int, module: str, expert: int) -> npt.NDArray[np.int64]:
+        """Return a module's record; one of zeros where the adapter has nothing of the expert."""
+        record = _NOTHING
+        if module in MODULE_INDEX:
+            record = self.records[layer, MODULE_INDEX[module]]
+        elif self.experts is not None and (layer, expert) in self.experts.rows:
+            record = self.experts.records[self.experts.rows[layer, expert], EXPERT_INDEX[module]]
+        return record
+
+    def _shape(self, module: str) -> tuple[int, int]:
+        """Return a module's (out_features, in_features)."""
+        if module in MODULE_INDEX:
+            index = MODULE_INDEX[module]
+            return self.out_features[index], self.in_features[index]
+        if self.experts is None:
+            return 0, 0
+        index = EXPERT_INDEX[module]
+        return self.experts.out_features[index], self.experts.in_features[index]
+
+    def _matrix(self, word: int, side: int, layer: int, module: str, expert: int) -> Tensor:
+        record, width = self._record(layer, module, expert), self._shape(module)[side]
+        rank, start = int(record[RANK]), int(record[word])
         return self.data[start : start + rank * width].view(rank, width)
 
-    def _row(self, word: int, layer: int, module: str) -> Tensor | None:
-        index = MODULE_INDEX[module]
-        start = int(self.records[layer, index, word])
-        return self.floats[start : start + self.out_features[index]] if start >= 0 else None
+    def _row(self, word: int, layer: int, module: str, expert: int) -> Tensor | None:
+        start = int(self._record(layer, module, expert)[word])
+        return self.floats[start : start + self._shape(module)[0]] if start >= 0 else None
 
     def _work(self, site: str) -> SiteWork:
         first, count = MODULE_INDEX[CALLED_SITES[site][0]], len(CALLED_SITES[site])

@@ -38,6 +38,7 @@ class LoraPlan:
         sites: sites that an adapter of the step changes anything at.
         tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a
             segment: row_start, row_end, the adapter's four addresses, 0, 0.
+        has_experts: whether an adapter of the step changes experts.
         launches: site → what the launches of this plan at that site need; filled by the first.
     """
 
@@ -46,6 +47,7 @@ class LoraPlan:
     has_norms: bool
     sites: frozenset[str]
     tables: dict[torch.dtype, npt.NDArray[np.int64]]
+    has_experts: bool = False
     launches: dict[str, object] = field(default_factory=dict)
 
 
@@ -86,4 +88,5 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         rows.setdefault(s.adapter.data.dtype, []).append((s.row_start, s.row_end, *s.adapter.addresses, 0, 0))
     tables = {dtype: np.array(table, dtype=np.int64) for dtype, table in rows.items()}
     sites = frozenset().union(*(s.adapter.sites for s in joined))
-    return LoraPlan(tuple(joined), num_tokens, any(s.adapter.norms for s in joined), sites, tables)
+    has_norms, has_experts = (any(getattr(s.adapter, name) for s in joined) for name in ("norms", "experts"))
+    return LoraPlan(tuple(joined), num_tokens, has_norms, sites, tables, has_experts)

@@ -5,14 +5,23 @@ Imports no torch and sees no tensor: packing and plans share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from loraserve_kernels.common.sites import MODULE_INDEX, MODULES, SITES, ModuleShapes, check_place
+from loraserve_kernels.common.sites import (
+    EXPERT_INDEX,
+    EXPERT_MODULES,
+    EXPERT_SITES,
+    MODULE_INDEX,
+    MODULES,
+    SITES,
+    ModuleShapes,
+    check_place,
+)
 from loraserve_kernels.errors import TensorMismatch
 
 UNIT_BYTES = 32
@@ -59,6 +68,7 @@ class ModuleSize(NamedTuple):
     has_delta: bool = False
     has_shift: bool = False
     num_rows: int = 0
+    expert: int = 0
 
 
 # in a CPU's memory
@@ -73,19 +83,26 @@ class PackedLayout:
         num_elements: of the weights.
         num_floats: of what is float32 always, norms not among it.
         num_row_ids: int32 each.
+        expert_records: [n, 5, RECORD_WORDS] int64, columns as in `EXPERT_MODULES`: of those layers'
+            experts alone that the adapter changes.
+        experts: (layer, expert) → their row of `expert_records`.
     """
 
     records: npt.NDArray[np.int64]
     num_elements: int
     num_floats: int
     num_row_ids: int
+    expert_records: npt.NDArray[np.int64]
+    experts: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def num_bytes(self, dtype: ItemSized, num_norm_weights: int = 0) -> int:
         """Bytes of the buffers, with weights in `dtype`.
 
-        So many float32 weights of norms lie beside them.
+        So many float32 weights of norms lie beside them. Experts' records are counted, since there
+        may be thousands; the others' aren't.
         """
-        return self.num_elements * dtype.itemsize + 4 * (self.num_floats + num_norm_weights + self.num_row_ids)
+        floats = 4 * (self.num_floats + num_norm_weights + self.num_row_ids)
+        return self.num_elements * dtype.itemsize + floats + self.expert_records.nbytes
 
 
 def lay_out(
@@ -96,16 +113,23 @@ def lay_out(
     Raises:
         TensorMismatch: a module that the base lacks, or one given twice.
     """
-    records = np.zeros((num_layers, len(MODULES), RECORD_WORDS), dtype=np.int64)
-    records[..., (DELTA, SHIFT, ROW_SCALES)] = -1
-    given: set[tuple[int, str]] = set()
+    sizes = list(sizes)
+    changed = sorted({(size.layer, size.expert) for size in sizes if size.module in EXPERT_INDEX})
+    experts = {place: row for row, place in enumerate(changed)}
+    records = _empty_records(num_layers, len(MODULES))
+    expert_records = _empty_records(len(experts), len(EXPERT_MODULES))
+    given: set[tuple[int, str, int]] = set()
     num_floats = num_row_ids = 0
     for size in sizes:
-        check_place(size.layer, size.module, num_layers, module_shapes)
-        if (size.layer, size.module) in given:
+        check_place(size.layer, size.module, num_layers, module_shapes, size.expert)
+        if (size.layer, size.module, size.expert) in given:
             raise TensorMismatch(f"layer {size.layer} {size.module} is given twice")
-        given.add((size.layer, size.module))
-        record, out_features = records[size.layer, MODULE_INDEX[size.module]], module_shapes[size.module][0]
+        given.add((size.layer, size.module, size.expert))
+        out_features = module_shapes[size.module][0]
+        if size.module in EXPERT_INDEX:
+            record = expert_records[experts[size.layer, size.expert], EXPERT_INDEX[size.module]]
+        else:
+            record = records[size.layer, MODULE_INDEX[size.module]]
         record[RANK], record[NUM_ROWS], record[ROW_IDS] = size.rank, size.num_rows, num_row_ids
         num_row_ids += size.num_rows
         for word, count in (
@@ -116,18 +140,32 @@ def lay_out(
         ):
             if count:
                 record[word], num_floats = num_floats, num_floats + _aligned(count)
-    return PackedLayout(records, _place_weights(records, module_shapes), num_floats, num_row_ids)
+    num_elements = _place_weights(records, SITES, MODULE_INDEX, module_shapes, 0)
+    num_elements = _place_weights(expert_records, EXPERT_SITES, EXPERT_INDEX, module_shapes, num_elements)
+    return PackedLayout(records, num_elements, num_floats, num_row_ids, expert_records, experts)
 
 
-def _place_weights(records: npt.NDArray[np.int64], module_shapes: ModuleShapes) -> int:
-    position = 0
-    for layer in range(records.shape[0]):
-        for site, modules in SITES.items():
+def _empty_records(num_rows: int, num_modules: int) -> npt.NDArray[np.int64]:
+    records = np.zeros((num_rows, num_modules, RECORD_WORDS), dtype=np.int64)
+    records[..., (DELTA, SHIFT, ROW_SCALES)] = -1
+    return records
+
+
+def _place_weights(
+    records: npt.NDArray[np.int64],
+    sites: Mapping[str, tuple[str, ...]],
+    index: Mapping[str, int],
+    module_shapes: ModuleShapes,
+    position: int,
+) -> int:
+    """Place the matrices of records, row by row, from a position on; return where they end."""
+    for row in records:
+        for site, modules in sites.items():
             width_of_row = 0 if site == "embed" else 1
             for word, count, side in ((A, RANK, 1), (B, RANK, 0), (ROWS, NUM_ROWS, width_of_row)):
                 position = _aligned(position)
                 for module in modules:
-                    record = records[layer, MODULE_INDEX[module]]
+                    record = row[index[module]]
                     record[word] = position
                     position += int(record[count]) * module_shapes.get(module, (0, 0))[side]
     return position
@@ -270,7 +308,9 @@ def checked(sizes: Iterable[ModuleSize], num_layers: int, module_shapes: ModuleS
     found: dict[tuple[int, int], ModuleSize] = {}
     for size in sizes:
         layer, module = size.layer, size.module
-        check_place(layer, module, num_layers, module_shapes)
+        check_place(layer, module, num_layers, module_shapes, size.expert)
+        if module in EXPERT_INDEX:
+            raise TensorMismatch(f"layer {layer} has LoRA on {module}; on this device, kernels have no experts")
         place = (layer, MODULE_INDEX[module])
         if not 0 <= size.rank <= MAX_RANK or place in found:
             raise TensorMismatch(

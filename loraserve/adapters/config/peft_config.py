@@ -45,6 +45,7 @@ class LoraSettings:
         trained_tokens: end of a module's name → the tokens whose rows of it were trained; None for
             the embedding, whatever its name.
         invocation_token_ids: empty: it's no aLoRA.
+        target_parameters: whole names of parameters, or ends of them.
     """
 
     r: int
@@ -63,6 +64,7 @@ class LoraSettings:
     modules_to_save: tuple[str, ...]
     trained_tokens: Mapping[str | None, tuple[int, ...]]
     invocation_token_ids: tuple[int, ...]
+    target_parameters: tuple[str, ...] = ()
 
     def scaling(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -117,6 +119,7 @@ class _Reader:
             modules_to_save=self._modules_to_save(),
             trained_tokens=self._trained_tokens(),
             invocation_token_ids=self._token_ids("alora_invocation_tokens"),
+            target_parameters=self._names("target_parameters"),
         )
 
     def _bad(self, message: str) -> None:
@@ -165,6 +168,13 @@ class _Reader:
         if beside_mica and self.config.get("init_lora_weights") == "mica":
             self._unsupported(
                 f"{beside_mica[0]} is refused with init_lora_weights = 'mica': PEFT has no such adapters."
+            )
+        with_parameters = [
+            name for name in ("use_dora", "lora_bias", "alora_invocation_tokens") if self.config.get(name)
+        ]
+        if with_parameters and self.config.get("target_parameters"):
+            self._unsupported(
+                f"{with_parameters[0]} is refused together with target_parameters: PEFT has no such adapters."
             )
         if not self.config.get("alora_invocation_tokens"):
             return
@@ -235,6 +245,8 @@ class _Reader:
         value = self.config.get("target_modules")
         if isinstance(value, str) and value.lower() == ALL_LINEAR:
             return None
+        if not value and self.config.get("target_parameters"):
+            return ()
         if not value:
             self._bad('target_modules is missing or empty; expected a list of module names, a regex, or "all-linear".')
             return ()

@@ -93,7 +93,10 @@ FIELDS: dict[str, FieldRule] = {
     "ensure_weight_tying": _implemented(
         "on a base with a tied head, what is trained of the head must be what is of the embedding"
     ),
-    "target_parameters": _refused("LoRA on bare parameters (mixture-of-experts weights) isn't served"),
+    "target_parameters": _implemented(
+        "LoRA on the parameters in which transformers 5 has all experts of a mixture, and on its router; "
+        "it must agree with the tensors"
+    ),
     "layer_replication": _refused("it changes the base's layers"),
     "fan_in_fan_out": _refused("it means transposed base weights; every base here stores [out, in]"),
     "megatron_config": _refused("Megatron's parallel layers name and split their weights differently", {}),

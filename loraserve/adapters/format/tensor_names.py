@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from loraserve.adapters.format.expert_names import ExpertNames, ExpertPlace
 from loraserve.adapters.ir import OUTSIDE_LAYERS, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.strict_json import shown
@@ -116,6 +117,7 @@ class BaseTensorNames:
 
     Attributes:
         linears: name → linear, in the order of the base's modules.
+        experts: names of its mixtures of experts; None: adapters can't change any.
     """
 
     def __init__(self, base: BaseSpec) -> None:
@@ -136,6 +138,7 @@ class BaseTensorNames:
             has_bias = all(module in base.biased_modules for module in modules)
             self.linears[name] = BaseLinear(name, path, stop, base.modules[modules[0]][1], has_bias, parts)
         self._linear_paths = {linear.path: linear for linear in self.linears.values()}
+        self.experts = None if base.experts is None else ExpertNames(base, base.experts)
         self._norm_paths = {path: norm for norm, path in base.norm_paths.items()}
 
     def of(self, place: Place) -> str:
@@ -191,9 +194,15 @@ class Contents:
     """An adapter's file, every tensor in its place.
 
     They are in order of layer, then of the base's linears.
+
+    Attributes:
+        experts: linears of a mixture of experts.
+        wrappers: (layer, wrappers around it) → what a wrapper of all experts has.
     """
 
     linears: dict[Place, LinearTensors] = field(default_factory=dict)
+    experts: dict[ExpertPlace, LinearTensors] = field(default_factory=dict)
+    wrappers: dict[tuple[int, int], LinearTensors] = field(default_factory=dict)
     norms: dict[Place, TensorView] = field(default_factory=dict)
 
 
@@ -260,6 +269,11 @@ def _put(name: str, tensor: TensorView, names: BaseTensorNames, contents: Conten
     part = match.lastgroup or ""
     path = match["path"].removeprefix(PREFIX)
     layer, inner = names.find(path)
+    if layer is not None and layer < names.base.num_layers and names.experts is not None:
+        stored = _of_experts(layer, inner, names.experts, contents, problems)
+        if stored is not None:
+            _put_factor(name, part, tensor, stored, problems)
+            return
     norm = names.norm(layer, inner) if part == "weight" else None
     linear = names.linear(layer, inner)
     if norm is None and linear is None:
@@ -282,6 +296,39 @@ def _put(name: str, tensor: TensorView, names: BaseTensorNames, contents: Conten
         what = "magnitudes" if field_name == "magnitude" else f"tensors for its {SAVED_AS.get(field_name, field_name)}"
         problems.add(AdapterFormatError, f"{linear.name} has two {what} {{layers}}.", names.reported_layer(place))
     setattr(stored, field_name, tensor)
+
+
+def _of_experts(
+    layer: int, path: str, names: ExpertNames, contents: Contents, problems: Problems
+) -> LinearTensors | None:
+    """Return where the tensors of a path inside a mixture of experts go; None: it is in none."""
+    depth, found = names.wrapper(path), names.linear(path)
+    if depth is not None:
+        return contents.wrappers.setdefault((layer, depth), LinearTensors())
+    if found is None:
+        return None
+    module, expert = found
+    if module.startswith("experts.") and expert >= names.experts.num_experts:
+        count = names.experts.num_experts
+        message = f"The adapter has tensors for expert {expert} {{layers}}; this base has {count} (0 to {count - 1})."
+        problems.add(AdapterBaseMismatch, message, layer)
+        return LinearTensors()
+    return contents.experts.setdefault((layer, module, expert), LinearTensors())
+
+
+def _put_factor(name: str, part: str, tensor: TensorView, stored: LinearTensors, problems: Problems) -> None:
+    """Put a tensor of a mixture's LoRA in its place, or add a problem that it isn't one."""
+    if part not in ("lora_a", "lora_b", "lora_bias"):
+        text = shown(name, 200)
+        problems.add(
+            AdapterUnsupported,
+            f"{text} is for a mixture's experts, of which LoRA without magnitudes is served: lora_A, lora_B and "
+            "lora_B.bias.",
+        )
+    elif getattr(stored, part) is not None:
+        problems.add(AdapterFormatError, f"{shown(name, 200)} is there twice, under two names of its module.")
+    else:
+        setattr(stored, part, tensor)
 
 
 def _field(name: str, part: str, linear: BaseLinear, problems: Problems) -> str | None:
@@ -337,10 +384,10 @@ def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tu
     text = shown(name, 200)
     layer, inner = names.find(path)
     if re.search(r"\.experts?(\.|$)", path):
-        return (
-            AdapterUnsupported,
-            f"{text} is for a mixture's experts; on this base, adapters may change the attention only.",
-        )
+        reach = f"adapters may change {names.listed(False)} only."
+        if names.experts is not None:
+            reach = f"adapters may change {', '.join(names.experts.experts.module_paths.values())}."
+        return AdapterUnsupported, f"{text} is for a mixture's experts; on this base, {reach}"
     if part == "weight":
         norms = ", ".join(names.base.norm_paths.values())
         return AdapterUnsupported, (

@@ -97,6 +97,10 @@ def compile_adalora(
     _raise(malformed, unsupported, [], AdapterFormatError)
     modules = []
     for m in ir.modules:
+        if m.module not in base.modules:
+            raise AdapterUnsupported(
+                f"The adapter has AdaLoRA on a mixture's {m.module}, which isn't served: on experts, LoRA is."
+            )
         left = ranks.get(module_name(base, m.layer, m.module))
         if left is None:
             modules.append(m)

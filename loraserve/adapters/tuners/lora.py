@@ -5,7 +5,7 @@ That is DoRA's magnitudes, biases, whole modules, trained tokens, aLoRA's invoca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from loraserve.adapters.format.tensor_names import BaseLinear, BaseTensorNames, 
 from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import check_saved, norms_of, shape_words, vocabulary_problem
+from loraserve.adapters.strict_json import shown
 from loraserve.adapters.target_modules import absent_targets, check_targets, ties_lora
 from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
+from loraserve.adapters.tuners.experts import ExpertTensors
 from loraserve.adapters.tuners.factors import slice_rows
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
@@ -44,7 +46,18 @@ def compile_lora(
         check_targets(settings, contents, names, problems)
         check_saved(settings, contents, names, problems)
         rows = trained_tokens(settings, contents, names, problems)
-    modules = [*_Modules(settings, contents, names, limits, problems).compiled()]
+    compiler = _Modules(settings, contents, names, limits, problems)
+    modules = [*compiler.compiled()]
+    if names.experts is not None:
+        experts = ExpertTensors(settings, contents, names.experts, problems)
+        experts.check_targets()
+        modules = _in_order([*modules, *compiler.compiled_experts(experts)], base)
+    elif settings is not None and settings.target_parameters:
+        problems.add(
+            AdapterUnsupported,
+            f"target_parameters = {shown(list(settings.target_parameters))} is refused: on this base, adapters change "
+            "no parameters of experts.",
+        )
     if settings is not None and ties_lora(settings, base):
         _check_tied_lora(contents, problems)
     problems.raise_if_any()
@@ -61,7 +74,7 @@ def compile_lora(
         },
         norms=norms_of(contents),
         invocation_token_ids=settings.invocation_token_ids if settings is not None else (),
-        absent_targets=absent_targets(settings, names) if settings is not None else (),
+        absent_targets=absent_targets(settings, contents, names) if settings is not None else (),
     )
 
 
@@ -87,34 +100,51 @@ class _Modules:
 
         Those with a problem may be left out.
         """
-        settings, linears = self.settings, self.contents.linears
+        settings, contents, linears = self.settings, self.contents, self.contents.linears
         whole_names = {place: self.names.of(place) for place in linears}
-        ranks = first_matches([p for p, _ in settings.rank_pattern], whole_names.values()) if settings else {}
-        alphas = first_matches([p for p, _ in settings.alpha_pattern], whole_names.values()) if settings else {}
-        if not any(stored.has_lora for stored in linears.values()) and not self.problems.by_message:
+        numbers = _Numbers(settings, whole_names.values())
+        has_lora = contents.experts or contents.wrappers or any(stored.has_lora for stored in linears.values())
+        if not has_lora and not self.problems.by_message:
             self.problems.add(AdapterFormatError, "The file holds no lora_A and lora_B.")
         if settings is not None:
             self._check_invocation(settings)
         for place, stored in linears.items():
             linear, reported_layer = self.names.linears[place[1]], self.names.reported_layer(place)
-            rank, scaling = 0, 1.0
+            found: tuple[int, float] | None = (0, 1.0)
             if stored.has_lora:
-                if not self._has_both(linear, stored, reported_layer):
-                    continue
-                if settings is not None:
-                    self._check_magnitude(linear, stored.magnitude, settings, reported_layer)
-                    self._check_lora_bias(linear, stored.lora_bias, settings, reported_layer)
-                assert stored.lora_a is not None and stored.lora_b is not None  # noqa: S101, PT018 (_has_both)
-                if not self._fits(linear, stored.lora_a, stored.lora_b, reported_layer) or settings is None:
-                    continue
-                name = whole_names[place]
-                rank = settings.rank_pattern[ranks[name]][1] if name in ranks else settings.r
-                if not self._has_rank(linear, stored.lora_a.shape[0], rank, reported_layer):
-                    continue
-                alpha = settings.alpha_pattern[alphas[name]][1] if name in alphas else settings.lora_alpha
-                scaling = self._scaling(linear, settings, alpha, rank, reported_layer)
-            if stored.has_lora or stored.weight is not None or stored.bias is not None:
-                yield from _split(place[0], linear, stored, rank, scaling)
+                found = self._rank_and_scaling(linear, stored, whole_names[place], numbers, reported_layer)
+            if found is not None and (stored.has_lora or stored.weight is not None or stored.bias is not None):
+                yield from _split(place[0], linear, stored, *found)
+
+    def compiled_experts(self, experts: ExpertTensors) -> Iterator[ModuleIR]:
+        """Yield the modules of experts, and of what chooses them, in any order.
+
+        Those with a problem may be left out.
+        """
+        linears = list(experts.linears())
+        numbers = _Numbers(self.settings, {name for _, _, name, _ in linears})
+        for (layer, _, expert), linear, name, stored in linears:
+            found = self._rank_and_scaling(linear, stored, name, numbers, layer)
+            if found is not None:
+                yield from _split(layer, linear, stored, *found, expert=expert)
+
+    def _rank_and_scaling(
+        self, linear: BaseLinear, stored: LinearTensors, name: str, numbers: _Numbers, reported_layer: int | None
+    ) -> tuple[int, float] | None:
+        """Return a LoRA's rank and scaling by the config; None and a problem where it has one."""
+        settings = self.settings
+        if not self._has_both(linear, stored, reported_layer):
+            return None
+        if settings is not None:
+            self._check_magnitude(linear, stored.magnitude, settings, reported_layer)
+            self._check_lora_bias(linear, stored.lora_bias, settings, reported_layer)
+        assert stored.lora_a is not None and stored.lora_b is not None  # noqa: S101, PT018 (_has_both)
+        if not self._fits(linear, stored.lora_a, stored.lora_b, reported_layer) or settings is None:
+            return None
+        rank = numbers.rank(settings, name)
+        if not self._has_rank(linear, stored.lora_a.shape[0], rank, reported_layer):
+            return None
+        return rank, self._scaling(linear, settings, numbers.alpha(settings, name), rank, reported_layer)
 
     def _has_both(self, linear: BaseLinear, stored: LinearTensors, reported_layer: int | None) -> bool:
         missing = "lora_A" if stored.lora_a is None else "lora_B" if stored.lora_b is None else None
@@ -242,7 +272,24 @@ class _Modules:
             )
 
 
-def _split(layer: int, linear: BaseLinear, stored: LinearTensors, rank: int, scaling: float) -> Iterator[ModuleIR]:
+class _Numbers:
+    """Ranks and alphas of linears by a config's patterns; the first that matches counts."""
+
+    def __init__(self, settings: LoraSettings | None, names: Iterable[str]) -> None:
+        names = list(names)
+        self._ranks = first_matches([p for p, _ in settings.rank_pattern], names) if settings else {}
+        self._alphas = first_matches([p for p, _ in settings.alpha_pattern], names) if settings else {}
+
+    def rank(self, settings: LoraSettings, name: str) -> int:
+        return settings.rank_pattern[self._ranks[name]][1] if name in self._ranks else settings.r
+
+    def alpha(self, settings: LoraSettings, name: str) -> float:
+        return settings.alpha_pattern[self._alphas[name]][1] if name in self._alphas else settings.lora_alpha
+
+
+def _split(
+    layer: int, linear: BaseLinear, stored: LinearTensors, rank: int, scaling: float, expert: int = 0
+) -> Iterator[ModuleIR]:
     """Yield the linear's parts, each with its rows of the linear's output.
 
     All of them share lora_A.
@@ -261,6 +308,7 @@ def _split(layer: int, linear: BaseLinear, stored: LinearTensors, rank: int, sca
             lora_bias=slice_rows(stored.lora_bias, rows),
             bias=slice_rows(bias, rows),
             weight=slice_rows(stored.weight, rows),
+            expert=expert,
         )
 
 
@@ -268,12 +316,17 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
     """Return the modules with their trained tokens, and modules that have nothing else."""
     if not rows:
         return modules
-    by_place = {(m.layer, m.module): m for m in modules}
+    by_place = {m.place: m for m in modules}
     for module, trained in rows.items():
-        found = by_place.get((0, module), ModuleIR(0, module))
-        by_place[0, module] = replace(found, token_ids=trained.ids, token_rows=trained.rows)
-    order = {module: index for index, module in enumerate(base.modules)}
-    return sorted(by_place.values(), key=lambda m: (m.layer, order[m.module]))
+        found = by_place.get((0, module, 0), ModuleIR(0, module))
+        by_place[0, module, 0] = replace(found, token_ids=trained.ids, token_rows=trained.rows)
+    return _in_order(by_place.values(), base)
+
+
+def _in_order(modules: Iterable[ModuleIR], base: BaseSpec) -> list[ModuleIR]:
+    """Return the modules in order of layer, then of the base's modules, then of experts."""
+    order = {module: index for index, module in enumerate(base.module_shapes)}
+    return sorted(modules, key=lambda m: (m.layer, order[m.module], m.expert))
 
 
 def _check_tied_lora(contents: Contents, problems: Problems) -> None:

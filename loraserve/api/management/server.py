@@ -148,9 +148,12 @@ async def get_whoami(request: Request, caller: Caller = Depends(_reader)) -> Res
 async def get_base(request: Request, caller: Caller = Depends(_reader)) -> Response:
     """Return the resident base model, with the shapes that an adapter must have."""
     services = services_of(request)
-    known = services.registry.base_precisions.current
-    resource = BaseResource.of(services.engine.base).model_copy(
+    base, known = services.engine.base, services.registry.base_precisions.current
+    of_experts = {} if base.experts is None else base.experts.module_paths
+    resource = BaseResource.of(base).model_copy(
         update={
+            "modules": dict(base.module_shapes),
+            "module_paths": {**base.module_paths, **of_experts},
             "precision": PrecisionResource.of_known(known),
             "precision_note": known.note if known else "",
             "generation_defaults": services.base_defaults.as_fields(),

@@ -20,6 +20,7 @@ from loraserve.errors import AdapterNumerics, AdapterUnavailable, InvariantViola
 from loraserve.memory.loading.base_weights import background_compute
 from loraserve.model.reference_pass import Evaluation
 from loraserve.types import BaseSpec, Certificate
+from loraserve_kernels.common.sites import label_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,12 @@ class Certifier:
         packed, expected, v.packed = v.packed, v.reference.changes, None
         if packed is None or expected is None or certificate.verdict != PASSED:
             return certificate
-        found, (layer, module) = worst_difference(packed, expected, self._base)
+        found, (layer, module, expert) = worst_difference(packed, expected, self._base)
         certificate = msgspec.structs.replace(certificate, module_difference=found)
         allowed = _EXACT_MODULE + _LOSS_FACTOR * certificate.precision_loss
         if found <= allowed:
             return certificate
-        linear = modelled_names(self._base).get(module, module)
+        linear = modelled_names(self._base).get(module, label_of(module, expert))
         reason = f"What {linear} of layer {layer} adds is off by {found:.4g} of it; {allowed:.4g} is allowed."
         return msgspec.structs.replace(certificate, verdict=FAILED, reason=reason)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loraserve.errors import AdapterUnservable
 from loraserve.memory.arena import ArenaClient
+from loraserve_kernels.common.sites import label_of
 from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -222,7 +223,7 @@ def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtyp
             largest = torch.stack(matrix.aminmax()).abs().amax() if matrix.numel() else matrix.new_zeros(())
             if largest.to(dtype).isinf():
                 raise AdapterUnservable(
-                    f"Layer {m.layer} {m.module}.{name} has a weight of size {float(largest):.4g}; "
+                    f"Layer {m.layer} {label_of(m.module, m.expert)}.{name} has a weight of size {float(largest):.4g}; "
                     f"adapters are held in "
                     f"{DTYPE_NAMES[dtype]}, whose largest number is {torch.finfo(dtype).max:.4g}.",
                     hint="Serve with an --adapter-dtype of a larger range, such as bf16.",

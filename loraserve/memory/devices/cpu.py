@@ -97,7 +97,7 @@ class CpuDevice:
         num_bytes = packed_num_bytes(
             modules,
             num_layers=self._base.num_layers,
-            module_shapes=self._base.modules,
+            module_shapes=self._base.module_shapes,
             dtype=self.held_dtype(stored),
             norms=norms,
             head=head,
@@ -117,7 +117,7 @@ class CpuDevice:
         return pack_adapter(
             modules,
             num_layers=self._base.num_layers,
-            module_shapes=self._base.modules,
+            module_shapes=self._base.module_shapes,
             dtype=dtype,
             norms=norms,
             head=head,

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import AdapterUnservable
+from loraserve_kernels.common.modules import EXPERT_INDEX, LAYER_MODULES, LoraModule
+from loraserve_kernels.common.sites import label_of
 from loraserve_kernels.cpu import threads
-from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule
 
 
 class BaseWeights(Protocol):
@@ -167,4 +168,8 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
 
 def module_label(m: LoraModule) -> str:
     """Return the module's name in messages: ``Layer 3 q_proj``, ``lm_head``."""
-    return f"Layer {m.layer} {m.module}" if m.module in LAYER_MODULES else m.module
+    if m.module in LAYER_MODULES:
+        return f"Layer {m.layer} {m.module}"
+    if m.module not in EXPERT_INDEX:
+        return m.module
+    return f"Layer {m.layer} {label_of(m.module, m.expert)}"

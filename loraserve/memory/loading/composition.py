@@ -19,9 +19,10 @@ from loraserve.limits import LIMITS
 from loraserve.memory.loading.base_weights import module_label
 from loraserve.memory.loading.lowering import LoweredAdapter
 from loraserve.types import AdapterPart
-from loraserve_kernels.cpu.lora.layout import MODULE_INDEX, LoraModule
+from loraserve_kernels.common.modules import EXPERT_MODULES, MODULES, LoraModule
 
-Place = tuple[int, str]
+Place = tuple[int, str, int]
+"""Layer, module and expert."""
 
 
 class Composer:
@@ -49,10 +50,10 @@ class Composer:
                 hint="Compose adapters of LoRA without DoRA, LoHa, LoKr, VeRA or AdaLoRA.",
             )
         for m in lowered.modules:
-            self._ranks[m.layer, m.module] += m.lora_a.shape[0]
-            if self._ranks[m.layer, m.module] > LIMITS.max_rank:
+            self._ranks[m.place] += m.lora_a.shape[0]
+            if self._ranks[m.place] > LIMITS.max_rank:
                 raise InvalidRequest(
-                    f"The adapters' ranks add up to {self._ranks[m.layer, m.module]} or more on {module_label(m)}; "
+                    f"The adapters' ranks add up to {self._ranks[m.place]} or more on {module_label(m)}; "
                     f"at most {LIMITS.max_rank} are served.",
                     param="model",
                     hint="Compose fewer adapters, or adapters of lower ranks.",
@@ -81,8 +82,9 @@ class Composer:
         by_place: dict[Place, list[tuple[LoraModule, float]]] = {}
         for lowered, weight in self._terms:
             for m in lowered.modules:
-                by_place.setdefault((m.layer, m.module), []).append((m, weight))
-        places = sorted(by_place, key=lambda place: (place[0], MODULE_INDEX[place[1]]))
+                by_place.setdefault(m.place, []).append((m, weight))
+        order = {module: index for index, module in enumerate((*MODULES, *EXPERT_MODULES))}
+        places = sorted(by_place, key=lambda place: (place[0], order[place[1]], place[2]))
         modules = tuple(_sum(by_place[place], stored) for place in places)
         return LoweredAdapter(modules, (), stored, {})
 
@@ -95,7 +97,7 @@ def _what_does_not_add_up(lowered: LoweredAdapter) -> str | None:
     if lowered.norms:
         return f"a trained norm ({lowered.norms[0].norm})"
     for m in lowered.modules:
-        if (m.layer, m.module) in lowered.magnitudes:
+        if m.place in lowered.magnitudes:
             return f"magnitudes (DoRA) on {module_label(m)}"
         if m.dora_delta is not None:
             return f"a factor of its own (IA3) on {module_label(m)}"
@@ -113,6 +115,7 @@ def _sum(terms: Sequence[tuple[LoraModule, float]], stored: torch.dtype) -> Lora
         torch.cat([m.lora_b.to(stored) for m, _ in terms], 1),
         torch.cat([weight * _scalings(m) for m, weight in terms]),
         bias_delta=_sum_shifts((m.bias_delta, weight) for m, weight in terms),
+        expert=first.expert,
     )
 
 

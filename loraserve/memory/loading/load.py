@@ -193,7 +193,7 @@ def _as_served(
             loses = loss(before, held, dtype)
         refuse_lossy(m, loses, dtype, precision)
         lost = max(lost, loses)
-        magnitude = uploaded.magnitudes.get((m.layer, m.module))
+        magnitude = uploaded.magnitudes.get(m.place)
         if magnitude is None:
             served.append(m)
             continue

@@ -38,8 +38,8 @@ class LoweredAdapter:
         modules: modules, with a magnitude in the place of `dora_delta` where there is one, for
             the room that it takes.
         stored: narrowest dtype that holds its matrices and rows exactly.
-        magnitudes: (layer, module) → [out_features], from which `base_weights.dora_delta` computes
-            δ: last, because it costs most and depends on how the update is held; see
+        magnitudes: (layer, module, expert) → [out_features], from which `base_weights.dora_delta`
+            computes δ: last, because it costs most and depends on how the update is held; see
             `loading.precision`.
         invocation_token_ids: tokens that activate an aLoRA.
         head: classification head, [num_labels, hidden_size].
@@ -48,7 +48,7 @@ class LoweredAdapter:
     modules: tuple[LoraModule, ...]
     norms: tuple[ReplacedNorm, ...]
     stored: torch.dtype
-    magnitudes: Mapping[tuple[int, str], Tensor]
+    magnitudes: Mapping[tuple[int, str, int], Tensor]
     invocation_token_ids: tuple[int, ...] = ()
     head: Tensor | None = None
 
@@ -72,9 +72,10 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         if ir.saved_base:
             ir = with_saved_base(ir, base, require_base_weights(weights))
         stored = FILE_DTYPES[ir.dtype]
-        modules = [_lower(m, base, stored, weights) for m in ir.modules]
+        shapes = base.module_shapes
+        modules = [_lower(m, shapes[m.module], stored, weights) for m in ir.modules]
         magnitudes = {
-            (m.layer, m.module): lowered.dora_delta
+            m.place: lowered.dora_delta
             for m, lowered in zip(ir.modules, modules, strict=True)
             if m.magnitude is not None and lowered.dora_delta is not None
         }
@@ -102,17 +103,17 @@ def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> Adap
     if base.is_head_tied and tables:
         [first, *_] = tables.values()
         tables |= {module: tables.get(module, first) for module in OUTSIDE_LAYERS if module in base.modules}
-    modules = {(m.layer, m.module): m for m in ir.modules}
+    modules = {m.place: m for m in ir.modules}
     dtype, held = ir.dtype, getattr(torch, base.dtype, torch.float32)
     for module, saved in tables.items():
-        m = modules.get((0, module), ModuleIR(0, module))
+        m = modules.get((0, module, 0), ModuleIR(0, module))
         is_rounded = module == "lm_head" and base.is_head_quantized
         tolerance = _QUANTIZED_TOLERANCE if is_rounded else None
         if m.weight is None and not is_base_copy(module, as_tensor(saved), weights, held, tolerance):
-            modules[0, module] = replace(m, weight=saved)
+            modules[0, module, 0] = replace(m, weight=saved)
             dtype = dtype if dtype == saved.dtype else "F32"
-    order = {module: index for index, module in enumerate(base.modules)}
-    ordered = sorted(modules.values(), key=lambda m: (m.layer, order[m.module]))
+    order = {module: index for index, module in enumerate(base.module_shapes)}
+    ordered = sorted(modules.values(), key=lambda m: (m.layer, order[m.module], m.expert))
     return replace(ir, modules=tuple(ordered), dtype=dtype, saved_base={})
 
 
@@ -141,15 +142,15 @@ def as_tensor(view: TensorView) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _lower(m: ModuleIR, base: BaseSpec, stored: torch.dtype, weights: BaseWeights | None) -> LoraModule:
-    """Return the module in the kernels' terms.
+def _lower(m: ModuleIR, shape: tuple[int, int], stored: torch.dtype, weights: BaseWeights | None) -> LoraModule:
+    """Return the module of (out_features, in_features) in the kernels' terms.
 
     In its IR's terms, with l for output_scale::
 
     l · ((magnitude / ‖…‖) · (W' x + scaling · B A x) + b' + scaling · lora_bias)
         = (1 + δ) · (W' x + scaling · B A x) + b + shift
     """
-    out_features, in_features = base.modules[m.module]
+    out_features, in_features = shape
     scale = None if m.output_scale is None else as_tensor(m.output_scale).float()
     delta = None if scale is None else scale - 1
     if m.magnitude is not None:
@@ -164,6 +165,7 @@ def _lower(m: ModuleIR, base: BaseSpec, stored: torch.dtype, weights: BaseWeight
         delta,
         _shift(m, scale, weights),
         _rows(m, weights),
+        m.expert,
     )
 
 

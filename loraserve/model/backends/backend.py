@@ -15,6 +15,7 @@ from torch import Tensor
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.embedding import EmbeddingTable
+from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.linears import Linear
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp, Mlp
@@ -67,10 +68,12 @@ class DecoderLayer:
     def linear(self, site: str) -> LoraLinear | None:
         """Return the linears of a site; None where the layer has none.
 
-        An MLP has none where it has experts.
+        Of experts, the shared one's are those of an MLP.
         """
         if site in ("qkv", "o"):
             return self.qkv if site == "qkv" else self.o
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp.linear(site)
         if not isinstance(self.mlp, GatedMlp):
             return None
         return self.mlp.gate_up if site == "gate_up" else self.mlp.down

@@ -20,6 +20,7 @@ from loraserve.model.layers.mlp import GatedMlp
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
 from loraserve_kernels.common.modules import MODULE_INDEX, MODULES, SITES
+from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import GROUP, DotWeight, GroupDotWeight, full_bias_of
 from loraserve_kernels.cpu.linear.g32_dot import G32Weight
@@ -116,6 +117,8 @@ class StepKernels:
             that many bytes behind their start. Empty: the head isn't among the kernels.
         head_width: columns of a row of logits.
         num_weights: weights that a row is multiplied with.
+        plans: the running step's adapters, of all rows and of the kept ones, for mixtures of
+            experts, which aren't among the kernels.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class StepKernels:
         # whatever the kernels' arguments have the address of
         self._alive: list[object] = []
         self.num_weights = 0
+        self.plans: tuple[LoraPlan | None, LoraPlan | None] = (None, None)
         counted: tuple[dict[int, list[int]], dict[int, list[int]]] = {}, {}
         self._all, self._kept = counted
         self._counted = self._all
@@ -427,7 +431,7 @@ class StepKernels:
 
             def call(num_rows: int, num_kept: int) -> None:
                 count = num_kept if takes_kept else num_rows
-                self._delta.rows(count).copy_(mlp(self.x.values[:count], None))
+                self._delta.rows(count).copy_(mlp(self.x.values[:count], self.plans[int(takes_kept)]))
 
             self._schedule.call(call)
             return

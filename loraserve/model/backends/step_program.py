@@ -142,7 +142,12 @@ class StepProgram:
             end = "normed"
             if inputs.pooled is None and kernels.head:
                 end, logits = "head", _set_head(kernels, num_kept)
-        self._run_items(kernels, end, num_rows, num_kept, num_threads)
+        kernels.plans = (inputs.lora, kept_lora)
+        try:
+            self._run_items(kernels, end, num_rows, num_kept, num_threads)
+        finally:
+            # plans keep adapters
+            kernels.plans = (None, None)
         del alive
         _check_slots(kernels, kv)
         x = kernels.x.values[:num_kept]

@@ -19,7 +19,7 @@ from loraserve.model.config.architecture import Architecture, ExpertPaths
 from loraserve.model.config.formats import group_size
 from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.config.quantization_config import QuantizationConfig
-from loraserve.types import BaseSpec, Digest
+from loraserve.types import BaseSpec, Digest, ExpertsSpec
 from loraserve_kernels.common.formats import GROUP_SIZES, ROUNDED_BY_ROW, ROUNDED_IN_GROUPS
 from loraserve_kernels.common.sites import LAYER_SITES, SITES
 
@@ -145,14 +145,20 @@ class Blueprint:
             weight.out_features * weight.in_features for weight in self.stored.values()
         )
 
-    def spec(self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int) -> BaseSpec:
+    def spec(
+        self, *, id: str, digest: Digest, dtype: str, max_model_len: int, size_bytes: int, is_whole: bool = True
+    ) -> BaseSpec:
         """Return the base's spec, which other packages read.
 
         Args:
             dtype: of what isn't quantized.
             size_bytes: what it takes once it is resident.
+            is_whole: whether one process has the whole base. Otherwise adapters can't change a
+                mixture of experts.
         """
         config, architecture = self.config, self.config.architecture
+        experts = _experts_spec(config) if is_whole else None
+        shared = shared_expert(config) if is_whole else {}
         return BaseSpec(
             id=id,
             digest=digest,
@@ -163,11 +169,13 @@ class Blueprint:
             max_model_len=max_model_len,
             modules={
                 **config.module_shapes,
+                **{module: shape for module, (_, shape) in shared.items()},
                 "lm_head": (config.vocab_size, config.hidden_size),
                 "embed_tokens": (config.hidden_size, config.vocab_size),
             },
             module_paths={
                 **architecture.module_paths,
+                **{module: path for module, (path, _) in shared.items()},
                 "lm_head": architecture.head.removesuffix(".weight"),
                 "embed_tokens": architecture.embedding.removesuffix(".weight"),
             },
@@ -193,6 +201,7 @@ class Blueprint:
             is_head_tied=self.is_head_tied,
             is_head_quantized=self.is_head_quantized,
             head_dim=config.head_dim,
+            experts=experts,
         )
 
 
@@ -432,6 +441,44 @@ def _expert_modules(config: ModelConfig, prefix: str, inner: int) -> Iterator[tu
     paths, hidden = _experts_of(config.architecture), config.hidden_size
     yield (ModulePlan(prefix + paths.gate, inner, False), ModulePlan(prefix + paths.up, inner, False)), hidden
     yield (ModulePlan(prefix + paths.down, hidden, False),), inner
+
+
+def _experts_spec(config: ModelConfig) -> ExpertsSpec | None:
+    """Return a layer's mixture of experts as adapters change it; None where there is none."""
+    if config.experts is None:
+        return None
+    paths, sizes, hidden = _experts_of(config.architecture), config.experts, config.hidden_size
+    inner, each = sizes.intermediate_size, f"{paths.experts}.{{}}."
+    modules = {
+        "experts.gate_proj": (inner, hidden),
+        "experts.up_proj": (inner, hidden),
+        "experts.down_proj": (hidden, inner),
+        "router": (sizes.num_experts, hidden),
+    }
+    module_paths = {
+        "experts.gate_proj": each + paths.gate,
+        "experts.up_proj": each + paths.up,
+        "experts.down_proj": each + paths.down,
+        "router": paths.router,
+    }
+    if sizes.shared_intermediate_size is not None:
+        modules["shared_gate"], module_paths["shared_gate"] = (1, hidden), paths.shared_gate
+    return ExpertsSpec(
+        num_experts=sizes.num_experts, modules=modules, module_paths=module_paths, parameters_path=paths.parameters
+    )
+
+
+def shared_expert(config: ModelConfig) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Return the shared expert's linears by the names of an MLP's: path in a layer, and shape."""
+    if config.experts is None or config.experts.shared_intermediate_size is None:
+        return {}
+    paths = _experts_of(config.architecture)
+    inner, hidden = config.experts.shared_intermediate_size, config.hidden_size
+    return {
+        "gate_proj": (f"{paths.shared}.{paths.gate}", (inner, hidden)),
+        "up_proj": (f"{paths.shared}.{paths.up}", (inner, hidden)),
+        "down_proj": (f"{paths.shared}.{paths.down}", (hidden, inner)),
+    }
 
 
 def _experts_of(architecture: Architecture) -> ExpertPaths:

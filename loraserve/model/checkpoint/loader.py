@@ -215,6 +215,7 @@ class _Loader:
             dtype=str(self._dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             size_bytes=facts.num_bytes,
+            is_whole=part is None and stage.is_first and stage.is_last,
         )
         if self._device == "cpu":
             log_choices()
@@ -410,7 +411,8 @@ class _Loader:
         if experts is None:
             return GatedMlp(self._linear(layer, "gate_up"), self._linear(layer, "down"), self._backend.gated)
         routers, linears = ([_finished(site) for site in held[layer]] for held in (self._routers, self._experts))
-        mixture = make_mixture(experts, routers, linears, self._backend.gated)
+        own = layer - self._stage.layers[0]
+        mixture = make_mixture(experts, routers, linears, self._backend.gated, own)
         return mixture if self._part is None else self._part.experts(mixture)
 
     def _linear(self, layer: int, site: str) -> LoraLinear:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from loraserve.errors import InvariantViolation
-from loraserve.model.checkpoint.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan, draw
+from loraserve.model.checkpoint.blueprint import Blueprint, ModulePlan, SiteKind, SitePlan, draw, shared_expert
 from loraserve.model.checkpoint.files import Checkpoint, open_checkpoint
 from loraserve.model.checkpoint.prequantized import assemble
 from loraserve.model.config.model_config import ActivationFunction, read_config
@@ -58,6 +58,12 @@ class OriginalBase:
             self._add(plan)
 
     @property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Module of a layer → (out_features, in_features), the shared expert's among them."""
+        shared = {module: shape for module, (_, shape) in shared_expert(self.config).items()}
+        return {**shared, **self.config.module_shapes}
+
+    @property
     def stored_formats(self) -> list[str]:
         """Formats that the checkpoint is quantized to; empty if its weights are floats."""
         return self._blueprint.stored_formats
@@ -98,7 +104,7 @@ class OriginalBase:
             yield from self._head.rows(0, self.config.vocab_size)
             return
         site, start = self._site(layer, modules[0])
-        size = sum(self.config.module_shapes[module][0] for module in modules)
+        size = sum(self._shapes[module][0] for module in modules)
         yield from site.rows(start, start + size)
 
     def bias(self, layer: int, module: str) -> Tensor | None:
@@ -139,6 +145,11 @@ class OriginalBase:
     def _site(self, layer: int, module: str) -> tuple[StreamedLinear, int]:
         """Return the site that a layer's module is a part of, and the module's first row."""
         site, modules = next((site, modules) for site, modules in SITES.items() if module in modules)
+        if (layer, site) not in self._sites and module in self._shapes:
+            # of the shared expert, which comes last
+            gate_up, down = self._experts[layer][-2:]
+            start = self._shapes[module][0] if module == "up_proj" else 0
+            return down if site == "down" else gate_up, start
         if (layer, site) not in self._sites:
             raise InvariantViolation(f"{module} of layer {layer} was asked for, which this base doesn't have.")
         start = sum(self.config.module_shapes[before][0] for before in modules[: modules.index(module)])

@@ -42,6 +42,7 @@ class ExpertPaths:
         intermediate_size: field of an expert's.
         is_normed: whether the chosen experts' probabilities are scaled to sum to 1; a string names
             the config's field that says so.
+        parameters: path inside a layer of the module in which transformers 5 has all experts.
         shared: path inside a layer of the expert that all rows pass; None: there is none.
         shared_gate: of the linear whose sigmoid its output is multiplied with.
         shared_intermediate_size: field of its size.
@@ -55,6 +56,7 @@ class ExpertPaths:
     num_experts: tuple[str, ...]
     intermediate_size: str
     is_normed: bool | str
+    parameters: str = "mlp.experts"
     shared: str | None = None
     shared_gate: str = ""
     shared_intermediate_size: str = ""

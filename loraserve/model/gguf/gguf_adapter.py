@@ -140,6 +140,11 @@ def _check_kind(gguf: Gguf) -> None:
                 f"{shown(tensor.name, 200)} has the type {tensor.type.name}; expected one of {', '.join(_TYPES)}.",
                 hint="Convert the adapter again with --outtype f16, or send PEFT's own files.",
             )
+        if "_exps." in tensor.name:
+            raise AdapterUnsupported(
+                f"{shown(tensor.name, 200)} is for all experts of a mixture, which isn't read from GGUF files.",
+                hint="Send PEFT's own files.",
+            )
         if len(tensor.shape) != 2:
             raise AdapterUnsupported(
                 f"{shown(tensor.name, 200)} has {len(tensor.shape)} dims; expected 2, of lora_a or lora_b."

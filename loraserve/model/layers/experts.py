@@ -11,6 +11,11 @@ from torch.nn import functional as F
 
 from loraserve.model.config.model_config import ExpertsConfig
 from loraserve.model.layers.linears import Linear
+from loraserve.model.layers.lora_linear import LoraLinear
+from loraserve_kernels.common.plan import LoraPlan
+from loraserve_kernels.cpu.lora.experts import ExpertSegment, LayerExperts
+from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+from loraserve_kernels.ops import apply_expert_lora
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,10 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """Expert that all rows pass, whose output is multiplied with ``sigmoid(gate(x))``."""
+    """Expert that all rows pass, whose output is multiplied with ``sigmoid(gate(x))``.
+
+    Adapters change its linears as those of an MLP.
+    """
 
     expert: Expert
     gate: Linear
@@ -45,6 +53,7 @@ class MixtureOfExperts:
         is_normed: whether the chosen ones' probabilities are scaled to sum to 1.
         gated: the backend's ``activation(gate) * up``.
         shared: None: there is none.
+        layer: number of the layer whose experts these are, as adapters count it.
 
     Source: as transformers computes Mixtral, Qwen3-MoE and Qwen2-MoE.
     """
@@ -58,54 +67,93 @@ class MixtureOfExperts:
         is_normed: bool,
         gated: Callable[[Tensor], Tensor],
         shared: SharedExpert | None = None,
+        layer: int = 0,
     ) -> None:
         self.router, self.experts, self.shared = router, tuple(experts), shared
-        self.num_chosen, self.is_normed = num_chosen, is_normed
+        self.num_chosen, self.is_normed, self.layer = num_chosen, is_normed, layer
         self._gated = gated
 
-    def __call__(self, x: Tensor, _: object = None, /) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None = None, /) -> Tensor:
         """Return the rows' outputs in memory of their own, for x of the same shape.
 
-        They are [num_tokens, hidden_size] float32. No adapter acts here.
+        They are [num_tokens, hidden_size] float32. Of each expert's rows, the adapters that change
+        it add what they add to those that are theirs.
         """
-        weights, chosen = self.router(x).softmax(-1).topk(self.num_chosen)
+        adapted = LayerExperts(lora, self.layer) if isinstance(lora, LoraPlan) and lora.has_experts else None
+        scores = self.router(x)
+        if adapted:
+            apply_expert_lora(x, scores, adapted.segments(), "router")
+        weights, chosen = scores.softmax(-1).topk(self.num_chosen)
         if self.is_normed:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
         # the rows' choices, expert by expert
         choices = chosen.flatten().argsort(stable=True)
         first = 0
-        for expert, count in zip(
-            self.experts, chosen.flatten().bincount(minlength=len(self.experts)).tolist(), strict=True
+        for number, (expert, count) in enumerate(
+            zip(self.experts, chosen.flatten().bincount(minlength=len(self.experts)).tolist(), strict=True)
         ):
             if not count:
                 continue
             mine = choices[first : first + count]
             rows = mine // self.num_chosen
-            y = expert.down(self._gated(expert.gate_up(x[rows])))
-            out.index_add_(0, rows, y.mul_(weights.flatten()[mine, None]))
+            # in their order, so that an adapter's are one range of them
+            segments = adapted.segments(number, rows.numpy()) if adapted else ()
+            out.index_add_(0, rows, self._expert(expert, x[rows], segments).mul_(weights.flatten()[mine, None]))
             first += count
         if self.shared is not None:
-            expert = self.shared.expert
+            weight = self.shared.gate(x)
+            if adapted:
+                apply_expert_lora(x, weight, adapted.segments(), "shared_gate")
             # the sigmoid as a row's softmax: torch rounds the last elements of a column otherwise
-            weight = F.pad(self.shared.gate(x), (0, 1)).softmax(-1)[:, :1]
-            out += weight * expert.down(self._gated(expert.gate_up(x)))
+            weight = F.pad(weight, (0, 1)).softmax(-1)[:, :1]
+            out += weight * self._shared_expert(self.shared.expert, x, lora)
         return out
+
+    def _expert(self, expert: Expert, x: Tensor, segments: Sequence[ExpertSegment]) -> Tensor:
+        gate_up = expert.gate_up(x)
+        apply_expert_lora(x, gate_up, segments, "experts.gate_up")
+        hidden = self._gated(gate_up)
+        out = expert.down(hidden)
+        apply_expert_lora(hidden, out, segments, "experts.down")
+        return out
+
+    def _shared_expert(self, expert: Expert, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
+        gate_up, down = LoraLinear(expert.gate_up, "gate_up", self.layer), LoraLinear(expert.down, "down", self.layer)
+        return down(self._gated(gate_up(x, lora)), lora)
+
+    def linear(self, site: str) -> LoraLinear | None:
+        """Return the shared expert's linears of an MLP's site; None where there is none."""
+        if self.shared is None:
+            return None
+        expert = self.shared.expert
+        return LoraLinear(expert.gate_up if site == "gate_up" else expert.down, site, self.layer)
 
 
 def make_mixture(
-    config: ExpertsConfig, routers: Sequence[Linear], linears: Sequence[Linear], gated: Callable[[Tensor], Tensor]
+    config: ExpertsConfig,
+    routers: Sequence[Linear],
+    linears: Sequence[Linear],
+    gated: Callable[[Tensor], Tensor],
+    layer: int = 0,
 ) -> MixtureOfExperts:
     """Return a layer's mixture of what its checkpoint holds.
 
     Args:
         routers: the router, and the gate of the shared expert where there is one.
         linears: each expert's gate and up, then its down; the shared expert's last.
+        layer: number of the layer, as adapters count it.
     """
     experts = [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)]
     shared = None
     if config.shared_intermediate_size is not None:
         shared = SharedExpert(experts.pop(), routers[1])
     return MixtureOfExperts(
-        routers[0], experts, num_chosen=config.num_chosen, is_normed=config.is_normed, gated=gated, shared=shared
+        routers[0],
+        experts,
+        num_chosen=config.num_chosen,
+        is_normed=config.is_normed,
+        gated=gated,
+        shared=shared,
+        layer=layer,
     )

@@ -15,6 +15,7 @@ import pytest
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_adapter
 from loraserve.adapters.format.tensor_names import BaseTensorNames, module_name
+from loraserve.adapters.ir import ModuleIR
 from loraserve.errors import AdapterRejected
 from loraserve.types import BaseSpec
 
@@ -62,21 +63,24 @@ def adapter_files(model: Any, directory: Path, reach: dict[str, Any]) -> tuple[A
     return {**adapter.config, **reach}, adapter.tensors
 
 
+def name_of(m: ModuleIR, names: BaseTensorNames) -> str:
+    """PEFT's name of a module; of an expert, that of the wrapper of all experts' parameter."""
+    if names.experts is None or m.module in names.base.modules:
+        return module_name(names.base, m.layer, m.module)
+    wrappers = {"experts.down_proj": "mlp.experts", "router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"}
+    return f"{names.base.layers_path}.{m.layer}.{wrappers.get(m.module, 'mlp.experts.base_layer')}"
+
+
 @pytest.mark.parametrize("reach", REACHES)
 def test_a_config_reaches_what_peft_reaches(reach: str, base: tuple[Any, BaseSpec], tmp_path: Path) -> None:
     model, spec = base
     config, tensors = adapter_files(model, tmp_path, REACHES[reach])
-    if "up_proj" not in spec.modules and config["target_modules"] == "all-linear":
-        # the experts are among PEFT's linears, and a shared one's
-        with pytest.raises(AdapterRejected, match=r"LoRA on bare parameters|mlp\.shared_expert\.down_proj"):
-            compile_adapter(config, tensors, spec)
-        return
-    if "up_proj" not in spec.modules and reach == "a regex":
+    if spec.experts is not None and reach == "a regex":
         # PEFT makes names of a regex where there are experts, and takes them in every layer
         config["target_modules"] = json.loads((tmp_path / CONFIG_FILE).read_text())["target_modules"]
     ir = compile_adapter(config, tensors, spec)
     names = BaseTensorNames(spec)
-    ours = {module_name(spec, m.layer, m.module) for m in ir.modules} | {names.of((n.layer, n.norm)) for n in ir.norms}
+    ours = {name_of(m, names) for m in ir.modules} | {names.of((n.layer, n.norm)) for n in ir.norms}
     parts = ("lora_A.weight", "lora_B.weight", "base_layer.weight", "weight", "bias")
     theirs = {name.removeprefix("base_model.model.") for name in tensors}
     for part in parts:

@@ -24,7 +24,7 @@ from loraserve_kernels.cpu import threads
 
 HAS_NUMBA: bool = importlib.util.find_spec("numba") is not None
 
-_MIN_PARALLEL_BYTES = 128 << 10
+MIN_PARALLEL_BYTES = 128 << 10
 """A launch with less work than reading so many bytes isn't worth waking a second thread for."""
 
 _WIDENED_WEIGHTS = 1 << 22
@@ -111,7 +111,7 @@ def _expand(shrunk: Tensor, y: Tensor, adapter: PackedAdapter, module: str, laye
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernel for adapters of `dtype`, or read it from numba's cache."""
     if HAS_NUMBA:
-        _kernel(dtype)
+        kernel_of(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class _SiteLaunches:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype) -> _Kernel:
+def kernel_of(dtype: torch.dtype) -> _Kernel:
     from loraserve_kernels.cpu.lora import kernel as lora_kernel
 
     compiled = {
@@ -192,8 +192,8 @@ def _make_launches(plan: LoraPlan, site: str) -> _SiteLaunches:
         args[lora_kernel.SCRATCH], args[lora_kernel.SCRATCH_STRIDE] = scratch.ctypes.data, scratch.shape[1]
         args[lora_kernel.TAKES_TOKENS] = site == "embed"
         args[lora_kernel.TILES] = tiles.ctypes.data if has_rows else 0
-        num_threads = threads.num_threads() if num_bytes >= _MIN_PARALLEL_BYTES else 1
-        launches.append(_Launch(_kernel(dtype), args, args.ctypes.data, num_threads))
+        num_threads = threads.num_threads() if num_bytes >= MIN_PARALLEL_BYTES else 1
+        launches.append(_Launch(kernel_of(dtype), args, args.ctypes.data, num_threads))
     return _SiteLaunches(tuple(launches), scratch, tiles, first)
 
 

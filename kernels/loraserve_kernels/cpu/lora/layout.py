@@ -8,6 +8,9 @@ place of the base's. Each of these regions starts at a multiple of `ALIGN_ELEMEN
 zero. What is always float32 lies in a buffer of its own: a number of each rank, the rows δ and
 shift, and where weights are int8 a scale of each replaced row.
 
+After all layers come the experts' matrices, layer by layer and expert by expert, those of
+`EXPERT_SITES` alike: what an adapter doesn't change takes nothing.
+
 The head and the embedding belong to no layer. Their records stand in layer 0; the other layers' are
 empty.
 """
@@ -38,7 +41,7 @@ from loraserve_kernels.common.modules import (
     check_shapes,
     size_of,
 )
-from loraserve_kernels.common.packed import PackedAdapter
+from loraserve_kernels.common.packed import PackedAdapter, PackedExperts
 from loraserve_kernels.common.sizes import ALIGN_ELEMENTS, PackedLayout, lay_out
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.errors import TensorMismatch
@@ -131,6 +134,7 @@ def pack_adapter(
             out_features=tuple(shape[0] for shape in shapes),
             norms={(n.layer, n.norm): n.weight.to(torch.float32, copy=True) for n in norms},
             head=None if head is None else head.to(torch.float32, copy=True),
+            experts=PackedExperts.of(layout.expert_records, layout.experts, module_shapes),
         )
         for m in modules:
             _fill(packed, m)
@@ -157,21 +161,20 @@ def _zeros(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _fill(packed: PackedAdapter, m: LoraModule) -> None:
-    scaling = packed.scaling(m.layer, m.module)
+    scaling = packed.scaling(*m.place)
     scaling.copy_(m.scaling) if isinstance(m.scaling, Tensor) else scaling.fill_(m.scaling)
-    for view, matrix in (
-        (packed.lora_a(m.layer, m.module), m.lora_a),
-        (packed.lora_b(m.layer, m.module), m.lora_b.T),
-    ):
+    for view, matrix in ((packed.lora_a(*m.place), m.lora_a), (packed.lora_b(*m.place), m.lora_b.T)):
         scales = _store(view, matrix)
         if scales is not None:
             scaling *= scales
     for row, values in (
-        (packed.dora_delta(m.layer, m.module), m.dora_delta),
-        (packed.bias_delta(m.layer, m.module), m.bias_delta),
+        (packed.dora_delta(*m.place), m.dora_delta),
+        (packed.bias_delta(*m.place), m.bias_delta),
     ):
         if row is not None and values is not None:
             row.copy_(values)
+    if m.row_overrides is None:
+        return
     rows = packed.row_overrides(m.layer, m.module)
     if rows is not None and m.row_overrides is not None:
         rows.ids.copy_(m.row_overrides.ids)
@@ -203,7 +206,7 @@ def _lay_out(
         raise TensorMismatch(f"adapters are stored in float32, bfloat16, float16 or int8, not {dtype}")
     sizes = []
     for m in modules:
-        check_place(m.layer, m.module, num_layers, module_shapes)
+        check_place(m.layer, m.module, num_layers, module_shapes, m.expert)
         check_shapes(m, module_shapes[m.module])
         sizes.append(size_of(m))
     return lay_out(sizes, num_layers=num_layers, module_shapes=module_shapes, dtype=dtype)

@@ -32,7 +32,6 @@ def test_what_pefts_defaults_say_is_accepted(make_config: Callable[..., dict[str
 
 
 SET: dict[str, Any] = {
-    "target_parameters": ["experts.up"],
     "layer_replication": [[0, 2]],
     "fan_in_fan_out": True,
     "megatron_config": {"a": 1},

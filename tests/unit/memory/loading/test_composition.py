@@ -106,7 +106,7 @@ def test_shifts_add_up_by_weight(make: Any) -> None:
 
 ROWS = ReplacedRows(torch.arange(2, dtype=torch.int32), torch.ones(2, 32))
 WRONG: dict[str, LoweredAdapter] = {
-    "DoRA": lowered(module(dora_delta=torch.ones(32)), magnitudes={(1, "q_proj"): torch.ones(32)}),
+    "DoRA": lowered(module(dora_delta=torch.ones(32)), magnitudes={(1, "q_proj", 0): torch.ones(32)}),
     "IA3": lowered(module(dora_delta=torch.ones(32))),
     "trained weight": lowered(module(row_overrides=ROWS)),
     "trained norm": lowered(module(), norms=(ReplacedNorm(0, "mlp_norm", torch.ones(32)),)),

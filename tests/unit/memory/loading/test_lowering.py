@@ -109,7 +109,7 @@ def test_each_kind_gives_what_its_formula_says(make: Any, kind: str, module: str
     base = make.base_of({"q_proj": (OUT, IN), "v_proj": (OUT, IN)})
     ir = ModuleIR(0, module, **KINDS[kind])
     lowered = lower(AdapterIR((ir,), "F32"), base, weights)
-    magnitude = lowered.magnitudes.get((0, module))
+    magnitude = lowered.magnitudes.get((0, module, 0))
     got = by_kernels(next(iter(lowered.modules), None), module, x, weights, magnitude)
     torch.testing.assert_close(got, by_ir(ir, x, weights), atol=1e-5, rtol=1e-5)
 
