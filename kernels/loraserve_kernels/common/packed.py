@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.modules import ExtraRows
 from loraserve_kernels.common.sites import CALLED_SITES, MODULE_INDEX
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, ROW_IDS, ROW_SCALES, ROWS, SCALINGS, SHIFT, A, B
 
@@ -61,6 +62,7 @@ class PackedAdapter:
         norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
             the base's.
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
+        extra_rows: rows beyond the base's, which no kernel reads.
         work: site → how much there is to do.
         sites: those at which there is anything to do.
         most_ranks: the most ranks that a layer has at a site.
@@ -78,6 +80,7 @@ class PackedAdapter:
     out_features: tuple[int, ...]
     norms: Mapping[tuple[int, str], Tensor]
     head: Tensor | None = None
+    extra_rows: ExtraRows | None = None
     work: Mapping[str, SiteWork] = field(init=False)
     sites: frozenset[str] = field(init=False)
     most_ranks: int = field(init=False)
@@ -97,13 +100,14 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, norms, head and all, alignment gaps included.
+        """Bytes of weights, norms, head, extra rows and all, alignment gaps included.
 
         The records (some KiB) aren't counted.
         """
         buffers = self.data.nbytes + self.floats.nbytes + self.row_ids.nbytes
         head_bytes = 0 if self.head is None else self.head.nbytes
-        return buffers + sum(weight.nbytes for weight in self.norms.values()) + head_bytes
+        extra_bytes = 0 if self.extra_rows is None else self.extra_rows.num_bytes
+        return buffers + sum(weight.nbytes for weight in self.norms.values()) + head_bytes + extra_bytes
 
     @property
     def ranks(self) -> npt.NDArray[np.int64]:

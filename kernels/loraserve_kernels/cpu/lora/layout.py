@@ -29,6 +29,7 @@ from loraserve_kernels.common.modules import (
     MODULES,
     NORMS,
     SITES,
+    ExtraRows,
     LoraModule,
     ReplacedNorm,
     ReplacedRows,
@@ -53,6 +54,7 @@ __all__ = [
     "MODULE_INDEX",
     "NORMS",
     "SITES",
+    "ExtraRows",
     "LoraModule",
     "PackedAdapter",
     "ReplacedNorm",
@@ -79,6 +81,7 @@ def packed_num_bytes(
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
     head: Tensor | None = None,
+    extra_rows: ExtraRows | None = None,
 ) -> int:
     """Bytes that `pack_adapter` will allocate for all of these. Reads shapes alone.
 
@@ -87,7 +90,8 @@ def packed_num_bytes(
     """
     layout = _lay_out(modules, num_layers, module_shapes, dtype)
     check_norms(norms, num_layers, module_shapes)
-    return layout.num_bytes(dtype, sum(n.weight.shape[0] for n in norms) + (0 if head is None else head.numel()))
+    floats = sum(n.weight.shape[0] for n in norms) + (0 if head is None else head.numel())
+    return layout.num_bytes(dtype, floats) + (0 if extra_rows is None else extra_rows.num_bytes)
 
 
 def pack_adapter(
@@ -98,6 +102,7 @@ def pack_adapter(
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
     head: Tensor | None = None,
+    extra_rows: ExtraRows | None = None,
 ) -> PackedAdapter:
     """Copy an adapter's matrices into new buffers; gaps are zero.
 
@@ -112,6 +117,7 @@ def pack_adapter(
             row is rounded, with a scale of its own; the rest is float32 always.
         norms: in any order.
         head: a classification head, [num_labels, hidden_size], which no kernel reads.
+        extra_rows: rows beyond the base's, which are kept as they are.
 
     Raises:
         TensorMismatch: a module or a norm that doesn't fit the base, or one given twice.
@@ -131,6 +137,7 @@ def pack_adapter(
             out_features=tuple(shape[0] for shape in shapes),
             norms={(n.layer, n.norm): n.weight.to(torch.float32, copy=True) for n in norms},
             head=None if head is None else head.to(torch.float32, copy=True),
+            extra_rows=extra_rows,
         )
         for m in modules:
             _fill(packed, m)
