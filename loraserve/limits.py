@@ -143,6 +143,8 @@ class Limits:
     max_added_tokens: int = 1024
     """Tokens that a version's tokenizer may have beside the base's."""
     max_added_token_bytes: int = 256
+    max_extra_rows: int = 1024
+    """Rows that an adapter's embedding and head may have beyond the base's."""
     template_timeout_s: float = 2.0
     """Time that a version's template may take for one prompt. Then its process is killed."""
     max_version_chat_bytes: int = 16 * MIB

@@ -279,6 +279,11 @@ class TokenizerSummary:
         }
         return _canonical({name: item for name, item in value.items() if item not in (None, "", [], {}, False)})
 
+    @property
+    def added_end(self) -> int:
+        """The id behind the last of the added tokens; 0: there are none."""
+        return max((token.id + 1 for token in self.added), default=0)
+
     def conflict(self, base: Self) -> str | None:
         """Return why no base with that tokenizer can serve this one, as in "it …"; None: it can.
 

@@ -122,6 +122,23 @@ class NormIR:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExtraRowsIR:
+    """Rows beyond the base's, for the tokens from ``vocab_size`` on; float32.
+
+    Attributes:
+        embedding: [num_rows, hidden_size].
+        head: [num_rows, hidden_size].
+    """
+
+    embedding: TensorView
+    head: TensorView
+
+    @property
+    def num_rows(self) -> int:
+        return self.embedding.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AdapterIR:
     """An adapter that fits its base; modules in order of layer, then of the base's modules.
 
@@ -136,6 +153,7 @@ class AdapterIR:
             and not at all where they don't occur. Empty: it acts on every token.
         kind: PEFT's name for it: ``LORA``, ``LOHA`` …
         head: weight of its classification head, [num_labels, hidden_size].
+        extra_rows: rows of the embedding and the head beyond the base's.
         renames: what was left out of its tensors' names or added to them, for people.
         absent_targets: listed in the config's target_modules, of which the base has no module and
             the file no tensors.
@@ -148,6 +166,7 @@ class AdapterIR:
     invocation_token_ids: tuple[int, ...] = ()
     kind: str = "LORA"
     head: TensorView | None = None
+    extra_rows: ExtraRowsIR | None = None
     renames: tuple[str, ...] = ()
     absent_targets: tuple[str, ...] = ()
 
@@ -185,3 +204,6 @@ class AdapterIR:
             yield norm.weight
         if self.head is not None:
             yield self.head
+        if self.extra_rows is not None:
+            yield self.extra_rows.embedding
+            yield self.extra_rows.head

@@ -13,6 +13,7 @@ from loraserve.adapters.ir import OUTSIDE_LAYERS, NormIR, TensorView
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.target_modules import is_saved, ties_saved
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
+from loraserve.limits import LIMITS
 
 
 def check_saved(settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems) -> None:
@@ -45,9 +46,9 @@ def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (
-            f"Enlarged vocabularies aren't served: the base lacks {num_rows - vocab_size:,} of the rows. "
-            "Add tokens within the base's unused rows, without resize_token_embeddings, and train them with "
-            "trainable_token_indices."
+            f"The base lacks {num_rows - vocab_size:,} of the rows; at most {LIMITS.max_extra_rows:,} such rows are "
+            "served, and with LoRA alone. Add fewer tokens, or use the base's unused rows without "
+            "resize_token_embeddings, and train them with trainable_token_indices."
         )
     return message + (
         "Shrunk vocabularies aren't served: this base still has the removed tokens. "

@@ -16,6 +16,7 @@ from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import is_same, shape_words
 from loraserve.adapters.strict_json import shown
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
+from loraserve.limits import LIMITS
 
 _FIELD = "trainable_token_indices"
 
@@ -29,13 +30,16 @@ class TokenRows:
 
 
 def trained_tokens(
-    settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems
+    settings: LoraSettings, contents: Contents, names: BaseTensorNames, problems: Problems, num_extra_rows: int = 0
 ) -> dict[str, TokenRows]:
     """Return the rows that the adapter has of each module.
 
     Add problems where file, config and base disagree.
+
+    Args:
+        num_extra_rows: rows that the adapter has beyond the base's.
     """
-    meant = _resolve(settings, names, problems)
+    meant = _resolve(settings, names, problems, num_extra_rows)
     is_tied = _is_tied(settings, meant, names, problems)
     result: dict[str, TokenRows] = {}
     for module in OUTSIDE_LAYERS:
@@ -58,7 +62,9 @@ def trained_tokens(
     return result
 
 
-def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems) -> dict[str, tuple[int, ...]]:
+def _resolve(
+    settings: LoraSettings, names: BaseTensorNames, problems: Problems, num_extra_rows: int
+) -> dict[str, tuple[int, ...]]:
     """Return the tokens that the config names for each module, in its order."""
     outside = [m for m in OUTSIDE_LAYERS if m in names.linears]
     meant: dict[str, tuple[int, ...]] = {}
@@ -79,14 +85,13 @@ def _resolve(settings: LoraSettings, names: BaseTensorNames, problems: Problems)
             meant[module] = ids
     for module, ids in meant.items():
         vocab = names.base.vocab_size
-        beyond = [token_id for token_id in ids if token_id >= vocab]
+        beyond = [token_id for token_id in ids if token_id >= vocab + num_extra_rows]
         if beyond:
             problems.add(
                 AdapterBaseMismatch,
                 f"{_FIELD} names token {beyond[0]:,} of {module}; this base has {vocab:,} tokens (0 to "
-                f"{vocab - 1:,}). Enlarged vocabularies aren't "
-                "served: the base lacks the row. Add tokens within the base's unused rows, without "
-                "resize_token_embeddings.",
+                f"{vocab - 1:,}). At most {LIMITS.max_extra_rows:,} rows that the base lacks are served. Add fewer "
+                "tokens, or use the base's unused rows without resize_token_embeddings.",
             )
         if len(set(ids)) != len(ids):
             problems.add(AdapterUnsupported, f"{_FIELD} names a token of {module} twice; name each token once.")

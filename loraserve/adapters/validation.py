@@ -84,6 +84,9 @@ def check_finite(
     others = [(_norm_name(norm), norm.weight) for norm in adapter.norms]
     if adapter.head is not None:
         others.append((f"{SCORE}.weight", adapter.head))
+    if adapter.extra_rows is not None:
+        others.append(("The embedding's rows beyond the base's", adapter.extra_rows.embedding))
+        others.append(("The head's rows beyond the base's", adapter.extra_rows.head))
     for name, weight in others:
         greatest = _largest(weight)
         if not math.isfinite(greatest):

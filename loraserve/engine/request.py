@@ -73,6 +73,8 @@ class Request:
     pin: AdapterPin | None = None
     activation: Activation | None = None
     """Token from which its adapter acts, found when it is pinned; None if it acts on none."""
+    num_extra_rows: int = 0
+    """Tokens beyond the base's that its adapter has rows for, found when it is pinned."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

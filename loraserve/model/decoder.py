@@ -20,6 +20,13 @@ from loraserve.model.config.model_config import ModelConfig
 from loraserve.model.inputs import GpuInputs, KVTensors, ModelInputs, PooledRows
 from loraserve.model.layers.embedding import EmbeddingTable, look_up, table_rows
 from loraserve.model.layers.experts import MixtureOfExperts
+from loraserve.model.layers.extra_rows import (
+    embeddable,
+    has_extra_rows,
+    with_extra_logits,
+    without_extra,
+    write_embeddings,
+)
 from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.norms import RMSNorm, cap_softly
@@ -175,7 +182,8 @@ class Decoder:
     def forward(self, inputs: ModelInputs | GpuInputs, kv: KVTensors) -> Tensor:
         """Return the logits of ``inputs.logits_rows``, [num_logits, vocab_size] float32.
 
-        Every row's keys and values are in the cache afterwards.
+        Where adapters of these rows have rows beyond the base's, there are more columns:
+        `with_extra_logits`. Every row's keys and values are in the cache afterwards.
 
         Args:
             inputs: the step's rows; positions and slots below what the model and the cache have,
@@ -201,10 +209,11 @@ class Decoder:
             return self._run(self._program, inputs, kv, received)
         if self._vocab is not None:
             inputs = replace(inputs, token_ids=self._vocab.local(inputs.token_ids))
+        tokens, inputs = inputs.token_ids, embeddable(inputs, self.spec.vocab_size)
         step = self.backend.begin(inputs, kv)
         hidden = received
         if hidden is None:
-            hidden = self._adapted_embedding(step.embed(self._embedding_of()), inputs)
+            hidden = self._adapted_embedding(step.embed(self._embedding_of()), inputs, tokens)
         last = len(self._layers) - 1
         x = self._layers[0].attention_norm(hidden)
         for i in range(last):
@@ -239,23 +248,30 @@ class Decoder:
         """Compute a step as one program."""
         hidden = program.hidden(inputs.token_ids.shape[0])
         if received is None:
-            embedding = self._embedding_of()
+            embedding, tokens = self._embedding_of(), inputs.token_ids
+            if has_extra_rows(inputs.lora):
+                inputs = replace(inputs, token_ids=without_extra(tokens, self.spec.vocab_size))
             if isinstance(embedding, Tensor) and embedding.dtype == hidden.dtype:
                 torch.index_select(embedding, 0, inputs.token_ids, out=hidden)
             else:
                 hidden.copy_(look_up(embedding, inputs.token_ids))
-            self._adapted_embedding(hidden, inputs)
+            self._adapted_embedding(hidden, inputs, tokens)
         else:
             hidden.copy_(received)
         logits, x = program.run(inputs, kv)
         if logits is not None:
-            return self._finish_logits(logits), None
+            return self._finish_logits(with_extra_logits(logits, x, inputs.kept_lora)), None
         return self._pooled(x, inputs)
 
-    def _adapted_embedding(self, hidden: Tensor, inputs: ModelInputs | GpuInputs) -> Tensor:
-        """Add the adapters' part to embedded rows, scale them, and return them."""
+    def _adapted_embedding(self, hidden: Tensor, inputs: ModelInputs | GpuInputs, tokens: Tensor) -> Tensor:
+        """Add the adapters' part to embedded rows, scale them, and return them.
+
+        Args:
+            tokens: the rows' tokens, also those that the base's table lacks.
+        """
         if inputs.lora is not None:
             apply_embedding_lora(inputs.token_ids, hidden, inputs.lora)
+            write_embeddings(tokens, hidden, inputs.lora, self.spec.vocab_size)
         if self._vocab is not None:
             hidden = self._vocab.whole(hidden)
         if self.config.embedding_scale != 1.0:
@@ -280,7 +296,7 @@ class Decoder:
         x = self._add(self._norm, hidden, delta, lora, last, "mlp_out_norm")
         x = self._with_own_norms(x, hidden, lora, 0, "norm")
         if inputs.pooled is None:
-            return self._finish_logits(self._head_of()(x, lora)), None
+            return self._finish_logits(with_extra_logits(self._head_of()(x, lora), x, lora)), None
         return self._pooled(x, inputs)
 
     def _pooled(self, x: Tensor, inputs: ModelInputs | GpuInputs) -> tuple[Tensor, Tensor | None]:
@@ -289,7 +305,8 @@ class Decoder:
         states = None if pooled is None else x[pooled.hidden_places]
         if pooled is None or pooled.logits_places.shape[0] == 0:
             return x.new_empty(0, self.spec.vocab_size, dtype=torch.float32), states
-        return self._finish_logits(self._head_of()(x[pooled.logits_places], inputs.logits_lora)), states
+        x, lora = x[pooled.logits_places], inputs.logits_lora
+        return self._finish_logits(with_extra_logits(self._head_of()(x, lora), x, lora)), states
 
     def _finish_logits(self, logits: Tensor) -> Tensor:
         if self.config.logits_scale != 1.0:

@@ -74,12 +74,14 @@ class Shape:
     Attributes:
         stored: as `AdapterIR.dtype`.
         num_norm_weights: of norms in the place of the base's.
+        num_extra_weights: of rows of embedding and head beyond the base's.
     """
 
     sizes: tuple[ModuleSize, ...]
     stored: str
     num_norm_weights: int = 0
     is_upper_bound: bool = False
+    num_extra_weights: int = 0
 
 
 def find_adapters(paths: Iterable[Path]) -> list[Path]:
@@ -192,13 +194,17 @@ def plan_shape(
     held = held_dtype(config.adapter_dtype, base, shape.stored)
     where = {"num_layers": base.spec.num_layers, "module_shapes": base.spec.module_shapes, "dtype": _ITEMS[held]}
     rank_bytes: tuple[int, ...] = ()
+    if shape.num_extra_weights and (base.grid.size > 1 or base.device != "cpu"):
+        reason = "It has rows of embedding and head beyond the base's, which are served on a CPU without ranks alone."
+        return _refused(name, count, file_bytes, reason)
     try:
         if base.grid.size > 1:
             rank_bytes = tuple(_rank_bytes(shape, place, base.grid, _ITEMS[held]) for place in base.places)
             packed = sum(rank_bytes)
             num_pages, num_tiles = packed // arena.page_bytes, 0
         elif base.device == "cpu":
-            packed = lay_out(shape.sizes, **where).num_bytes(_ITEMS[held], shape.num_norm_weights)  # type: ignore[arg-type]
+            num_floats = shape.num_norm_weights + shape.num_extra_weights
+            packed = lay_out(shape.sizes, **where).num_bytes(_ITEMS[held], num_floats)  # type: ignore[arg-type]
             num_pages, num_tiles = -(-packed // arena.page_bytes), 0
         else:
             if shape.num_norm_weights:
@@ -261,7 +267,8 @@ def shape_of(ir: AdapterIR, base: BaseSpec) -> Shape:
     # a module that changes nothing isn't kept
     kept = tuple(s for s in sizes if s.rank or s.has_delta or s.has_shift or s.num_rows)
     num_norm_weights = sum(int(norm.weight.shape[0]) for norm in ir.norms)
-    return Shape(kept, ir.dtype, num_norm_weights, any(m.weight is not None for m in ir.modules))
+    num_extra_weights = 0 if ir.extra_rows is None else 2 * ir.extra_rows.num_rows * base.hidden_size
+    return Shape(kept, ir.dtype, num_norm_weights, any(m.weight is not None for m in ir.modules), num_extra_weights)
 
 
 def _size(m: ModuleIR, base: BaseSpec) -> ModuleSize:

@@ -159,7 +159,8 @@ class GrammarCompiler:
         differences = TokenizerSummary.parse(tokenizer)
         if differences is None:
             raise UnsupportedParameter("This version's tokenizer can't be read, so no grammar can be followed.")
-        return GrammarCompiler(self._model_dir, self.vocab_size, self._eos_token_ids, differences=differences)
+        vocab_size = max(self.vocab_size, differences.added_end)
+        return GrammarCompiler(self._model_dir, vocab_size, self._eos_token_ids, differences=differences)
 
     def compile(self, grammar: str) -> LLMatcher:
         """Return a matcher at the grammar's beginning, without the interpreter's lock meanwhile.

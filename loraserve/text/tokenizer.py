@@ -140,6 +140,16 @@ class Tokenizer:
                 raise ConfigError(f"its {name} {summary.special[name]!r} isn't one of its tokens")
         return made
 
+    def num_ids(self, num_rows: int) -> int:
+        """Return the bound of the ids that a request may name.
+
+        It is the base's rows; of a version whose added tokens lie behind them, its last one's.
+
+        Args:
+            num_rows: rows of the base's head.
+        """
+        return max(num_rows, 1 + max(self._changed_ids, default=-1))
+
     def _changed(self, summary: TokenizerSummary) -> Any:
         """Return `tokenizers`' object with these differences; the model in it is this one's."""
         try:

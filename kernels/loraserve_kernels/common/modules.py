@@ -61,6 +61,29 @@ class ReplacedNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtraRows:
+    """Rows that an adapter's embedding and head have beyond the base's; float32.
+
+    They are the tokens' from the base's ``vocab_size`` on.
+
+    Attributes:
+        embedding: [n, hidden_size].
+        head: [n, hidden_size].
+    """
+
+    embedding: Tensor
+    head: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.embedding.nbytes + self.head.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class LoraModule:
     """Changes that an adapter makes to a linear.
 

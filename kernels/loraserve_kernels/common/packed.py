@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from loraserve_kernels.common.modules import ExtraRows
 from loraserve_kernels.common.sites import CALLED_SITES, EXPERT_INDEX, EXPERT_MODULES, MODULE_INDEX, ModuleShapes
 from loraserve_kernels.common.sizes import (
     DELTA,
@@ -113,6 +114,7 @@ class PackedAdapter:
             the base's.
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
         experts: what it changes of mixtures of experts; None: nothing.
+        extra_rows: rows beyond the base's, which no kernel reads.
         work: site → how much there is to do.
         sites: those at which there is anything to do.
         most_ranks: the most ranks that a layer has at a site.
@@ -131,6 +133,7 @@ class PackedAdapter:
     norms: Mapping[tuple[int, str], Tensor]
     head: Tensor | None = None
     experts: PackedExperts | None = None
+    extra_rows: ExtraRows | None = None
     work: Mapping[str, SiteWork] = field(init=False)
     sites: frozenset[str] = field(init=False)
     most_ranks: int = field(init=False)
@@ -150,14 +153,15 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights, norms, head and all, alignment gaps included.
+        """Bytes of weights, norms, head, extra rows and all, alignment gaps included.
 
         Experts' records are among them; the others (some KiB) aren't counted.
         """
         buffers = self.data.nbytes + self.floats.nbytes + self.row_ids.nbytes
         buffers += 0 if self.experts is None else self.experts.records.nbytes
         head_bytes = 0 if self.head is None else self.head.nbytes
-        return buffers + sum(weight.nbytes for weight in self.norms.values()) + head_bytes
+        extra_bytes = 0 if self.extra_rows is None else self.extra_rows.num_bytes
+        return buffers + sum(weight.nbytes for weight in self.norms.values()) + head_bytes + extra_bytes
 
     @property
     def ranks(self) -> npt.NDArray[np.int64]:

@@ -35,6 +35,7 @@ class LoraPlan:
         segments: at least one.
         num_tokens: rows of the step.
         has_norms: whether an adapter of the step has norms of its own.
+        has_extra_rows: whether one has rows of embedding and head beyond the base's.
         sites: sites that an adapter of the step changes anything at.
         tables: dtype that adapters are stored in → [its segments, 8] int64, what kernels read of a
             segment: row_start, row_end, the adapter's four addresses, 0, 0.
@@ -45,6 +46,7 @@ class LoraPlan:
     segments: tuple[Segment, ...]
     num_tokens: int
     has_norms: bool
+    has_extra_rows: bool
     sites: frozenset[str]
     tables: dict[torch.dtype, npt.NDArray[np.int64]]
     has_experts: bool = False
@@ -89,4 +91,5 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
     tables = {dtype: np.array(table, dtype=np.int64) for dtype, table in rows.items()}
     sites = frozenset().union(*(s.adapter.sites for s in joined))
     has_norms, has_experts = (any(getattr(s.adapter, name) for s in joined) for name in ("norms", "experts"))
-    return LoraPlan(tuple(joined), num_tokens, has_norms, sites, tables, has_experts)
+    has_extra_rows = any(s.adapter.extra_rows is not None for s in joined)
+    return LoraPlan(tuple(joined), num_tokens, has_norms, has_extra_rows, sites, tables, has_experts)

@@ -95,6 +95,13 @@ def compile_adalora(
         _raise(malformed, unsupported, list(error.problems), type(error))
         raise
     _raise(malformed, unsupported, [], AdapterFormatError)
+    if ir.extra_rows is not None:
+        # those of the head would hold its LoRA with another scaling
+        raise AdapterUnsupported(
+            f"The embedding and the head have {ir.extra_rows.num_rows:,} rows beyond the base's, which are served with "
+            "LoRA alone.",
+            hint="Train it with LoRA, or without resize_token_embeddings.",
+        )
     modules = []
     for m in ir.modules:
         if m.module not in base.modules:

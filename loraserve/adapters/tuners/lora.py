@@ -21,6 +21,7 @@ from loraserve.adapters.strict_json import shown
 from loraserve.adapters.target_modules import absent_targets, check_targets, ties_lora
 from loraserve.adapters.trained_tokens import TokenRows, trained_tokens
 from loraserve.adapters.tuners.experts import ExpertTensors
+from loraserve.adapters.tuners.extra_rows import SplitRows, joined_rows, split_extra_rows, split_tokens
 from loraserve.adapters.tuners.factors import slice_rows
 from loraserve.errors import AdapterBaseMismatch, AdapterFormatError, AdapterUnsupported
 from loraserve.limits import LIMITS, Limits
@@ -42,10 +43,13 @@ def compile_lora(
     names = BaseTensorNames(base)
     contents = group_tensors(tensors, names, problems)
     rows: dict[str, TokenRows] = {}
+    split: SplitRows | None = None
     if settings is not None:
+        split = split_extra_rows(settings, contents, names, limits, problems)
         check_targets(settings, contents, names, problems)
         check_saved(settings, contents, names, problems)
-        rows = trained_tokens(settings, contents, names, problems)
+        rows = trained_tokens(settings, contents, names, problems, 0 if split is None else split.num_rows)
+    rows, beyond = split_tokens(rows, base.vocab_size)
     compiler = _Modules(settings, contents, names, limits, problems)
     modules = [*compiler.compiled()]
     if names.experts is not None:
@@ -61,6 +65,8 @@ def compile_lora(
     if settings is not None and ties_lora(settings, base):
         _check_tied_lora(contents, problems)
     problems.raise_if_any()
+    extra_rows = None if split is None else joined_rows(split, beyond, modules, base, problems)
+    problems.raise_if_any()
     modules = _with_rows(modules, rows, base)
     dtypes = {t.dtype for m in modules for t in (m.lora_a, m.lora_b, m.weight, m.token_rows) if t is not None}
     return AdapterIR(
@@ -73,6 +79,7 @@ def compile_lora(
             if stored.saved_base is not None
         },
         norms=norms_of(contents),
+        extra_rows=extra_rows,
         invocation_token_ids=settings.invocation_token_ids if settings is not None else (),
         absent_targets=absent_targets(settings, contents, names) if settings is not None else (),
     )

@@ -50,6 +50,11 @@ class PromptReader:
     tokenizer: Tokenizer
     """Tokenizer of what the request is bound to."""
 
+    @property
+    def num_ids(self) -> int:
+        """The bound of the ids that a prompt may have."""
+        return self.tokenizer.num_ids(self.services.engine.base.vocab_size)
+
     async def prompts(self, value: object, *, add_special_tokens: bool, keep: int | None = None) -> list[Prompt]:
         """Return the prompts of ``str | [str] | [int] | [[int]]``, in order.
 
@@ -126,7 +131,7 @@ class PromptReader:
         if not prompt.token_ids:
             raise InvalidRequest("messages render to an empty prompt.", param="messages")
         # As in `_from_text`: a token that the logits lack would fail in the engine.
-        if max(prompt.token_ids) >= self.services.engine.base.vocab_size:
+        if max(prompt.token_ids) >= self.num_ids:
             raise InvalidRequest(
                 "messages contain a token that the tokenizer has and this model doesn't.", param="messages"
             )
@@ -170,12 +175,11 @@ class PromptReader:
 
 def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool, keep: int | None) -> list[Prompt]:
     services = reader.services
-    vocab_size = services.engine.base.vocab_size
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts:
         _check_length(texts, services, keep)
         if all(_is_token_id(item) for item in texts):
-            return [_from_token_ids(_kept(texts, keep), vocab_size, "prompt")]
+            return [_from_token_ids(_kept(texts, keep), reader.num_ids, "prompt")]
         if all(isinstance(item, str) for item in texts):
             names = ["prompt"] if isinstance(value, str) else [f"prompt.{index}" for index in range(len(texts))]
             _check_bytes(sum(len(text.encode()) for text in texts), "prompt")
@@ -192,7 +196,7 @@ def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool,
                 _check_length(item, services, keep)
             if all(_is_token_id(id_) for item in texts for id_ in item):
                 return [
-                    _from_token_ids(_kept(item, keep), vocab_size, f"prompt.{index}")
+                    _from_token_ids(_kept(item, keep), reader.num_ids, f"prompt.{index}")
                     for index, item in enumerate(texts)
                 ]
     raise InvalidRequest(
@@ -203,7 +207,7 @@ def _read_prompts(value: object, reader: PromptReader, add_special_tokens: bool,
 
 
 def _bad_words(words: Sequence[str], reader: PromptReader) -> tuple[tuple[int, ...], ...]:
-    vocab_size = reader.services.engine.base.vocab_size
+    vocab_size = reader.num_ids
     found: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         text = word.lstrip() or word
@@ -245,7 +249,7 @@ def _from_text(text: str, reader: PromptReader, add_special_tokens: bool, keep: 
         raise InvalidRequest(f"{param} is empty.", param=param)
     # The tokenizer may know tokens that were added after the model was trained, and that its logits
     # lack.
-    check_token_ids(token_ids, reader.services.engine.base.vocab_size, param)
+    check_token_ids(token_ids, reader.num_ids, param)
     return Prompt(tuple(token_ids), text if len(token_ids) == len(whole) else None)
 
 

@@ -72,7 +72,7 @@ class Sampling:
 
 def read_sampling(
     body: InferenceBody,
-    base: BaseSpec,
+    num_ids: int,
     *,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
@@ -82,22 +82,23 @@ def read_sampling(
     """Return the sampling parameters that the body asks for.
 
     Args:
+        num_ids: the bound of the ids that the body may name.
         logprobs, prompt_logprobs: how many of the likeliest tokens the route shows; what the body
             asks for beside it is added.
         bad_words: tokens of the body's, from `PromptReader.bad_words`.
         defaults: of fields that the body doesn't have.
 
     Raises:
-        InvalidRequest: a field is out of range for this base; `param` names it.
+        InvalidRequest: a field is out of range for this model; `param` names it.
     """
-    check_token_ids(body.stop_token_ids, base.vocab_size, "stop_token_ids")
-    check_token_ids(body.allowed_token_ids or (), base.vocab_size, "allowed_token_ids")
+    check_token_ids(body.stop_token_ids, num_ids, "stop_token_ids")
+    check_token_ids(body.allowed_token_ids or (), num_ids, "allowed_token_ids")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs isn't for streams: send stream: false.", param="prompt_logprobs")
     wanted = [number for number in (prompt_logprobs, body.prompt_logprobs) if number is not None]
     return Sampling(
         body=_with_defaults(body, defaults),
-        logit_bias=_read_logit_bias(body.logit_bias, base.vocab_size),
+        logit_bias=_read_logit_bias(body.logit_bias, num_ids),
         stop=defaults.stop_strings if body.stop is None else _read_stop(body.stop),
         logprobs=logprobs,
         prompt_logprobs=max(wanted, default=None),

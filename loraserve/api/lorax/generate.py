@@ -93,7 +93,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
         prompt_logprobs = 0 if parameters.decoder_input_details else None
         sampling = read_sampling(
             asked,
-            base,
+            model.tokenizer.num_ids(base.vocab_size),
             logprobs=asked.logprobs,
             prompt_logprobs=prompt_logprobs,
             # as TGI: parameters have defaults of their own here; the file says how answers end

@@ -74,7 +74,7 @@ async def create_completion(
     is_ranked = body.n > asked.n
     sampling = read_sampling(
         body,
-        base,
+        reader.num_ids,
         logprobs=0 if body.logprobs is None and is_ranked else body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         bad_words=await reader.bad_words(body.bad_words),

@@ -105,7 +105,7 @@ async def detokenize(
     tokenizer = services.tokenizer if model is None else model.tokenizer
 
     def answer() -> bytes:
-        check_token_ids(body.tokens, services.engine.base.vocab_size, "tokens")
+        check_token_ids(body.tokens, tokenizer.num_ids(services.engine.base.vocab_size), "tokens")
         return orjson.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     return _json(await run(caller.tenant, num_bytes, answer))

@@ -117,7 +117,8 @@ class VersionChats:
         Raises:
             AdapterCorrupt: the stored differences are damaged or missing.
             AdapterUnservable: they don't fit this base's tokenizer.
-            InvalidRequest: the versions of a sum have different ones.
+            InvalidRequest: the versions of a sum have different ones, or one has tokens that the
+                base has no rows for.
         """
         versions = versions_of(adapter)
         owning = {file.blob: version for version in versions if (file := own_tokenizer(version)) is not None}
@@ -132,7 +133,14 @@ class VersionChats:
             )
         (version,) = owning.values()
         key = ("tokenizer", version.tenant, version.name, version.version, version.digest)
-        return await self._kept(key, version.tenant, lambda: self._make_tokenizer(version))
+        made = await self._kept(key, version.tenant, lambda: self._make_tokenizer(version))
+        if adapter is not None and adapter.parts and made.num_ids(self._vocab_size()) > self._vocab_size():
+            raise InvalidRequest(
+                f"{version.name}@{version.version} has added tokens beyond the base's rows; it can't be part of a sum.",
+                param="model",
+                hint="Request the version alone.",
+            )
+        return made
 
     async def defaults(self, adapter: AdapterRef | None) -> GenerationDefaults:
         """Return the defaults of requests for what one is bound to.
@@ -233,8 +241,9 @@ class VersionChats:
 
     async def _read_defaults(self, version: AdapterRef, file: ExtraFile) -> tuple[GenerationDefaults, int]:
         data = await self._read(version, file)
+        num_ids = (await self.tokenizer(version)).num_ids(self._vocab_size())
         try:
-            defaults, _ = read_generation_config(data, self._vocab_size())
+            defaults, _ = read_generation_config(data, num_ids)
         except AdapterRejected as error:
             # it was good when it was uploaded, to another release or for another base
             raise AdapterUnservable(

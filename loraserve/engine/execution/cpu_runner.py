@@ -27,7 +27,7 @@ class CpuRunner:
     def __init__(self, decoder: BaseModel, kv: KVTensors) -> None:
         self._decoder, self._kv = decoder, kv
         self.num_blocks = kv.k[0].shape[0]
-        self._sampler = Sampler(decoder.spec.eos_token_ids)
+        self._sampler = Sampler(decoder.spec.eos_token_ids, decoder.spec.vocab_size)
         # sampled by the step before: the next one may be launched without knowing them
         self._token_ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 

@@ -55,7 +55,7 @@ class GpuRunner:
         self._decoder, self._adapters, self._kv = decoder, adapters, kv
         self.num_blocks = kv.k[0].shape[0]
         self._device = device = decoder.backend.device
-        self._sampler = Sampler(decoder.spec.eos_token_ids)
+        self._sampler = Sampler(decoder.spec.eos_token_ids, decoder.spec.vocab_size)
         max_num_seqs, max_num_tokens = config.max_num_seqs, max(config.max_num_batched_tokens, config.max_num_seqs)
         self._decode_rows = StepRows(max_num_seqs, device)
         self._mixed_rows = StepRows(max_num_tokens, device)

@@ -74,8 +74,13 @@ class Place:
 class Sampler:
     """Sample the next tokens of each request that a step completed, and score prompts."""
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
-        self._eos_token_ids = tuple(eos_token_ids)
+    def __init__(self, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        """Make a sampler.
+
+        Args:
+            vocab_size: columns of the base's logits; those of adapters with more come behind them.
+        """
+        self._eos_token_ids, self._vocab_size = tuple(eos_token_ids), vocab_size
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: Batch) -> list[StepResult]:
@@ -83,11 +88,13 @@ class Sampler:
 
         Args:
             logits: [num_logits, vocab_size] float32, split by ``batch.logits_ranges``; may be
-                overwritten.
+                overwritten. With more columns where adapters of these rows have more tokens.
         """
         if logits.shape[0] == 0:
             return [StepResult() for _ in batch.entries]
-        greedy = likeliest(logits)
+        greedy = likeliest(logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size])
+        if logits.shape[1] > self._vocab_size:
+            self._look_at_extra(logits, batch, greedy)
         for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
             constraint = entry.request.constraint
             if (
@@ -111,8 +118,26 @@ class Sampler:
             if num_finite < end - start - len(entry.proposed):
                 results.append(StepResult(is_finite=False))
             else:
-                results.append(self._sample_entry(entry, logits, greedy, start, start + num_finite))
+                own = self._own(entry.request, logits)
+                results.append(self._sample_entry(entry, own, greedy, start, start + num_finite))
         return results
+
+    def _look_at_extra(self, logits: Tensor, batch: Batch, greedy: list[int]) -> None:
+        """Find the likeliest tokens of requests that may say tokens beyond the base's."""
+        for entry, (start, end) in zip(batch.entries, batch.logits_ranges, strict=True):
+            own, constraint = self._own(entry.request, logits[start:end]), entry.request.constraint
+            if start < end and own.shape[1] > self._vocab_size:
+                # a grammar says nothing of rows that no token has
+                greedy[start:end] = likeliest(own if constraint is None else own[:, : constraint.vocab_size])
+
+    def _own(self, request: Request, logits: Tensor) -> Tensor:
+        """Return the columns of the tokens that a request may say.
+
+        A probe's are the base's: they are compared with the base's.
+        """
+        if logits.shape[1] == self._vocab_size:
+            return logits
+        return logits[:, : self._vocab_size + (0 if request.is_internal else request.num_extra_rows)]
 
     @torch.inference_mode()
     def sample_entry(self, entry: ScheduledRequest, logits: Tensor) -> StepResult:
@@ -121,6 +146,7 @@ class Sampler:
         Args:
             logits: [num_rows, vocab_size] float32, the entry's own; at least one row.
         """
+        # a GPU has no adapters with tokens beyond the base's
         greedy = likeliest(logits)
         if NOT_FINITE in greedy:
             return StepResult(is_finite=False)
@@ -204,11 +230,13 @@ class Sampler:
 
     def _likeliest_allowed(self, place: Place, row: Tensor, constraint: Constraint) -> int:
         """Return the likeliest of the tokens that a grammar allows, of which there are some."""
-        return constraint.likeliest(row.numpy(), self.end_tokens(place.request, place.position))
+        return constraint.likeliest(
+            row[: constraint.vocab_size].numpy(), self.end_tokens(place.request, place.position)
+        )
 
     def _choose(self, place: Place, row: Tensor) -> int:
         request, params, constraint = place.request, place.request.params, place.request.constraint
-        row = row.clone()
+        row = (row if constraint is None else row[: constraint.vocab_size]).clone()
         if constraint is None and place.is_too_early_to_end:
             row[torch.tensor(self.end_tokens(request, place.position), dtype=torch.int64)] = -inf
         _apply_penalties(row, place)

@@ -69,6 +69,8 @@ class Constraint:
             unknown.
         is_gathered: whether the mask waits for the end of a forward pass.
         threads: those that compute the masks.
+        vocab_size: tokens of the base's logits, or of a version's tokenizer that has more; others
+            are never allowed. 0 until the grammar is compiled.
     """
 
     __slots__ = (
@@ -91,7 +93,6 @@ class Constraint:
         "_tenant",
         "_token_ids",
         "_tokenizer",
-        "_vocab_size",
         "_wake",
         "_words",
         "error",
@@ -99,6 +100,7 @@ class Constraint:
         "is_ready",
         "mask_s",
         "threads",
+        "vocab_size",
         "wanted",
     )
 
@@ -106,7 +108,6 @@ class Constraint:
         self,
         grammar: str,
         token_ids: Sequence[int],
-        vocab_size: int,
         cache: MatcherCache,
         threads: MaskThreads,
         *,
@@ -129,7 +130,8 @@ class Constraint:
         self.error: LoraserveError | None = None
         self.mask_s = 0.0
         self.threads = threads
-        self._grammar, self._num_bytes, self._vocab_size, self._cache = grammar, num_bytes, vocab_size, cache
+        self._grammar, self._num_bytes, self._cache = grammar, num_bytes, cache
+        self.vocab_size = 0
         self._token_ids = list(token_ids)
         self._tenant, self._wake, self._tokenizer = tenant, wake, tokenizer
         self._compiled: CompiledGrammar | None = None
@@ -328,7 +330,7 @@ class Constraint:
 
     def allows(self, token_id: int) -> bool:
         """Return whether the token may come next."""
-        return token_id == self.permitted or has_token(self.words, token_id)
+        return token_id == self.permitted or (token_id < self.vocab_size and has_token(self.words, token_id))
 
     def allowed_words(self, unwanted: Sequence[int]) -> Words:
         """Return the mask without the unwanted tokens; with them where it allows no others."""
@@ -338,7 +340,7 @@ class Constraint:
 
     def allowed(self, unwanted: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
         """Return [vocab_size] bool: `allowed_words`, unpacked."""
-        return unpacked(self.allowed_words(unwanted), self._vocab_size)
+        return unpacked(self.allowed_words(unwanted), self.vocab_size)
 
     def likeliest(self, logits: npt.NDArray[np.float32], unwanted: Sequence[int] = ()) -> int:
         """Return the likeliest of the tokens that `allowed_words` allows; of equals the first.
@@ -391,9 +393,10 @@ class Constraint:
         return True
 
     def _begin(self) -> None:
-        if not len(self._buffer):
-            self._buffer = np.zeros(self._cache.mask_num_words, np.uint32)
         self._compiled = self._cache.get(self._tenant, self._grammar, self._num_bytes, tokenizer=self._tokenizer)
+        self.vocab_size = self._compiled.vocab_size
+        if not len(self._buffer):
+            self._buffer = np.zeros(self._compiled.mask_num_words, np.uint32)
         self._cursor, self._is_lost = GrammarCursor(self._compiled.new_matcher()), False
         self._follow()
 
@@ -461,17 +464,18 @@ class Constraint:
                     rest.append((mask, cursor))
             except (MatcherFailed, GrammarDeadEnd) as error:
                 failures[id(mask)] = error
-        if not rest:
-            return
-        rows = np.zeros((len(rest), self._cache.mask_num_words), np.uint32)
-        found = compute_masks_together(executor, [cursor for _, cursor in rest], rows)
-        for (mask, _), row, failure in zip(rest, rows, found, strict=True):
-            try:
-                if failure is not None:
-                    raise failure
-                mask._take(row, 0)
-            except (MatcherFailed, GrammarDeadEnd) as error:
-                failures[id(mask)] = error
+        # tokenizers of versions may have more tokens than the base's
+        for num_words in {len(mask._buffer) for mask, _ in rest}:
+            same = [(mask, cursor) for mask, cursor in rest if len(mask._buffer) == num_words]
+            rows = np.zeros((len(same), num_words), np.uint32)
+            found = compute_masks_together(executor, [cursor for _, cursor in same], rows)
+            for (mask, _), row, failure in zip(same, rows, found, strict=True):
+                try:
+                    if failure is not None:
+                        raise failure
+                    mask._take(row, 0)
+                except (MatcherFailed, GrammarDeadEnd) as error:
+                    failures[id(mask)] = error
 
     def _compute_mask(self) -> None:
         if self._cursor is None:
@@ -486,7 +490,7 @@ class Constraint:
         Raises:
             GrammarDeadEnd: it allows none of the tokens that the logits have.
         """
-        words = cut(buffer, self._vocab_size)
+        words = cut(buffer, self.vocab_size)
         if not words.any():
             raise dead_end_error()
         self._words, self._mask_depth = words, depth

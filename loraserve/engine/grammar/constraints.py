@@ -32,7 +32,7 @@ class Constraints:
         wake: Callable[[], None] = lambda: None,
         are_beside_steps: bool = True,
     ) -> None:
-        self._vocab_size, self._wake = compiler.vocab_size, wake
+        self._wake = wake
         self._are_beside_steps = are_beside_steps
         self._cache = MatcherCache(compiler, max_bytes)
         self._threads: MaskThreads | None = None
@@ -46,7 +46,6 @@ class Constraints:
         return Constraint(
             params.grammar,
             token_ids,
-            self._vocab_size,
             self._cache,
             self._threads,
             tenant=tenant,

@@ -31,6 +31,9 @@ class CompiledGrammar:
 
     Attributes:
         origin: a matcher at the grammar's beginning, to copy.
+        vocab_size: tokens that may be said: the logits' width, or more by a version's own tokens.
+        mask_num_words: words of 32 bits of a matcher's mask: a bit for each token of tokenizer or
+            logits.
         lock: held while a matcher works. The shared lexer has a lock of its own, which would be
             waited for with the interpreter's.
         is_slow: whether a mask once took long.
@@ -38,6 +41,8 @@ class CompiledGrammar:
 
     origin: LLMatcher
     num_bytes: int
+    vocab_size: int
+    mask_num_words: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_slow: bool = False
 
@@ -86,11 +91,6 @@ class MatcherCache:
         """Seconds of each compilation."""
         return self._compile_s.histogram
 
-    @property
-    def mask_num_words(self) -> int:
-        """Words of 32 bits of a matcher's mask: a bit for each token of tokenizer or logits."""
-        return -(-self._compiler.load().vocab_size // 32)
-
     def executor(self, num_lexers: int) -> LLExecutor:
         """Return threads that follow several matchers at once, without the interpreter's lock.
 
@@ -127,7 +127,7 @@ class MatcherCache:
     def _compile(self, tenant: str, grammar: str, num_bytes: int, tokenizer: str) -> CompiledGrammar:
         # building the tokenizer isn't the grammar's time
         compiler = self._compiler.of(tokenizer)
-        compiler.load()
+        num_words = -(-compiler.load().vocab_size // 32)
         started = self._clock()
         try:
             matcher = compiler.compile(grammar)
@@ -137,7 +137,8 @@ class MatcherCache:
                 self._compile_s.add(self._clock() - started)
         grammar_bytes = max(LEAST_BYTES, num_bytes or BYTES_PER_CHARACTER * len(grammar))
         # it keeps the tokenizer in memory, however many others have been used since
-        compiled = CompiledGrammar(matcher, grammar_bytes + compiler.own_bytes)
+        num_bytes = grammar_bytes + compiler.own_bytes
+        compiled = CompiledGrammar(matcher, num_bytes, compiler.vocab_size, num_words)
         with self._lock:
             self._compiled.put(tenant, (tokenizer, grammar), compiled, compiled.num_bytes)
         return compiled

@@ -13,13 +13,13 @@ from loraserve.engine.parallel.messages import DropAdapter, ToRank
 from loraserve.engine.parallel.part_memory import PartMemory
 from loraserve.errors import InvariantViolation
 from loraserve.memory.arena import ArenaClient
-from loraserve.memory.devices.base import AdapterHandle, Footprint, HostAdapter, PlacedAdapter
+from loraserve.memory.devices.base import AdapterHandle, Footprint, HostAdapter, PlacedAdapter, refuse_extra_rows
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.model.parallel.grid import RankPlace
 from loraserve.model.parallel.part_bytes import region_bytes
 from loraserve.types import BaseSpec
 from loraserve_kernels.cpu.lora.cut import cut_adapter, lay_out_part, norm_widths
-from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm
+from loraserve_kernels.cpu.lora.layout import ExtraRows, LoraModule, PackedAdapter, ReplacedNorm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,9 @@ class GroupDevice:
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> Footprint:
+        refuse_extra_rows(extra_rows, "by tensor or pipeline parallel ranks")
         # refuses what doesn't fit the base
         self._whole.footprint(modules, stored, norms, head)
         dtype = self.held_dtype(stored)
@@ -107,7 +109,9 @@ class GroupDevice:
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> AdapterParts:
+        refuse_extra_rows(extra_rows, "by tensor or pipeline parallel ranks")
         packed = self._whole.pack(modules, stored, norms, head)
         widths = [(layer, norm, weight.numel()) for (layer, norm), weight in packed.norms.items()]
         dtype = packed.data.dtype

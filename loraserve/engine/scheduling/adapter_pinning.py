@@ -68,6 +68,7 @@ class AdapterPinning:
                 metadata = self._adapters.metadata(digest)
                 # in the prompt alone: neither an answer nor output from before a crash moves it
                 request.activation = find_activation(digest, metadata.invocation_token_ids, request.prompt_token_ids)
+                request.num_extra_rows = metadata.num_extra_rows
                 if request.pooler is not None:
                     request.pooler.head = metadata.head
                 self._waits.end(request)

@@ -88,7 +88,7 @@ class DraftBase:
             base: the large one.
         """
         self._decoder, self._kv = decoder, kv
-        self._sampler = Sampler(base.eos_token_ids)
+        self._sampler = Sampler(base.eos_token_ids, base.vocab_size)
         self._num_shared = min(decoder.spec.vocab_size, base.vocab_size)
         self._num_missing = base.vocab_size - self._num_shared
         blocks = kv.k[0].shape[0] // DRAFT_SEQUENCES
@@ -102,7 +102,12 @@ class DraftBase:
         self._seats: dict[Request, _Seat] = {}
 
     def max_count(self, request: Request) -> int:
-        """Return how many tokens can be drafted for a request: none, if it is too long."""
+        """Return how many tokens can be drafted for a request.
+
+        None, if it is too long, or its adapter has tokens that the large base lacks.
+        """
+        if request.num_extra_rows:
+            return 0
         return max(0, self.max_tokens - len(request.token_ids))
 
     def num_behind(self, request: Request) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 from loraserve.errors import AdapterUnservable
 from loraserve.memory.arena import ArenaClient
 from loraserve_kernels.common.sites import label_of
-from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm
+from loraserve_kernels.cpu.lora.layout import ExtraRows, LoraModule, PackedAdapter, ReplacedNorm
+from loraserve_kernels.errors import TensorMismatch
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
@@ -142,10 +143,12 @@ class AdapterDevice(Protocol):
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> Footprint:
-        """Return what these modules and norms take once they are packed, without reading a weight.
+        """Return what all of these take once they are packed, without reading a weight.
 
-        A classification head takes memory where prompts are pooled: in the host's.
+        A classification head takes memory where prompts are pooled: in the host's. Extra rows are
+        those of embedding and head beyond the base's.
 
         Raises:
             TensorMismatch (the kernels'): the adapter doesn't fit the base, or the device's kernels
@@ -159,6 +162,7 @@ class AdapterDevice(Protocol):
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> HostAdapter:
         """Pack the adapter in host memory, ready to be placed. A loader's thread does this.
 
@@ -205,6 +209,23 @@ class AdapterDevice(Protocol):
     def check(self, placed: Sequence[PlacedAdapter]) -> list[str]:
         """Return every broken invariant, given all that is placed; empty when all hold."""
         ...
+
+
+def refuse_extra_rows(extra_rows: ExtraRows | None, where: str) -> None:
+    """Return if an adapter has no rows beyond the base's.
+
+    Args:
+        where: what doesn't serve them, as in "aren't served …".
+
+    Raises:
+        TensorMismatch: it has some.
+    """
+    if extra_rows is not None:
+        raise TensorMismatch(
+            f"the adapter's embedding and head have {extra_rows.num_rows} rows beyond the base's, which aren't served "
+            f"{where}; serve the adapter on a CPU without ranks, or train it without resize_token_embeddings, with "
+            "added tokens in the base's unused rows"
+        )
 
 
 def refuse_out_of_range(modules: Iterable[LoraModule], stored: torch.dtype, dtype: torch.dtype) -> None:

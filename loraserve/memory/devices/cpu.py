@@ -13,7 +13,14 @@ from loraserve.limits import GIB
 from loraserve.memory.arena import Arena, ArenaClient, Owner
 from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
 from loraserve.types import BaseSpec
-from loraserve_kernels.cpu.lora.layout import LoraModule, PackedAdapter, ReplacedNorm, pack_adapter, packed_num_bytes
+from loraserve_kernels.cpu.lora.layout import (
+    ExtraRows,
+    LoraModule,
+    PackedAdapter,
+    ReplacedNorm,
+    pack_adapter,
+    packed_num_bytes,
+)
 from loraserve_kernels.ops import prepare_adapters
 
 
@@ -93,6 +100,7 @@ class CpuDevice:
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> Footprint:
         num_bytes = packed_num_bytes(
             modules,
@@ -101,6 +109,7 @@ class CpuDevice:
             dtype=self.held_dtype(stored),
             norms=norms,
             head=head,
+            extra_rows=extra_rows,
         )
         return self._whole_pages(num_bytes)
 
@@ -110,6 +119,7 @@ class CpuDevice:
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> PackedAdapter:
         dtype = self.held_dtype(stored)
         refuse_out_of_range(modules, stored, dtype)
@@ -121,6 +131,7 @@ class CpuDevice:
             dtype=dtype,
             norms=norms,
             head=head,
+            extra_rows=extra_rows,
         )
 
     def footprint_of(self, packed: HostAdapter) -> Footprint:

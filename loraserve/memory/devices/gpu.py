@@ -15,11 +15,18 @@ from torch import Tensor
 
 from loraserve.errors import AdapterUnservable, ConfigError, InvariantViolation
 from loraserve.memory.arena import Arena, ArenaClient, Owner
-from loraserve.memory.devices.base import DTYPE_NAMES, Footprint, HostAdapter, PlacedAdapter, refuse_out_of_range
+from loraserve.memory.devices.base import (
+    DTYPE_NAMES,
+    Footprint,
+    HostAdapter,
+    PlacedAdapter,
+    refuse_extra_rows,
+    refuse_out_of_range,
+)
 from loraserve.memory.devices.copies import Copies, CudaCopies, DirectCopies
 from loraserve.memory.memory_plan import MemoryPlan, max_adapter_tiles
 from loraserve.types import BaseSpec
-from loraserve_kernels.common.modules import LoraModule, ReplacedNorm, size_of
+from loraserve_kernels.common.modules import ExtraRows, LoraModule, ReplacedNorm, size_of
 from loraserve_kernels.common.sizes import num_pages_of, num_tiles_of
 from loraserve_kernels.cpu import threads
 from loraserve_kernels.errors import PoolFull, TensorMismatch
@@ -166,8 +173,10 @@ class GpuDevice:
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> Footprint:
         _refuse_norms(norms)
+        refuse_extra_rows(extra_rows, "on a GPU")
         sizes, num_layers = [size_of(m) for m in modules], self._base.num_layers
         num_pages = num_pages_of(
             sizes,
@@ -184,8 +193,10 @@ class GpuDevice:
         stored: torch.dtype,
         norms: Sequence[ReplacedNorm] = (),
         head: Tensor | None = None,
+        extra_rows: ExtraRows | None = None,
     ) -> HostPages:
         _refuse_norms(norms)
+        refuse_extra_rows(extra_rows, "on a GPU")
         with threads.alone():
             refuse_out_of_range(modules, stored, self._dtype)
             pages = make_pages(

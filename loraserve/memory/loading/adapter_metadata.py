@@ -21,6 +21,7 @@ class AdapterMetadata:
         dtype: name of the dtype that its matrices are held in: fp32, bf16, fp16 or int8.
         head: classification head, [num_labels, hidden_size] float32 in the host's memory, a part of
             the packed adapter; None: it has none.
+        num_extra_rows: rows of its embedding and head beyond the base's.
         read_s: seconds that its load took: to read, verify, compile and pack it.
     """
 
@@ -28,6 +29,7 @@ class AdapterMetadata:
     precision_loss: float = 0.0
     dtype: str = ""
     head: Tensor | None = field(default=None, compare=False)
+    num_extra_rows: int = 0
     read_s: float = field(default=0.0, compare=False)
 
 

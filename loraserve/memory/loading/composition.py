@@ -94,6 +94,8 @@ def _what_does_not_add_up(lowered: LoweredAdapter) -> str | None:
         return "an invocation (aLoRA)"
     if lowered.head is not None:
         return "a classification head (score)"
+    if lowered.extra_rows is not None:
+        return f"rows of embedding and head beyond the base's ({lowered.extra_rows.num_rows})"
     if lowered.norms:
         return f"a trained norm ({lowered.norms[0].norm})"
     for m in lowered.modules:

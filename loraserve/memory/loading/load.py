@@ -82,7 +82,7 @@ def load_adapter(
         if precision.rank_error is not None:
             modules = [truncate(m, precision.rank_error) for m in modules]
     try:
-        footprint = device.footprint(modules, uploaded.stored, uploaded.norms, uploaded.head)
+        footprint = device.footprint(modules, uploaded.stored, uploaded.norms, uploaded.head, uploaded.extra_rows)
         if not footprint.fits(device.limits):
             raise AdapterTooLarge(
                 f"This adapter version needs {footprint.excess(device.limits)}.",
@@ -92,14 +92,17 @@ def load_adapter(
             refuse_out_of_range(modules, uploaded.stored, dtype)
         take(footprint.num_bytes)
         modules, lost = _as_served(uploaded, modules, dtype, base_weights, precision)
-        host = device.pack(modules, uploaded.stored, uploaded.norms, uploaded.head)
+        host = device.pack(modules, uploaded.stored, uploaded.norms, uploaded.head, uploaded.extra_rows)
     except TensorMismatch as error:
         raise AdapterUnservable(
             f"This adapter version can't be served on this device: {error}",
             hint="Train it with other settings and push it again.",
         ) from error
     read_s = time.perf_counter() - started_s
-    metadata = AdapterMetadata(uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype], host.head, read_s)
+    num_extra_rows = 0 if uploaded.extra_rows is None else uploaded.extra_rows.num_rows
+    metadata = AdapterMetadata(
+        uploaded.invocation_token_ids, lost, DTYPE_NAMES[dtype], host.head, num_extra_rows, read_s
+    )
     return LoadedAdapter(host, metadata)
 
 

@@ -21,7 +21,7 @@ from loraserve.adapters.ir import OUTSIDE_LAYERS, AdapterIR, ModuleIR, TensorVie
 from loraserve.errors import InvariantViolation
 from loraserve.memory.loading.base_weights import BaseWeights, background_compute, changed_rows, is_base_copy
 from loraserve.types import BaseSpec
-from loraserve_kernels.cpu.lora.layout import LoraModule, ReplacedNorm, ReplacedRows
+from loraserve_kernels.cpu.lora.layout import ExtraRows, LoraModule, ReplacedNorm, ReplacedRows
 
 FILE_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Names of the dtypes that adapters are stored in, with torch's dtypes."""
@@ -43,6 +43,7 @@ class LoweredAdapter:
             `loading.precision`.
         invocation_token_ids: tokens that activate an aLoRA.
         head: classification head, [num_labels, hidden_size].
+        extra_rows: rows of embedding and head beyond the base's.
     """
 
     modules: tuple[LoraModule, ...]
@@ -51,6 +52,7 @@ class LoweredAdapter:
     magnitudes: Mapping[tuple[int, str, int], Tensor]
     invocation_token_ids: tuple[int, ...] = ()
     head: Tensor | None = None
+    extra_rows: ExtraRows | None = None
 
 
 def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> LoweredAdapter:
@@ -87,7 +89,10 @@ def lower(ir: AdapterIR, base: BaseSpec, weights: BaseWeights | None) -> Lowered
         )
         norms = tuple(ReplacedNorm(n.layer, n.norm, as_tensor(n.weight).float() + base.norm_offset) for n in ir.norms)
     head = None if ir.head is None else as_tensor(ir.head)
-    return LoweredAdapter(changing, norms, stored, magnitudes, ir.invocation_token_ids, head)
+    own = ir.extra_rows
+    # copies: the file's bytes are given back
+    extra_rows = None if own is None else ExtraRows(as_tensor(own.embedding).clone(), as_tensor(own.head).clone())
+    return LoweredAdapter(changing, norms, stored, magnitudes, ir.invocation_token_ids, head, extra_rows)
 
 
 def with_saved_base(ir: AdapterIR, base: BaseSpec, weights: BaseWeights) -> AdapterIR:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from loraserve.errors import InvariantViolation
 from loraserve.model.inputs import ModelInputs
 from loraserve.model.layers.embedding import EmbeddingTable, look_up
+from loraserve.model.layers.extra_rows import has_extra_rows, with_extra_logits, without_extra, write_embeddings
 from loraserve.model.layers.linears import Linear
 from loraserve_kernels.ops import apply_embedding_lora, apply_lora
 
@@ -69,9 +70,11 @@ class AdaptedEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows, inputs = token_ids.reshape(-1), self._step.rows
-        hidden = look_up(self.table, rows)
+        within = without_extra(rows, self.num_embeddings) if has_extra_rows(inputs.lora) else rows
+        hidden = look_up(self.table, within)
         if inputs.lora is not None:
-            apply_embedding_lora(rows, hidden, inputs.lora)
+            apply_embedding_lora(within, hidden, inputs.lora)
+            write_embeddings(rows, hidden, inputs.lora, self.num_embeddings)
         if self.scale != 1.0:
             hidden.mul_(self.scale)
         return hidden.view(*token_ids.shape, -1)
@@ -100,4 +103,4 @@ class AdaptedHead(nn.Module):
         y = self.base(hidden)
         if lora is not None:
             apply_lora(hidden, y, lora, "lm_head", 0, self.base.bias)
-        return y[None]
+        return with_extra_logits(y, hidden, lora)[None]

@@ -60,7 +60,8 @@ async def inspect_extra_files(
         found.append(f"chat_template_kwargs {extras.chat_template_kwargs}")
     if extras.generation_config is not None:
         try:
-            _, ignored = read_generation_config(extras.generation_config, base.vocab_size)
+            added_end = 0 if extras.tokenizer is None else extras.tokenizer.added_end
+            _, ignored = read_generation_config(extras.generation_config, max(base.vocab_size, added_end))
         except AdapterRejected as error:
             errors.append(error)
         else:

@@ -36,6 +36,8 @@ class Inspected:
     dtype: str
     checks: tuple[Mapping[str, Any], ...]
     """Entry of each passed check: ``{"name", "status", "detail"}``."""
+    num_extra_rows: int = 0
+    """Rows of its embedding and head beyond the base's."""
     extras: VersionExtras | None = None
     """What the version has beside its config and its weights; `digest` covers it."""
     files: ExtraFiles = NO_EXTRA_FILES
@@ -76,6 +78,7 @@ def inspect_upload(
         rank=ir.rank,
         target_modules=shown_modules(base, ir.target_modules),
         dtype=ir.dtype,
+        num_extra_rows=_num_extra_rows(ir),
         checks=(
             _passed("format", f"{_kind(ir)}: {len(adapter.tensors)} tensors, {ir.num_parameters} parameters"),
             base_check(base, f"fits {base.id} ({base.digest[:12]}) in {len(ir.layers)} of {base.num_layers} layers"),
@@ -105,6 +108,7 @@ def _kind(ir: AdapterIR) -> str:
         ("whole weights", any(module.weight is not None for module in modules)),
         ("token rows", any(module.token_rows is not None for module in modules)),
         ("norms", bool(ir.norms)),
+        (f"{_num_extra_rows(ir):,} rows beyond the base's", ir.extra_rows is not None),
         (f"a classification head of {_labels(ir)}", ir.head is not None),
         (f"the invocation tokens {_some(ir.invocation_token_ids)} (aLoRA)", bool(ir.invocation_token_ids)),
     )
@@ -122,6 +126,10 @@ def _untrained(targets: tuple[str, ...], base: BaseSpec) -> dict[str, Any]:
 def _labels(ir: AdapterIR) -> str:
     count = 0 if ir.head is None else ir.head.shape[0]
     return f"{count} label{'s' * (count != 1)}"
+
+
+def _num_extra_rows(ir: AdapterIR) -> int:
+    return 0 if ir.extra_rows is None else ir.extra_rows.num_rows
 
 
 def _some(ids: tuple[int, ...]) -> str:

@@ -47,7 +47,7 @@ def inspect_tokenizer(
     Raises:
         AdapterBaseMismatch: it is another vocabulary than the base's; or it can't be compared, and
             the server is strict.
-        AdapterUnsupported: the base has no row for a token, there are too many, or there are chat
+        AdapterUnsupported: no adapter has a row for a token, there are too many, or there are chat
             templates by other names.
         AdapterFormatError: the added tokens can't have their ids; or the template is too large.
     """
@@ -85,6 +85,38 @@ def inspect_tokenizer(
     return replace(extras, tokenizer=kept), [_check(status, "; ".join((detail, *template, *unused)))]
 
 
+def check_rows(tokenizer: TokenizerSummary | None, num_extra_rows: int, base: BaseSpec) -> None:
+    """Check that a version's tokens and its rows beyond the base's belong together.
+
+    Args:
+        tokenizer: what the version's has of its own; None: nothing.
+        num_extra_rows: rows that the adapter's embedding and head have beyond the base's.
+
+    Raises:
+        AdapterUnsupported: a token has no row.
+        AdapterFormatError: there are such rows, and no token that has one.
+    """
+    added = () if tokenizer is None else tokenizer.added
+    num_rows = base.vocab_size + num_extra_rows
+    beyond = next((token for token in added if token.id >= num_rows), None)
+    if beyond is not None:
+        own = f", and the adapter {num_extra_rows:,} more" if num_extra_rows else ""
+        raise AdapterUnsupported(
+            f"The adapter's tokenizer has the token {beyond.content!r} with the id {beyond.id:,}; {base.id} has "
+            f"{base.vocab_size:,} rows of embeddings{own}.",
+            hint="Save the embedding and the head that were resized with resize_token_embeddings in the adapter "
+            "(modules_to_save, or save_embedding_layers=True); or add as many tokens as the base has unused rows "
+            "(its vocab_size less its tokens) and train them with trainable_token_indices.",
+        )
+    if num_extra_rows and not any(token.id >= base.vocab_size for token in added):
+        raise AdapterFormatError(
+            f"The adapter's embedding and head have {num_extra_rows:,} rows beyond the {base.vocab_size:,} of "
+            f"{base.id}, and no tokenizer in its folder has a token for them.",
+            hint="Save the tokenizer that it was trained with in the same folder (tokenizer.save_pretrained), or train "
+            "it without resize_token_embeddings.",
+        )
+
+
 def _unused(own: TokenizerSummary, base: TokenizerSummary) -> list[str]:
     """Return what of a tokenizer isn't used, in words."""
     found = [
@@ -101,7 +133,7 @@ def _check(status: str, detail: str) -> dict[str, Any]:
 
 
 def _check_rows(differences: TokenizerSummary, base: BaseSpec) -> None:
-    """Check that the base has rows for the tokens, neither too many nor too long."""
+    """Check that the tokens are neither too many nor too long, and have ids that a row may have."""
     most = LIMITS.max_added_token_bytes
     if len(differences.added) > LIMITS.max_added_tokens:
         raise AdapterUnsupported(
@@ -113,14 +145,13 @@ def _check_rows(differences: TokenizerSummary, base: BaseSpec) -> None:
         raise AdapterUnsupported(
             f"The adapter's tokenizer has an added token of more than {most} bytes: {long.content[:40]!r}…"
         )
-    beyond = next((token for token in differences.added if token.id >= base.vocab_size), None)
-    if beyond is not None:
+    most_rows = base.vocab_size + LIMITS.max_extra_rows
+    far = next((token for token in differences.added if token.id >= most_rows), None)
+    if far is not None:
         raise AdapterUnsupported(
-            f"The adapter's tokenizer has the token {beyond.content!r} with the id {beyond.id:,}; {base.id} has "
-            f"{base.vocab_size:,} rows of embeddings, and rows beyond them aren't served.",
-            hint="Add as many tokens as the base has unused rows (its vocab_size less its tokens), without "
-            "resize_token_embeddings, and train them with trainable_token_indices; or rename none and use the "
-            "base's reserved tokens.",
+            f"The adapter's tokenizer has the token {far.content!r} with the id {far.id:,}; {base.id} has "
+            f"{base.vocab_size:,} rows of embeddings, and an adapter may have {LIMITS.max_extra_rows:,} more.",
+            hint=_CURE,
         )
 
 

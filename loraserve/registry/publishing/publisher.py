@@ -33,7 +33,7 @@ from loraserve.registry.health.extra_files import (
 )
 from loraserve.registry.health.inspection import CheckFit, Inspected, inspect_upload
 from loraserve.registry.health.outcome import CertificateOutcome
-from loraserve.registry.health.own_tokenizer import GetTokenizer, inspect_tokenizer
+from loraserve.registry.health.own_tokenizer import GetTokenizer, check_rows, inspect_tokenizer
 from loraserve.registry.model_name import LIVE, check_adapter_name
 from loraserve.registry.publishing.conversion import Converted, T, Uploaded, convert_upload, with_container
 from loraserve.registry.publishing.push import Push, Stored, Weights, add_version, checks_of, repair_version
@@ -268,6 +268,7 @@ class Publisher:
         async with self._inspections:
             work = partial(_inspect, config, read, base, self._names, self.check_fit, self._unfolding)
             inspected = await (throttle or self._throttle).run_in_pieces(work)
+        check_rows(extras.tokenizer, inspected.num_extra_rows, base)
         return with_extra_files(inspected, extras, checks)
 
     async def _preview(self, push: Push) -> Published:

@@ -276,7 +276,7 @@ async def test_bad_tokenizers_are_refused_by_name(acme: httpx2.AsyncClient, push
             f"the base has '{first['content']}'",
         ),
         (with_token(definition, 20, "<|middle|>"), "adapter_format", "has the id 20, and tokenizers gives it"),
-        (with_token(definition, 1 << 20, "<|far|>"), "adapter_unsupported", "rows beyond them aren't served"),
+        (with_token(definition, 1 << 20, "<|far|>"), "adapter_unsupported", "an adapter may have 1,024 more"),
     ):
         made = await push(acme, extras={"tokenizer": summary(bad)})
         assert (made.status_code, made.json()["code"], words in made.json()["detail"]) == (422, code, True), made.text

@@ -298,9 +298,10 @@ def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
     assert list(ir.saved_base) == ["embed_tokens"]
     error = refused(arrays | {name: np.ones((66, 32), np.float32)}, **targets)
     assert error.problems == (
-        "The file's base weight of embed_tokens has 66 rows; this base has 64 tokens. Enlarged vocabularies aren't "
-        "served: the base lacks 2 of the rows. Add tokens within the base's unused rows, without "
-        "resize_token_embeddings, and train them with trainable_token_indices.",
+        "The embedding and the head have different numbers of rows: lm_head's LoRA has 64, the base weight of "
+        "embed_tokens has 66, embed_tokens's LoRA has 64. This base has 64: resize both with resize_token_embeddings. "
+        'Save the adapter with modules_to_save=["embed_tokens", "lm_head"], or with '
+        "save_pretrained(save_embedding_layers=True).",
     )
 
 

@@ -86,7 +86,13 @@ ONE = {EMBEDDING + DELTA: rows(2)}
         (ONE, {"embed_tokens": [1, 2], "lm_head": [1, 2]}, {}, "names tokens of lm_head, and the file holds no"),
         (ONE, [1, 2, 3], {}, "embed_tokens's trainable_tokens_delta is 2×32; trainable_token_indices names 3 tokens"),
         ({EMBEDDING + DELTA: rows(2, 31)}, [1, 2], {}, "is 2×31; trainable_token_indices names 2 tokens, and this"),
-        (ONE, [1, 64], {}, "names token 64 of embed_tokens; this base has 64 tokens (0 to 63). Enlarged vocabularies"),
+        (ONE, [1, 64], {}, "rows for 64, and the file holds no row of lm_head for token 64"),
+        (
+            ONE,
+            [1, 64 + 1024],
+            {},
+            "names token 1,088 of embed_tokens; this base has 64 tokens (0 to 63). At most",
+        ),
         (ONE, [1, 1], {}, "names a token of embed_tokens twice"),
         (ONE, {"embed_tokens": [1, 2], "model.embed_tokens": [1, 2]}, {}, "names embed_tokens twice"),
         (
@@ -136,7 +142,7 @@ ONE = {EMBEDDING + DELTA: rows(2)}
             ONE | {EMBEDDING + "token_adapter.base_layer.weight": np.ones((66, 32), np.float32)},
             [1, 2],
             {},
-            "base weight of embed_tokens has 66 rows",
+            "rows for 64, and the file holds no row of lm_head for token 64",
         ),
     ],
 )

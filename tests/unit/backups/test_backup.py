@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,12 +33,14 @@ from loraserve.errors import (
     AdapterOfAnotherBase,
     BackupDamaged,
     ConfigError,
+    Conflict,
     SchemaOutdated,
     StorageFull,
 )
 from loraserve.limits import LIMITS
 from loraserve.registry.blob_references import all_referenced
 from loraserve.registry.model_name import Term, parse_model
+from loraserve.registry.records import AliasTarget
 from loraserve.registry.storage_gc.collector import LEASE, Collector
 from loraserve.types import BaseSpec, Digest
 
@@ -98,6 +101,27 @@ async def test_what_is_restored_is_what_was_backed_up(
     audit = [(entry.action, entry.target) for entry in (await other.registry.list_audit(None, limit=100)).items]
     assert ("backup.restore", made.manifest.id) in audit
     assert ("backup.create", made.manifest.id) in audit
+
+
+@pytest.mark.parametrize("name", ["Qwen/My-LoRA", "x:v2"])
+async def test_restored_name_is_found_in_any_case(
+    site: Site, folder: BackupFolder, publish: Any, make_site: Any, target: str, tmp_path: Path, name: str
+) -> None:
+    acme = await site.tenant("acme")
+    for seed in (1, 2):
+        await publish(site, acme, name, seed)
+    await site.registry.aliases.set(acme, name, "canary", AliasTarget(1), actor="test")
+    made = await site.back_up(folder)
+    store = LocalStore(tmp_path / "restored" / "blobs")
+    await Restore(folder, folder.manifest(made.manifest.id)).run(target, store, actor="test")
+    other = await make_site(target, store)
+    for model, version in ((name, 2), (name.upper(), 2), (f"{name.lower()}@canary", 1), (f"{name}@1", 1)):
+        binding = await other.registry.bind(acme, [Term(parse_model(model, "base"))], sticky=None)
+        assert (binding.adapter.name, binding.adapter.version) == (name, version)
+        store.read(binding.adapter.weights_blob)
+    # the name isn't free in another case
+    with pytest.raises(Conflict, match=re.escape(name)):
+        await publish(other, acme, name.upper(), 3)
 
 
 async def test_secrets_of_keys_are_in_no_file_of_a_backup(site: Site, folder: BackupFolder, publish: Any) -> None:

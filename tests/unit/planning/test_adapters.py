@@ -98,6 +98,20 @@ def test_what_a_gpu_has_not_is_refused_there_alone(make: Any) -> None:
     on_gpu = plan_shape("one", 1, 0, shape, make.base("cuda", modules=ODD), make.config(), make.arena())
     assert on_gpu.refusal is not None and "norms" in on_gpu.refusal  # noqa: PT018
     assert plan_shape("one", 1, 0, shape, make.base(modules=ODD), make.config(), make.arena()).refusal is None
+
+
+def test_extra_rows_are_refused_on_gpu_alone(make: Any) -> None:
+    modules = [m for m in random_modules(4, ODD, torch.float32) if m.module == "q_proj"]
+    sizes = tuple(map(size_of, modules))
+    shape = Shape(sizes, "F32", num_extra_weights=2 * 3 * 200)
+    on_gpu = plan_shape("one", 1, 0, shape, make.base("cuda", modules=ODD), make.config(), make.arena())
+    assert "rows of embedding and head beyond the base's" in (on_gpu.refusal or "")
+    plans = [
+        plan_shape("one", 1, 0, one, make.base(modules=ODD), make.config(), make.arena())
+        for one in (shape, Shape(sizes, "F32"))
+    ]
+    assert plans[0].refusal is None
+    assert plans[0].packed_bytes - plans[1].packed_bytes == 4 * 2 * 3 * 200
     rows = Shape((size_of(modules[0])._replace(num_rows=3),), "F32")
     refusal = plan_shape("one", 1, 0, rows, make.base("cuda", modules=ODD), make.config(), make.arena()).refusal
     assert refusal is not None and "serve the adapter on a CPU" in refusal  # noqa: PT018

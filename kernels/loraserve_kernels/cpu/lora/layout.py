@@ -32,6 +32,7 @@ from loraserve_kernels.common.modules import (
     MODULES,
     NORMS,
     SITES,
+    ExtraRows,
     LoraModule,
     ReplacedNorm,
     ReplacedRows,
@@ -56,6 +57,7 @@ __all__ = [
     "MODULE_INDEX",
     "NORMS",
     "SITES",
+    "ExtraRows",
     "LoraModule",
     "PackedAdapter",
     "ReplacedNorm",
@@ -82,6 +84,7 @@ def packed_num_bytes(
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
     head: Tensor | None = None,
+    extra_rows: ExtraRows | None = None,
 ) -> int:
     """Bytes that `pack_adapter` will allocate for all of these. Reads shapes alone.
 
@@ -90,7 +93,8 @@ def packed_num_bytes(
     """
     layout = _lay_out(modules, num_layers, module_shapes, dtype)
     check_norms(norms, num_layers, module_shapes)
-    return layout.num_bytes(dtype, sum(n.weight.shape[0] for n in norms) + (0 if head is None else head.numel()))
+    floats = sum(n.weight.shape[0] for n in norms) + (0 if head is None else head.numel())
+    return layout.num_bytes(dtype, floats) + (0 if extra_rows is None else extra_rows.num_bytes)
 
 
 def pack_adapter(
@@ -101,6 +105,7 @@ def pack_adapter(
     dtype: torch.dtype,
     norms: Sequence[ReplacedNorm] = (),
     head: Tensor | None = None,
+    extra_rows: ExtraRows | None = None,
 ) -> PackedAdapter:
     """Copy an adapter's matrices into new buffers; gaps are zero.
 
@@ -115,6 +120,7 @@ def pack_adapter(
             row is rounded, with a scale of its own; the rest is float32 always.
         norms: in any order.
         head: a classification head, [num_labels, hidden_size], which no kernel reads.
+        extra_rows: rows beyond the base's, which are kept as they are.
 
     Raises:
         TensorMismatch: a module or a norm that doesn't fit the base, or one given twice.
@@ -135,6 +141,7 @@ def pack_adapter(
             norms={(n.layer, n.norm): n.weight.to(torch.float32, copy=True) for n in norms},
             head=None if head is None else head.to(torch.float32, copy=True),
             experts=PackedExperts.of(layout.expert_records, layout.experts, module_shapes),
+            extra_rows=extra_rows,
         )
         for m in modules:
             _fill(packed, m)

@@ -152,7 +152,7 @@ def _shrink(x: Tensor, plan: GpuLoraPlan, site: str, layer: int) -> None:
         WIDEN=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # left alone, Triton 3.9 aims at seven programs of small tiles, and keeps registers in memory for it
+        # left alone, Triton 3.9 aims at seven programs of small tiles, and spills for it
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
     )

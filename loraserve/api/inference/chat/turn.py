@@ -114,7 +114,7 @@ class ChatPrompt:
         bad_words = await reader.bad_words(body.bad_words)
         sampling = read_sampling(
             body,
-            base,
+            reader.num_ids,
             logprobs=body.top_logprobs if body.logprobs else None,
             bad_words=bad_words,
             defaults=model.defaults,

@@ -92,7 +92,7 @@ def sampled_together(rows: list[list[float]], entries: list[ScheduledRequest]) -
     """Results of a step that keeps all rows of its entries."""
     ends = list(accumulate(entry.num_tokens for entry in entries))
     batch = SimpleNamespace(entries=entries, logits_ranges=list(zip([0, *ends], ends, strict=False)))
-    return Sampler(eos_token_ids=[0]).sample(torch.tensor(rows), batch)
+    return Sampler(eos_token_ids=[0], vocab_size=len(rows[0])).sample(torch.tensor(rows), batch)
 
 
 def test_rows_of_one_step_give_their_likeliest_token_unless_their_request_asks_for_more():
@@ -166,3 +166,45 @@ def test_bad_words_yield_where_no_other_token_is_left():
     logits = [4.0, 3.0, 2.0, 1.0]
     assert restricted(logits, [], bad_words=((0,), (1,), (2,), (3,))) == logits
     assert restricted(logits, [], allowed_token_ids=(1,), bad_words=((1,),)) == [-INF, 3.0, -INF, -INF]
+
+
+def with_extra(num_rows: int, **params: object) -> ScheduledRequest:
+    """Return the last row of a request whose adapter has that many tokens beyond the base's."""
+    request = make_request(tokens=[1, 2], **params)
+    request.num_extra_rows = num_rows
+    return ScheduledRequest(request, 1, 1, is_sampled=True, is_scored=False, epoch=0)
+
+
+def sampled_wide(rows: list[list[float]], entries: list[ScheduledRequest], vocab_size: int) -> list[StepResult]:
+    batch = SimpleNamespace(entries=entries, logits_ranges=[(i, i + 1) for i in range(len(entries))])
+    return Sampler(eos_token_ids=[0], vocab_size=vocab_size).sample(torch.tensor(rows), batch)
+
+
+def test_tokens_beyond_own_rows_are_never_sampled():
+    # the largest number is behind each row's own columns
+    row = [4.0, 3.0, 5.0, 6.0, 9.0]
+    asked = [{}, {"min_tokens": 9}, {"temperature": 50.0}, {"presence_penalty": 1.0}, {"logprobs": 2}]
+    for num_extra, best in ((0, 0), (1, 2), (2, 3), (3, 4)):
+        entries = [with_extra(num_extra, **params) for params in asked]
+        results = sampled_wide([row] * len(entries), entries, 2)
+        greedy, early, drawn, penal, scored = (result.token_ids[0] for result in results)
+        assert (greedy, penal, scored) == (best, best, best)
+        assert early == (best or 1)
+        assert drawn < 2 + num_extra
+        (logprobs,) = results[-1].logprobs or ()
+        expected = torch.log_softmax(torch.tensor(row[: 2 + num_extra]), 0)
+        assert logprobs.logprob == pytest.approx(float(expected[best]))
+        assert {token for token, _ in logprobs.top} <= set(range(2 + num_extra))
+
+
+def test_row_of_base_ignores_columns_beyond():
+    alone = sampled_together([[4.0, 3.0]], [with_extra(0, temperature=2.0, logprobs=2)])
+    for beyond in (INF, -INF, float("nan"), 99.0):
+        entries = [with_extra(0, temperature=2.0, logprobs=2), with_extra(1)]
+        assert sampled_wide([[4.0, 3.0, beyond], [1.0, 2.0, 3.0]], entries, 2)[:1] == alone
+
+
+def test_numbers_of_own_rows_must_be_finite():
+    entries = [with_extra(1), with_extra(0)]
+    results = sampled_wide([[4.0, 3.0, float("nan")], [4.0, 3.0, float("nan")]], entries, 2)
+    assert [result.is_finite for result in results] == [False, True]

@@ -120,8 +120,7 @@ class Bench:
     num_wakes: int = 0
 
     def begin(self, grammar: str = "g", tokens: Sequence[int] = (), tenant: str = "") -> Constraint:
-        vocab_size = self.compiler.vocab_size
-        return Constraint(grammar, tokens, vocab_size, self.cache, self.threads, tenant=tenant, wake=self.wake)
+        return Constraint(grammar, tokens, self.cache, self.threads, tenant=tenant, wake=self.wake)
 
     def wake(self) -> None:
         self.num_wakes += 1

@@ -273,7 +273,7 @@ def test_a_real_matcher_allows_what_its_grammar_does(
     compiler: GrammarCompiler, tokenizer: Tokenizer, threads: MaskThreads
 ) -> None:
     bench_cache = MatcherCache(compiler, 1 << 26)
-    constraint = Constraint(make_grammar("choice", ["no", "nice"]), (), tokenizer.vocab_size, bench_cache, threads)
+    constraint = Constraint(make_grammar("choice", ["no", "nice"]), (), bench_cache, threads)
     said = []
     while True:
         threads.wait([constraint], 10)
@@ -294,7 +294,7 @@ def test_copies_of_a_real_matcher_go_their_own_ways(
     cache = MatcherCache(compiler, 1 << 26)
     grammar = make_grammar("regex", "[ab]{4}")
     a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
-    many = [Constraint(grammar, [a] * (i % 4), tokenizer.vocab_size, cache, threads) for i in range(16)]
+    many = [Constraint(grammar, [a] * (i % 4), cache, threads) for i in range(16)]
     threads.wait(many, 10)
     # as many threads compile, so many may compile it at once
     assert cache.num_compiled <= 2
@@ -330,7 +330,7 @@ def begin(compiler: GrammarCompiler):
 
     def make(threads: MaskThreads, count: int) -> list[Constraint]:
         grammar = make_grammar("json_schema", SCHEMA)
-        made = [Constraint(grammar, [], compiler.vocab_size, cache, threads) for _ in range(count)]
+        made = [Constraint(grammar, [], cache, threads) for _ in range(count)]
         threads.wait(made, 10)
         return made
 
@@ -350,7 +350,7 @@ def test_masks_computed_together_are_those_computed_alone(begin, threads, betwee
         for one, other in zip(alone, together, strict=True):
             # it may be allowed, and then there is no mask; it may be the answer's end
             likely = int(draw.choice(sorted(allowed(one))))
-            other.wanted = likely if draw.random() < 0.5 else int(draw.integers(other._vocab_size))
+            other.wanted = likely if draw.random() < 0.5 else int(draw.integers(other.vocab_size))
         between_steps.wait(together, 10)
         for one, other in zip(alone, together, strict=True):
             assert one.error is None
@@ -369,7 +369,7 @@ def test_a_likeliest_token_is_one_that_is_allowed(begin, threads) -> None:
     (constraint,) = begin(threads, 1)
     draw = np.random.default_rng(0)
     for _ in range(30):
-        logits = draw.standard_normal(constraint._vocab_size).astype(np.float32)
+        logits = draw.standard_normal(constraint.vocab_size).astype(np.float32)
         expected = max(sorted(allowed(constraint)), key=lambda token: logits[token])
         assert constraint.likeliest(logits) == expected
         constraint.advance([expected])
@@ -378,7 +378,7 @@ def test_a_likeliest_token_is_one_that_is_allowed(begin, threads) -> None:
 
 def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_steps) -> None:
     bad, good = begin(between_steps, 2)
-    wrong = next(token for token in range(300, bad._vocab_size) if not bad.allows(token))
+    wrong = next(token for token in range(300, bad.vocab_size) if not bad.allows(token))
     right = min(allowed(good))
     bad.advance([wrong])
     good.advance([right])
@@ -409,7 +409,7 @@ def test_an_answer_that_its_base_says_as_its_grammar_does_needs_no_thread(
             mask.advance([token])
         threads.wait([twin], 10)
         # of the other nothing is wanted
-        wrong = next(token for token in range(one._vocab_size) if token not in allowed(twin))
+        wrong = next(token for token in range(one.vocab_size) if token not in allowed(twin))
         one.wanted = wrong if number == 4 else min(allowed(twin))
         between_steps.wait([one, other], 10)
         assert (one.permitted is not None) is (number != 4)
@@ -421,7 +421,7 @@ def test_an_answer_that_its_base_says_as_its_grammar_does_needs_no_thread(
 def test_a_token_against_the_grammar_fails_its_request_on_the_steps_thread_too(begin, between_steps) -> None:
     (bad,) = begin(between_steps, 1)
     right = min(allowed(bad))
-    wrong = next(token for token in range(300, bad._vocab_size) if token not in allowed(bad))
+    wrong = next(token for token in range(300, bad.vocab_size) if token not in allowed(bad))
     bad._has_followed = True
     bad.advance([wrong])
     bad.wanted = right
@@ -448,7 +448,7 @@ def test_masks_that_take_long_together_are_computed_alone_next(begin, between_st
 
 def test_forced_tokens_are_not_searched_after_lexer_failed(compiler: GrammarCompiler, threads, unhurried) -> None:
     grammar = make_grammar("choice", ["the one answer"])
-    constraint = Constraint(grammar, [], compiler.vocab_size, MatcherCache(compiler, 1 << 30), threads)
+    constraint = Constraint(grammar, [], MatcherCache(compiler, 1 << 30), threads)
     threads.wait([constraint], 10)
     assert constraint.forced(4)
     constraint._num_restarts = 1
@@ -461,7 +461,7 @@ def test_answer_that_is_dead_ahead_fails_its_request(
     """The steps' thread meets the dead end first, and says nothing of it."""
     grammar = make_grammar("grammar", 'start: "ab" dead | "c"\ndead: "x" never\nnever: NEVER\nNEVER: /x+/ & /y+/')
     cache = MatcherCache(compiler, 1 << 30)
-    constraint = Constraint(grammar, [], compiler.vocab_size, cache, between_steps)
+    constraint = Constraint(grammar, [], cache, between_steps)
     between_steps.wait([constraint], 10)
     said = tokenizer.encode("abx", add_special_tokens=False)
     assert constraint.start_over()
