@@ -243,6 +243,11 @@ class BaseSpec(Struct, frozen=True):
     """Whether the head's weight is rounded, by the checkpoint or while it was loaded."""
     head_dim: int = 0
     """Numbers of a query or a key of one head."""
+    has_recurrent_state: bool = False
+    """Whether layers keep a state of all tokens before, in the place of keys and values.
+
+    No prefix cache and no proposed tokens then: a state can't go back.
+    """
 
 
 class KernelChoice(Struct, frozen=True):

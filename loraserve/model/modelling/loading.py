@@ -277,12 +277,14 @@ class _Loader:
         spec = msgspec.structs.replace(spec, digest=base_digest(identity, tensors))
         log_choices()
         self._progress.begin("computing a first batch in transformers' code")
-        kv_shape = check_first_batch(skeleton, self._step, spec)
+        kv_shape, state_shapes = check_first_batch(skeleton, self._step, spec)
+        spec = msgspec.structs.replace(spec, has_recurrent_state=bool(state_shapes))
         return_free_memory()
         return ModelledBase(
             skeleton,
             spec,
             kv_shape,
+            state_shapes,
             self._step,
             embedding=embedding,
             embedding_scale=scale,
