@@ -243,11 +243,17 @@ class BaseSpec(Struct, frozen=True):
     """Whether the head's weight is rounded, by the checkpoint or while it was loaded."""
     head_dim: int = 0
     """Numbers of a query or a key of one head."""
+    module_layers: Mapping[str, tuple[int, ...]] = {}
+    """Module → the layers that have it, where some lack it: recurrent ones don't attend."""
     has_recurrent_state: bool = False
     """Whether layers keep a state of all tokens before, in the place of keys and values.
 
     No prefix cache and no proposed tokens then: a state can't go back.
     """
+
+    def has_module(self, layer: int, module: str) -> bool:
+        """Return whether a layer has a module of `modules`."""
+        return module not in self.module_layers or layer in self.module_layers[module]
 
 
 class KernelChoice(Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from loraserve_kernels.common.sites import MODULE_INDEX, MODULES, SITES, ModuleShapes, check_place
+from loraserve_kernels.common.sites import MODULE_INDEX, MODULES, STORED_SITES, ModuleShapes, check_place
 from loraserve_kernels.errors import TensorMismatch
 
 UNIT_BYTES = 32
@@ -69,7 +69,7 @@ class PackedLayout:
     """Layout of an adapter in a CPU's memory.
 
     Attributes:
-        records: [num_layers, 9, RECORD_WORDS] int64, columns as in `MODULES`.
+        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`.
         num_elements: of the weights.
         num_floats: of what is float32 always, norms not among it.
         num_row_ids: int32 each.
@@ -122,7 +122,7 @@ def lay_out(
 def _place_weights(records: npt.NDArray[np.int64], module_shapes: ModuleShapes) -> int:
     position = 0
     for layer in range(records.shape[0]):
-        for site, modules in SITES.items():
+        for site, modules in STORED_SITES.items():
             width_of_row = 0 if site == "embed" else 1
             for word, count, side in ((A, RANK, 1), (B, RANK, 0), (ROWS, NUM_ROWS, width_of_row)):
                 position = _aligned(position)

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from loraserve.adapters.ir import OUTSIDE_LAYERS
 from loraserve.errors import AdapterUnservable
 from loraserve_kernels.cpu import threads
-from loraserve_kernels.cpu.lora.layout import LAYER_MODULES, LoraModule
+from loraserve_kernels.cpu.lora.layout import LoraModule
 
 
 class BaseWeights(Protocol):
@@ -167,4 +168,4 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
 
 def module_label(m: LoraModule) -> str:
     """Return the module's name in messages: ``Layer 3 q_proj``, ``lm_head``."""
-    return f"Layer {m.layer} {m.module}" if m.module in LAYER_MODULES else m.module
+    return f"Layer {m.layer} {m.module}" if m.module not in OUTSIDE_LAYERS else m.module

@@ -57,7 +57,7 @@ from loraserve.model.modelling.skeleton import (
 from loraserve.model.modelling.slots import Placed, place_linears
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.common.sites import LAYER_MODULES
+from loraserve_kernels.common.sites import MODULES
 
 _NO_IDENTITY = (
     "_name_or_path",
@@ -464,11 +464,11 @@ class _Loader:
         linears: list[Linear],
     ) -> BaseSpec:
         skeleton, head = self._skeleton, self._head
-        first = sorted(
-            (one for one in self._placed if one.layer == 0 and one.slot is not None),
-            key=lambda one: LAYER_MODULES.index(one.slot or ""),
-        )
-        slots = [(one.slot or "", one) for one in first]
+        slots = [
+            (slot, next(one for one in self._placed if one.slot == slot))
+            for slot in sorted({one.slot for one in self._placed if one.slot is not None}, key=MODULES.index)
+        ]
+        layers = {slot: tuple(one.layer for one in self._placed if one.slot == slot) for slot, _ in slots}
         arithmetics = [(a.name, a.kernel, a.instructions) for linear in linears for a in linear.arithmetics]
         every = ["+".join(dict.fromkeys(one[i] for one in arithmetics)) for i in range(3)]
         biased = [slot for slot, one in slots if one.has_bias] + ["lm_head"] * (head.bias is not None)
@@ -504,6 +504,7 @@ class _Loader:
             size_bytes=size_bytes,
             biased_modules=tuple(biased),
             implementation="transformers",
+            module_layers={slot: every for slot, every in layers.items() if len(every) < skeleton.num_layers},
             is_head_tied=self._is_tied,
             is_head_quantized=self._head_path in self._formats.stored or self._formats.head_quantize != "none",
         )

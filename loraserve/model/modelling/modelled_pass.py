@@ -70,7 +70,8 @@ class ModelledPass(ReferencePass):
         *,
         is_rounding: bool,
     ) -> None:
-        modules = [module for module in base.spec.modules if module != "embed_tokens"]
+        # linears that the first layer lacks are rounded as its own are
+        modules = [one for one in base.spec.modules if one != "embed_tokens" and base.spec.has_module(0, one)]
         super().__init__(base, subjects, is_wanted, rounding_modules=modules, is_rounding=is_rounding)
         self._base, self._reference, self._current = base, reference, current
 

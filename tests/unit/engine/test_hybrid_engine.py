@@ -15,6 +15,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
+from loraserve.memory.arena import Owner
 from loraserve.model.states import state_bytes
 from loraserve.types import FinishReason
 
@@ -23,13 +24,12 @@ from .test_engine import add, prompts, run
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-_MLP = ["gate_proj", "up_proj", "down_proj"]
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "FalconH1": (
         {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 8, "mamba_chunk_size": 8},
-        _MLP,
+        ["q_proj", "in_proj", "down_proj"],
     ),
-    "Lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, ["w1"]),
+    "Lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, ["in_proj", "out_proj", "q_proj", "w1"]),
     "Qwen3_5Text": (
         {
             "head_dim": 16,
@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 16,
         },
-        _MLP,
+        ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "down_proj"],
     ),
 }
 """transformers' config → fields of its own, and the linears that adapters change."""
@@ -127,16 +127,20 @@ def test_repeated_prompt_starts_without_state(hybrid_world: World, make_engine: 
 @pytest.mark.usefixtures("quick_loads")
 def test_preemption_changes_no_token(hybrid_world: World, make_engine: MakeEngine) -> None:
     probing = make_engine(max_num_seqs=8)
-    kv, states = probing._pipeline._runner._kv, probing._pipeline._runner._kv.states  # type: ignore[attr-defined]
-    assert states is not None
-    block_bytes = 2 * len(kv.k) * kv.k[0][0].nbytes
-    # 13 blocks of 16 tokens, less what adapters take, for 8 requests of up to 70
+    add(probing, hybrid_world, [3], "first")
+    run(probing)
+    arena = probing._kv._layout.client.arena  # type: ignore[union-attr]
+    num_pages = 13 * probing._kv._layout.pages_per_group + arena.client(Owner.ADAPTERS).num_allocated  # type: ignore[union-attr]
+    num_bytes = num_pages * arena.page_num_bytes
+    # 13 blocks of 16 tokens and an adapter, for 6 requests of up to 70 tokens
+    slot_bytes = probing._pipeline._runner._kv.states.num_bytes // 8  # type: ignore[attr-defined]
     engine = make_engine(
-        memory_budget_bytes=2 * states.num_bytes + max(0, 13 * max(4096, block_bytes) - states.num_bytes),
+        memory_budget_bytes=num_bytes + 6 * slot_bytes,
         max_model_len=96,
         max_num_batched_tokens=23,
-        max_num_seqs=8,
+        max_num_seqs=6,
     )
+    assert engine._pipeline._runner._kv.states.num_slots > 3  # type: ignore[attr-defined]
     wanted = {}
     (shared,) = prompts(1, seed=5, low=40, high=40)
     for i, tail in enumerate(prompts(10, seed=6, low=1, high=8)):
