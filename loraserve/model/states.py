@@ -98,7 +98,7 @@ class StepStates:
             states.begin(turn)
 
     def read(self, layer: int, number: int) -> tuple[Tensor, ...] | None:
-        """Return copies of what the sequence's tokens before left at a layer; None: there are none."""
+        """Return copies of what a sequence's tokens before left at a layer; None at its first."""
         turn = self._turns[number]
         if turn.read is None:
             return None

@@ -55,8 +55,8 @@ class PackedAdapter:
         data: 1-D, contiguous, one of `DTYPES`: the weights.
         floats: 1-D, float32.
         row_ids: 1-D, int32: which rows are replaced.
-        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`; rank 0 and nothing
-            else where the adapter has no such module.
+        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`; rank 0
+            and nothing else where the adapter has no such module.
         in_features, out_features: a number for each of `MODULES`.
         norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
             the base's.

@@ -192,10 +192,10 @@ class BaseTensorNames:
         return ", ".join(linear.path for linear in self.linears.values() if linear.is_outside == is_outside)
 
     def lacking(self, path: str) -> str:
-        """Return which layers have a linear that others lack, for people; empty of any other path."""
+        """Return which layers have a linear that others lack, for people; else an empty string."""
         linear = self._linear_paths.get(path)
         layers = () if linear is None else self.base.module_layers.get(next(iter(linear.parts)), ())
-        return f"it in the layers {', '.join(map(str, layers))} alone" if layers else ""
+        return f"it in layer {', '.join(map(str, layers))} alone" if layers else ""
 
     def reported_layer(self, place: Place) -> int | None:
         """Return the layer as problems tell it: None for what is in none."""

@@ -50,7 +50,7 @@ class Heads:
 
 
 class Attending(Mixing, Protocol):
-    """Way to attend in a pass, and to mix: by the paged cache and slots of states, or by formulas."""
+    """Way to attend and to mix in a pass: by paged caches and slots of states, or by formulas."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Return what a layer's rows gather, [num_tokens, num_heads, width of v].

@@ -136,16 +136,17 @@ def load_modelled(
     config = read_modelled_config(model_dir)
     skeleton = build_skeleton(config)
     log_versions()
-    context = _context_len(config, max_model_len)
+    context = _context_len(skeleton.config, max_model_len)
     generation_path = model_dir / "generation_config.json"
     generation = read_object(generation_path) if generation_path.is_file() else {}
     loader = _Loader(skeleton, open_checkpoint(model_dir), quantization, dtype, quantize, progress)
     loader.prepare(activation_dtype)
+    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     identity = {name: value for name, value in raw.items() if name not in _NO_IDENTITY}
     base = loader.load(
         model_id,
         context,
-        read_end_tokens(raw, generation),
+        read_end_tokens(raw if raw.get("eos_token_id") is not None else text, generation),
         {"implementation": "transformers", "architecture": skeleton.architecture, **identity},
     )
     return base

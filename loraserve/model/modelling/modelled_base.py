@@ -28,8 +28,8 @@ class ModelledBase:
 
     Attributes:
         spec: what others need to know of it.
-        kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes; layers that
-            don't attend aren't counted.
+        kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes; only
+            layers that attend are counted.
         state_shapes: of the states that `forward` writes; empty: no layer is recurrent.
         kv_dtype: of that cache.
         device: where it is computed.

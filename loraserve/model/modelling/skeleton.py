@@ -26,6 +26,7 @@ _STATEFUL = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "hybrid")
 """Words in ``layer_types`` of layers that keep a recurrent state, which `mixers` may know."""
 _UNKNOWN = ("chunked_attention", "compressed")
 """The same of layers whose keys and values are of something else than a context or a window."""
+_UNKNOWN_STATE = f"state beside keys and values, and in none of the modules that are known here: {', '.join(MIXERS)}"
 _EXTENDING = ("dynamic", "longrope")
 """Ropes that turn all of a batch by its longest context, once that passes the original one."""
 
@@ -142,7 +143,7 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
 
 
 def _text_half(config: Any) -> Any:
-    """Return the config of the text decoder where transformers has one for a model of images and text."""
+    """Return the config of the text decoder, where transformers can build it without images."""
     from transformers import AutoModelForCausalLM
 
     text = getattr(config, "text_config", None)
@@ -187,12 +188,16 @@ def _layer_kinds(config: Any, words: Iterable[str]) -> list[str]:
 
 
 def _check_class(name: str, model_class: Any) -> None:
-    # hybrids don't claim to, although their code looks the function up: the first batch has it called
-    has_mixers = not MIXERS.keys().isdisjoint(vars(sys.modules[model_class.__module__]))
-    if not model_class._supports_attention_backend and not has_mixers:
-        raise UnknownArchitecture(
-            f"{name} doesn't take another attention function in transformers.", hint="Choose another base model."
-        )
+    # hybrids don't claim that they take one, but the first batch would show that theirs is unused
+    if not MIXERS.keys().isdisjoint(vars(sys.modules[model_class.__module__])):
+        return
+    problem = None
+    if model_class._is_stateful:
+        problem = f"keeps {_UNKNOWN_STATE}"
+    elif not model_class._supports_attention_backend:
+        problem = "doesn't take another attention function in transformers"
+    if problem is not None:
+        raise UnknownArchitecture(f"{name} {problem}.", hint="Choose another base model.")
 
 
 def _fill_buffers(name: str, model: Any) -> None:
@@ -249,12 +254,9 @@ def _find_layers(name: str, model: Any) -> tuple[str, int, Attention]:
     }
     mixers = find_mixers(model)
     stateful = _layer_kinds(model.config, _STATEFUL)
-    if not mixers and (stateful or model._is_stateful):
-        kinds = f" ({', '.join(stateful)})" if stateful else ""
+    if stateful and not mixers:
         raise UnknownArchitecture(
-            f"{name} has layers with state beside keys and values{kinds}, which isn't kept here: none of its modules "
-            f"is one of {', '.join(MIXERS)}.",
-            hint="Choose another base model.",
+            f"{name} has layers ({', '.join(stateful)}) that keep {_UNKNOWN_STATE}.", hint="Choose another base model."
         )
     num_layers = int(getattr(model.config, "num_hidden_layers", 0))
     kept = (*attending, *mixers)
@@ -266,11 +268,13 @@ def _find_layers(name: str, model: Any) -> tuple[str, int, Attention]:
         and all(any(inner.startswith(f"{path}.{i}.") for inner in kept) for i in range(num_layers))
     ]
     layers = sorted(attending.values())
-    if not blocks or not attending or layers != sorted(set(layers)):
-        raise UnknownArchitecture(
-            f"{name} has layers without attention, or several in one, which isn't kept here.",
-            hint="Choose another base model.",
-        )
+    problem = None
+    if not attending:
+        problem = "has no layer that attends"
+    elif not blocks or layers != sorted(set(layers)):
+        problem = "has layers without attention, or several in one, which isn't kept here"
+    if problem is not None:
+        raise UnknownArchitecture(f"{name} {problem}.", hint="Choose another base model.")
     holder = Attention(tuple(layers))
     for path in attending:
         setattr(model.get_submodule(path), HOLDER, holder)

@@ -1,9 +1,10 @@
-"""The engine on bases whose layers keep recurrent states: what shares a step, chunks, preemption and
-steps that are computed again change no token. transformers and PEFT are the oracles.
+"""The engine on bases whose layers keep recurrent states: what shares a step, chunks, preemption
+and steps that are computed again change no token. transformers and PEFT are the oracles.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import transformers
 
 from loraserve.engine.engine import Engine
+from loraserve.engine.execution.runner import FinishedStep
+from loraserve.engine.scheduled import StepResult
 from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
@@ -29,7 +32,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 8, "mamba_chunk_size": 8},
         ["q_proj", "in_proj", "down_proj"],
     ),
-    "Lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, ["in_proj", "out_proj", "q_proj", "w1"]),
+    "Lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        ["in_proj", "out_proj", "q_proj", "w1"],
+    ),
     "Qwen3_5Text": (
         {
             "head_dim": 16,
@@ -180,6 +186,25 @@ def test_step_computed_again_advances_states_once(
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
     assert tokens == wanted
     assert engine.check() == []
+
+
+def test_deferred_step_advances_states_once(
+    hybrid_world: World, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    wanted = {}
+    for prompt in prompts(4, seed=16):
+        wanted[add(engine, hybrid_world, prompt)] = hybrid_world.expected(None, prompt, 12)
+    runner: Any = engine._pipeline._runner
+    launch, calls = runner.launch, itertools.count(1)
+
+    def late(batch: Any) -> Any:
+        found = launch(batch)
+        # as where masks of allowed tokens come too late
+        return found if next(calls) % 3 else FinishedStep([StepResult(is_deferred=True)] * len(batch.entries))
+
+    monkeypatch.setattr(runner, "launch", late)
+    assert run(engine) == wanted
 
 
 def test_layer_that_fails_leaves_states_whole(

@@ -153,8 +153,8 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
 
 @dataclass
 class Sequence:
-    """One sequence in a `PagedRun`: its tokens, its blocks, how many of its tokens are computed, and
-    the slot of its recurrent state.
+    """One sequence in a `PagedRun`: tokens, blocks, how many tokens are computed, and its
+    state's slot.
     """
 
     token_ids: list[int]

@@ -73,7 +73,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Class of transformers → its config, and the fields that make it small."""
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "BambaForCausalLM": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
-    "FalconH1ForCausalLM": ("FalconH1", {**_MAMBA, "mamba_d_ssm": 96, "ssm_in_multiplier": 0.7, "mamba_rms_norm": False}),
+    "FalconH1ForCausalLM": (
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 96, "ssm_in_multiplier": 0.7, "mamba_rms_norm": False},
+    ),
     "GraniteMoeHybridForCausalLM": (
         "GraniteMoeHybrid",
         {
