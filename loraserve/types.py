@@ -264,11 +264,22 @@ class BaseSpec(Struct, frozen=True):
     """Numbers of a query or a key of one head."""
     experts: ExpertsSpec | None = None
     """Mixture of experts that adapters may change; None: there is none, or they may not."""
+    module_layers: Mapping[str, tuple[int, ...]] = {}
+    """Module → the layers that have it, where some lack it: recurrent ones don't attend."""
+    has_recurrent_state: bool = False
+    """Whether layers keep a state of all tokens before, in the place of keys and values.
+
+    No prefix cache and no proposed tokens then: a state can't go back.
+    """
 
     @property
     def module_shapes(self) -> Mapping[str, tuple[int, int]]:
         """Module → (out_features, in_features), those of a mixture among them."""
         return self.modules if self.experts is None else {**self.modules, **self.experts.modules}
+
+    def has_module(self, layer: int, module: str) -> bool:
+        """Return whether a layer has a module of `modules`."""
+        return module not in self.module_layers or layer in self.module_layers[module]
 
 
 class KernelChoice(Struct, frozen=True):

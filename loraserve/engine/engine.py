@@ -106,6 +106,7 @@ class Engine:
             clock=clock,
             on_end=self._end_constraint,
             speculation=speculation,
+            has_recurrent_state=base.has_recurrent_state,
         )
         self._pipeline = StepPipeline(
             runner, self._scheduler, block_size=kv.block_size, handle_of=pager.handle, overlap=overlap

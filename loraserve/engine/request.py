@@ -67,6 +67,8 @@ class Request:
     """Last tokens of `num_tokens`, which steps in flight sample: their ids aren't known yet."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     """Ids of its KV blocks, as int32 for a step's block table."""
+    state_slot: int | None = None
+    """Slot of its recurrent state; None: it isn't running, or the base has none."""
     block_keys: list[PrefixKey] = field(default_factory=list)
     """Keys of the leading blocks that are published or were prefix hits."""
     num_cached_tokens: int = 0

@@ -124,6 +124,26 @@ def beside_draft(budget_bytes: int, draft_bytes: int) -> int:
     return budget_bytes - draft_bytes
 
 
+def state_slots(budget_bytes: int, slot_bytes: int, max_num_seqs: int) -> int:
+    """Return the sequences whose recurrent states take half of the budget at most.
+
+    Args:
+        slot_bytes: bytes of a sequence's.
+        max_num_seqs: more aren't needed.
+
+    Raises:
+        ConfigError: not one does.
+    """
+    num_slots = min(max_num_seqs, budget_bytes // 2 // slot_bytes)
+    if num_slots < 1:
+        raise ConfigError(
+            f"The recurrent state of one sequence takes {slot_bytes / MIB:.1f} MiB, more than half of the memory "
+            f"budget, which is {budget_bytes / MIB:.1f} MiB.",
+            hint="Raise --memory-budget.",
+        )
+    return num_slots
+
+
 def plan_gpu_memory(
     budget_bytes: int, kv_block_bytes: int, num_needed_blocks: int, widest_row_bytes: int, max_pool_bytes: int
 ) -> MemoryPlan:

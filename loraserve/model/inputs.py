@@ -15,19 +15,24 @@ from loraserve_kernels.common.plan import LoraPlan, make_plan
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
 
 if TYPE_CHECKING:
+    from loraserve.model.states import RecurrentStates
     from loraserve_kernels.gpu.attention.plan import GpuAttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """The paged KV cache's bytes: one tensor per layer.
+    """The paged KV cache's bytes: one tensor per layer that attends.
 
     Each is [num_blocks, num_kv_heads, block_size, head_dim].
+
+    Attributes:
+        states: of layers that are recurrent; None: none are.
     """
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     block_size: int
+    states: RecurrentStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class ModelInputs:
         logits_rows: [num_logits] int64, ascending: the rows whose logits are wanted; None: all.
         lora: which rows belong to which adapter; None when every row is the base's.
         pooled: rows whose hidden states are wanted; None: none.
+        state_slots: num_seqs numbers: slots of the sequences' recurrent states; None: the base has
+            none.
     """
 
     token_ids: Tensor
@@ -81,6 +88,7 @@ class ModelInputs:
     logits_rows: Tensor | None
     lora: LoraPlan | None
     pooled: PooledRows | None = None
+    state_slots: Sequence[int] | None = None
 
     @property
     def kept_rows(self) -> Tensor | None:
@@ -125,6 +133,8 @@ class GpuInputs:
         logits_lora: the same of the rows that the last layer goes on with, counted among
             themselves, and of those whose logits are wanted among these.
         pooled: rows whose hidden states are wanted; None: none.
+        state_slots: num_seqs numbers: slots of the sequences' recurrent states; None: the base has
+            none.
     """
 
     token_ids: Tensor
@@ -135,6 +145,7 @@ class GpuInputs:
     lora: GpuLoraPlan | None
     logits_lora: GpuLoraPlan | None
     pooled: PooledRows | None = None
+    state_slots: Sequence[int] | None = None
 
     @property
     def kept_rows(self) -> Tensor | None:

@@ -107,9 +107,9 @@ class PackedAdapter:
         data: 1-D, contiguous, one of `DTYPES`: the weights.
         floats: 1-D, float32.
         row_ids: 1-D, int32: which rows are replaced.
-        records: [num_layers, 9, RECORD_WORDS] int64, columns as in `MODULES`; rank 0 and nothing
-            else where the adapter has no such module.
-        in_features, out_features: 9 numbers each.
+        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`; rank 0
+            and nothing else where the adapter has no such module.
+        in_features, out_features: a number for each of `MODULES`.
         norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
             the base's.
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
@@ -165,7 +165,7 @@ class PackedAdapter:
 
     @property
     def ranks(self) -> npt.NDArray[np.int64]:
-        """[num_layers, 9]: the modules' ranks, columns as in `MODULES`."""
+        """[num_layers, num_modules]: the modules' ranks, columns as in `MODULES`."""
         return self.records[..., RANK]
 
     @property
@@ -257,6 +257,9 @@ class PackedAdapter:
 
     def _work(self, site: str) -> SiteWork:
         first, count = MODULE_INDEX[CALLED_SITES[site][0]], len(CALLED_SITES[site])
+        if not any(self.out_features[first : first + count]):
+            # the base doesn't have it
+            return SiteWork(0, 0, False)
         records = self.records[:, first : first + count]
         out, of_input = np.array(self.out_features[first : first + count]), self.in_features[first]
         # a row of the embedding reads one number of A, and one row of the table at most

@@ -25,7 +25,13 @@ The embedding is a linear whose input is a one-hot row.
 LAYER_SITES: tuple[str, ...] = ("qkv", "o", "gate_up", "down")
 """The sites that every decoder layer has."""
 
-MODULES: tuple[str, ...] = tuple(module for site in SITES.values() for module in site)
+EXTRA_MODULES: tuple[str, ...] = tuple(f"extra_{number}" for number in range(5))
+"""Further linears of a layer, each a site of its own, on CPUs alone.
+
+Code of transformers has them, where some layers attend and others are recurrent.
+"""
+
+MODULES: tuple[str, ...] = (*(module for site in SITES.values() for module in site), *EXTRA_MODULES)
 """Modules that can carry LoRA; a module's place here is its column in the tables."""
 
 MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MODULES)}
@@ -33,7 +39,13 @@ MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MOD
 LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
 """Modules of the decoder layers: the first of `MODULES`."""
 
-CALLED_SITES: dict[str, tuple[str, ...]] = {**SITES, **{module: (module,) for module in LAYER_MODULES}}
+STORED_SITES: dict[str, tuple[str, ...]] = {**SITES, **{module: (module,) for module in EXTRA_MODULES}}
+"""The sites as an adapter lies in a CPU's memory."""
+
+CALLED_SITES: dict[str, tuple[str, ...]] = {
+    **SITES,
+    **{module: (module,) for module in (*LAYER_MODULES, *EXTRA_MODULES)},
+}
 """The sites, and each linear of a layer as one of its own.
 
 Modelling code that isn't ours multiplies linear by linear, also where they share an input.
@@ -85,5 +97,5 @@ def check_place(layer: int, module: str, num_layers: int, module_shapes: ModuleS
                 f"layer {layer} has LoRA on {module} of expert {expert}; this base has 0 to {num_experts - 1}"
             )
         return
-    if layer and module not in LAYER_MODULES:
+    if layer and module not in LAYER_MODULES and module not in EXTRA_MODULES:
         raise TensorMismatch(f"layer {layer} has LoRA on {module}, which is outside the layers: pass layer 0")

@@ -18,7 +18,7 @@ from loraserve_kernels.common.sites import (
     EXPERT_SITES,
     MODULE_INDEX,
     MODULES,
-    SITES,
+    STORED_SITES,
     ModuleShapes,
     check_place,
 )
@@ -79,7 +79,7 @@ class PackedLayout:
     """Layout of an adapter in a CPU's memory.
 
     Attributes:
-        records: [num_layers, 9, RECORD_WORDS] int64, columns as in `MODULES`.
+        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`.
         num_elements: of the weights.
         num_floats: of what is float32 always, norms not among it.
         num_row_ids: int32 each.
@@ -140,7 +140,7 @@ def lay_out(
         ):
             if count:
                 record[word], num_floats = num_floats, num_floats + _aligned(count)
-    num_elements = _place_weights(records, SITES, MODULE_INDEX, module_shapes, 0)
+    num_elements = _place_weights(records, STORED_SITES, MODULE_INDEX, module_shapes, 0)
     num_elements = _place_weights(expert_records, EXPERT_SITES, EXPERT_INDEX, module_shapes, num_elements)
     return PackedLayout(records, num_elements, num_floats, num_row_ids, expert_records, experts)
 

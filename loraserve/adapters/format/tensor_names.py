@@ -156,7 +156,12 @@ class BaseTensorNames:
     def places(self) -> list[Place]:
         """Yield the base's linears."""
         linears = self.linears.values()
-        places = [(layer, x.name) for layer in range(self.base.num_layers) for x in linears if not x.is_outside]
+        places = [
+            (layer, x.name)
+            for layer in range(self.base.num_layers)
+            for x in linears
+            if not x.is_outside and self._has(layer, x)
+        ]
         return places + [(0, x.name) for x in linears if x.is_outside]
 
     def norms(self) -> list[Place]:
@@ -174,7 +179,12 @@ class BaseTensorNames:
 
     def linear(self, layer: int | None, path: str) -> BaseLinear | None:
         linear = self._linear_paths.get(path)
-        return linear if linear is not None and linear.is_outside == (layer is None) else None
+        if linear is None or linear.is_outside != (layer is None):
+            return None
+        return linear if layer is None or layer >= self.base.num_layers or self._has(layer, linear) else None
+
+    def _has(self, layer: int, linear: BaseLinear) -> bool:
+        return all(self.base.has_module(layer, module) for module in linear.parts)
 
     def norm(self, layer: int | None, path: str) -> str | None:
         norm = self._norm_paths.get(path)
@@ -183,6 +193,12 @@ class BaseTensorNames:
     def listed(self, is_outside: bool) -> str:
         """Return the paths of the linears, for people."""
         return ", ".join(linear.path for linear in self.linears.values() if linear.is_outside == is_outside)
+
+    def lacking(self, path: str) -> str:
+        """Return which layers have a linear that others lack, for people; else an empty string."""
+        linear = self._linear_paths.get(path)
+        layers = () if linear is None else self.base.module_layers.get(next(iter(linear.parts)), ())
+        return f"it in layer {', '.join(map(str, layers))} alone" if layers else ""
 
     def reported_layer(self, place: Place) -> int | None:
         """Return the layer as problems tell it: None for what is in none."""
@@ -401,6 +417,7 @@ def _explain_path(name: str, path: str, part: str, names: BaseTensorNames) -> tu
             f"{text} is for {shown(path, 120)}; adapters of this base may change {outside + ', ' if outside else ''}"
             f"{names.base.layers_path}.<layer>.<module>."
         )
+    lacking = names.lacking(inner)
     return AdapterBaseMismatch, (
-        f"The adapter has tensors for {shown(inner, 120)} {{layers}}; this base has {names.listed(False)}."
+        f"The adapter has tensors for {shown(inner, 120)} {{layers}}; this base has {lacking or names.listed(False)}."
     )

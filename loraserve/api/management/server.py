@@ -66,7 +66,11 @@ class BaseResource(Resource):
     modules: dict[str, tuple[int, int]]
     """Linear → (out_features, in_features): what an adapter's tensors must fit."""
     module_paths: dict[str, str]
+    module_layers: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """Linear → the layers that have it, of those that only some have."""
     layers_path: str
+    has_recurrent_state: bool = False
+    """Whether layers keep a state of all tokens before: then prefixes aren't cached."""
     dtype: str
     quantization: str
     """Format of the linears' weights."""

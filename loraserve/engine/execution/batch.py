@@ -49,6 +49,7 @@ class Batch:
             1]``.
         context_lens: num_entries numbers: tokens of the sequence whose KV exist after this step.
         block_tables: [num_entries, max_blocks] int32, padded with 0.
+        state_slots: num_entries numbers: slots of recurrent states; None: the base has none.
         logits_rows: [num_logits] int64, ascending: rows whose logits are wanted; of an entry with
             proposed tokens, the last known token's row and theirs.
         logits_ranges: each entry's range ``[start, end)`` of the logits; empty if the step doesn't
@@ -68,6 +69,7 @@ class Batch:
     query_starts: list[int]
     context_lens: list[int]
     block_tables: npt.NDArray[np.int32]
+    state_slots: list[int] | None
     logits_rows: npt.NDArray[np.int64]
     logits_ranges: list[tuple[int, int]]
     pooled_rows: npt.NDArray[np.int64]
@@ -113,6 +115,7 @@ def build_batch(
         query_starts=query_starts,
         context_lens=[entry.end for entry in entries],
         block_tables=tables,
+        state_slots=_state_slots(entries),
         logits_rows=np.fromiter(chain.from_iterable(logits_rows), np.int64, logits_ends[-1]),
         logits_ranges=list(pairwise(logits_ends)),
         pooled_rows=pooled_rows,
@@ -182,6 +185,12 @@ def _block_tables(entries: Sequence[ScheduledRequest]) -> npt.NDArray[np.int32]:
         blocks = entry.request.blocks
         tables[i, : len(blocks)] = blocks
     return tables
+
+
+def _state_slots(entries: Sequence[ScheduledRequest]) -> list[int] | None:
+    slots = [entry.request.state_slot for entry in entries]
+    found = [slot for slot in slots if slot is not None]
+    return found if len(found) == len(slots) else None
 
 
 def _deferred_tokens(

@@ -20,8 +20,12 @@ class ResourceQuota:
     a live request. Internal requests have none.
     """
 
-    def __init__(self, kv: BlockPool, fair_queue: FairQueue, max_num_seqs: int) -> None:
+    def __init__(
+        self, kv: BlockPool, fair_queue: FairQueue, max_num_seqs: int, *, has_recurrent_state: bool = False
+    ) -> None:
         self._kv, self._fair_queue, self._max_num_seqs = kv, fair_queue, max_num_seqs
+        # the lowest last; of a base without recurrent states, none are given out
+        self._free_states = list(range(max_num_seqs - 1, -1, -1)) if has_recurrent_state else None
 
     def attach_prefix(self, request: Request) -> None:
         """Give the request the cached blocks that its tokens begin with."""
@@ -45,8 +49,16 @@ class ResourceQuota:
         self._fair_queue.tenant(request).num_blocks += needed
         return True
 
+    def take_state(self, request: Request) -> None:
+        """Give a request that begins to run a slot for its recurrent state, if the base has one.
+
+        There are as many as may run.
+        """
+        if self._free_states is not None:
+            request.state_slot = self._free_states.pop()
+
     def free_blocks(self, request: Request, *, is_use: bool = True) -> None:
-        """Free the request's blocks: nothing of it is computed any more.
+        """Free the request's blocks and its state: nothing of it is computed any more.
 
         Args:
             is_use: whether having held them counts as a use of each.
@@ -56,6 +68,9 @@ class ResourceQuota:
         request.blocks = array("i")
         request.block_keys = []
         request.num_computed_tokens = 0
+        if request.state_slot is not None and self._free_states is not None:
+            self._free_states.append(request.state_slot)
+        request.state_slot = None
 
     def _num_needed_blocks(self, request: Request, count: int) -> int:
         return -(-(request.num_computed_tokens + count) // self._kv.block_size) - len(request.blocks)
@@ -134,9 +149,18 @@ class ResourceQuota:
                 (request.num_computed_tokens <= request.num_tokens, "more computed tokens than tokens"),
                 (request.num_computed_tokens <= capacity, f"{request.num_computed_tokens} tokens in {capacity} slots"),
                 (request.status is RequestStatus.RUNNING or not request.blocks, "blocks without running"),
+                (
+                    (request.state_slot is not None)
+                    == (self._free_states is not None and request.status is RequestStatus.RUNNING),
+                    f"the state slot {request.state_slot}",
+                ),
                 (len(request.block_keys) <= len(request.blocks), "published more blocks than it holds"),
             )
             problems += [f"request {request.request_id}: {what}" for is_so, what in facts if not is_so]
+        if self._free_states is not None:
+            slots = [*self._free_states, *(one.state_slot for one in requests if one.state_slot is not None)]
+            if sorted(slots) != list(range(self._max_num_seqs)):
+                problems.append("a state slot is free and held, or held twice, or lost")
         num_blocks: Counter[TenantFlow] = Counter()
         num_running: Counter[TenantFlow] = Counter()
         for request in running:

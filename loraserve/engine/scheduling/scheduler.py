@@ -64,6 +64,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda request: None,
         speculation: Speculation | None = None,
+        has_recurrent_state: bool = False,
     ) -> None:
         """Begin without requests.
 
@@ -71,6 +72,7 @@ class Scheduler:
             max_inter_token_s: see `PromptShare`.
             on_end: told of each request that has ended, however it did.
             speculation: proposes tokens that steps verify; None: none are proposed.
+            has_recurrent_state: whether running requests need slots for recurrent states.
         """
         self.num_timeouts = 0
         """Requests that ended because their own timeout was over."""
@@ -85,7 +87,7 @@ class Scheduler:
         self._running: list[Request] = []  # sorted by order
         self._fair_queue = FairQueue(MAX_CREDIT_STEPS * token_budget * PROMPT_COST)
         self._queue = WaitingQueue(self._fair_queue)
-        self._quota = ResourceQuota(kv, self._fair_queue, max_num_seqs)
+        self._quota = ResourceQuota(kv, self._fair_queue, max_num_seqs, has_recurrent_state=has_recurrent_state)
         self._preemption = Preemption(self._running, self._queue, self._fair_queue, self._quota)
         self._waits = AdapterWaits(
             adapters,

@@ -16,7 +16,14 @@ from loraserve.memory.loading.lowering import as_tensor
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.packed import PackedAdapter
 from loraserve_kernels.common.plan import make_plan
-from loraserve_kernels.common.sites import CALLED_SITES, EXPERT_SITES, LAYER_MODULES, LAYER_SITES, SITES
+from loraserve_kernels.common.sites import (
+    CALLED_SITES,
+    EXPERT_SITES,
+    EXTRA_MODULES,
+    LAYER_MODULES,
+    LAYER_SITES,
+    SITES,
+)
 from loraserve_kernels.cpu.lora.experts import LayerExperts
 from loraserve_kernels.ops import apply_expert_lora, apply_lora
 
@@ -102,7 +109,7 @@ def called_sites(base: BaseSpec) -> dict[str, tuple[str, ...]]:
     """Return the sites of a layer as steps compute them: modelling code calls each linear alone."""
     if base.implementation == "native":
         return {site: SITES[site] for site in LAYER_SITES}
-    return {module: (module,) for module in LAYER_MODULES}
+    return {module: (module,) for module in (*LAYER_MODULES, *EXTRA_MODULES)}
 
 
 def input_of(layer: int, site: str, in_features: int) -> Tensor:

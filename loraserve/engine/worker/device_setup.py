@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from loraserve.config import EngineConfig
 from loraserve.engine.execution.runner import StepRunner, kv_block_bytes, view_kv
-from loraserve.limits import GIB
+from loraserve.limits import GIB, MIB
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.devices.base import AdapterDevice
 from loraserve.memory.kv.block_pool import BlockLayout, BlockPool
-from loraserve.memory.memory_plan import MemoryPlan, plan_gpu_arena
+from loraserve.memory.memory_plan import MemoryPlan, plan_gpu_arena, state_slots
 from loraserve.model.base_model import BaseModel
 from loraserve.model.decoder import Decoder
+from loraserve.model.states import RecurrentStates, StateShapes, state_bytes
 from loraserve.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,32 @@ logger = logging.getLogger(__name__)
 def num_needed_blocks(decoder: BaseModel, config: EngineConfig) -> int:
     """Return the KV blocks of one sequence of the model's full length."""
     return -(-decoder.spec.max_model_len // config.block_size)
+
+
+def recurrent_states(shapes: StateShapes, config: EngineConfig) -> tuple[RecurrentStates, EngineConfig]:
+    """Return slots for sequences' recurrent states, and the config of what is left beside them.
+
+    Fewer sequences run at once where their states would take more than half of the budget, and
+    prefixes aren't cached: a state that has gone on can't go back to where a prefix ends.
+
+    Raises:
+        ConfigError: the budget is too small for one.
+    """
+    slot_bytes = state_bytes(shapes)
+    num_slots = state_slots(config.memory_budget_bytes, slot_bytes, config.max_num_seqs)
+    states = RecurrentStates(shapes, num_slots)
+    logger.info(
+        "%d of the base's layers are recurrent: the states of %d sequences (--max-num-seqs %d) take %.1f MiB of the "
+        "memory budget, and no prefixes are cached",
+        len(shapes),
+        num_slots,
+        config.max_num_seqs,
+        states.num_bytes / MIB,
+    )
+    left = config.memory_budget_bytes - states.num_bytes
+    return states, msgspec.structs.replace(
+        config, memory_budget_bytes=left, max_num_seqs=num_slots, enable_prefix_cache=False
+    )
 
 
 def kv_cache(

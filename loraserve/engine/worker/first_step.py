@@ -86,7 +86,7 @@ def _weights(base: BaseSpec, weights: ReferenceBase) -> Iterator[tuple[str, Iter
     if isinstance(weights, SelfEvaluating):
         # of modelling code, the linears alone are known
         for layer, module in product(range(base.num_layers), base.modules):
-            if module not in OUTSIDE_LAYERS:
+            if module not in OUTSIDE_LAYERS and base.has_module(layer, module):
                 path = f"{base.layers_path}.{layer}.{paths[module]}"
                 yield f"{path}.weight", weights.weight_rows(layer, module)
         yield f"{paths['lm_head']}.weight", weights.weight_rows(0, "lm_head")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import mmap
@@ -29,7 +30,7 @@ from loraserve.engine.speculation.speculation import MAX_REQUESTS, Speculation
 from loraserve.engine.verification.answer_prompts import AnswerPrompts
 from loraserve.engine.verification.float_base import FloatBase
 from loraserve.engine.verification.verifier import Verifier
-from loraserve.engine.worker.device_setup import kv_cache, num_needed_blocks, set_up_gpu
+from loraserve.engine.worker.device_setup import kv_cache, num_needed_blocks, recurrent_states, set_up_gpu
 from loraserve.engine.worker.first_step import check_first_step
 from loraserve.engine_client import messages as m
 from loraserve.errors import ConfigError, InvariantViolation
@@ -57,6 +58,7 @@ from loraserve.model.config.implementation import NATIVE, choose_implementation
 from loraserve.model.config.model_config import read_config
 from loraserve.model.decoder import Decoder
 from loraserve.model.parallel.grid import Grid
+from loraserve.model.states import RecurrentStates
 from loraserve.progress import Progress
 from loraserve.text.grammar import GrammarCompiler
 from loraserve.text.same_tokenizer import check_same_tokenizer
@@ -172,8 +174,11 @@ def _build(config: EngineConfig, wake: Callable[[], None], progress: Progress, g
     weights: Decoder | WholeWeights | ModelledBase = decoder
     if group is not None and isinstance(decoder, Decoder):
         weights = WholeWeights(Path(config.model_dir), decoder, getattr(torch, config.dtype), config.quantize)
+    states: RecurrentStates | None = None
+    if not isinstance(decoder, Decoder) and decoder.state_shapes:
+        states, config = recurrent_states(decoder.state_shapes, config)
     if config.device == "cpu":
-        runner, device, kv = _on_cpu(decoder, config, progress, group)
+        runner, device, kv = _on_cpu(decoder, config, progress, group, states)
     elif isinstance(decoder, Decoder):
         runner, device, kv = set_up_gpu(decoder, config, progress)
     else:
@@ -310,7 +315,11 @@ def _has_triton() -> bool:
 
 
 def _on_cpu(
-    decoder: Decoder | ModelledBase, config: EngineConfig, progress: Progress, group: RankGroup | None
+    decoder: Decoder | ModelledBase,
+    config: EngineConfig,
+    progress: Progress,
+    group: RankGroup | None,
+    states: RecurrentStates | None,
 ) -> tuple[CpuRunner, AdapterDevice, BlockPool]:
     # each rank has its layers and heads of every block, in whole pages; the budget is all ranks'
     block_bytes = [kv_block_bytes(decoder, config.block_size)]
@@ -321,7 +330,7 @@ def _on_cpu(
     part = parts[0]
     plan = plan_cpu_memory(config.memory_budget_bytes, sum(parts), num_needed_blocks(decoder, config), mmap.PAGESIZE)
     memory = HostMemory(plan.num_blocks * part)
-    kv = view_kv(decoder, memory.data, part, config.block_size)
+    kv = dataclasses.replace(view_kv(decoder, memory.data, part, config.block_size), states=states)
     arena = Arena(plan.num_pages, plan.page_num_bytes)
     held = cpu_adapter_dtype(config.adapter_dtype)
     _compile_kernels(config, progress)

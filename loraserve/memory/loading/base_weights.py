@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from loraserve.adapters.ir import OUTSIDE_LAYERS
 from loraserve.errors import AdapterUnservable
-from loraserve_kernels.common.modules import EXPERT_INDEX, LAYER_MODULES, LoraModule
+from loraserve_kernels.common.modules import EXPERT_INDEX, LoraModule
 from loraserve_kernels.common.sites import label_of
 from loraserve_kernels.cpu import threads
 
@@ -168,8 +169,6 @@ def changed_rows(layer: int, module: str, saved: Tensor, weights: BaseWeights) -
 
 def module_label(m: LoraModule) -> str:
     """Return the module's name in messages: ``Layer 3 q_proj``, ``lm_head``."""
-    if m.module in LAYER_MODULES:
-        return f"Layer {m.layer} {m.module}"
-    if m.module not in EXPERT_INDEX:
+    if m.module in OUTSIDE_LAYERS:
         return m.module
-    return f"Layer {m.layer} {label_of(m.module, m.expert)}"
+    return f"Layer {m.layer} {label_of(m.module, m.expert) if m.module in EXPERT_INDEX else m.module}"

@@ -6,16 +6,19 @@ comes from the same code: its mask function gets a window in the place of a mask
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loraserve.errors import ModelError
+from loraserve.errors import InvariantViolation, ModelError
 from loraserve.model.inputs import KVTensors, ModelInputs
+from loraserve.model.modelling.mixers import Mixing, SequenceState
+from loraserve.model.states import StepStates
 from loraserve_kernels.cpu.attention.paged import AttentionPlan, make_attention_plan, paged_attention, store_kv
 
 NAME = "loraserve"
@@ -46,25 +49,40 @@ class Heads:
     sinks: Tensor | None
 
 
-class Attending(Protocol):
-    """Way to attend in a pass: by the paged cache, or by formulas."""
+class Attending(Mixing, Protocol):
+    """Way to attend and to mix in a pass: by paged caches and slots of states, or by formulas."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
-        """Return what a layer's rows gather, [num_tokens, num_heads, width of v]."""
+        """Return what a layer's rows gather, [num_tokens, num_heads, width of v].
+
+        Args:
+            layer: its number among the layers that attend.
+        """
         ...
 
 
 class Attention:
-    """Holder in the attention modules of one model: how the pass that runs attends.
+    """Holder in the attention modules and mixers of one model: how the pass that runs attends.
 
     Attributes:
+        layers: those that attend, ascending.
         attending: None: no pass runs.
     """
 
-    __slots__ = ("attending",)
+    __slots__ = ("_numbers", "attending", "layers")
 
-    def __init__(self) -> None:
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
         self.attending: Attending | None = None
+        self._numbers = {layer: number for number, layer in enumerate(layers)}
+
+    def running(self) -> Attending | None:
+        """Return the pass that runs."""
+        return self.attending
+
+    def number(self, layer: int) -> int:
+        """Return a layer's number among those that attend."""
+        return self._numbers[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +164,8 @@ def attend(
     q, k, v = (x[0].transpose(0, 1).float() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     heads = Heads(q, k, v, scale, window, softcap, None if s_aux is None else s_aux.float())
-    out = holder.attending.attend(int(module.layer_idx), heads)  # type: ignore[arg-type]
+    number = holder.number(int(module.layer_idx))  # type: ignore[arg-type]
+    out = holder.attending.attend(number, heads)
     return out[None].to(query.dtype), None
 
 
@@ -169,7 +188,10 @@ class PagedAttending:
     """Attention of a step over the paged cache, to which its keys and values are written.
 
     Args:
-        on_layer: called before each layer attends.
+        on_layer: called before each layer attends or mixes.
+
+    Raises:
+        InvariantViolation: a slot doesn't have the state that a sequence goes on with.
     """
 
     def __init__(self, inputs: ModelInputs, kv: KVTensors, on_layer: Callable[[], None]) -> None:
@@ -177,6 +199,23 @@ class PagedAttending:
         self._plan: AttentionPlan = make_attention_plan(
             inputs.query_starts, inputs.context_lens, inputs.block_tables, kv.block_size
         )
+        self._states = _step_states(inputs, kv)
+
+    def commit(self) -> None:
+        """End the step: states have advanced by its tokens."""
+        if self._states is not None:
+            self._states.commit()
+
+    def sequences(self, layer: int) -> Iterator[tuple[slice, SequenceState]]:
+        """Yield each sequence's rows and state, which is kept when the next one is taken."""
+        if self._states is None:
+            raise InvariantViolation("a base with recurrent layers was called without slots for their states")
+        self._on_layer()
+        for number, (start, end) in enumerate(pairwise(self._inputs.query_starts)):
+            kept = self._states.read(layer, number) or ()
+            state = SequenceState(*(one[None] for one in kept))
+            yield slice(start, end), state
+            self._states.write(layer, number, state.tensors)
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Store keys and values, and return what the rows gather from the cache."""
@@ -208,6 +247,17 @@ class PagedAttending:
             k, v = (cache[table].permute(0, 2, 1, 3).flatten(0, 1)[:context_len] for cache in (k_cache, v_cache))
             out[rows] = attend_densely(q[rows], k, v, heads)
         return out
+
+
+def _step_states(inputs: ModelInputs, kv: KVTensors) -> StepStates | None:
+    """Return the states of a step's sequences; None: the base has none."""
+    if kv.states is None:
+        return None
+    if inputs.state_slots is None:
+        raise InvariantViolation("a step has no slots for its sequences' states")
+    counts = [end - start for start, end in pairwise(inputs.query_starts)]
+    starts = [end - count for end, count in zip(inputs.context_lens, counts, strict=True)]
+    return kv.states.step(inputs.state_slots, starts, inputs.context_lens)
 
 
 def attend_densely(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:

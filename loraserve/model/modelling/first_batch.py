@@ -6,7 +6,8 @@ of several sequences: it is found here, before a base is served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from loraserve.errors import LoraserveError, ModelError, UnknownArchitecture
 from loraserve.model.inputs import KVTensors, ModelInputs
 from loraserve.model.layers.linears import rounding_of_row
 from loraserve.model.modelling.attention import NAME, Heads, PagedAttending
+from loraserve.model.modelling.mixers import SequenceState
 from loraserve.model.modelling.modelled_base import run_model
 from loraserve.model.modelling.modules import AdaptedLinear, RunningStep
 from loraserve.model.modelling.skeleton import Skeleton
+from loraserve.model.states import StateShapes
 from loraserve.types import BaseSpec
 
 _NUM_TOKENS = 12
@@ -32,10 +35,13 @@ are the batch's make it 0.32, and 0.42.
 _HINT = "Choose another base model."
 
 
-def check_first_batch(skeleton: Skeleton, step: RunningStep, spec: BaseSpec) -> tuple[int, int, int]:
+def check_first_batch(
+    skeleton: Skeleton, step: RunningStep, spec: BaseSpec
+) -> tuple[tuple[int, int, int], StateShapes]:
     """Compare two sequences, computed in chunks in one batch, with each alone.
 
-    Return the shape of the cache: (num_layers, num_kv_heads, head_dim).
+    Return the shape of the cache, (num_layers, num_kv_heads, head_dim), and those of recurrent
+    layers' states.
 
     Args:
         skeleton: with its weights.
@@ -51,7 +57,7 @@ def check_first_batch(skeleton: Skeleton, step: RunningStep, spec: BaseSpec) -> 
     try:
         with torch.inference_mode():
             expected = torch.cat([_alone(skeleton, step, tokens) for tokens in sequences])
-            found, kv_shape = _mixed(skeleton, step, sequences)
+            found, kv_shape, state_shapes = _mixed(skeleton, step, sequences)
     except LoraserveError as error:
         raise UnknownArchitecture(f"{name} can't be served by transformers' code: {error}", hint=_HINT) from error
     except Exception as error:
@@ -74,7 +80,7 @@ def check_first_batch(skeleton: Skeleton, step: RunningStep, spec: BaseSpec) -> 
             f"deviate by {deviation:.3g}): its positions or masks aren't each sequence's own.",
             hint=_HINT,
         )
-    return kv_shape
+    return kv_shape, state_shapes
 
 
 def _alone(skeleton: Skeleton, step: RunningStep, tokens: Sequence[int]) -> Tensor:
@@ -89,8 +95,8 @@ def _alone(skeleton: Skeleton, step: RunningStep, tokens: Sequence[int]) -> Tens
 
 def _mixed(
     skeleton: Skeleton, step: RunningStep, sequences: Sequence[Sequence[int]]
-) -> tuple[Tensor, tuple[int, int, int]]:
-    """Return the logits of sequences whose chunks are computed together, and the cache's shape."""
+) -> tuple[Tensor, tuple[int, int, int], StateShapes]:
+    """Return the logits of sequences whose chunks are computed together, and the caches' shapes."""
     size, attending = len(sequences[0]), _Attending()
     cuts = [[0, size // 3, size], [0, size - 1, size]]
     parts: list[list[Tensor]] = [[], []]
@@ -103,12 +109,18 @@ def _mixed(
         for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
             part.append(rows)
     shapes = {tuple(k.shape[1::2]) for k, _ in attending.caches.values()}
-    if len(shapes) != 1 or sorted(attending.caches) != list(range(skeleton.num_layers)):
+    if len(shapes) != 1 or sorted(attending.caches) != list(range(len(skeleton.attention.layers))):
         raise UnknownArchitecture("its layers' keys aren't all of one shape.", hint=_HINT)
     if set(attending.num_calls.values()) != {2}:
         raise UnknownArchitecture("a layer attends more than once.", hint=_HINT)
     ((num_kv_heads, head_dim),) = shapes
-    return torch.cat([rows for part in parts for rows in part]), (skeleton.num_layers, num_kv_heads, head_dim)
+    state_shapes = {
+        layer: tuple(tuple(one.shape) for one in state.tensors)
+        for (layer, number), state in attending.states.items()
+        if number == 0
+    }
+    kv_shape = len(attending.caches), num_kv_heads, head_dim
+    return torch.cat([rows for part in parts for rows in part]), kv_shape, state_shapes
 
 
 class _Attending:
@@ -116,7 +128,8 @@ class _Attending:
 
     Attributes:
         inputs: the step's.
-        caches: by layer, keys and values.
+        caches: by number of the layer among those that attend, keys and values.
+        states: by recurrent layer and sequence.
         num_calls: by layer.
     """
 
@@ -124,6 +137,14 @@ class _Attending:
         self.inputs: ModelInputs | None = None
         self.caches: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_calls: dict[int, int] = {}
+        self.states: dict[tuple[int, int], SequenceState] = {}
+
+    def sequences(self, layer: int) -> Iterator[tuple[slice, SequenceState]]:
+        """Yield each sequence's rows and state."""
+        if self.inputs is None:
+            raise UnknownArchitecture("it mixes outside of a step.", hint=_HINT)
+        for number, (start, end) in enumerate(pairwise(self.inputs.query_starts)):
+            yield slice(start, end), self.states.setdefault((layer, number), SequenceState())
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Attend over the layer's own cache."""

@@ -57,7 +57,7 @@ from loraserve.model.modelling.skeleton import (
 from loraserve.model.modelling.slots import Placed, place_linears
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.common.sites import LAYER_MODULES
+from loraserve_kernels.common.sites import MODULES
 
 _NO_IDENTITY = (
     "_name_or_path",
@@ -136,16 +136,17 @@ def load_modelled(
     config = read_modelled_config(model_dir)
     skeleton = build_skeleton(config)
     log_versions()
-    context = _context_len(config, max_model_len)
+    context = _context_len(skeleton.config, max_model_len)
     generation_path = model_dir / "generation_config.json"
     generation = read_object(generation_path) if generation_path.is_file() else {}
     loader = _Loader(skeleton, open_checkpoint(model_dir), quantization, dtype, quantize, progress)
     loader.prepare(activation_dtype)
+    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     identity = {name: value for name, value in raw.items() if name not in _NO_IDENTITY}
     base = loader.load(
         model_id,
         context,
-        read_end_tokens(raw, generation),
+        read_end_tokens(raw if raw.get("eos_token_id") is not None else text, generation),
         {"implementation": "transformers", "architecture": skeleton.architecture, **identity},
     )
     return base
@@ -277,12 +278,14 @@ class _Loader:
         spec = msgspec.structs.replace(spec, digest=base_digest(identity, tensors))
         log_choices()
         self._progress.begin("computing a first batch in transformers' code")
-        kv_shape = check_first_batch(skeleton, self._step, spec)
+        kv_shape, state_shapes = check_first_batch(skeleton, self._step, spec)
+        spec = msgspec.structs.replace(spec, has_recurrent_state=bool(state_shapes))
         return_free_memory()
         return ModelledBase(
             skeleton,
             spec,
             kv_shape,
+            state_shapes,
             self._step,
             embedding=embedding,
             embedding_scale=scale,
@@ -462,11 +465,11 @@ class _Loader:
         linears: list[Linear],
     ) -> BaseSpec:
         skeleton, head = self._skeleton, self._head
-        first = sorted(
-            (one for one in self._placed if one.layer == 0 and one.slot is not None),
-            key=lambda one: LAYER_MODULES.index(one.slot or ""),
-        )
-        slots = [(one.slot or "", one) for one in first]
+        slots = [
+            (slot, next(one for one in self._placed if one.slot == slot))
+            for slot in sorted({one.slot for one in self._placed if one.slot is not None}, key=MODULES.index)
+        ]
+        layers = {slot: tuple(one.layer for one in self._placed if one.slot == slot) for slot, _ in slots}
         arithmetics = [(a.name, a.kernel, a.instructions) for linear in linears for a in linear.arithmetics]
         every = ["+".join(dict.fromkeys(one[i] for one in arithmetics)) for i in range(3)]
         biased = [slot for slot, one in slots if one.has_bias] + ["lm_head"] * (head.bias is not None)
@@ -502,6 +505,7 @@ class _Loader:
             size_bytes=size_bytes,
             biased_modules=tuple(biased),
             implementation="transformers",
+            module_layers={slot: every for slot, every in layers.items() if len(every) < skeleton.num_layers},
             is_head_tied=self._is_tied,
             is_head_quantized=self._head_path in self._formats.stored or self._formats.head_quantize != "none",
         )

@@ -17,6 +17,7 @@ from loraserve.model.modelling.modelled_pass import Current, ModelledPass
 from loraserve.model.modelling.modules import RunningStep
 from loraserve.model.modelling.skeleton import Skeleton
 from loraserve.model.reference_pass import Evaluation, Subject
+from loraserve.model.states import StateShapes
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec
 from loraserve_kernels.common.arithmetic import ActivationRounding
@@ -27,7 +28,9 @@ class ModelledBase:
 
     Attributes:
         spec: what others need to know of it.
-        kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes.
+        kv_shape: (num_layers, num_kv_heads, head_dim) of the cache that `forward` writes; only
+            layers that attend are counted.
+        state_shapes: of the states that `forward` writes; empty: no layer is recurrent.
         kv_dtype: of that cache.
         device: where it is computed.
     """
@@ -40,6 +43,7 @@ class ModelledBase:
         skeleton: Skeleton,
         spec: BaseSpec,
         kv_shape: tuple[int, int, int],
+        state_shapes: StateShapes,
         step: RunningStep,
         *,
         embedding: EmbeddingTable,
@@ -59,6 +63,7 @@ class ModelledBase:
             progress: told of each layer that `forward` has computed; None: nothing reads it.
         """
         self.spec, self.kv_shape, self._skeleton, self._step = spec, kv_shape, skeleton, step
+        self.state_shapes = state_shapes
         self._embedding, self.embedding_scale, self._head, self._linears = embedding, embedding_scale, head, linears
         self._make_reference, self._current = make_reference, Current()
         self._reference: Skeleton | None = None
@@ -77,9 +82,10 @@ class ModelledBase:
         """Return the logits and pooled rows' states, as `Decoder.forward_pooled` does."""
         step, attention = self._step, self._skeleton.attention
         step.inputs, step.hidden = inputs, None
-        attention.attending = PagedAttending(inputs, kv, self._between_layers)
+        attention.attending = attending = PagedAttending(inputs, kv, self._between_layers)
         try:
             logits = run_model(self._skeleton.model, inputs.token_ids, inputs.positions)
+            attending.commit()
             return logits, step.hidden
         finally:
             step.inputs = step.hidden = attention.attending = None

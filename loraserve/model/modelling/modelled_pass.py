@@ -7,7 +7,7 @@ cache. Nothing is shared with what it judges but the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from loraserve.errors import InvariantViolation
 from loraserve.model.layers.linears import Linear
 from loraserve.model.modelling.attention import Heads, attend_densely
+from loraserve.model.modelling.mixers import SequenceState
 from loraserve.model.modelling.skeleton import Skeleton
 from loraserve.model.reference_pass import ReferencePass, ReferenceWeights, Subject
 from loraserve.types import BaseSpec
@@ -69,7 +70,8 @@ class ModelledPass(ReferencePass):
         *,
         is_rounding: bool,
     ) -> None:
-        modules = [module for module in base.spec.modules if module != "embed_tokens"]
+        # linears that the first layer lacks are rounded as its own are
+        modules = [one for one in base.spec.modules if one != "embed_tokens" and base.spec.has_module(0, one)]
         super().__init__(base, subjects, is_wanted, rounding_modules=modules, is_rounding=is_rounding)
         self._base, self._reference, self._current = base, reference, current
 
@@ -90,6 +92,14 @@ class ModelledPass(ReferencePass):
         for rows in self._sequences:
             out[rows] = attend_densely(heads.q[rows], heads.k[rows], heads.v[rows], heads)
         return out
+
+    def sequences(self, layer: int) -> Iterator[tuple[Tensor, SequenceState]]:
+        """Yield each whole sequence's rows, with no state before them.
+
+        Rows that sequences share are computed with each of them, equally.
+        """
+        for rows in self._sequences:
+            yield rows, SequenceState()
 
     def linear(self, x: Tensor, layer: int, module: str) -> Tensor:
         """Return the product of a module that adapters may change."""

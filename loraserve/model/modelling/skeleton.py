@@ -7,7 +7,8 @@ code that comes with a checkpoint is ever run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from loraserve.errors import UnknownArchitecture
 from loraserve.model.config.model_config import read_object
 from loraserve.model.modelling import attention
 from loraserve.model.modelling.attention import HOLDER, Attention
+from loraserve.model.modelling.mixers import MIXERS, divert, find_mixers
 
-_STATEFUL = ("linear_attention", "conv", "mamba", "recurrent", "chunked_attention", "ssm", "hybrid", "compressed")
-"""Words in ``layer_types`` of layers whose state isn't keys and values of a context or a window."""
+_STATEFUL = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "hybrid")
+"""Words in ``layer_types`` of layers that keep a recurrent state, which `mixers` may know."""
+_UNKNOWN = ("chunked_attention", "compressed")
+"""The same of layers whose keys and values are of something else than a context or a window."""
+_UNKNOWN_STATE = f"state beside keys and values, and in none of the modules that are known here: {', '.join(MIXERS)}"
 _EXTENDING = ("dynamic", "longrope")
 """Ropes that turn all of a batch by its longest context, once that passes the original one."""
 
@@ -35,8 +40,8 @@ class Skeleton:
         model: buffers that its config decides are filled.
         config: transformers'.
         layers_path: where the layers are in the model.
-        num_layers: layers that attend.
-        attention: what its attention modules hold.
+        num_layers: all layers.
+        attention: what its attention modules and mixers hold.
     """
 
     architecture: str
@@ -94,6 +99,7 @@ def build_skeleton(config: Any) -> Skeleton:
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.masking_utils import AttentionMaskInterface
 
+    config = _text_half(config)
     name = _check_config(config)
     AttentionInterface.register(attention.NAME, attention.attend)
     AttentionMaskInterface.register(attention.NAME, attention.mask)
@@ -113,8 +119,7 @@ def build_skeleton(config: Any) -> Skeleton:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     _fill_buffers(name, model)
-    holder = Attention()
-    layers_path, num_layers = _find_layers(name, model, holder)
+    layers_path, num_layers, holder = _find_layers(name, model)
     return Skeleton(name, model, model.config, layers_path, num_layers, holder)
 
 
@@ -137,6 +142,19 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
     return nested or [found]
 
 
+def _text_half(config: Any) -> Any:
+    """Return the config of the text decoder, where transformers can build it without images."""
+    from transformers import AutoModelForCausalLM
+
+    text = getattr(config, "text_config", None)
+    mapping = AutoModelForCausalLM._model_mapping
+    if text is None or type(config) not in mapping or mapping[type(config)].config_class is not type(text):
+        return config
+    text.architectures = config.architectures
+    text.tie_word_embeddings = bool(text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False))
+    return text
+
+
 def _check_config(config: Any) -> str:
     """Return the architecture's name.
 
@@ -153,11 +171,9 @@ def _check_config(config: Any) -> str:
         problem = "reads images or sound; of such models, only those of the table in docs/bases.md are served"
     elif type(config) not in AutoModelForCausalLM._model_mapping:
         problem = "has no causal language model in transformers"
-    stateful = sorted(
-        {kind for kind in getattr(config, "layer_types", None) or () if any(word in kind for word in _STATEFUL)}
-    )
-    if problem is None and stateful:
-        problem = f"has layers with state beside keys and values ({', '.join(stateful)}), which isn't kept here"
+    unknown = _layer_kinds(config, _UNKNOWN)
+    if problem is None and unknown:
+        problem = f"has layers with state beside keys and values ({', '.join(unknown)}), which isn't kept here"
     if problem is None and getattr(config, "alibi", False):
         problem = "has positions in its attention's biases (alibi), which isn't implemented"
     if problem is not None:
@@ -165,12 +181,21 @@ def _check_config(config: Any) -> str:
     return str(name)
 
 
+def _layer_kinds(config: Any, words: Iterable[str]) -> list[str]:
+    """Return the kinds of layers in a config that have one of these words."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return sorted({kind for kind in kinds if any(word in kind for word in words)})
+
+
 def _check_class(name: str, model_class: Any) -> None:
+    # hybrids don't claim that they take one, but the first batch would show that theirs is unused
+    if not MIXERS.keys().isdisjoint(vars(sys.modules[model_class.__module__])):
+        return
     problem = None
-    if not model_class._supports_attention_backend:
+    if model_class._is_stateful:
+        problem = f"keeps {_UNKNOWN_STATE}"
+    elif not model_class._supports_attention_backend:
         problem = "doesn't take another attention function in transformers"
-    elif model_class._is_stateful:
-        problem = "keeps state beside keys and values, which isn't kept here"
     if problem is not None:
         raise UnknownArchitecture(f"{name} {problem}.", hint="Choose another base model.")
 
@@ -178,17 +203,23 @@ def _check_class(name: str, model_class: Any) -> None:
 def _fill_buffers(name: str, model: Any) -> None:
     """Compute the buffers that no checkpoint holds, as transformers does when it loads one."""
     stored = set(model.state_dict())
-    for path, module in model.named_modules():
-        own = [key for key, buffer in module._buffers.items() if buffer is not None]
-        if not own:
-            continue
+    found = [
+        (path, module, own)
+        for path, module in model.named_modules()
+        if (own := [key for key, buffer in module._buffers.items() if buffer is not None])
+    ]
+    for _, module, own in found:
         for key in own:
-            buffer = module._buffers[key]
-            value = torch.empty_like(buffer, device="cpu")
+            value = torch.empty_like(module._buffers[key], device="cpu")
             module._buffers[key] = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
-        owner = _owner(model, path)
-        with torch.no_grad():
-            owner._init_weights(module)
+    # some are computed by the model that has the module, of all its layers
+    owners = {id(owner): owner for path, _, _ in found for owner in (_owner(model, path),)}
+    with torch.no_grad():
+        for path, module, _ in found:
+            _owner(model, path)._init_weights(module)
+        for owner in owners.values():
+            owner._init_weights(owner)
+    for path, module, own in found:
         for key in own:
             whole = f"{path}.{key}" if path else key
             value = module._buffers[key]
@@ -209,11 +240,11 @@ def _owner(model: Any, path: str) -> Any:
     return found
 
 
-def _find_layers(name: str, model: Any, holder: Attention) -> tuple[str, int]:
-    """Return where the layers are, and how many attend; their attention modules get the holder.
+def _find_layers(name: str, model: Any) -> tuple[str, int, Attention]:
+    """Return where the layers are, how many there are, and what their modules hold.
 
     Raises:
-        UnknownArchitecture: not every layer attends once.
+        UnknownArchitecture: a layer neither attends, once, nor has a mixer that is known.
     """
     attending = {
         path: int(module.layer_idx)
@@ -221,21 +252,35 @@ def _find_layers(name: str, model: Any, holder: Attention) -> tuple[str, int]:
         if isinstance(getattr(module, "layer_idx", None), int)
         and any(hasattr(module, part) for part in ("is_causal", "scaling", "num_key_value_groups"))
     }
-    for path in attending:
-        setattr(model.get_submodule(path), HOLDER, holder)
+    mixers = find_mixers(model)
+    stateful = _layer_kinds(model.config, _STATEFUL)
+    if stateful and not mixers:
+        raise UnknownArchitecture(
+            f"{name} has layers ({', '.join(stateful)}) that keep {_UNKNOWN_STATE}.", hint="Choose another base model."
+        )
+    num_layers = int(getattr(model.config, "num_hidden_layers", 0))
+    kept = (*attending, *mixers)
     blocks = [
         path
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        and len(module) == getattr(model.config, "num_hidden_layers", 0)
-        and all(any(inner.startswith(f"{path}.{i}.") for inner in attending) for i in range(len(module)))
+        and len(module) == num_layers
+        and all(any(inner.startswith(f"{path}.{i}.") for inner in kept) for i in range(num_layers))
     ]
-    if not blocks or sorted(set(attending.values())) != list(range(model.config.num_hidden_layers)):
-        raise UnknownArchitecture(
-            f"{name} has layers without attention, or several in one, which isn't kept here.",
-            hint="Choose another base model.",
-        )
-    return min(blocks, key=len), int(model.config.num_hidden_layers)
+    layers = sorted(attending.values())
+    problem = None
+    if not attending:
+        problem = "has no layer that attends"
+    elif not blocks or layers != sorted(set(layers)):
+        problem = "has layers without attention, or several in one, which isn't kept here"
+    if problem is not None:
+        raise UnknownArchitecture(f"{name} {problem}.", hint="Choose another base model.")
+    holder = Attention(tuple(layers))
+    for path in attending:
+        setattr(model.get_submodule(path), HOLDER, holder)
+    for mixer in mixers.values():
+        divert(mixer, holder.running)
+    return min(blocks, key=len), num_layers, holder
 
 
 def log_versions() -> None:

@@ -1,8 +1,8 @@
 """Linears of a modelling code's layers, placed among the modules that adapters know.
 
-Adapters have nine modules, of which seven are a layer's (`LAYER_MODULES`): a linear whose name is
-one of them has its place, and the others take places that are left. Which place that is changes
-nothing: kernels and formulas treat all alike, and `BaseSpec.module_paths` has the names.
+A layer has seven modules (`LAYER_MODULES`) and five further ones (`EXTRA_MODULES`): a linear whose
+name is one of them has its place, and the others take places that are left. Which place that is
+changes nothing: kernels and formulas treat all alike, and `BaseSpec.module_paths` has the names.
 `gate_proj` alone is kept for a linear of that name.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from loraserve.model.modelling.skeleton import Skeleton
-from loraserve_kernels.common.sites import LAYER_MODULES
+from loraserve_kernels.common.sites import EXTRA_MODULES, LAYER_MODULES, MODULES
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of linears that choose experts, or weigh the shared one: they stay transformers' own, in
 float32, and no adapter changes them.
 """
-_LEFT_OVER = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+_LEFT_OVER = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", *EXTRA_MODULES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Placed:
 def place_linears(skeleton: Skeleton) -> list[Placed]:
     """Return the linears of the layers, in order; routers aren't among them.
 
-    Those that every layer has, of one shape, are placed: adapters may change them.
+    Those of one shape in all layers that have them are placed: adapters may change them. Linears
+    that every layer has go first, should there be more than places.
     """
     found = [
         (layer, path, module)
@@ -54,12 +55,8 @@ def place_linears(skeleton: Skeleton) -> list[Placed]:
     shapes: dict[str, list[tuple[int, int, bool]]] = {}
     for _, path, module in found:
         shapes.setdefault(path, []).append((module.out_features, module.in_features, module.bias is not None))
-    common = [
-        path
-        for path, every in shapes.items()
-        if len(every) == skeleton.num_layers and len(set(every)) == 1 and not _is_expert(path)
-    ]
-    slots = _slots(common)
+    equal = [path for path, every in shapes.items() if len(set(every)) == 1 and not _is_expert(path)]
+    slots = _slots(sorted(equal, key=lambda path: len(shapes[path]) < skeleton.num_layers))
     return [
         Placed(
             layer,
@@ -85,7 +82,7 @@ def _slots(paths: list[str]) -> Mapping[str, str]:
         if path not in slots and left is not None:
             slots[path] = left
     # in the order of the modules, which adapters are read in
-    return dict(sorted(slots.items(), key=lambda item: LAYER_MODULES.index(item[1])))
+    return dict(sorted(slots.items(), key=lambda item: MODULES.index(item[1])))
 
 
 def _is_expert(path: str) -> bool:

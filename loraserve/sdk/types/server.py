@@ -39,6 +39,8 @@ class Base(Result):
     max_model_len: int
     modules: dict[str, tuple[int, int]]
     """Linear → (out_features, in_features)."""
+    has_recurrent_state: bool = False
+    """Whether layers keep a state of all tokens before: then prefixes aren't cached."""
     dtype: str
     quantization: str
     arithmetic: str = ""

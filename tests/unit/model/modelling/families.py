@@ -32,6 +32,15 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 2}
 _GPT = {"n_embd": 48, "n_head": 4, "n_layer": 3, "n_positions": 128, "rotary_dim": 8}
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,6 +71,56 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Starcoder2ForCausalLM": ("Starcoder2", {"sliding_window": 9}),
 }
 """Class of transformers → its config, and the fields that make it small."""
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BambaForCausalLM": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "FalconH1ForCausalLM": (
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 96, "ssm_in_multiplier": 0.7, "mamba_rms_norm": False},
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "Lfm2ForCausalLM": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
+    "Lfm2MoeForCausalLM": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+    ),
+    "Qwen3NextForCausalLM": (
+        "Qwen3Next",
+        {
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "Qwen3_5ForCausalLM": ("Qwen3_5Text", _DELTA),
+    "Qwen3_5MoeForCausalLM": (
+        "Qwen3_5MoeText",
+        {
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+}
+"""The same of classes some of whose layers are recurrent."""
 
 BOTH: dict[str, tuple[str, dict[str, Any]]] = {
     "Exaone4ForCausalLM": ("Exaone4", {"sliding_window": 9, "num_hidden_layers": 4}),
@@ -77,7 +136,7 @@ BOTH: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, **overrides: Any) -> Any:
     """Return transformers' small random model of a class."""
-    config_name, options = {**OTHERS, **BOTH}[name]
+    config_name, options = {**OTHERS, **HYBRIDS, **BOTH}[name]
     values = {**SMALL, "pad_token_id": 0, "bos_token_id": 1, **options, **overrides}
     config = getattr(transformers, f"{config_name}Config")(**values)
     config._attn_implementation = "eager"

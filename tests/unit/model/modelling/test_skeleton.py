@@ -14,26 +14,26 @@ from loraserve.model.config.implementation import choose_implementation
 from loraserve.model.modelling.skeleton import build_skeleton, read_modelled_config
 
 from ..conftest import PagedRun, edit_json, random_tokens, reference_logits, save_model
-from .families import OTHERS, load, save
+from .families import HYBRIDS, OTHERS, load, save
 
 DOCS = Path(__file__).parents[4] / "docs/bases.md"
 
 REFUSED = {
     "Bloom": "attention function",
     "Falcon": "attention function",
-    "FalconH1": "state beside keys and values",
     "Gemma3": "images",
-    "Lfm2": "conv",
+    "Jamba": "state beside keys and values",
     "Llama4Text": "chunked_attention",
-    "Mamba": "state|attention",
+    "Mamba": "state beside keys and values",
     "Mpt": "attention function",
-    "Qwen3Next": "linear_attention",
+    "Qwen3Next": "no layer that attends",
+    "RecurrentGemma": "state beside keys and values",
     "StableLm": "attention function",
     "T5": "encoder",
     "ViT": "no causal language model",
 }
 """transformers' config → what the refusal says."""
-FIELDS = {"Lfm2": {"full_attn_idxs": [2]}}
+FIELDS = {"Qwen3Next": {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2}}
 """Fields of a config whose defaults leave out what is refused."""
 
 
@@ -41,7 +41,7 @@ def test_documentation_lists_every_compared_family() -> None:
     section = (
         DOCS.read_text(encoding="utf-8").partition("\n## Families of transformers' code\n")[2].partition("\n## ")[0]
     )
-    assert set(re.findall(r"`(\w+ForCausalLM)`", section)) == {*OTHERS}
+    assert set(re.findall(r"`(\w+ForCausalLM)`", section)) == {*OTHERS, *HYBRIDS}
 
 
 def test_native_code_is_chosen_where_table_has_architecture(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Recurrent states of sequences: what a layer that doesn't attend keeps of all tokens before.
+
+Keys and values of a token can be written twice; a state advances once per token. So each slot holds
+two: of a step that fails, or whose results are dropped, the same tokens are computed again from the
+one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from loraserve.errors import InvariantViolation
+
+StateShapes = Mapping[int, tuple[tuple[int, ...], ...]]
+"""Layer → the shapes of the tensors, float32, that it keeps of a sequence."""
+
+
+def state_bytes(shapes: StateShapes) -> int:
+    """Return the bytes of a slot: two states of all layers."""
+    return 2 * sum(4 * torch.Size(shape).numel() for every in shapes.values() for shape in every)
+
+
+class RecurrentStates:
+    """States of as many sequences as there are slots, in memory that isn't written before its use.
+
+    A sequence's first token begins with none, whatever its slot holds of another.
+
+    Attributes:
+        num_slots: sequences.
+        num_bytes: of all tensors.
+    """
+
+    def __init__(self, shapes: StateShapes, num_slots: int) -> None:
+        self.num_slots, self.num_bytes = num_slots, num_slots * state_bytes(shapes)
+        self._tensors = {
+            layer: tuple(torch.empty(2, num_slots, *shape) for shape in every) for layer, every in shapes.items()
+        }
+        # by slot: which of the two is newer, and the tokens that each of them has seen
+        self._newer = [0] * num_slots
+        self._num_seen: list[list[int | None]] = [[None, None] for _ in range(num_slots)]
+
+    def step(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> StepStates:
+        """Return the states of a step's sequences.
+
+        Args:
+            slots: a slot for each; none twice.
+            starts, ends: the tokens that the step computes of each.
+
+        Raises:
+            InvariantViolation: a slot holds neither of these states.
+        """
+        return StepStates(self._tensors, [self._turn(*one) for one in zip(slots, starts, ends, strict=True)], self)
+
+    def _turn(self, slot: int, start: int, end: int) -> _Turn:
+        newer, seen = self._newer[slot], self._num_seen[slot]
+        if start == 0:
+            read = None
+        elif seen[newer] == start:
+            read = newer
+        elif seen[1 - newer] == start:
+            read = 1 - newer
+        else:
+            raise InvariantViolation(
+                f"State slot {slot} has seen {seen[newer]} tokens, and a step computes tokens {start} to {end}."
+            )
+        write = 1 - (newer if read is None else read)
+        return _Turn(slot, read, write, end)
+
+    def begin(self, turn: _Turn) -> None:
+        """Note that the state that a step writes isn't whole until it ends."""
+        self._num_seen[turn.slot][turn.write] = None
+
+    def end(self, turn: _Turn) -> None:
+        """Note that a step has written a sequence's state at every layer."""
+        self._newer[turn.slot], self._num_seen[turn.slot][turn.write] = turn.write, turn.num_seen
+
+
+class _Turn:
+    """What a step reads and writes of a slot."""
+
+    __slots__ = ("num_seen", "read", "slot", "write")
+
+    def __init__(self, slot: int, read: int | None, write: int, num_seen: int) -> None:
+        self.slot, self.read, self.write, self.num_seen = slot, read, write, num_seen
+
+
+class StepStates:
+    """States of a step's sequences, numbered in its order. `RecurrentStates.step` makes it."""
+
+    def __init__(
+        self, tensors: Mapping[int, tuple[Tensor, ...]], turns: Sequence[_Turn], states: RecurrentStates
+    ) -> None:
+        self._tensors, self._turns, self._states = tensors, turns, states
+        for turn in turns:
+            states.begin(turn)
+
+    def read(self, layer: int, number: int) -> tuple[Tensor, ...] | None:
+        """Return copies of what a sequence's tokens before left at a layer; None at its first."""
+        turn = self._turns[number]
+        if turn.read is None:
+            return None
+        return tuple(tensor[turn.read, turn.slot].clone() for tensor in self._tensors[layer])
+
+    def write(self, layer: int, number: int, state: Sequence[Tensor]) -> None:
+        """Keep what its tokens of this step leave."""
+        turn = self._turns[number]
+        for tensor, part in zip(self._tensors[layer], state, strict=True):
+            tensor[turn.write, turn.slot].copy_(part)
+
+    def commit(self) -> None:
+        """End the step, once all layers are computed."""
+        for turn in self._turns:
+            self._states.end(turn)

@@ -1,0 +1,239 @@
+"""The engine on bases whose layers keep recurrent states: what shares a step, chunks, preemption
+and steps that are computed again change no token. transformers and PEFT are the oracles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from loraserve.engine.engine import Engine
+from loraserve.engine.execution.runner import FinishedStep
+from loraserve.engine.scheduled import StepResult
+from loraserve.engine.worker.startup import build_engine
+from loraserve.errors import ConfigError
+from loraserve.limits import MIB
+from loraserve.memory.arena import Owner
+from loraserve.model.states import state_bytes
+from loraserve.types import FinishReason
+
+from .conftest import World, save_world
+from .test_engine import add, prompts, run
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "FalconH1": (
+        {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 8, "mamba_chunk_size": 8},
+        ["q_proj", "in_proj", "down_proj"],
+    ),
+    "Lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        ["in_proj", "out_proj", "q_proj", "w1"],
+    ),
+    "Qwen3_5Text": (
+        {
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+        },
+        ["in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "down_proj"],
+    ),
+}
+"""transformers' config → fields of its own, and the linears that adapters change."""
+NAMES = [None, "first", "second"]
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def hybrid_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    transformers.logging.disable_progress_bar()
+    options, targets = FAMILIES[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    config = getattr(transformers, f"{request.param}Config")(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+        **options,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+            else:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    ranks: dict[str, dict[str, Any]] = {"first": {"r": 8, "lora_alpha": 16}, "second": {"r": 3, "use_rslora": True}}
+    return save_world(root, model, {name: {"target_modules": targets, **one} for name, one in ranks.items()})
+
+
+@pytest.fixture
+def make_engine(hybrid_world: World) -> Iterator[MakeEngine]:
+    engines: list[Engine] = []
+
+    def make(**changes: object) -> Engine:
+        engines.append(build_engine(hybrid_world.config(**changes)).engine)
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.pager.close()
+
+
+def test_mixed_batch_in_chunks_equals_peft(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    wanted = {}
+    for i, prompt in enumerate(prompts(9)):
+        name = NAMES[i % len(NAMES)]
+        wanted[add(engine, hybrid_world, prompt, name)] = hybrid_world.expected(name, prompt, 12)
+    assert run(engine) == wanted
+
+
+def test_greedy_text_equals_generate(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    wanted = {}
+    for prompt in prompts(3, seed=4, low=5):
+        with hybrid_world.model.disable_adapter(), torch.inference_mode():  # type: ignore[operator]
+            ids = hybrid_world.model.generate(  # type: ignore[operator]
+                input_ids=torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=20,
+                do_sample=False,
+            )
+        wanted[add(engine, hybrid_world, prompt, max_tokens=20)] = ids[0, len(prompt) :].tolist()
+    assert run(engine) == wanted
+
+
+def test_repeated_prompt_starts_without_state(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=2)
+    (prompt,) = prompts(1, seed=9, low=70, high=70)
+    for name in (*NAMES, *NAMES):
+        request_id = add(engine, hybrid_world, prompt, name)
+        assert run(engine)[request_id] == hybrid_world.expected(name, prompt, 12)
+    assert engine.stats().prefix_tokens_queried == 0
+
+
+@pytest.mark.usefixtures("quick_loads")
+def test_preemption_changes_no_token(hybrid_world: World, make_engine: MakeEngine) -> None:
+    probing = make_engine(max_num_seqs=8)
+    add(probing, hybrid_world, [3], "first")
+    run(probing)
+    arena = probing._kv._layout.client.arena  # type: ignore[union-attr]
+    num_pages = 13 * probing._kv._layout.pages_per_group + arena.client(Owner.ADAPTERS).num_allocated  # type: ignore[union-attr]
+    num_bytes = num_pages * arena.page_num_bytes
+    # 13 blocks of 16 tokens and an adapter, for 6 requests of up to 70 tokens
+    slot_bytes = probing._pipeline._runner._kv.states.num_bytes // 8  # type: ignore[attr-defined]
+    engine = make_engine(
+        memory_budget_bytes=num_bytes + 6 * slot_bytes,
+        max_model_len=96,
+        max_num_batched_tokens=23,
+        max_num_seqs=6,
+    )
+    assert engine._pipeline._runner._kv.states.num_slots > 3  # type: ignore[attr-defined]
+    wanted = {}
+    (shared,) = prompts(1, seed=5, low=40, high=40)
+    for i, tail in enumerate(prompts(10, seed=6, low=1, high=8)):
+        name = NAMES[i % 2]
+        request_id = add(engine, hybrid_world, shared + tail, name, max_tokens=22)
+        wanted[request_id] = hybrid_world.expected(name, shared + tail, 22)
+    assert run(engine) == wanted
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_step_computed_again_advances_states_once(
+    hybrid_world: World, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    wanted = {}
+    for prompt in prompts(4, seed=14):
+        wanted[add(engine, hybrid_world, prompt)] = hybrid_world.expected(None, prompt, 12)
+    culprit = add(engine, hybrid_world, [7, 7, 7, 7, 7], "first")
+    runner: Any = engine._pipeline._runner
+    forward = runner.forward
+
+    def fragile(batch: Any) -> Any:
+        is_there = any(entry.request.request_id == culprit for entry in batch.entries)
+        found = forward(batch) if after or not is_there else None
+        if is_there:
+            raise FloatingPointError("no")
+        return found
+
+    monkeypatch.setattr(runner, "forward", fragile)
+    tokens: dict[Any, list[int]] = {}
+    while engine.has_requests:
+        for output in engine.step():
+            if output.finish_reason is FinishReason.ERROR:
+                assert output.request_id == culprit
+            else:
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    assert tokens == wanted
+    assert engine.check() == []
+
+
+def test_deferred_step_advances_states_once(
+    hybrid_world: World, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    wanted = {}
+    for prompt in prompts(4, seed=16):
+        wanted[add(engine, hybrid_world, prompt)] = hybrid_world.expected(None, prompt, 12)
+    runner: Any = engine._pipeline._runner
+    launch, calls = runner.launch, itertools.count(1)
+
+    def late(batch: Any) -> Any:
+        found = launch(batch)
+        # as where masks of allowed tokens come too late
+        return found if next(calls) % 3 else FinishedStep([StepResult(is_deferred=True)] * len(batch.entries))
+
+    monkeypatch.setattr(runner, "launch", late)
+    assert run(engine) == wanted
+
+
+def test_layer_that_fails_leaves_states_whole(
+    hybrid_world: World, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_num_batched_tokens=23)
+    wanted = {}
+    for prompt in prompts(4, seed=15):
+        wanted[add(engine, hybrid_world, prompt)] = hybrid_world.expected(None, prompt, 12)
+    calls = {"count": 0}
+
+    def fault(name: str) -> None:
+        calls["count"] += 1
+        if calls["count"] % 31 == 0:
+            raise FloatingPointError("no")
+
+    monkeypatch.setattr("loraserve.model.modelling.modelled_base.faults.hit", fault)
+    assert run(engine) == wanted
+
+
+def test_states_are_part_of_budget(hybrid_world: World, make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=8)
+    runner: Any = engine._pipeline._runner
+    shapes = {layer: tuple(tensor.shape[2:] for tensor in every) for layer, every in runner._kv.states._tensors.items()}
+    slot_bytes = state_bytes(shapes)
+    assert runner._kv.states.num_bytes == 8 * slot_bytes
+    arena = engine._kv._layout.client.arena  # type: ignore[union-attr]
+    assert 0 <= 8 * MIB - 8 * slot_bytes - arena.num_pages * arena.page_num_bytes < arena.page_num_bytes
+    narrow = make_engine(max_num_seqs=4096)
+    assert narrow._pipeline._runner._kv.states.num_slots == 4 * MIB // slot_bytes  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="recurrent state"):
+        make_engine(memory_budget_bytes=slot_bytes)

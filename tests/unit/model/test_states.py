@@ -1,0 +1,75 @@
+"""Slots of recurrent states: a step is computed again from the state before it, and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraserve.errors import InvariantViolation
+from loraserve.model.states import RecurrentStates, state_bytes
+
+SHAPES = {0: ((3, 4), (2, 5)), 2: ((3, 4),)}
+
+
+def advance(states: RecurrentStates, slot: int, start: int, end: int, value: float, *, commit: bool = True) -> None:
+    """Write a value everywhere as a step does."""
+    step = states.step([slot], [start], [end])
+    for layer, shapes in SHAPES.items():
+        step.write(layer, 0, [torch.full(shape, value) for shape in shapes])
+    if commit:
+        step.commit()
+
+
+def seen(states: RecurrentStates, slot: int, start: int) -> float | None:
+    """Return the value that a step from there reads."""
+    step = states.step([slot], [start], [start + 1])
+    found = [step.read(layer, 0) for layer in SHAPES]
+    if any(one is None for one in found):
+        assert all(one is None for one in found)
+        return None
+    numbers = {float(number) for one in found for tensor in one or () for number in tensor.flatten()}
+    assert len(numbers) == 1
+    return numbers.pop()
+
+
+def test_slot_takes_bytes_of_two_states() -> None:
+    assert state_bytes(SHAPES) == 2 * 4 * (12 + 10 + 12)
+    assert RecurrentStates(SHAPES, 3).num_bytes == 3 * state_bytes(SHAPES)
+
+
+def test_state_continues_after_each_step() -> None:
+    states = RecurrentStates(SHAPES, 2)
+    for number, (start, end) in enumerate(((0, 5), (5, 6), (6, 20), (20, 21))):
+        assert seen(states, 1, start) == (None if number == 0 else float(number - 1))
+        advance(states, 1, start, end, float(number))
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_step_computed_again_reads_state_before(commit: bool) -> None:
+    states = RecurrentStates(SHAPES, 1)
+    advance(states, 0, 0, 5, 1.0)
+    advance(states, 0, 5, 6, 2.0)
+    advance(states, 0, 6, 7, 3.0, commit=commit)
+    for _ in range(2):
+        assert seen(states, 0, 6) == 2.0
+        advance(states, 0, 6, 9, 4.0)
+    assert seen(states, 0, 9) == 4.0
+
+
+def test_new_sequence_reads_nothing_of_slot() -> None:
+    states = RecurrentStates(SHAPES, 1)
+    advance(states, 0, 0, 5, 1.0)
+    advance(states, 0, 0, 3, 2.0)
+    assert seen(states, 0, 0) is None
+    advance(states, 0, 0, 3, 2.0)
+    assert seen(states, 0, 3) == 2.0
+
+
+@pytest.mark.parametrize("start", [1, 4, 7])
+def test_position_without_state_is_refused(start: int) -> None:
+    states = RecurrentStates(SHAPES, 1)
+    advance(states, 0, 0, 2, 1.0)
+    advance(states, 0, 2, 6, 2.0)
+    advance(states, 0, 6, 9, 3.0, commit=False)
+    with pytest.raises(InvariantViolation, match="slot 0"):
+        states.step([0], [start], [start + 1])
