@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.sites import CALLED_SITES as CALLED_SITES
+from loraserve_kernels.common.sites import COLUMNS as COLUMNS
 from loraserve_kernels.common.sites import EXPERT_INDEX as EXPERT_INDEX
 from loraserve_kernels.common.sites import EXPERT_MODULES as EXPERT_MODULES
 from loraserve_kernels.common.sites import LAYER_MODULES as LAYER_MODULES
@@ -92,7 +93,7 @@ class LoraModule:
 
     Attributes:
         layer: which decoder layer; 0 for ``lm_head`` and ``embed_tokens``.
-        module: the linear's short name, one of `MODULES` or `EXPERT_MODULES`.
+        module: the linear's short name, one of `COLUMNS` or `EXPERT_MODULES`.
         lora_a: [r, in_features]; in_features of ``embed_tokens`` is the size of the vocabulary. r
             may be 0.
         lora_b: [out_features, r].

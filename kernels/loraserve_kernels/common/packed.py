@@ -107,9 +107,9 @@ class PackedAdapter:
         data: 1-D, contiguous, one of `DTYPES`: the weights.
         floats: 1-D, float32.
         row_ids: 1-D, int32: which rows are replaced.
-        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`; rank 0
+        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `COLUMNS`; rank 0
             and nothing else where the adapter has no such module.
-        in_features, out_features: a number for each of `MODULES`.
+        in_features, out_features: a number for each of `COLUMNS`.
         norms: (layer, norm) → [hidden_size] float32, the norms' weights that stand in the place of
             the base's.
         head: [num_labels, hidden_size] float32, a classification head, which no kernel reads.
@@ -165,7 +165,7 @@ class PackedAdapter:
 
     @property
     def ranks(self) -> npt.NDArray[np.int64]:
-        """[num_layers, num_modules]: the modules' ranks, columns as in `MODULES`."""
+        """[num_layers, num_modules]: the modules' ranks, columns as in `COLUMNS`."""
         return self.records[..., RANK]
 
     @property

@@ -31,10 +31,13 @@ EXTRA_MODULES: tuple[str, ...] = tuple(f"extra_{number}" for number in range(5))
 Code of transformers has them, where some layers attend and others are recurrent.
 """
 
-MODULES: tuple[str, ...] = (*(module for site in SITES.values() for module in site), *EXTRA_MODULES)
-"""Modules that can carry LoRA; a module's place here is its column in the tables."""
+MODULES: tuple[str, ...] = tuple(module for site in SITES.values() for module in site)
+"""Modules of a base of this package's own code that can carry LoRA."""
 
-MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(MODULES)}
+COLUMNS: tuple[str, ...] = (*MODULES, *EXTRA_MODULES)
+"""Modules of any base that can carry LoRA; a module's place here is its column in the tables."""
+
+MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(COLUMNS)}
 
 LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
 """Modules of the decoder layers: the first of `MODULES`."""

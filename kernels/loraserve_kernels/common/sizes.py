@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loraserve_kernels.common.sites import (
+    COLUMNS,
     EXPERT_INDEX,
     EXPERT_MODULES,
     EXPERT_SITES,
     MODULE_INDEX,
-    MODULES,
     STORED_SITES,
     ModuleShapes,
     check_place,
@@ -79,7 +79,7 @@ class PackedLayout:
     """Layout of an adapter in a CPU's memory.
 
     Attributes:
-        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `MODULES`.
+        records: [num_layers, num_modules, RECORD_WORDS] int64, columns as in `COLUMNS`.
         num_elements: of the weights.
         num_floats: of what is float32 always, norms not among it.
         num_row_ids: int32 each.
@@ -116,7 +116,7 @@ def lay_out(
     sizes = list(sizes)
     changed = sorted({(size.layer, size.expert) for size in sizes if size.module in EXPERT_INDEX})
     experts = {place: row for row, place in enumerate(changed)}
-    records = _empty_records(num_layers, len(MODULES))
+    records = _empty_records(num_layers, len(COLUMNS))
     expert_records = _empty_records(len(experts), len(EXPERT_MODULES))
     given: set[tuple[int, str, int]] = set()
     num_floats = num_row_ids = 0
@@ -290,7 +290,7 @@ def tiles_by_module(
 
     The former at the layer of its highest rank, and at least one.
     """
-    of_ranks, of_rows = np.zeros(len(MODULES), dtype=np.int64), np.zeros(len(MODULES), dtype=np.int64)
+    of_ranks, of_rows = np.zeros(len(COLUMNS), dtype=np.int64), np.zeros(len(COLUMNS), dtype=np.int64)
     for size in sizes:
         index = MODULE_INDEX[size.module]
         of_ranks[index] = max(of_ranks[index], 1, -(-size.rank // RANK_TILE))

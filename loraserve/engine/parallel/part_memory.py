@@ -15,7 +15,7 @@ from loraserve.engine.parallel.messages import HoldAdapter, Region
 from loraserve.errors import AdapterUnavailable
 from loraserve.model.parallel.part_bytes import aligned
 from loraserve_kernels.common.packed import PackedAdapter
-from loraserve_kernels.common.sites import MODULES
+from loraserve_kernels.common.sites import COLUMNS
 from loraserve_kernels.common.sizes import RECORD_WORDS
 
 
@@ -113,13 +113,13 @@ def map_part(message: HoldAdapter, module_shapes: dict[str, tuple[int, int]]) ->
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(pages, dtype=dtype, count=region.count, offset=region.start)
 
-    shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
+    shapes = [module_shapes.get(module, (0, 0)) for module in COLUMNS]
     records = np.frombuffer(bytearray(message.records), np.int64)
     return PackedAdapter(
         data=view(message.data),
         floats=view(message.floats),
         row_ids=view(message.row_ids),
-        records=records.reshape(message.num_layers, len(MODULES), RECORD_WORDS),
+        records=records.reshape(message.num_layers, len(COLUMNS), RECORD_WORDS),
         in_features=tuple(shape[1] for shape in shapes),
         out_features=tuple(shape[0] for shape in shapes),
         norms={(layer, norm): view(region) for layer, norm, region in message.norms},

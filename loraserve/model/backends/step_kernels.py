@@ -19,7 +19,7 @@ from loraserve.model.layers.lora_linear import LoraLinear
 from loraserve.model.layers.mlp import GatedMlp
 from loraserve.model.layers.norms import ResidualNorm, RMSNorm
 from loraserve.model.layers.rotary import RotaryEmbedding
-from loraserve_kernels.common.modules import MODULE_INDEX, MODULES, SITES
+from loraserve_kernels.common.modules import COLUMNS, MODULE_INDEX, SITES
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu.linear import g32_dot
 from loraserve_kernels.cpu.linear.decoded import GROUP, DotWeight, GroupDotWeight, full_bias_of
@@ -351,7 +351,7 @@ class StepKernels:
             k.Y: out.values.data_ptr(),
             k.Y_STRIDE: out.values.stride(0),
             k.IN_FEATURES: shapes[0][1],
-            k.FIRST_RECORD: linear.layer * len(MODULES) + MODULE_INDEX[modules[0]],
+            k.FIRST_RECORD: linear.layer * len(COLUMNS) + MODULE_INDEX[modules[0]],
             k.NUM_SLICES: len(modules),
             k.BIAS: 0 if bias is None else self._keep(bias),
             **{k.WIDTHS + i: shape[0] for i, shape in enumerate(shapes)},

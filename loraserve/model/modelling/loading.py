@@ -57,7 +57,7 @@ from loraserve.model.modelling.skeleton import (
 from loraserve.model.modelling.slots import Placed, place_linears
 from loraserve.progress import Progress
 from loraserve.types import BaseSpec, Digest
-from loraserve_kernels.common.sites import MODULES
+from loraserve_kernels.common.sites import COLUMNS
 
 _NO_IDENTITY = (
     "_name_or_path",
@@ -467,7 +467,7 @@ class _Loader:
         skeleton, head = self._skeleton, self._head
         slots = [
             (slot, next(one for one in self._placed if one.slot == slot))
-            for slot in sorted({one.slot for one in self._placed if one.slot is not None}, key=MODULES.index)
+            for slot in sorted({one.slot for one in self._placed if one.slot is not None}, key=COLUMNS.index)
         ]
         layers = {slot: tuple(one.layer for one in self._placed if one.slot == slot) for slot, _ in slots}
         arithmetics = [(a.name, a.kernel, a.instructions) for linear in linears for a in linear.arithmetics]

@@ -164,7 +164,8 @@ class _Given(nn.Module):
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
-        self._output, self.rows = output, slice(0)
+        self._output = output
+        self.rows: slice | Tensor = slice(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._output[:, self.rows]
@@ -178,4 +179,4 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 def divert(mixer: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
     """Have a mixer compute each sequence of a pass with its own state."""
     # no module: `mixer` keeps its paths
-    mixer.forward = Recurrence(mixer, MIXERS[type(mixer).__name__], mixing)  # type: ignore[method-assign, assignment]
+    mixer.forward = Recurrence(mixer, MIXERS[type(mixer).__name__], mixing)

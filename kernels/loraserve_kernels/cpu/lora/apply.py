@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from loraserve_kernels.common.modules import CALLED_SITES, MODULE_INDEX, MODULES
+from loraserve_kernels.common.modules import CALLED_SITES, COLUMNS, MODULE_INDEX
 from loraserve_kernels.common.packed import PackedAdapter, PackedRows
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.cpu import threads
@@ -206,7 +206,7 @@ def _apply_lora_numba(x: Tensor, y: Tensor, plan: LoraPlan, site: str, layer: in
         # CLAIMED, FINISHED, ENTERED, X … Y_STRIDE, FIRST_RECORD of `kernel`, which imports numba
         args[0] = args[8] = args[16] = 0
         args[24:28] = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
-        args[31] = layer * len(MODULES) + prepared.first
+        args[31] = layer * len(COLUMNS) + prepared.first
         # BIAS
         args[39] = 0 if bias is None else bias.data_ptr()
         threads.run(launch.kernel.call, launch.kernel.address, launch.address, launch.num_threads)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.cuts import Axis, ModuleCut, PartCut
-from loraserve_kernels.common.modules import MODULES, LoraModule
+from loraserve_kernels.common.modules import COLUMNS, LoraModule
 from loraserve_kernels.common.packed import PackedAdapter, PackedRows
 from loraserve_kernels.common.sites import ModuleShapes
 from loraserve_kernels.common.sizes import DELTA, NUM_ROWS, RANK, SHIFT, ModuleSize, PackedLayout, lay_out
@@ -75,7 +75,7 @@ def cut_adapter(
         module_shapes=module_shapes,
         dtype=packed.data.dtype,
     )
-    shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
+    shapes = [module_shapes.get(module, (0, 0)) for module in COLUMNS]
     part = PackedAdapter(
         data=allocate(layout.num_elements, packed.data.dtype),
         floats=allocate(layout.num_floats, torch.float32),
@@ -107,7 +107,7 @@ def norm_widths(norms: Iterable[tuple[int, str, int]], cut: PartCut) -> list[int
 def _modules_of(packed: PackedAdapter, layer: int) -> list[str]:
     records = packed.records[layer]
     has_any = (records[:, RANK] > 0) | (records[:, NUM_ROWS] > 0) | (records[:, DELTA] >= 0) | (records[:, SHIFT] >= 0)
-    return [module for module, has in zip(MODULES, has_any.tolist(), strict=True) if has]
+    return [module for module, has in zip(COLUMNS, has_any.tolist(), strict=True) if has]
 
 
 def _size_of(packed: PackedAdapter, local: int, layer: int, module: str, cut: ModuleCut) -> ModuleSize:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from loraserve_kernels.common.modules import (
+    COLUMNS,
     DTYPES,
     LAYER_MODULES,
     LAYER_SITES,
@@ -50,6 +51,7 @@ from loraserve_kernels.reference import quantize_rows
 
 __all__ = [
     "ALIGN_ELEMENTS",
+    "COLUMNS",
     "DTYPES",
     "LAYER_MODULES",
     "LAYER_SITES",
@@ -129,7 +131,7 @@ def pack_adapter(
     check_norms(norms, num_layers, module_shapes)
     for m in modules:
         check_row_ids(m, module_shapes[m.module])
-    shapes = [module_shapes.get(module, (0, 0)) for module in MODULES]
+    shapes = [module_shapes.get(module, (0, 0)) for module in COLUMNS]
     with threads.alone():
         packed = PackedAdapter(
             data=_zeros(layout.num_elements, dtype),
