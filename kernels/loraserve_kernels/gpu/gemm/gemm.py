@@ -167,7 +167,7 @@ def _max_registers(weight: QuantizedWeight | Tensor, config: DecodeConfig, is_ev
         return None
     num_outputs = config.block_m * config.halves * config.block_n
     if config.num_warps == 4 and num_outputs <= _SMALL_TILE:
-        return roomy(MAX_REGISTERS if is_even else registers(4, 3), registers(4, 2))
+        return roomy(MAX_REGISTERS, registers(4, 2)) if is_even else registers(4, 2)
     if config.num_warps == 8 and num_outputs <= _WIDE_TILE:
         return roomy(None, registers(8, 1))
     return None
