@@ -40,7 +40,7 @@ COLUMNS: tuple[str, ...] = (*MODULES, *EXTRA_MODULES)
 MODULE_INDEX: dict[str, int] = {module: index for index, module in enumerate(COLUMNS)}
 
 LAYER_MODULES: tuple[str, ...] = tuple(module for site in LAYER_SITES for module in SITES[site])
-"""Modules of the decoder layers: the first of `MODULES`."""
+"""Modules of the decoder layers: the first of `COLUMNS`."""
 
 STORED_SITES: dict[str, tuple[str, ...]] = {**SITES, **{module: (module,) for module in EXTRA_MODULES}}
 """The sites as an adapter lies in a CPU's memory."""

@@ -19,7 +19,7 @@ from loraserve.limits import LIMITS
 from loraserve.memory.loading.base_weights import module_label
 from loraserve.memory.loading.lowering import LoweredAdapter
 from loraserve.types import AdapterPart
-from loraserve_kernels.common.modules import EXPERT_MODULES, MODULES, LoraModule
+from loraserve_kernels.common.modules import COLUMNS, EXPERT_MODULES, LoraModule
 
 Place = tuple[int, str, int]
 """Layer, module and expert."""
@@ -83,7 +83,7 @@ class Composer:
         for lowered, weight in self._terms:
             for m in lowered.modules:
                 by_place.setdefault(m.place, []).append((m, weight))
-        order = {module: index for index, module in enumerate((*MODULES, *EXPERT_MODULES))}
+        order = {module: index for index, module in enumerate((*COLUMNS, *EXPERT_MODULES))}
         places = sorted(by_place, key=lambda place: (place[0], order[place[1]], place[2]))
         modules = tuple(_sum(by_place[place], stored) for place in places)
         return LoweredAdapter(modules, (), stored, {})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loraserve.model.modelling.skeleton import Skeleton
-from loraserve_kernels.common.sites import EXTRA_MODULES, LAYER_MODULES, MODULES
+from loraserve_kernels.common.sites import COLUMNS, EXTRA_MODULES, LAYER_MODULES
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of linears that choose experts, or weigh the shared one: they stay transformers' own, in
@@ -82,7 +82,7 @@ def _slots(paths: list[str]) -> Mapping[str, str]:
         if path not in slots and left is not None:
             slots[path] = left
     # in the order of the modules, which adapters are read in
-    return dict(sorted(slots.items(), key=lambda item: MODULES.index(item[1])))
+    return dict(sorted(slots.items(), key=lambda item: COLUMNS.index(item[1])))
 
 
 def _is_expert(path: str) -> bool:
