@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from server_process import ServerProcess
-from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, GPTNeoXConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CohereConfig,
+    GPTNeoXConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from loraserve import Client
 from loraserve.demo.pack import base_dir
@@ -40,12 +47,34 @@ NEOX_KINDS: dict[str, dict[str, Any]] = {
     "embeddings": {**LORA, "target_modules": ["embed_in", "embed_out", "query_key_value"]},
 }
 
+QWEN_KINDS: dict[str, dict[str, Any]] = {
+    "lora": {**LORA, "target_modules": ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"]},
+    "rslora": KINDS["rslora"],
+    "dora": {**LORA, "use_dora": True, "target_modules": ["in_proj_qkv", "out_proj", "o_proj"]},
+    "activated": KINDS["activated"],
+}
+KINDS_OF: dict[type[PreTrainedConfig], dict[str, dict[str, Any]]] = {
+    CohereConfig: COHERE_KINDS,
+    GPTNeoXConfig: NEOX_KINDS,
+    Qwen3_5TextConfig: QWEN_KINDS,
+}
+RECURRENT: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 
 def save_base(config_class: type[PreTrainedConfig], directory: Path) -> Path:
     """Save a random base with the toy's tokens."""
     toy = AutoConfig.from_pretrained(base_dir())
     config = config_class(
         **SIZES,
+        **(RECURRENT if config_class is Qwen3_5TextConfig else {}),
         vocab_size=toy.vocab_size,
         pad_token_id=0,
         bos_token_id=toy.bos_token_id,
@@ -64,18 +93,19 @@ def save_base(config_class: type[PreTrainedConfig], directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("config_class", [CohereConfig, GPTNeoXConfig])
+@pytest.mark.parametrize("config_class", KINDS_OF)
 def test_adapters_answer_on_modelled_base_as_peft(config_class: type[PreTrainedConfig], tmp_path: Path) -> None:
     base = save_base(config_class, tmp_path / "base")
     server = ServerProcess(tmp_path / "data", model=base)
     server.start()
     try:
-        assert server.admin().base().implementation == "transformers"
-        is_cohere = config_class is CohereConfig
-        check_kinds(server, base, tmp_path, num_steps=3, kinds=COHERE_KINDS if is_cohere else NEOX_KINDS)
+        resident, kinds = server.admin().base(), KINDS_OF[config_class]
+        assert resident.implementation == "transformers"
+        assert resident.has_recurrent_state == (config_class is Qwen3_5TextConfig)
+        check_kinds(server, base, tmp_path, num_steps=8 if resident.has_recurrent_state else 3, kinds=kinds)
         with Client(server.url, api_key=server.make_tenant("chats")) as client:
             version = client.adapters.push(str(tmp_path / "lora"), name="lora")
-            assert set(version.target_modules) == set(KINDS["lora"]["target_modules"] if is_cohere else FUSED)
+            assert set(version.target_modules) == set(kinds["lora"]["target_modules"])
             assert version.certificate is not None
             assert version.certificate.verdict == "passed"
             answer = client.chat.completions.create(
