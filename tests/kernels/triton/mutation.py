@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from typing import Any
 def mutant_of(kernel: Any, old: str, new: str, folder: Path) -> Any:
     """The same kernel from a copy of its module in which `old`, which stands there once,
     is `new`.
+
+    What it computes may be no number: numpy's warnings of that are off until the test ends.
     """
+    warnings.simplefilter("ignore", RuntimeWarning)
     module = inspect.getmodule(kernel.fn)
     assert module is not None
     source = inspect.getsource(module)
