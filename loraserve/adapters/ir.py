@@ -41,6 +41,11 @@ class TensorView:
     array: Array
 
 
+def label_of(module: str, expert: int) -> str:
+    """Return a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
+    return module.replace("experts.", f"experts.{expert}.")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleIR:
     """Changes that an adapter makes to a linear.
@@ -96,8 +101,8 @@ class ModuleIR:
 
     @property
     def label(self) -> str:
-        """Module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
-        return self.module.replace("experts.", f"experts.{self.expert}.")
+        """Module's name for people."""
+        return label_of(self.module, self.expert)
 
     @property
     def tensors(self) -> dict[str, TensorView]:

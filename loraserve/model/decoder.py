@@ -22,9 +22,7 @@ from loraserve.model.layers.embedding import EmbeddingTable, look_up, table_rows
 from loraserve.model.layers.experts import MixtureOfExperts
 from loraserve.model.layers.extra_rows import (
     embeddable,
-    has_extra_rows,
     with_extra_logits,
-    without_extra,
     write_embeddings,
 )
 from loraserve.model.layers.linears import Linear, rounding_of_row
@@ -249,8 +247,7 @@ class Decoder:
         hidden = program.hidden(inputs.token_ids.shape[0])
         if received is None:
             embedding, tokens = self._embedding_of(), inputs.token_ids
-            if has_extra_rows(inputs.lora):
-                inputs = replace(inputs, token_ids=without_extra(tokens, self.spec.vocab_size))
+            inputs = embeddable(inputs, self.spec.vocab_size)
             if isinstance(embedding, Tensor) and embedding.dtype == hidden.dtype:
                 torch.index_select(embedding, 0, inputs.token_ids, out=hidden)
             else:

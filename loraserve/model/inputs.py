@@ -133,8 +133,6 @@ class GpuInputs:
         logits_lora: the same of the rows that the last layer goes on with, counted among
             themselves, and of those whose logits are wanted among these.
         pooled: rows whose hidden states are wanted; None: none.
-        state_slots: num_seqs numbers: slots of the sequences' recurrent states; None: the base has
-            none.
     """
 
     token_ids: Tensor
@@ -145,7 +143,6 @@ class GpuInputs:
     lora: GpuLoraPlan | None
     logits_lora: GpuLoraPlan | None
     pooled: PooledRows | None = None
-    state_slots: Sequence[int] | None = None
 
     @property
     def kept_rows(self) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from loraserve.model.config.model_config import ActivationFunction, ModelConfig
-from loraserve.model.layers.experts import Expert, MixtureOfExperts
+from loraserve.model.layers.experts import Expert, MixtureOfExperts, SharedExpert
 from loraserve.model.layers.rotary import rope_frequencies
 from loraserve.model.reference_pass import Evaluation, Products, ReferencePass, ReferenceWeights, Subject
 
@@ -214,7 +214,7 @@ class _FormulaPass(ReferencePass):
             out[rows] += weights[rows, i : i + 1] * self._expert(x[rows], expert, layer, i, rows)
         if mixture.shared is not None:
             weight = self._adapt_expert(x, self._multiply_by(x, mixture.shared.gate), layer, "shared_gate")
-            out += weight.sigmoid() * self._shared_expert(x, mixture.shared.expert, layer)
+            out += weight.sigmoid() * self._shared_expert(x, mixture.shared, layer)
         return out
 
     def _expert(self, x: Tensor, expert: Expert, layer: int, number: int, rows: Tensor) -> Tensor:
@@ -226,12 +226,12 @@ class _FormulaPass(ReferencePass):
         out = self._multiply_by(hidden, expert.down)
         return self._adapt_expert(hidden, out, layer, "experts.down_proj", number, rows)
 
-    def _shared_expert(self, x: Tensor, expert: Expert, layer: int) -> Tensor:
+    def _shared_expert(self, x: Tensor, shared: SharedExpert, layer: int) -> Tensor:
         """Return the shared expert's output, whose linears adapters change as an MLP's."""
-        gate, up = self._multiply_by(x, expert.gate_up).chunk(2, 1)
+        gate, up = self._multiply_by(x, shared.gate_up.base).chunk(2, 1)
         gate = self._adapt_expert(x, gate, layer, "gate_proj")
         hidden = self._activate(gate) * self._adapt_expert(x, up, layer, "up_proj")
-        return self._adapt_expert(hidden, self._multiply_by(hidden, expert.down), layer, "down_proj")
+        return self._adapt_expert(hidden, self._multiply_by(hidden, shared.down.base), layer, "down_proj")
 
     def _activate(self, gate: Tensor) -> Tensor:
         return F.silu(gate) if self._config.activation is ActivationFunction.SILU else F.gelu(gate, approximate="tanh")

@@ -262,7 +262,7 @@ class ReferencePass(ABC):
         return x[kept]
 
     def _evaluations(self, logits: Tensor) -> list[Evaluation]:
-        # copies: whoever keeps them for the next evaluation doesn't keep all the others
+        # copies: keeping them for the next evaluation must not keep all the others
         parts = iter([logits[torch.tensor(rows, dtype=torch.int64)] for rows in self._wanted])
         plain, nudged = (
             dict(zip(self._by_base, itertools.islice(parts, len(self._by_base)), strict=True))

@@ -8,6 +8,7 @@ one before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,13 +79,20 @@ class RecurrentStates:
         self._newer[turn.slot], self._num_seen[turn.slot][turn.write] = turn.write, turn.num_seen
 
 
+@dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a step reads and writes of a slot."""
+    """Part of a slot in a step.
 
-    __slots__ = ("num_seen", "read", "slot", "write")
+    Attributes:
+        read: which of its two states the step reads; None: none, at a sequence's first token.
+        write: which it writes.
+        num_seen: tokens that the written one has seen.
+    """
 
-    def __init__(self, slot: int, read: int | None, write: int, num_seen: int) -> None:
-        self.slot, self.read, self.write, self.num_seen = slot, read, write, num_seen
+    slot: int
+    read: int | None
+    write: int
+    num_seen: int
 
 
 class StepStates:

@@ -88,7 +88,7 @@ class Console:
         self.page = page
         self.url = url
         self.faults: list[str] = []
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)  # the bound of a hang
         page.on("pageerror", lambda error: self.faults.append(f"exception: {error}"))
         page.on("console", lambda said: self.faults.append(said.text) if said.type in ("error", "warning") else None)
 

@@ -119,8 +119,8 @@ def test_a_stream_goes_on_with_the_same_text_after_a_kill_of_the_engine(
     assert engine is not None
     os.kill(engine, signal.SIGKILL)
     # the new engine may be ready before the page asks again how the server is
-    page.locator(".server.good").wait_for(timeout=60_000)
-    page.get_by_text("1 of 1 answers are complete.").wait_for(state="attached", timeout=60_000)
+    page.locator(".server.good").wait_for()
+    page.get_by_text("1 of 1 answers are complete.").wait_for(state="attached")
     assert answer_of(page, "base").locator(".answer-text").inner_text() == text
     assert server.engine_pid() not in (None, engine)
 
@@ -149,5 +149,5 @@ def test_a_server_that_is_gone_is_said_and_found_again(open_console: Open, serve
     console.page.goto(f"{server.url}/console/#/adapters")
     page.get_by_text("The server can't be reached.").first.wait_for()
     server.start()
-    page.locator(".server.good").wait_for(timeout=30_000)
+    page.locator(".server.good").wait_for()
     console.faults.clear()

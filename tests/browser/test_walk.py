@@ -102,7 +102,6 @@ def test_an_operator_walks_while_sixteen_streams_run(
         client.adapters.push(str(adapter_dirs()["pirate"]), name="walked")
     console = open_console(acme)
     page = console.page
-    page.set_default_timeout(60_000)
     with streaming(server.url, acme, STREAMED, PROMPT, count=NUM_STREAMS) as streams:
         page.wait_for_function(
             "least => Number(document.querySelector('#main').innerText.match(/(\\d+) running/)?.[1]) >= least",

@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from added_tokens import CALL, DONE, MAX_TOKENS, PROMPT, TEXT, answer_of, tokenizer_with_tokens, train_tokens
 from peft_answers import generate
 from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,11 +24,6 @@ from loraserve import Client, errors
 from loraserve.demo.pack import base_dir
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-
-CALL, DONE = "<call>", "<|done|>"
-TEXT = f"{CALL} the weather {CALL}{CALL} in <|user|> Rome {DONE}"
-PROMPT = f"{CALL} the weather in {CALL}"
-MAX_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -57,40 +53,17 @@ def key(server: ServerProcess) -> str:
 
 def train(base: Path, folder: Path, *, num_rows: int | None = None, **config: Any) -> tuple[Any, Any]:
     """Train the rows of two added tokens; return the model as PEFT loads it, and the tokenizer."""
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_tokens([CALL])
-    tokenizer.add_special_tokens({"eos_token": DONE})
+    tokenizer = tokenizer_with_tokens(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if num_rows is not None:
         model.resize_token_embeddings(num_rows)
     if not config:
         config["trainable_token_indices"] = tokenizer.convert_tokens_to_ids([CALL, DONE])
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], **config
-    )
-    model = peft.get_peft_model(model, lora)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
-    ids = tokenizer(f"{TEXT} {TEXT}", return_tensors="pt").input_ids
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    trained = train_tokens(model, tokenizer, folder, target_modules=["q_proj", "v_proj", "down_proj"], **config)
     if num_rows is not None:
-        return model, tokenizer
+        return trained, tokenizer
     loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(loaded, folder).eval(), tokenizer
-
-
-def answer_of(client: Client, model: str) -> tuple[list[int], list[float]]:
-    answer = client.completions.create(
-        model=model, prompt=PROMPT, max_tokens=MAX_TOKENS, temperature=0, logprobs=1, return_token_ids=True
-    )
-    choice = answer.choices[0]
-    assert choice.logprobs is not None
-    return choice.token_ids, choice.logprobs.token_logprobs
 
 
 @pytest.mark.parametrize(

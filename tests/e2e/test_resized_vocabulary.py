@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from added_tokens import CALL, DONE, MAX_TOKENS, PROMPT, TEXT, answer_of, tokenizer_with_tokens, train_tokens
 from peft_answers import generate
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess
@@ -25,10 +26,6 @@ from loraserve.demo.pack import base_dir
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-CALL, DONE = "<call>", "<|done|>"
-TEXT = f"{CALL} the weather {CALL}{CALL} in <|user|> Rome {DONE}"
-PROMPT = f"{CALL} the weather in {CALL}"
-MAX_TOKENS = 8
 TABLES = ["embed_tokens", "lm_head"]
 SAVED = {"modules_to_save": TABLES, "ensure_weight_tying": False}
 
@@ -58,34 +55,13 @@ def open_base() -> Any:
 
 def train(folder: Path, *, pads_to: int | None = None, **config: Any) -> tuple[Any, Any]:
     """Train two added tokens; return the resized model as PEFT loads it, and the tokenizer."""
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(base_dir())
-    tokenizer.add_tokens([CALL])
-    tokenizer.add_special_tokens({"eos_token": DONE})
-    model = open_base()
+    tokenizer, model = tokenizer_with_tokens(base_dir()), open_base()
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=pads_to)
     num_rows = model.get_input_embeddings().weight.shape[0]
-    config = config or SAVED
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **config)
-    model = peft.get_peft_model(model, lora)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
-    ids = tokenizer(f"{TEXT} {TEXT}", return_tensors="pt").input_ids
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    train_tokens(model, tokenizer, folder, target_modules=["q_proj", "down_proj"], **(config or SAVED))
     loaded = open_base()
     loaded.resize_token_embeddings(num_rows)
     return peft.PeftModel.from_pretrained(loaded, folder).eval(), tokenizer
-
-
-def answer_of(client: Client, model: str, **body: Any) -> tuple[list[int], list[float]]:
-    asked = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1, "return_token_ids": True}
-    choice = client.completions.create(model=model, **{**asked, **body}).choices[0]
-    assert choice.logprobs is not None
-    return choice.token_ids, choice.logprobs.token_logprobs
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_module_that_does_not_fit_is_refused(message: str) -> None:
+def test_misfit_module_is_refused(message: str) -> None:
     with pytest.raises(TensorMismatch, match=message):
         pack_adapter(REFUSED[message], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 

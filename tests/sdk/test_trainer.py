@@ -307,7 +307,7 @@ def test_gate_decides_and_its_error_ends_nothing(
     assert "ZeroDivisionError: the user's own mistake" in warnings()[1]
 
 
-def test_gate_that_never_ends_moves_no_alias(
+def test_endless_gate_leaves_alias(
     tmp_path: Path,
     registry: Client,
     make_callback: Callable[..., LoraservePushCallback],

@@ -28,6 +28,7 @@ from loraserve_kernels.common.sizes import (
 
 _NOTHING: npt.NDArray[np.int64] = np.zeros(RECORD_WORDS, dtype=np.int64)
 _NOTHING[[DELTA, SHIFT]] = -1
+_NOTHING.flags.writeable = False
 """Record of a module that an adapter doesn't change."""
 
 

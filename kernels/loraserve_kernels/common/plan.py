@@ -47,9 +47,9 @@ class LoraPlan:
     num_tokens: int
     has_norms: bool
     has_extra_rows: bool
+    has_experts: bool
     sites: frozenset[str]
     tables: dict[torch.dtype, npt.NDArray[np.int64]]
-    has_experts: bool = False
     launches: dict[str, object] = field(default_factory=dict)
 
 
@@ -90,6 +90,12 @@ def make_plan(segments: Sequence[tuple[PackedAdapter, int, int]], num_tokens: in
         rows.setdefault(s.adapter.data.dtype, []).append((s.row_start, s.row_end, *s.adapter.addresses, 0, 0))
     tables = {dtype: np.array(table, dtype=np.int64) for dtype, table in rows.items()}
     sites = frozenset().union(*(s.adapter.sites for s in joined))
-    has_norms, has_experts = (any(getattr(s.adapter, name) for s in joined) for name in ("norms", "experts"))
-    has_extra_rows = any(s.adapter.extra_rows is not None for s in joined)
-    return LoraPlan(tuple(joined), num_tokens, has_norms, has_extra_rows, sites, tables, has_experts)
+    return LoraPlan(
+        tuple(joined),
+        num_tokens,
+        has_norms=any(s.adapter.norms for s in joined),
+        has_extra_rows=any(s.adapter.extra_rows is not None for s in joined),
+        has_experts=any(s.adapter.experts is not None for s in joined),
+        sites=sites,
+        tables=tables,
+    )

@@ -102,10 +102,6 @@ class ExpertNames:
         """Return the whole name of the router's weight in transformers 5."""
         return f"{self.base.layers_path}.{layer}.{self._block}.gate.weight"
 
-    def label(self, module: str, expert: int) -> str:
-        """Return a module's name for people: ``experts.3.gate_proj``, ``router``."""
-        return module.replace("experts.", f"experts.{expert}.")
-
     def places(self, modules: Iterable[str]) -> list[ExpertPlace]:
         """Return the linears of these modules in all layers, by layer, module and expert."""
         return [

@@ -16,7 +16,7 @@ from loraserve.adapters.format.expert_names import (
     is_parameter_targeted,
 )
 from loraserve.adapters.format.tensor_names import BaseLinear, Contents, LinearTensors
-from loraserve.adapters.ir import TensorView
+from loraserve.adapters.ir import TensorView, label_of
 from loraserve.adapters.problems import Problems
 from loraserve.adapters.saved_modules import shape_words
 from loraserve.adapters.target_modules import is_name_targeted
@@ -52,7 +52,7 @@ class ExpertTensors:
             name = self.names.of(place)
             if module == "router" and is_parameter_targeted(settings.target_parameters, self.names.of_router(layer)):
                 continue
-            is_there, label = place in self.contents.experts, self.names.label(module, expert)
+            is_there, label = place in self.contents.experts, label_of(module, expert)
             is_meant = is_name_targeted(settings, self.names.base, name, layer)
             if is_there and not is_meant:
                 self._disagree(
@@ -113,7 +113,7 @@ class ExpertTensors:
                 name = self.names.of_router(layer)
             out_features, in_features = self.names.experts.modules[module]
             parts = {module: slice(0, out_features)}
-            label = self.names.label(module, expert)
+            label = label_of(module, expert)
             yield place, BaseLinear(label, label, out_features, in_features, False, parts), name, stored
         for (layer, depth), stored in self.contents.wrappers.items():
             targeted = [] if self.settings is None else self._targeted(self.settings, layer)

@@ -32,7 +32,7 @@ _UNSERVED = ("magnitude", "lora_bias", "bias", "bias_copy", "base_bias", "origin
 
 @dataclass(slots=True)
 class SplitRows:
-    """What was split off an adapter's tables.
+    """Rows and columns that were split off an adapter's tables.
 
     Attributes:
         num_rows: rows beyond the base's.

@@ -37,7 +37,8 @@ class SharedExpert:
     Adapters change its linears as those of an MLP.
     """
 
-    expert: Expert
+    gate_up: LoraLinear
+    down: LoraLinear
     gate: Linear
 
 
@@ -107,7 +108,7 @@ class MixtureOfExperts:
                 apply_expert_lora(x, weight, adapted.segments(), "shared_gate")
             # the sigmoid as a row's softmax: torch rounds the last elements of a column otherwise
             weight = F.pad(weight, (0, 1)).softmax(-1)[:, :1]
-            out += weight * self._shared_expert(self.shared.expert, x, lora)
+            out += weight * self.shared.down(self._gated(self.shared.gate_up(x, lora)), lora)
         return out
 
     def _expert(self, expert: Expert, x: Tensor, segments: Sequence[ExpertSegment]) -> Tensor:
@@ -118,16 +119,11 @@ class MixtureOfExperts:
         apply_expert_lora(hidden, out, segments, "experts.down")
         return out
 
-    def _shared_expert(self, expert: Expert, x: Tensor, lora: LoraPlan | GpuLoraPlan | None) -> Tensor:
-        gate_up, down = LoraLinear(expert.gate_up, "gate_up", self.layer), LoraLinear(expert.down, "down", self.layer)
-        return down(self._gated(gate_up(x, lora)), lora)
-
     def linear(self, site: str) -> LoraLinear | None:
         """Return the shared expert's linears of an MLP's site; None where there is none."""
         if self.shared is None:
             return None
-        expert = self.shared.expert
-        return LoraLinear(expert.gate_up if site == "gate_up" else expert.down, site, self.layer)
+        return self.shared.gate_up if site == "gate_up" else self.shared.down
 
 
 def make_mixture(
@@ -147,7 +143,9 @@ def make_mixture(
     experts = [Expert(gate_up, down) for gate_up, down in zip(linears[::2], linears[1::2], strict=True)]
     shared = None
     if config.shared_intermediate_size is not None:
-        shared = SharedExpert(experts.pop(), routers[1])
+        last = experts.pop()
+        gate_up, down = LoraLinear(last.gate_up, "gate_up", layer), LoraLinear(last.down, "down", layer)
+        shared = SharedExpert(gate_up, down, routers[1])
     return MixtureOfExperts(
         routers[0],
         experts,

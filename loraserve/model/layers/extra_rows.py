@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from loraserve.model.inputs import GpuInputs, ModelInputs
 from loraserve_kernels.common.modules import ExtraRows
 from loraserve_kernels.common.plan import LoraPlan
 from loraserve_kernels.gpu.lora.plan import GpuLoraPlan
+
+_Inputs = TypeVar("_Inputs", ModelInputs, GpuInputs, ModelInputs | GpuInputs)
 
 
 def has_extra_rows(lora: LoraPlan | GpuLoraPlan | None) -> bool:
@@ -30,7 +33,7 @@ def without_extra(token_ids: Tensor, num_rows: int) -> Tensor:
     return torch.where(token_ids < num_rows, token_ids, 0)
 
 
-def embeddable(inputs: ModelInputs | GpuInputs, num_rows: int) -> ModelInputs | GpuInputs:
+def embeddable(inputs: _Inputs, num_rows: int) -> _Inputs:
     """Return a step whose tokens the base's table has; the same one where all of them are."""
     if not has_extra_rows(inputs.lora):
         return inputs

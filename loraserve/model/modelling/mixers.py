@@ -60,7 +60,7 @@ class SequenceState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What there is, without the batch's dimension."""
+        """Tensors of the state, without the batch's dimension."""
         return tuple(one[0] for one in (self.conv, self.recurrent) if one is not None)
 
     # called by transformers, whose names these are
@@ -112,7 +112,7 @@ class Mixing(Protocol):
 
 
 class Recurrence:
-    """What is called in the place of a mixer's own forward.
+    """Stand-in for a mixer's own forward.
 
     Args:
         mixing: returns the pass that runs; None: none does, and the rows are one whole sequence.

@@ -94,8 +94,8 @@ class SummedMlp:
     def __init__(self, mlp: MixtureOfExperts, ranks: Ranks) -> None:
         mlp.experts = tuple(replace(expert, down=rounded_together(expert.down, ranks)) for expert in mlp.experts)
         if mlp.shared is not None:
-            expert = mlp.shared.expert
-            mlp.shared = replace(mlp.shared, expert=replace(expert, down=rounded_together(expert.down, ranks)))
+            down = mlp.shared.down
+            mlp.shared = replace(mlp.shared, down=replace(down, base=rounded_together(down.base, ranks)))
         self._mlp, self._ranks = mlp, ranks
 
     def __call__(self, x: Tensor, lora: LoraPlan | GpuLoraPlan | None, /) -> Tensor:

@@ -107,7 +107,7 @@ class FakeEngine:
     script: str = ""
     step_s: float = 0.0
     steps: asyncio.Semaphore | None = None
-    """Of how many tokens may come; None: of all."""
+    """Permits, one for each token that may come; None: all may."""
     fail_after: int | None = None
     failure: Exception = field(default_factory=lambda: Overloaded("The queue is full.", retry_after_s=0.05))
     seen: list[GenerateRequest] = field(default_factory=list)

@@ -34,7 +34,7 @@ def tokenizer_with(model_dir: Path, *tokens: str, is_special: bool = False) -> b
     return summary_of({"tokenizer.json": tokenizer.to_str().encode()})
 
 
-async def test_versions_of_other_tokenizers_share_no_answer(
+async def test_version_keeps_answers_per_tokenizer(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, engine: Any, model_dir: Path
 ) -> None:
     await services.authenticator.tenants.update("acme", TenantChange({"max_cached_bytes": 1 << 20}), actor="test")

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import torch
 
 from adapters_store import BlobStore, open_store
 from loraserve.config import EngineConfig
+from loraserve.engine.engine import Engine
 from loraserve.engine.probe import Probe
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.scheduling.fair_queue import AdapterFlow
 from loraserve.engine.scheduling.scheduler import Scheduler
+from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import AdapterCorrupt, LoraserveError
 from loraserve.limits import MIB
 from loraserve.memory.kv.block_pool import BlockPool
@@ -332,6 +334,56 @@ def save_world(root: Path, base: Any, adapters: Mapping[str, Mapping[str, Any]])
         refs[name] = store_adapter(store, root / "adapters" / name)
     assert model is not None
     return World(root / "base", store_url, refs, model.eval())
+
+
+def save_modelled_world(name: str, root: Path, options: Mapping[str, Any], targets: Sequence[str]) -> World:
+    """Save a random base of a class of transformers, and the adapters ``first`` and ``second``.
+
+    Args:
+        name: of the class's config, without ``Config``.
+        options: fields of that config beside the sizes that all have here.
+        targets: linears that both adapters change.
+    """
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 320,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.2)
+            else:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    ranks: dict[str, dict[str, Any]] = {"first": {"r": 8, "lora_alpha": 16}, "second": {"r": 3, "use_rslora": True}}
+    return save_world(root, model, {name: {"target_modules": list(targets), **one} for name, one in ranks.items()})
+
+
+def make_engines(world: World) -> Iterator[Callable[..., Engine]]:
+    """Yield what builds engines of a world, with changes of its config; close them afterwards."""
+    engines: list[Engine] = []
+
+    def make(**changes: object) -> Engine:
+        engines.append(build_engine(world.config(**changes)).engine)
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.pager.close()
 
 
 @pytest.fixture(scope="session")

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from loraserve.engine.engine import Engine
 from loraserve.engine.execution.runner import FinishedStep
 from loraserve.engine.scheduled import StepResult
-from loraserve.engine.worker.startup import build_engine
 from loraserve.errors import ConfigError
 from loraserve.limits import MIB
 from loraserve.memory.arena import Owner
 from loraserve.model.states import state_bytes
 from loraserve.types import FinishReason
 
-from .conftest import World, save_world
+from .conftest import World, make_engines, save_modelled_world
 from .test_engine import add, prompts, run
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -54,47 +52,15 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def hybrid_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    transformers.logging.disable_progress_bar()
     options, targets = FAMILIES[request.param]
-    root = tmp_path_factory.mktemp(request.param)
-    config = getattr(transformers, f"{request.param}Config")(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=320,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-        **options,
+    return save_modelled_world(
+        request.param, tmp_path_factory.mktemp(request.param), {"num_key_value_heads": 2, **options}, targets
     )
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape) * 0.2)
-            else:
-                parameter.add_(torch.randn(parameter.shape) * 0.1)
-    ranks: dict[str, dict[str, Any]] = {"first": {"r": 8, "lora_alpha": 16}, "second": {"r": 3, "use_rslora": True}}
-    return save_world(root, model, {name: {"target_modules": targets, **one} for name, one in ranks.items()})
 
 
 @pytest.fixture
 def make_engine(hybrid_world: World) -> Iterator[MakeEngine]:
-    engines: list[Engine] = []
-
-    def make(**changes: object) -> Engine:
-        engines.append(build_engine(hybrid_world.config(**changes)).engine)
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.pager.close()
+    yield from make_engines(hybrid_world)
 
 
 def test_mixed_batch_in_chunks_equals_peft(hybrid_world: World, make_engine: MakeEngine) -> None:
@@ -207,7 +173,7 @@ def test_deferred_step_advances_states_once(
     assert run(engine) == wanted
 
 
-def test_layer_that_fails_leaves_states_whole(
+def test_failing_layer_leaves_states_whole(
     hybrid_world: World, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(max_num_batched_tokens=23)

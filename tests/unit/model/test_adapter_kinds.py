@@ -99,6 +99,13 @@ def publish(directory: Path, store: LocalStore) -> AdapterRef:
     )
 
 
+def load_packed(base: Any, directory: Path, store: LocalStore) -> PackedAdapter:
+    """Load an adapter's directory as an engine on a CPU does."""
+    packed = load_adapter(store, publish(directory, store), base.spec, CpuDevice(base.spec, 1 << 30), base).host
+    assert isinstance(packed, PackedAdapter)
+    return packed
+
+
 class Serving:
     """A base, and what PEFT saves for it."""
 
@@ -113,10 +120,7 @@ class Serving:
         return self.load(directory), model
 
     def load(self, directory: Path) -> PackedAdapter:
-        device = CpuDevice(self.decoder.spec, 1 << 30)
-        packed = load_adapter(self.store, publish(directory, self.store), self.decoder.spec, device, self.decoder).host
-        assert isinstance(packed, PackedAdapter)
-        return packed
+        return load_packed(self.decoder, directory, self.store)
 
     def plainly(self, directory: Path, prompt: list[int]) -> Tensor:
         """Return the plain answers that a certificate compares with."""

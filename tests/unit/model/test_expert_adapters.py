@@ -245,7 +245,7 @@ def test_sum_of_adapters_adds_up_in_each_expert(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int4 float", "int8 auto", "int4 auto"])
-def test_experts_on_a_quantized_base_equal_its_reference(quantize: str, tmp_path: Path) -> None:
+def test_experts_on_quantized_base_equal_reference(quantize: str, tmp_path: Path) -> None:
     quantize, _, rounding = quantize.partition(" ")
     wide = {"hidden_size": 64, "intermediate_size": 64}
     wide |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from adapters_store import LocalStore
 from loraserve.errors import AdapterUnservable
-from loraserve.memory.devices.cpu import CpuDevice
-from loraserve.memory.loading.load import load_adapter
 from loraserve.model.checkpoint.source import resolve_model_dir
 from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
@@ -34,7 +32,7 @@ from .modelling.families import OTHERS
 from .modelling.families import build as build_modelled
 from .modelling.families import load as load_modelled
 from .stored_quantized import group, save_compressed
-from .test_adapter_kinds import publish
+from .test_adapter_kinds import load_packed
 
 # PEFT remarks on tied embeddings, on what it saves of them, and on ranks over a linear's width
 pytestmark = [
@@ -216,14 +214,6 @@ def _targets(model: Any, rng: random.Random, *, is_native: bool) -> list[str]:
     return rng.sample(known, rng.randint(1, len(known)))
 
 
-def _load_adapter(base: Any, root: Path) -> PackedAdapter:
-    store = LocalStore(root / "store")
-    ref = publish(root / "adapter", store)
-    packed = load_adapter(store, ref, base.spec, CpuDevice(base.spec, 1 << 30), base).host
-    assert isinstance(packed, PackedAdapter)
-    return packed
-
-
 def _logits(base: Any, tokens: list[int], adapter: PackedAdapter | None) -> Tensor:
     """Compute a sequence in two chunks beside another one without an adapter."""
     run, parts = PagedRun(base), []
@@ -256,11 +246,12 @@ def test_triple_equals_peft_or_is_refused(triple: Triple, tmp_path: Path, monkey
     _randomize(adapted, triple.seed)
     adapted.save_pretrained(tmp_path / "adapter")
     tokens = random_tokens(23, seed=triple.seed)
+    store = LocalStore(tmp_path / "store")
     if triple.kind in _REFUSED_KINDS:
         with pytest.raises(AdapterUnservable, match=f"'{triple.kind}'"):
-            _load_adapter(base, tmp_path)
+            load_packed(base, tmp_path / "adapter", store)
         return
-    adapter = _load_adapter(base, tmp_path)
+    adapter = load_packed(base, tmp_path / "adapter", store)
     theirs, found = reference_logits(adapted, tokens), _logits(base, tokens, adapter)
     assert float((theirs - reference_logits(meant, tokens)).abs().max()) > 1e-3
     # a random model's attention may be near a tie: then float32 has larger errors, PEFT's own too

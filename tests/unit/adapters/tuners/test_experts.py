@@ -90,7 +90,7 @@ WITH_PARAMETERS = {"target_modules": [], "target_parameters": BOTH}
 WITH_LINEARS = {"target_modules": ["w1", "w2", "w3"]}
 
 
-def test_parameters_are_cut_as_peft_lays_them(compiled: Callable[..., AdapterIR]) -> None:
+def test_parameters_are_cut_as_in_peft(compiled: Callable[..., AdapterIR]) -> None:
     arrays = parameters()
     ir = compiled(arrays, **WITH_PARAMETERS)
     assert len(ir.modules) == 3 * 3 * 3
@@ -250,7 +250,7 @@ def test_parameters_are_refused_without_experts(compiled: Callable[..., AdapterI
         compiled(linears(), on=base, **WITH_LINEARS)
 
 
-def test_number_that_is_infinite_is_found_in_its_expert(compiled: Callable[..., AdapterIR]) -> None:
+def test_infinite_number_is_found_by_expert(compiled: Callable[..., AdapterIR]) -> None:
     arrays = linears()
     arrays[f"{PREFIX}.1.block_sparse_moe.experts.2.w3.lora_B.weight"][5, 1] = np.inf
     with pytest.raises(AdapterNotFinite, match=r"experts\.2\.up_proj\.lora_B in layer 1 .* at \[5, 1\]"):

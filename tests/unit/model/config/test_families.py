@@ -60,7 +60,7 @@ REFUSED = {
     "NemotronHForCausalLM",
     "Qwen3VLMoeForConditionalGeneration",
 }
-"""Those that transformers' code doesn't serve either."""
+"""Classes that transformers' code doesn't serve either."""
 
 
 def default_config(name: str) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_mixer_keeps_own_linears(name: str, tmp_path: Path) -> None:
         assert mixer._modules == before[path]
 
 
-def test_adapted_hybrid_continues_its_own_state(tmp_path: Path) -> None:
+def test_adapted_hybrid_continues_from_state(tmp_path: Path) -> None:
     model = save("Qwen3_5ForCausalLM", tmp_path / "base", tie_word_embeddings=False)
     base = load(tmp_path / "base")
     adapted = adapt(model, base, tmp_path, 0, r=3, lora_alpha=6)

@@ -20,8 +20,6 @@ from adapters_store import LocalStore
 from loraserve.adapters.compiler import compile_adapter
 from loraserve.adapters.format.peft_format import read_adapter
 from loraserve.errors import AdapterRejected, AdapterUnservable, ConfigError, MissingTensor, UnexpectedTensor
-from loraserve.memory.devices.cpu import CpuDevice
-from loraserve.memory.loading.load import load_adapter
 from loraserve.model.inputs import PooledRows
 from loraserve.model.modelling.modelled_base import ModelledBase
 from loraserve.model.reference_model import evaluate
@@ -31,7 +29,7 @@ from loraserve_kernels.cpu.lora.layout import PackedAdapter
 
 from ..conftest import PagedRun, edit_json, random_tokens, reference_logits
 from ..conftest import load as load_native
-from ..test_adapter_kinds import publish
+from ..test_adapter_kinds import load_packed
 from .families import BOTH, HYBRIDS, OTHERS, load, save
 
 # PEFT remarks on tied embeddings and on what it saves of them
@@ -115,11 +113,7 @@ def adapt(model: Any, base: ModelledBase, root: Path, seed: int, **options: Any)
 
 
 def loaded(base: ModelledBase, root: Path, seed: int) -> PackedAdapter:
-    store = LocalStore(root / "store")
-    ref = publish(root / f"adapter-{seed}", store)
-    handle = load_adapter(store, ref, base.spec, CpuDevice(base.spec, 1 << 30), base).host
-    assert isinstance(handle, PackedAdapter)
-    return handle
+    return load_packed(base, root / f"adapter-{seed}", LocalStore(root / "store"))
 
 
 ADAPTED = ["CohereForCausalLM", "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "PhiForCausalLM"]

@@ -4,8 +4,7 @@ import { number, percent, seconds } from "./format.js";
 import { html } from "./html.js";
 import { Chip, Failure, Loading, useLoaded } from "./ui.js";
 
-const TRAFFIC_EVERY_MS = 5000;
-const HOURS_EVERY_MS = 15_000;
+const EVERY_MS = 5000;
 const MINUTES = 60;
 // A difference below these isn't marked: a percentile is up to 25 % too long, and few requests say little.
 const WORSE_BY = 1.3;
@@ -72,7 +71,7 @@ export function useTraffic(root, aliases) {
   return useLoaded(
     async () => (isWanted ? api.get(`${root}/traffic?minutes=${MINUTES}`) : null),
     [root, isWanted],
-    isWanted ? TRAFFIC_EVERY_MS : 0,
+    isWanted ? EVERY_MS : 0,
   );
 }
 
@@ -81,7 +80,7 @@ export function Compare({ alias, versions, root, loaded }) {
   const loadedHours = useLoaded(
     async () => (alias.shadow ? (await all(`${root}/aliases/${path(alias.name)}/shadow`, { most: 50 })).items : []),
     [root, alias.name, alias.shadow?.version],
-    alias.shadow ? HOURS_EVERY_MS : 0,
+    alias.shadow ? EVERY_MS : 0,
   );
   const error = loaded.error ?? loadedHours.error;
   if (!loaded.value) return error ? html`<${Failure} error=${error} />` : html`<${Loading} what="the comparison" />`;
