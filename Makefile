@@ -23,6 +23,7 @@ help:
 	@echo "make screenshots      the console's pictures in docs/images, from a server of its own"
 	@echo "make terminal         the command line's pictures in docs/images, from real sessions with a server of its own"
 	@echo "make check            formatting, lint, generated code, types, import directions, migrations"
+	@echo "make lock             lock.txt anew: the newest versions that pyproject.toml allows"
 	@echo "make sdk              generate the blocking client (loraserve/sdk/_sync) from the async one"
 	@echo "make bench            our server and PEFT on the same work (ARGS='--size S --quick')"
 	@echo "make bench ARGS=PART  thousands of adapters, tenants, schemas: registered, churn, trace, metering, fairness, long_prompt, structured, swaps, speculation, token_costs or cluster_tokens (ARGS='registered --quick')"
@@ -33,23 +34,25 @@ help:
 	@echo "make gpu              checks and benchmarks of the GPU's kernels, under ten minutes (ARGS=--tiny: a dry run without a GPU)"
 
 # pip alone understands where this project's torch comes from; constraints.txt pins it, so that nothing pulls another.
+# lock.txt pins the rest to what the tests ran with; `make lock` writes it anew from the newest.
+LOCKED := -c constraints.txt -c lock.txt
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e .
 	@touch $@
-$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[dev]"
 	@touch $@ $(VENV)/.installed
-$(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+$(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[docs]"
 	@touch $@ $(VENV)/.installed
-$(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+$(VENV)/.installed-bench: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[dev,bench]"
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
-$(VENV)/.installed-ray: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+$(VENV)/.installed-ray: $(VENV)/bin/python pyproject.toml hatch_build.py constraints.txt lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[dev,ray]"
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 demo: $(VENV)/.installed
@@ -100,7 +103,7 @@ ray: $(VENV)/.installed-ray
 
 # The console in a real browser: Debian's Chromium, Playwright, and axe in a folder of its own.
 $(VENV)/.installed-browser: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(LOCKED) -e ".[dev,browser]"
 	@touch $(VENV)/.installed-dev $(VENV)/.installed $@
 .browser/.installed: tests/browser/package.json tests/browser/package-lock.json
 	@mkdir -p $(@D)
@@ -131,6 +134,14 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -P -m loraserve.db.check
+
+# The newest of everything that pyproject.toml allows, in an environment of its own.
+.PHONY: lock
+lock:
+	rm -rf .lock && $(PYTHON) -m venv .lock
+	.lock/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench,ray,browser]"
+	{ sed -n '/^#/p' lock.txt; .lock/bin/python -m pip freeze --exclude-editable | grep -Ev '^(torch|nvidia-)'; } > .lock/lock.txt
+	mv .lock/lock.txt lock.txt && rm -rf .lock
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

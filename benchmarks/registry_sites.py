@@ -58,9 +58,9 @@ class Server:
         """Return the file that says what was written; None if the server goes after the run."""
         return Path(self.folder) / f"filled-{num_versions}.pickle" if self.is_kept and self.folder else None
 
-    async def create(self, name: str) -> str:
-        """Create a database without tables, and return its URL."""
-        await execute(self.url, f"CREATE DATABASE {name}")
+    async def create(self, name: str, template: str | None = None) -> str:
+        """Create a database without tables, or a copy of an unused one; return its URL."""
+        await execute(self.url, f"CREATE DATABASE {name}" + (f" TEMPLATE {template}" if template else ""))
         self.databases.append(name)
         return make_url(self.url).set(database=name).render_as_string(hide_password=False)
 

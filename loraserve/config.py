@@ -24,10 +24,6 @@ parts of a tile's rows times 16 ranks.
 """
 
 
-UNBOUNDED_S = 86_400.0
-"""Stands for no bound: JSON, which the engine's process reads, has no infinity."""
-
-
 class EngineConfig(Struct, frozen=True):
     """Everything the engine needs, checked by `loraserve.settings`.
 

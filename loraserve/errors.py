@@ -491,6 +491,14 @@ class UnexpectedAnswer(ClientError):
     code = "unexpected_answer"
 
 
+def timeout_error(timeout_s: float) -> DeadlineExceeded:
+    """Return the error of a request that timed out before its first token."""
+    return DeadlineExceeded(
+        f"The request got no token within its timeout of {timeout_s:g} s.",
+        hint="Try again later, or set a longer timeout.",
+    )
+
+
 def error_from_code(code: str, message: str) -> LoraserveError:
     """Return an error of the class that has this code; unknown codes give the root.
 

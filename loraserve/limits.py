@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+UNBOUNDED_S = 86_400.0
+"""Stands for no bound: JSON, which the engine's process reads, has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from loraserve.config import UNBOUNDED_S, EngineConfig
+from loraserve.config import EngineConfig
 from loraserve.errors import ConfigError
 from loraserve.hub import HubAddress, is_hub
 from loraserve.limits import (
@@ -38,6 +38,7 @@ from loraserve.limits import (
     DEFAULT_RESULT_CACHE_BYTES,
     GIB,
     LIMITS,
+    UNBOUNDED_S,
 )
 from loraserve.template_variables import check_variables, parse_variables
 

@@ -18,6 +18,9 @@ RequestId = NewType("RequestId", str)
 TenantId = NewType("TenantId", str)
 """The tenant's immutable id (not its name)."""
 
+TIMEOUT = "timeout"
+"""Stop reason of an answer that its request's timeout cut short."""
+
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every value: frozen, keyword-only."""
@@ -514,6 +517,17 @@ class Tier(StrEnum):
     HOST = "host"
     DISK = "disk"
     LOADING = "loading"
+
+
+class Residency(StrEnum):
+    """Whether a request's adapter is on the device (`Pager.request`)."""
+
+    RESIDENT = "resident"
+    LOADING = "loading"
+    WAITING_FOR_SPACE = "waiting_for_space"
+    """Loaded, or known in size; everything on the device is in use."""
+    FAILED = "failed"
+    """`Pager.error` says why."""
 
 
 class AdapterResidency(Struct, frozen=True):

@@ -135,6 +135,18 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 
 @pytest.fixture
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache of the test's own, with the kernels that the machine has compiled already."""
+    kernels = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraserve" / "kernels"
+    kernels.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home = tmp_path / "cache"
+    (home / "loraserve").mkdir(parents=True)
+    (home / "loraserve" / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
+
+
+@pytest.fixture
 def small_base() -> BaseSpec:
     """A base of two layers with nothing but q_proj [8, 8] and v_proj [4, 8]."""
     return BaseSpec(

@@ -5,6 +5,8 @@ one class per name, SQL in known places.
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -162,3 +164,12 @@ def test_sql_is_in_known_modules() -> None:
     found = {name for name in modules() if any(imported.split(".")[0] == "sqlalchemy" for imported in imports(name))}
     assert not found - known, f"ask a module that has SQL, or add to SQL with a reason: {found - known}"
     assert not known - found, f"remove from SQL: {known - found}"
+
+
+def test_scheduling_loads_thirty_modules_and_no_model() -> None:
+    code = "import sys, loraserve.engine.scheduling.scheduler; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    ours = [name for name in loaded if name.partition(".")[0] in SOURCES]
+    assert len(ours) <= 30, ours
+    assert not {"torch", "numpy"} & set(loaded)

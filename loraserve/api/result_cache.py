@@ -15,10 +15,9 @@ from cachetools import TLRUCache
 from loraserve.db.names import name_key
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
-from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.limits import LIMITS, Limits
 from loraserve.registry.composition import versions_of
-from loraserve.types import AdapterRef, Digest, FinishReason, RequestId, Struct, TenantId, TokenLogprobs
+from loraserve.types import TIMEOUT, AdapterRef, Digest, FinishReason, RequestId, Struct, TenantId, TokenLogprobs
 
 HEADER = "x-loraserve-cache"
 HIT, MISS, OFF = "hit", "miss", "off"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from loraserve.engine.grammar.constraint import Constraint
 from loraserve.engine.greedy import takes_likeliest
-from loraserve.engine.pooler import Pooler
-from loraserve.engine.probe import Probe
-from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 from loraserve.types import AdapterRef, FinishReason, RequestId, SamplingParams, TenantId, TokenLogprobs
+
+if TYPE_CHECKING:
+    from loraserve.engine.grammar.constraint import Constraint
+    from loraserve.engine.pooler import Pooler
+    from loraserve.engine.probe import Probe
+    from loraserve.memory.kv.prefix_cache import Activation, PrefixKey
 
 VersionName = tuple[TenantId, str, int]
 """A version's owner, its name and its number."""

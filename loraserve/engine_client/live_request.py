@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 from loraserve.engine_client.messages import AddRequest, GenerateRequest
 from loraserve.engine_client.output import merge
-from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
-from loraserve.errors import LoraserveError, error_from_code
-from loraserve.types import FinishReason, TokenOutput
+from loraserve.errors import LoraserveError, error_from_code, timeout_error
+from loraserve.types import TIMEOUT, FinishReason, TokenOutput
 
 _NUM_STEPS_IN_FLIGHT = 2
 """Outputs after which a step of the present engine certainly went well.

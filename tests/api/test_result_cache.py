@@ -11,9 +11,8 @@ from stopped_clock import StoppedClock
 from loraserve.api.result_cache import HIT, MISS, OFF, CacheUse, ResultCache
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.engine_client.output import Chunk
-from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.limits import LIMITS
-from loraserve.types import AdapterPart, AdapterRef, Digest, FinishReason, RequestId, SamplingParams, TenantId
+from loraserve.types import TIMEOUT, AdapterPart, AdapterRef, Digest, FinishReason, RequestId, SamplingParams, TenantId
 
 KIB = 1 << 10
 BASE = Digest("b" * 64)

@@ -7,10 +7,12 @@ the statements as if it had a million.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import make_url
 
 from benchmarks.million import PLOTTED, PLOTTED_PASSES, text
 from benchmarks.registry_sites import Server, Site, execute, make_site, measure
@@ -20,14 +22,22 @@ pytestmark = pytest.mark.postgres
 NUM_VERSIONS, NUM_TENANTS = 3000, 100
 
 
-async def make_filled(url: str, folder: Path) -> tuple[Server, Site]:
-    server = Server(url)
-    return server, await make_site(server, NUM_VERSIONS, folder, NUM_TENANTS)
-
-
-async def drop(server: Server) -> None:
+@pytest.fixture(scope="module")
+def filled(
+    make_postgres_url: Callable[[], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Site]]:
+    """A server with a filled registry, which tests copy."""
+    server = Server(make_postgres_url())
+    yield server, asyncio.run(make_site(server, NUM_VERSIONS, tmp_path_factory.mktemp("million"), NUM_TENANTS))
     for name in server.databases:
-        await execute(server.url, f"DROP DATABASE {name} WITH (FORCE)")
+        asyncio.run(execute(server.url, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+@pytest.fixture
+async def site(filled: tuple[Server, Site]) -> Site:
+    server, template = filled
+    url = make_url(await server.create(f"million_{uuid.uuid4().hex}", template=make_url(template.url).database))
+    return Site(url.render_as_string(hide_password=False), template.num_versions, template.filled, template.fill_s)
 
 
 def faults(site: Site) -> list[str]:
@@ -35,13 +45,9 @@ def faults(site: Site) -> list[str]:
 
 
 async def test_no_request_and_no_collector_reads_a_table_whole(
-    make_postgres_url: Callable[[], str], tmp_path: Path
+    filled: tuple[Server, Site], site: Site, tmp_path: Path
 ) -> None:
-    server, site = await make_filled(await asyncio.to_thread(make_postgres_url), tmp_path)
-    try:
-        await measure(server, [site], tmp_path, num_rounds=1, num_binds=40)
-    finally:
-        await drop(server)
+    await measure(filled[0], [site], tmp_path, num_rounds=1, num_binds=40)
     assert faults(site) == []
     assert len(site.calls) > 20
     assert all(timed.plans for timed in site.calls.values())
@@ -64,13 +70,9 @@ async def test_no_request_and_no_collector_reads_a_table_whole(
     ],
 )
 async def test_missing_index_is_found(
-    make_postgres_url: Callable[[], str], tmp_path: Path, index: str, fault: str | None
+    filled: tuple[Server, Site], site: Site, tmp_path: Path, index: str, fault: str | None
 ) -> None:
-    server, site = await make_filled(await asyncio.to_thread(make_postgres_url), tmp_path)
-    try:
-        await execute(site.url, f"DROP INDEX {index}")
-        await measure(server, [site], tmp_path, num_rounds=1, num_binds=10)
-    finally:
-        await drop(server)
+    await execute(site.url, f"DROP INDEX {index}")
+    await measure(filled[0], [site], tmp_path, num_rounds=1, num_binds=10)
     found = faults(site)
     assert found == [] if fault is None else any(one.startswith(fault) for one in found)

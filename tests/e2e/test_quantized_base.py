@@ -24,12 +24,11 @@ FLOAT = ("--activation-dtype", "float")
 """PEFT rounds no activations."""
 
 
-def test_adapters_answer_on_gguf_base_as_peft(tmp_path: Path) -> None:
+def test_adapters_answer_on_gguf_base_as_peft(tmp_path: Path, cache_home: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
     file = write_gguf(model, tmp_path / "toy.Q4_1.gguf", "Q4_1")
     dequantized(model, "Q4_1").save_pretrained(tmp_path / "float")
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    server = ServerProcess(tmp_path / "data", model=file, flags=FLOAT, variables=cache)
+    server = ServerProcess(tmp_path / "data", model=file, flags=FLOAT, variables={"XDG_CACHE_HOME": str(cache_home)})
     server.start()
     try:
         assert server.admin().base().id == "toy.Q4_1"

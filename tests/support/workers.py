@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import os
 from collections.abc import Generator, Sequence
+from zlib import crc32
 
 import pytest
 
@@ -42,14 +43,15 @@ def _part(text: str) -> tuple[int, int]:
 def part_of(names: Sequence[str], number: int, count: int) -> set[str]:
     """Return the cases of a part: of each test's, by the name without parameters, every `count`-th.
 
-    Each test has a case in each part, so that one with few cases has some in several.
+    Tests begin at different parts, so that those with a single case are divided among them too.
     """
     tests: dict[str, list[str]] = {}
     for name in names:
         tests.setdefault(name.partition("[")[0], []).append(name)
     chosen = set()
-    for cases in tests.values():
-        chosen.update(cases[number - 1 :: count] or [cases[(number - 1) % len(cases)]])
+    for test, cases in tests.items():
+        first = (number - 1 + crc32(test.encode())) % count
+        chosen.update(cases[first::count])
     return chosen
 
 

@@ -21,7 +21,6 @@ from loraserve.api.inference.target import TargetSelector
 from loraserve.api.result_cache import HIT, CacheUse
 from loraserve.api.services import Services
 from loraserve.api.shadow import ShadowCopy
-from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.errors import (
     AdapterNumerics,
     AdapterRejected,
@@ -33,7 +32,7 @@ from loraserve.errors import (
     LoraserveError,
 )
 from loraserve.registry.composition import label
-from loraserve.types import AdapterRef, FinishReason, RequestId
+from loraserve.types import TIMEOUT, AdapterRef, FinishReason, RequestId
 
 if TYPE_CHECKING:
     from loraserve.api.http.connection import PieceWriter

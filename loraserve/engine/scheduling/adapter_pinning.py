@@ -11,9 +11,8 @@ from loraserve.engine.scheduling.results import adapter_overdue_error
 from loraserve.engine.scheduling.step import Step
 from loraserve.engine.scheduling.waits import AdapterSource, AdapterWaits
 from loraserve.errors import LoraserveError
-from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Timings
-from loraserve.types import AdapterRef, Tier
+from loraserve.types import AdapterRef, Residency, Tier
 
 
 class AdapterPinning:

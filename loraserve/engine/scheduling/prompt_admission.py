@@ -6,6 +6,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduling.adapter_pinning import AdapterPinning
@@ -14,7 +15,9 @@ from loraserve.engine.scheduling.preemption import Preemption
 from loraserve.engine.scheduling.queue import SchedulingPass, WaitingQueue
 from loraserve.engine.scheduling.quota import ResourceQuota
 from loraserve.engine.scheduling.step import Step
-from loraserve.memory.kv.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from loraserve.memory.kv.block_pool import BlockPool
 
 _ORDER = attrgetter("order")
 

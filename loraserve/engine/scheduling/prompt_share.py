@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraserve.config import UNBOUNDED_S
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.step_costs import MAX_ROWS, StepCosts
+from loraserve.limits import UNBOUNDED_S
 
 AUTO_FACTOR = 4.0
 """Times that a step with prompts may take what its streams' rows alone do."""

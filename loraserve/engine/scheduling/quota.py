@@ -5,12 +5,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.fair_queue import FairQueue, TenantFlow
-from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.kv.prefix_cache import BlockId
+
+if TYPE_CHECKING:
+    from loraserve.memory.kv.block_pool import BlockPool
 
 
 class ResourceQuota:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loraserve.engine.pooler import Pooler
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.errors import AdapterNotReady, AdapterNumerics, EngineError, InvariantViolation, LoraserveError
-from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.kv.prefix_cache import BlockId
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import FinishReason, TokenOutput
+from loraserve.types import FinishReason, Residency, TokenOutput
+
+if TYPE_CHECKING:
+    from loraserve.engine.pooler import Pooler
+    from loraserve.memory.kv.block_pool import BlockPool
 
 
 class ResultProcessor:

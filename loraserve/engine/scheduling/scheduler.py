@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from loraserve.engine.request import Request, RequestStatus
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
@@ -34,18 +35,28 @@ from loraserve.engine.scheduling.quota import ResourceQuota
 from loraserve.engine.scheduling.results import ResultProcessor, failed_output, numerics_error
 from loraserve.engine.scheduling.step import ProbeBudget, Step
 from loraserve.engine.scheduling.waits import AdapterPrefetch, AdapterSource, AdapterWaits, RequestDeadlines
-from loraserve.engine.speculation.speculation import Speculation
-from loraserve.engine_client.timeouts import TIMEOUT, timeout_error
-from loraserve.errors import InvariantViolation, LoraserveError
+from loraserve.errors import InvariantViolation, LoraserveError, timeout_error
 from loraserve.limits import LIMITS
-from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.timings import Timings
-from loraserve.types import Digest, FinishReason, RequestId, TokenOutput
+from loraserve.types import TIMEOUT, Digest, FinishReason, RequestId, TokenOutput
+
+if TYPE_CHECKING:
+    from loraserve.engine.speculation.proposal import Proposal
+    from loraserve.memory.kv.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
 
 MAX_CREDIT_STEPS = 4
 """Cap, in full prefill steps, on the credit of a tenant that comes back with nothing waiting."""
+
+
+class Proposer(Protocol):
+    """Calls that the scheduler makes to speculation: what is proposed, and what came of it."""
+
+    def propose(self, scheduled: Sequence[ScheduledRequest], budget: int) -> list[Proposal]: ...
+    def note_made(self, proposal: Proposal) -> None: ...
+    def note_result(self, entry: ScheduledRequest, num_accepted: int) -> None: ...
+    def end(self, request: Request) -> None: ...
 
 
 class Scheduler:
@@ -63,7 +74,7 @@ class Scheduler:
         adapter_deadline_s: float = LIMITS.adapter_load_deadline_s,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[Request], None] = lambda request: None,
-        speculation: Speculation | None = None,
+        speculation: Proposer | None = None,
         has_recurrent_state: bool = False,
     ) -> None:
         """Begin without requests.
@@ -298,7 +309,7 @@ class Scheduler:
                 step.add(request, 1)
         return prefilling
 
-    def _schedule_proposals(self, step: Step, speculation: Speculation) -> None:
+    def _schedule_proposals(self, step: Step, speculation: Proposer) -> None:
         """Add proposed tokens to the step, without taking a block that other requests may need."""
         for proposal in speculation.propose(step.scheduled, step.budget):
             request, token_ids = proposal.request, proposal.token_ids

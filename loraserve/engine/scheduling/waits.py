@@ -6,16 +6,17 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from loraserve.engine.request import AdapterPin, Request, RequestStatus
 from loraserve.engine.scheduling.fair_queue import PROMPT_COST
 from loraserve.engine.scheduling.queue import WaitingQueue
 from loraserve.errors import LoraserveError
-from loraserve.memory.eviction import CostEstimate
-from loraserve.memory.loading.adapter_metadata import AdapterMetadata
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import AdapterRef, Digest, RequestId
+from loraserve.types import AdapterRef, Digest, RequestId, Residency
+
+if TYPE_CHECKING:
+    from loraserve.memory.eviction import CostEstimate
+    from loraserve.memory.loading.adapter_metadata import AdapterMetadata
 
 PREFETCH_DEPTH = 16
 """Number of requests, of those that run next, that have their adapters read ahead."""

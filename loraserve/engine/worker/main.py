@@ -207,7 +207,7 @@ class Worker:
     def _answer_warmed(self) -> None:
         if not self._warming:
             return
-        from loraserve.memory.residency.pager import Residency
+        from loraserve.types import Residency
 
         for call_id, ref in list(self._warming.items()):
             match self._engine.pager.request(ref):

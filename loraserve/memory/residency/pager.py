@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from enum import StrEnum
 
 from adapters_store import BlobStore
 from loraserve.adapters.load_memory import Reservation
@@ -41,18 +40,7 @@ from loraserve.memory.residency.prefetcher import Prefetcher
 from loraserve.memory.residency.resident_adapter import AdapterState, EvictedAdapter
 from loraserve.memory.residency.snapshot import adapter_usage, memory_usage, residency_rows
 from loraserve.memory.timings import Stopwatch, timed
-from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Tier
-
-
-class Residency(StrEnum):
-    """What `Pager.request` answers."""
-
-    RESIDENT = "resident"
-    LOADING = "loading"
-    WAITING_FOR_SPACE = "waiting_for_space"
-    """Loaded, or known in size; everything on the device is in use."""
-    FAILED = "failed"
-    """`Pager.error` says why."""
+from loraserve.types import AdapterRef, AdapterResidency, BaseSpec, Digest, Histogram, Residency, Tier
 
 
 class Pager:

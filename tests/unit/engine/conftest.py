@@ -33,8 +33,7 @@ from loraserve.memory.kv.block_pool import BlockPool
 from loraserve.memory.kv.prefix_cache import prefix_root
 from loraserve.memory.loading.adapter_metadata import AdapterMetadata
 from loraserve.memory.residency.loader import LoaderPool
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import AdapterRef, Digest, RequestId, SamplingParams, TenantId, TokenOutput
+from loraserve.types import AdapterRef, Digest, RequestId, Residency, SamplingParams, TenantId, TokenOutput
 
 ADAPTERS = {
     "r1": {"r": 1, "lora_alpha": 4, "target_modules": ["q_proj"]},

@@ -25,13 +25,13 @@ from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest, StepResult
 from loraserve.engine.speculation.speculation import Speculation
 from loraserve.engine_client.messages import AddRequest
-from loraserve.memory.residency.pager import Residency
 from loraserve.memory.timings import Stopwatch
 from loraserve.types import (
     BaseSpec,
     Digest,
     PoolingParams,
     RequestId,
+    Residency,
     SamplingParams,
     TenantId,
     Tier,

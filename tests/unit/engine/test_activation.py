@@ -13,8 +13,7 @@ from loraserve.engine.execution.batch import build_batch
 from loraserve.engine.scheduled import StepResult
 from loraserve.errors import EngineError
 from loraserve.memory.kv.prefix_cache import Activation
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import Digest
+from loraserve.types import Digest, Residency
 
 from .conftest import Harness, make_ref, make_request
 from .simulated import Received, Simulation, digest_of, last_start, next_token

@@ -17,8 +17,7 @@ from loraserve.engine.engine import Engine
 from loraserve.engine.worker.main import Wakeup, Worker
 from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import FinishReason, RequestId, SamplingParams, TenantId, TokenOutput
+from loraserve.types import FinishReason, RequestId, Residency, SamplingParams, TenantId, TokenOutput
 
 from .conftest import ADAPTERS, World
 

@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 from loraserve.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
 from loraserve.engine.execution.runner import DeviceLost
 from loraserve.engine.worker.startup import build_engine
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import TokenOutput
+from loraserve.types import Residency, TokenOutput
 
 from .conftest import ADAPTERS, World
 from .test_engine import add, prompts, run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loraserve.memory.arena import Owner
-from loraserve.memory.residency.pager import Residency
+from loraserve.types import Residency
 
 from .conftest import Harness, as_probe, make_ref, make_request
 from .simulated import Simulation

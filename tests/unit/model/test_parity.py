@@ -224,11 +224,11 @@ def test_any_adapters_in_one_batch_equal_peft(seed: int, tmp_path: Path) -> None
         assert difference < TOLERANCE or difference < 3 * own_error(row), f"seed {seed}: {row.what}: {difference:.3g}"
 
 
+@pytest.mark.usefixtures("cache_home")
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 5 else pytest.mark.campaign) for seed in range(60)]
 )
-def test_adapters_on_stored_weights_equal_peft(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_adapters_on_stored_weights_equal_peft(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(seed, tmp_path, is_quantized=True)
     rows = drawn.rows()
     for row, difference in zip(rows, differences(drawn, rows), strict=True):

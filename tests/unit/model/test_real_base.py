@@ -65,10 +65,8 @@ def test_words_of_codes_equal_the_weights_they_mean(
             assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
-def test_gguf_keeps_stored_weights(
-    base: Path, windows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache_home")
+def test_gguf_keeps_stored_weights(base: Path, windows: list[list[int]], tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     file = write_gguf(model, tmp_path / "base.gguf", "Q4_1")
     folder, meant = local_model_dir(file), dequantized(model, "Q4_1")

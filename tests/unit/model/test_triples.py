@@ -224,9 +224,9 @@ def _logits(base: Any, tokens: list[int], adapter: PackedAdapter | None) -> Tens
     return torch.cat(parts)
 
 
+@pytest.mark.usefixtures("cache_home")
 @pytest.mark.parametrize("triple", default_and_campaign(TRIPLES, default=TRIPLES[:10]), ids=str)
-def test_triple_equals_peft_or_is_refused(triple: Triple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_triple_equals_peft_or_is_refused(triple: Triple, tmp_path: Path) -> None:
     rng, directory = random.Random(triple.seed), tmp_path / "base"
     directory.mkdir()
     is_native = triple.family in FAMILIES

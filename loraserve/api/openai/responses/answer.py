@@ -10,9 +10,8 @@ from loraserve.api.http.json_body import dump_json
 from loraserve.api.inference.chat.turn import ChatTurn
 from loraserve.api.openai.responses.body import ResponseBody
 from loraserve.api.openai.responses.output import ResponseOutput
-from loraserve.engine_client.timeouts import TIMEOUT
 from loraserve.errors import LoraserveError
-from loraserve.types import FinishReason
+from loraserve.types import TIMEOUT, FinishReason
 
 _FAILURES = frozenset({"rate_limit_exceeded"})
 """Codes that OpenAI's types of a failed response have; all others are the server's errors."""

@@ -9,7 +9,7 @@ import random
 
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
-from loraserve.memory.residency.pager import Residency
+from loraserve.types import Residency
 
 from ..conftest import Harness, make_request
 

@@ -17,8 +17,7 @@ from loraserve.engine.scheduling.fair_queue import OUTPUT_COST, PROMPT_COST
 from loraserve.engine.scheduling.preemption import MAX_FAIR_PREEMPTIONS
 from loraserve.engine.scheduling.prompt_admission import MAX_DEFICIT_STEPS, OVER_SHARE_DIVISOR
 from loraserve.engine.scheduling.scheduler import MAX_CREDIT_STEPS
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import FinishReason, TenantId
+from loraserve.types import FinishReason, Residency, TenantId
 
 from ..conftest import Harness, as_probe, make_ref, make_request
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loraserve.config import UNBOUNDED_S, EngineConfig
+from loraserve.config import EngineConfig
 from loraserve.engine.request import Request
 from loraserve.engine.scheduled import ScheduledRequest
 from loraserve.engine.scheduling.prompt_share import AUTO_FLOOR_S, MIN_TOKENS, PromptShare
+from loraserve.limits import UNBOUNDED_S
 from loraserve.settings import Settings
 
 from ..conftest import Harness, make_request

@@ -4,8 +4,7 @@ import pytest
 
 from loraserve.engine.request import RequestStatus
 from loraserve.engine.scheduling.step import MIN_PROBE_ROWS, PROBE_PATIENCE
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import FinishReason
+from loraserve.types import FinishReason, Residency
 
 from ..conftest import EOS, Harness, as_probe, make_ref, make_request
 

@@ -15,8 +15,7 @@ from loraserve.engine.scheduling.waits import PREFETCH_DEPTH
 from loraserve.errors import AdapterNotReady, error_from_code
 from loraserve.limits import LIMITS
 from loraserve.memory.residency.load_queue import STALE_AFTER_S
-from loraserve.memory.residency.pager import Residency
-from loraserve.types import FinishReason, TokenOutput
+from loraserve.types import FinishReason, Residency, TokenOutput
 
 from ..conftest import Harness, make_ref, make_request
 

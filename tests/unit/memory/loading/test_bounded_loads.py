@@ -23,8 +23,8 @@ from loraserve.memory.loading.bounded_loads import BoundedLoads
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.residency.device_cache import DeviceCache
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import AdapterRef, BaseSpec, Digest, TenantId
+from loraserve.memory.residency.pager import Pager
+from loraserve.types import AdapterRef, BaseSpec, Digest, Residency, TenantId
 
 SIZE = 512
 

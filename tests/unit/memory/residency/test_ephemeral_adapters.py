@@ -13,8 +13,8 @@ import torch
 from adapters_store import LocalStore, MemoryBlob
 from loraserve import faults
 from loraserve.errors import AdapterCorrupt, AdapterUnavailable
-from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import AdapterPart, AdapterRef, TenantId
+from loraserve.memory.residency.pager import Pager
+from loraserve.types import AdapterPart, AdapterRef, Residency, TenantId
 
 MakePager = Callable[..., Pager]
 

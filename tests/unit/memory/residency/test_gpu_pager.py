@@ -32,8 +32,8 @@ from loraserve.memory.devices.gpu import GpuDevice
 from loraserve.memory.residency.device_cache import DeviceCache, Pin
 from loraserve.memory.residency.host_cache import HostCache
 from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S, STALE_AFTER_S
-from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import AdapterRef, Digest, Tier
+from loraserve.memory.residency.pager import Pager
+from loraserve.types import AdapterRef, Digest, Residency, Tier
 from loraserve_kernels.gpu.paged.layout import FIRST_SLICE, FIRST_TILE
 from loraserve_kernels.gpu.paged.pool import PagedPool
 

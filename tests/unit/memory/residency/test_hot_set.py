@@ -11,9 +11,9 @@ from adapters_store import LocalStore
 from loraserve.memory.eviction import USE_DECAY_S, Popularity
 from loraserve.memory.residency.device_cache import Pin
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.pager import Pager, Residency
+from loraserve.memory.residency.pager import Pager
 from loraserve.memory.residency.prefetcher import LOOK_EVERY_S, MAX_REFS, HotSet
-from loraserve.types import AdapterRef, Digest, Tier
+from loraserve.types import AdapterRef, Digest, Residency, Tier
 
 MakePager = Callable[..., Pager]
 

@@ -13,9 +13,9 @@ from adapters_store import LocalStore
 from loraserve.memory.arena import Arena, Owner
 from loraserve.memory.loading.precision import Precision
 from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S
-from loraserve.memory.residency.pager import Pager, Residency
+from loraserve.memory.residency.pager import Pager
 from loraserve.memory.residency.snapshot import memory_usage
-from loraserve.types import Tier
+from loraserve.types import Residency, Tier
 
 MakePager = Callable[..., Pager]
 

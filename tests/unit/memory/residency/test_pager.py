@@ -19,8 +19,8 @@ from loraserve.errors import AdapterCorrupt, AdapterTooLarge, AdapterUnavailable
 from loraserve.memory.loading.precision import Precision
 from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S, STALE_AFTER_S
 from loraserve.memory.residency.loader import MAX_RETRY_S, RETRY_S
-from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import Tier
+from loraserve.memory.residency.pager import Pager
+from loraserve.types import Residency, Tier
 
 MakePager = Callable[..., Pager]
 

@@ -27,8 +27,8 @@ from loraserve import faults
 from loraserve.memory.devices.cpu import CpuDevice
 from loraserve.memory.residency.device_cache import DeviceCache, Pin
 from loraserve.memory.residency.host_cache import HostCache
-from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import AdapterRef
+from loraserve.memory.residency.pager import Pager
+from loraserve.types import AdapterRef, Residency
 
 RANKS = (1, 2, 3, 4, 6, 12)
 DEVICE_RANKS = 8

@@ -10,8 +10,8 @@ import pytest
 
 from adapters_store import LocalStore
 from loraserve import faults
-from loraserve.memory.residency.pager import Pager, Residency
-from loraserve.types import Tier
+from loraserve.memory.residency.pager import Pager
+from loraserve.types import Residency, Tier
 
 MakePager = Callable[..., Pager]
 

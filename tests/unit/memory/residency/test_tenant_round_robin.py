@@ -19,9 +19,9 @@ from loraserve import faults
 from loraserve.memory.loading.adapter_metadata import LoadedAdapter
 from loraserve.memory.loading.load import load_adapter
 from loraserve.memory.residency.load_queue import HEAD_OF_LINE_GRACE_S
-from loraserve.memory.residency.pager import Pager, Residency
+from loraserve.memory.residency.pager import Pager
 from loraserve.memory.residency.tenant_round_robin import TenantRoundRobin
-from loraserve.types import AdapterRef, TenantId
+from loraserve.types import AdapterRef, Residency, TenantId
 
 MakePager = Callable[..., Pager]
 TENANTS = tuple(TenantId(name) for name in "abcd")

@@ -28,6 +28,8 @@ from ..conftest import PagedRun, build_model, load, random_tokens, reference_log
 from ..parallel.test_architectures import logits
 from .test_gguf_blocks import random_rows
 
+pytestmark = pytest.mark.usefixtures("cache_home")
+
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2, "vocab_size": 301}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -74,11 +76,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "phi3": {"sliding_window": None, "pad_token_id": 0, "head_dim": None, "num_attention_heads": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def built(kind: str, **more: Any) -> Any:
