@@ -180,9 +180,14 @@ def million(name: str) -> str:
 
 def charts() -> dict[str, str]:
     """Return the text of each chart by its file's name."""
-    makers = {"peers": peers, "registered": registered, "speculation": speculation}
-    drawn = {f"{kind}.svg": make(newest(f"{kind}-S")) for kind, make in makers.items()}
-    return {**drawn, "placement.svg": placement(newest("placement")), "million.svg": million(newest("million"))}
+    return {
+        "million.svg": million(newest("million")),
+        "peers.svg": peers(newest("peers-real")),
+        "peers-random.svg": peers(newest("peers-S")),
+        "placement.svg": placement(newest("placement")),
+        "registered.svg": registered(newest("registered-S")),
+        "speculation.svg": speculation(newest("speculation-S")),
+    }
 
 
 def main() -> int:
