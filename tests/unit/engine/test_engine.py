@@ -53,10 +53,11 @@ def add(engine: Engine, world: World, prompt: list[int], adapter: str | None = N
 
 
 def run(engine: Engine, outputs: list[TokenOutput] | None = None) -> dict[RequestId, list[int]]:
-    deadline = time.monotonic() + 60
+    # processor time: a busy machine is no hang
+    deadline = time.process_time() + 60
     tokens: dict[RequestId, list[int]] = {}
     while engine.has_requests:
-        assert time.monotonic() < deadline
+        assert time.process_time() < deadline, f"{engine.stats().num_running} requests still run"
         for output in engine.step():
             assert output.finish_reason is not FinishReason.ERROR, output
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
