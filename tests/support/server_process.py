@@ -112,14 +112,17 @@ class ServerProcess:
         with self.client() as client:
             while time.monotonic() < deadline:
                 assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.tail()}"
-                try:
+                with contextlib.suppress(httpx2.TransportError):
                     if client.get(f"{self.url}/readyz").status_code == 200:
                         return self
-                except httpx2.TransportError:
-                    pass
                 # each look takes some milliseconds that the start could use
                 time.sleep(0.1)
         raise AssertionError(f"the server wasn't ready in {START_S:.0f} s:\n{self.tail()}")
+
+    def is_ready(self) -> bool:
+        """Return whether it takes requests now."""
+        with self.client() as client:
+            return client.get(f"{self.url}/readyz").status_code == 200
 
     def client(self) -> httpx2.Client:
         """Return a client that trusts its certificate."""
