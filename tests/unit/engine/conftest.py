@@ -372,12 +372,12 @@ def save_modelled_world(name: str, root: Path, options: Mapping[str, Any], targe
     return save_world(root, model, {name: {"target_modules": list(targets), **one} for name, one in ranks.items()})
 
 
-def make_engines(world: World) -> Iterator[Callable[..., Engine]]:
+def make_engines(world: World, **config: object) -> Iterator[Callable[..., Engine]]:
     """Yield what builds engines of a world, with changes of its config; close them afterwards."""
     engines: list[Engine] = []
 
     def make(**changes: object) -> Engine:
-        engines.append(build_engine(world.config(**changes)).engine)
+        engines.append(build_engine(world.config(**{**config, **changes})).engine)
         return engines[-1]
 
     yield make

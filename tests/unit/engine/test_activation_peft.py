@@ -14,11 +14,10 @@ import transformers
 
 from adapters_store import open_store
 from loraserve.engine.engine import Engine
-from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
 from loraserve.types import RequestId, SamplingParams, TenantId, TokenOutput
 
-from .conftest import World, store_adapter
+from .conftest import World, make_engines, store_adapter
 
 INVOCATION = [301, 302, 303]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -55,16 +54,7 @@ def activated(world: World, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def make_engine(activated: World):
-    engines: list[Engine] = []
-
-    def make(**changes: object) -> Engine:
-        engine = build_engine(activated.config(**changes)).engine
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.pager.close()
+    yield from make_engines(activated)
 
 
 def add(engine: Engine, world: World, prompt: list[int], adapter: str | None, **params: object) -> RequestId:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from loraserve.engine.engine import Engine
-from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
 from loraserve.memory.arena import Owner
 from loraserve.types import RequestId, SamplingParams, TenantId, TokenOutput
 
-from .conftest import ADAPTERS, World
+from .conftest import ADAPTERS, World, make_engines
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
 """Sixteen tokens, three layers, two heads of sixteen, keys and values."""
@@ -25,15 +24,7 @@ _ids = itertools.count()
 
 @pytest.fixture
 def make_engine(world: World) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(**changes: object) -> Engine:
-        engines.append(build_engine(world.config(max_model_len=96, **changes)).engine)
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.pager.close()
+    yield from make_engines(world, max_model_len=96)
 
 
 def add(engine: Engine, world: World, prompt: list[int], adapter: str | None, max_tokens: int) -> RequestId:

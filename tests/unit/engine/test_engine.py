@@ -15,27 +15,17 @@ import zmq
 
 from loraserve.engine.engine import Engine
 from loraserve.engine.worker.main import Wakeup, Worker
-from loraserve.engine.worker.startup import build_engine
 from loraserve.engine_client.messages import AddRequest
 from loraserve.types import FinishReason, RequestId, Residency, SamplingParams, TenantId, TokenOutput
 
-from .conftest import ADAPTERS, World
+from .conftest import ADAPTERS, World, make_engines
 
 _ids = itertools.count()
 
 
 @pytest.fixture
 def make_engine(world: World):
-    engines: list[Engine] = []
-
-    def make(**changes: object) -> Engine:
-        engine = build_engine(world.config(**changes)).engine
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.pager.close()
+    yield from make_engines(world)
 
 
 def add(engine: Engine, world: World, prompt: list[int], adapter: str | None = None, **params: object) -> RequestId:
