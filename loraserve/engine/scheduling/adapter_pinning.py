@@ -7,6 +7,7 @@ from collections.abc import Callable
 from loraserve.engine.activation import find_activation
 from loraserve.engine.request import Request
 from loraserve.engine.scheduling.queue import WaitingQueue
+from loraserve.engine.scheduling.quota import ResourceQuota
 from loraserve.engine.scheduling.results import adapter_overdue_error
 from loraserve.engine.scheduling.step import Step
 from loraserve.engine.scheduling.waits import AdapterSource, AdapterWaits
@@ -30,16 +31,30 @@ class AdapterPinning:
         adapters: AdapterSource,
         queue: WaitingQueue,
         waits: AdapterWaits,
+        quota: ResourceQuota,
         fail: Callable[[Request, LoraserveError], None],
     ) -> None:
         self.wait_s = Timings()
-        self._adapters, self._queue, self._waits, self._fail = adapters, queue, waits, fail
+        self._adapters, self._queue, self._waits, self._quota, self._fail = adapters, queue, waits, quota, fail
         self._fair_queue = queue.fair_queue
 
     @property
     def is_admission_paused(self) -> bool:
         """Return whether an adapter waits for memory that running requests hold."""
         return self._adapters.is_admission_paused
+
+    def exceeds_share(self, request: Request) -> bool:
+        """Return whether the adapter of a waiting request would take more than its tenant's share.
+
+        Then it is neither pinned nor asked for: it would push others' adapters out for nothing.
+        """
+        if request.adapter is None or request.pin is not None:
+            return False
+        share = self._adapters.memory_share(request.adapter.digest)
+        if not self._quota.exceeds_adapter_share(request, share):
+            return False
+        self._waits.end(request)
+        return True
 
     def pin_or_request(self, request: Request, step: Step) -> bool:
         """Pin the request's adapter and return True, or queue its load and return False.
@@ -74,8 +89,7 @@ class AdapterPinning:
                 if request.adapter_tier == Tier.DISK:
                     # a load that others began may have run before it came
                     request.adapter_read_s = min(request.adapter_wait_s, metadata.read_s)
-                if request.is_fair_queued:
-                    flow.num_pinned += 1
+                self._fair_queue.note_pinned(request, self._adapters.memory_share(digest))
                 if not request.is_internal:
                     self.wait_s.add(request.adapter_wait_s)
                 return True

@@ -57,6 +57,8 @@ class AdapterFlow:
         unblocked: those of `waiting` that don't wait for their adapter.
         num_live: waiting and running requests.
         num_pinned: waiting requests that hold their adapter's pin.
+        num_pins: waiting and running ones that do.
+        memory_share: part of the device's memory that the pinned adapter takes.
         rank: key in `TenantFlow.waiting_flows`.
         parked: the counter that the flow shares while it is parked.
         passed_at: sequence number of the request at which a pass skips the flow while it is parked.
@@ -69,6 +71,8 @@ class AdapterFlow:
     unblocked: list[Request] = field(default_factory=list, repr=False)
     num_live: int = 0
     num_pinned: int = 0
+    num_pins: int = 0
+    memory_share: float = 0.0
     rank: Key | None = None
     parked: ParkedCounter | None = field(default=None, repr=False)
     passed_at: int = 0
@@ -104,13 +108,15 @@ class TenantFlow:
     """A tenant's service by its weight, and what its requests hold.
 
     Attributes:
-        kv_share: part of the KV blocks that the tenant may hold.
+        kv_share: part of the memory for KV blocks and adapters that the tenant may hold.
         virtual_counter: weighted service, as advanced over time spent idle or blocked.
         total_service: weighted service, never advanced.
         flows: flows by adapter.
         waiting_flows: flows with a waiting request, except those of the present pass and parked
             ones.
         num_blocks: KV blocks of the tenant's requests; one that several share is counted for each.
+        num_pinned_adapters: adapters that its requests have pinned.
+        adapter_share: part of the device's memory that these take.
         is_recent: whether the tenant had a request lately.
         is_internal: whether these are the engine's own requests, which are queued like a tenant's
             and have no quota.
@@ -129,6 +135,8 @@ class TenantFlow:
     num_waiting: int = 0
     num_running: int = 0
     num_blocks: int = 0
+    num_pinned_adapters: int = 0
+    adapter_share: float = 0.0
     is_recent: bool = False
     is_internal: bool = False
     waiting_flows: LazyHeap[AdapterFlow] = field(default_factory=lambda: LazyHeap(_adapter_key), repr=False)
@@ -232,6 +240,9 @@ class FairQueue:
         self._flows[request.request_id] = flow
         tenant.num_live += 1
         flow.num_live += 1
+        if request.pin is not None:
+            # a probe's, which has no share
+            self._count_pin(flow, 0.0)
         return flow
 
     def _count_tenant(self, tenant: TenantFlow, weight: float, kv_share: float) -> None:
@@ -245,8 +256,33 @@ class FairQueue:
         tenant.weight, tenant.kv_share = weight, kv_share
         self.total_weight += weight
 
+    def note_pinned(self, request: Request, memory_share: float) -> None:
+        """Count the pin that a waiting request has taken on its adapter, until `close`.
+
+        Args:
+            memory_share: part of the device's memory that the adapter takes.
+        """
+        flow = self.flow(request)
+        flow.num_pinned += request.is_fair_queued
+        self._count_pin(flow, memory_share)
+
+    def _count_pin(self, flow: AdapterFlow, memory_share: float) -> None:
+        flow.num_pins += 1
+        if flow.num_pins == 1:
+            flow.memory_share = memory_share
+            flow.tenant.num_pinned_adapters += 1
+            flow.tenant.adapter_share += memory_share
+
+    def _discount_pin(self, flow: AdapterFlow) -> None:
+        tenant = flow.tenant
+        flow.num_pins -= 1
+        if flow.num_pins == 0:
+            tenant.num_pinned_adapters -= 1
+            # without the rounding errors of the sum once nothing is pinned
+            tenant.adapter_share = tenant.adapter_share - flow.memory_share if tenant.num_pinned_adapters else 0.0
+
     def close(self, request: Request) -> None:
-        """Drop a request that has ended.
+        """Drop a request that has ended, while it still has its pin.
 
         Counters of a tenant's adapters are reset once it is idle, those of tenants once all are.
         """
@@ -254,6 +290,8 @@ class FairQueue:
         tenant = flow.tenant
         tenant.num_live -= 1
         flow.num_live -= 1
+        if request.pin is not None:
+            self._discount_pin(flow)
         if tenant.num_live == 0:
             if not tenant.is_internal:
                 self.num_tenants -= 1
@@ -366,6 +404,9 @@ def _check_tenant(tenant: TenantFlow) -> list[str]:
             problems.append(f"{name}: unblocked or pinned requests of {flow.adapter} are miscounted")
         if flow.parked is not None and (not flow.waiting or flow.num_live > len(flow.waiting)):
             problems.append(f"{name}: a parked flow has nothing waiting, or something running")
-    if not tenant.num_live and (tenant.num_blocks or tenant.num_running):
+    shares = [flow.memory_share for flow in flows if flow.num_pins]
+    if len(shares) != tenant.num_pinned_adapters or not math.isclose(sum(shares), tenant.adapter_share, abs_tol=1e-9):
+        problems.append(f"{name}: pinned adapters are miscounted")
+    if not tenant.num_live and (tenant.num_blocks or tenant.num_running or tenant.num_pinned_adapters):
         problems.append(f"{name} has no request and holds something")
     return problems

@@ -134,6 +134,10 @@ class PromptAdmission:
             # not in this step: so the last token of a request preempted in flight is known when it
             # starts again
             return
+        if self._pinning.exceeds_share(request):
+            # in order: its smaller adapters must not starve this one
+            visits.skip_tenant(max_deficit=0.0)
+            return
         if not self._pinning.pin_or_request(request, step):
             visits.skip_adapter()
             return

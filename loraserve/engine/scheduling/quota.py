@@ -82,10 +82,10 @@ class ResourceQuota:
         """Return whether there are blocks for all of the request's tokens."""
         return self._num_needed_blocks(request, request.num_pending_tokens) <= self._kv.num_available
 
-    # KV blocks
+    # KV blocks and adapters
 
     def exceeds_kv_share(self, request: Request, count: int) -> bool:
-        """Return whether the request's tenant would hold more KV blocks than its `kv_share` allows.
+        """Return whether the request's tenant would hold more memory than its `kv_share` allows.
 
         The only running request of a tenant may. A waiting one is judged by all of its tokens:
         started with a part of them, it would be preempted for others of its tenant again and again.
@@ -96,7 +96,23 @@ class ResourceQuota:
         if request.status is not RequestStatus.RUNNING:
             count = request.num_pending_tokens
         needed = max(0, self._num_needed_blocks(request, count))
-        return needed > 0 and tenant.num_blocks + needed > tenant.kv_share * self._kv.num_blocks
+        blocks_share = (tenant.num_blocks + needed) / self._kv.num_blocks
+        return needed > 0 and blocks_share + tenant.adapter_share > tenant.kv_share
+
+    def exceeds_adapter_share(self, request: Request, memory_share: float) -> bool:
+        """Return whether its tenant would hold more than its `kv_share` with the request's adapter.
+
+        A tenant that runs nothing may, whatever its waiting requests have pinned.
+
+        Args:
+            memory_share: part of the device's memory that the adapter takes.
+        """
+        flow = self._fair_queue.flow(request)
+        tenant = flow.tenant
+        if tenant.kv_share >= 1.0 or not tenant.num_running:
+            return False
+        held = tenant.num_blocks / self._kv.num_blocks + tenant.adapter_share
+        return held + (0.0 if flow.num_pins else memory_share) > tenant.kv_share
 
     def is_below_block_quota(self, request: Request) -> bool:
         """Return whether the request's tenant, one of several, is within its quota of KV blocks."""

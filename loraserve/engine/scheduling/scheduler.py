@@ -108,7 +108,7 @@ class Scheduler:
             deadline_s=adapter_deadline_s,
             clock=clock,
         )
-        self._pinning = AdapterPinning(adapters, self._queue, self._waits, self._fail_outside)
+        self._pinning = AdapterPinning(adapters, self._queue, self._waits, self._quota, self._fail_outside)
         self._admission = PromptAdmission(
             self._running,
             self._queue,

@@ -248,6 +248,11 @@ class Pager:
         """
         return self._pool.metadata(digest)
 
+    def memory_share(self, digest: Digest) -> float:
+        """Return the part of the device's memory that an adapter takes; 0 before its first load."""
+        size, arena = self._history.size(digest), self._pool.device.arena_client.arena
+        return 0.0 if size is None else size.footprint.num_bytes / max(1, arena.num_pages * arena.page_num_bytes)
+
     def other_resident(self, digest: Digest) -> Digest | None:
         """Return another adapter that takes requests on the device; None if there is none."""
         return next((d for d, _ in self._pool.items() if d != digest and self._pool.takes_requests(d)), None)

@@ -150,6 +150,8 @@ class Adapters:
     """What each load took."""
     num_uses: int = 0
     """Pins that count as one of their adapter."""
+    shares: dict[Digest, float] = field(default_factory=dict)
+    """Parts of the device's memory that adapters take."""
     ahead: list[str] = field(default_factory=list)
     """Names, of the last look ahead."""
     answered: dict[Digest, Residency] = field(default_factory=dict)
@@ -174,6 +176,9 @@ class Adapters:
     def metadata(self, digest: Digest) -> AdapterMetadata:
         assert self.states[digest] is Residency.RESIDENT
         return AdapterMetadata(invocation_token_ids=self.invocations.get(digest, ()), read_s=self.read_s)
+
+    def memory_share(self, digest: Digest) -> float:
+        return self.shares.get(digest, 0.0)
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self.ahead = [ref.name for ref in refs]

@@ -357,6 +357,51 @@ def test_the_only_running_request_of_a_tenant_may_hold_more_than_its_part() -> N
     assert request.num_preemptions == 0
 
 
+def serve_adapters(kv_share: float, shares: dict[str, float], num_each: int = 2) -> tuple[int, int]:
+    """Return the most adapters, and the most requests, of one tenant that held anything at once."""
+    harness = Harness(num_blocks=80, block_size=4)
+    for name, share in shares.items():
+        harness.adapters.set(name, Residency.RESIDENT)
+        harness.adapters.shares[make_ref(name).digest] = share
+    requests = [
+        make_request(8, tenant="a", adapter=name, kv_share=kv_share, max_tokens=6)
+        for _ in range(num_each)
+        for name in shares
+    ]
+    harness.add(*requests)
+    most_pinned = most_running = 0
+    while harness.scheduler.has_requests:
+        harness.step()
+        check(harness)
+        most_pinned = max(most_pinned, sum(count > 0 for count in harness.adapters.pins.values()))
+        most_running = max(most_running, harness.scheduler.num_running)
+    assert all(request.num_output_tokens == 6 for request in requests)
+    return most_pinned, most_running
+
+
+@pytest.mark.parametrize(("kv_share", "num_adapters"), [(1.0, 4), (0.75, 3), (0.55, 2), (0.1, 1)])
+def test_tenant_pins_adapters_within_its_share(kv_share: float, num_adapters: int) -> None:
+    most_pinned, _ = serve_adapters(kv_share, dict.fromkeys("bcde", 0.2))
+    assert most_pinned == num_adapters
+
+
+def test_requests_share_the_bytes_of_one_adapter() -> None:
+    _, most_running = serve_adapters(0.5, {"b": 0.2}, num_each=4)
+    assert most_running == 4
+
+
+def test_adapter_beyond_the_share_is_not_asked_for(harness: Harness) -> None:
+    for name in "bc":
+        harness.adapters.set(name, Residency.RESIDENT)
+        harness.adapters.shares[make_ref(name).digest] = 0.3
+    harness.add(*(make_request(8, tenant="a", adapter=name, kv_share=0.5, max_tokens=4) for name in "bc"))
+    harness.step()
+    harness.step()
+    assert harness.adapters.asked == ["b"]
+    harness.run()
+    assert harness.adapters.asked[-1] == "c"
+
+
 # a request's own time
 
 
@@ -544,6 +589,7 @@ def test_random_traffic_of_tenants_always_ends_with_nothing_held() -> None:
         harness = Harness(num_blocks=rng.randint(8, 20), block_size=4, max_num_seqs=rng.randint(1, 6), token_budget=8)
         for name in "ab":
             harness.adapters.set(name, Residency.RESIDENT)
+            harness.adapters.shares[make_ref(name).digest] = rng.choice([0.0, 0.15, 0.5])
         requests = [
             make_request(
                 tokens=[rng.randint(0, 1) for _ in range(rng.randint(1, 16))],
