@@ -130,6 +130,19 @@ def test_what_is_known_of_an_adapter_stays_with_it_through_the_tiers(
     assert pager.metadata(a.digest).invocation_token_ids == (7, 8)
 
 
+def test_memory_share_is_the_footprint_of_what_was_loaded(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+    pager = make_pager(device_ranks=16)
+    small, large = make.publish(store), make.publish(store, rank=8, seed=1)
+    assert pager.memory_share(small.digest) == 0.0
+    for ref in (small, large):
+        pager.request(ref)
+        make.settle(pager)
+    stats = pager.stats()
+    shares = [pager.memory_share(ref.digest) for ref in (small, large)]
+    assert 0 < shares[0] < shares[1]
+    assert sum(shares) == pytest.approx(stats["device_adapter_bytes"] / stats["device_bytes"])
+
+
 def test_an_adapter_evicted_from_both_tiers_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4, host_ranks=0)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
