@@ -12,14 +12,44 @@ import argparse
 import fcntl
 import os
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from zlib import crc32
 
 import pytest
 
-_LOCK: pytest.StashKey[int] = pytest.StashKey()
-"""The descriptor of a file that the workers share: a test locks it,
-one that is alone for itself.
-"""
+
+class Machine:
+    """The machine, which tests of several processes share, and some want for themselves.
+
+    One that waits for itself is next: no other begins before it.
+
+    Args:
+        folder: where all of these processes make their two files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._queue, self._machine = (
+            os.open(folder / name, os.O_CREAT | os.O_RDWR) for name in ("queue.lock", "machine.lock")
+        )
+        self._is_kept = False
+
+    def take(self, *, alone: bool) -> None:
+        """Wait until the machine can be shared, or is free."""
+        if self._is_kept:
+            return
+        # whoever waits for the machine keeps others from the queue
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Let others have the machine, unless the next test is to be alone too."""
+        self._is_kept = keep
+        if not keep:
+            fcntl.flock(self._machine, fcntl.LOCK_UN)
+
+
+_MACHINE: pytest.StashKey[Machine] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,13 +121,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     config = item.config
     if not hasattr(config, "workerinput"):
         return (yield)
-    if _LOCK not in config.stash:
-        folder = config._tmp_path_factory.getbasetemp().parent
-        config.stash[_LOCK] = os.open(folder / "machine.lock", os.O_CREAT | os.O_RDWR)
-    fcntl.flock(config.stash[_LOCK], fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
+    if _MACHINE not in config.stash:
+        config.stash[_MACHINE] = Machine(config._tmp_path_factory.getbasetemp().parent)
+    machine = config.stash[_MACHINE]
+    machine.take(alone=_is_alone(item))
     try:
         return (yield)
     finally:
-        # Between two that are alone, nothing else begins.
-        if not (_is_alone(item) and _is_alone(nextitem)):
-            fcntl.flock(config.stash[_LOCK], fcntl.LOCK_UN)
+        machine.leave(keep=_is_alone(item) and _is_alone(nextitem))
