@@ -22,7 +22,7 @@ from starlette.types import Message, Scope
 from loraserve.api import scopes
 from loraserve.api.errors import problem
 from loraserve.api.http.connection import CAN_SEND
-from loraserve.api.http.sse import EventStream, named_event
+from loraserve.api.http.sse import EventSource, EventStream, named_event
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.limits import LIMITS
@@ -64,19 +64,16 @@ async def compare(request: Request, caller: Caller = Depends(scopes.require(scop
     answers = [
         _ComparedAnswer(request, index, comparison.endpoint, body) for index, body in enumerate(comparison.requests)
     ]
-    running = _Running(answers)
-
-    def failure(error: LoraserveError) -> bytes:
-        return named_event("error", {"error": problem(error, request.state.request_id)})
-
-    ending = named_event("end", {})
-    return EventStream(running.events(), running.close, {}, lambda: None, failure=failure, ending=ending)
+    return EventStream(_Running(answers, request.state.request_id), {})
 
 
-class _Running:
+class _Running(EventSource):
     """Merged answers of one comparison, in the order in which their events come."""
 
-    def __init__(self, answers: list[_ComparedAnswer]) -> None:
+    ending = named_event("end", {})
+
+    def __init__(self, answers: list[_ComparedAnswer], request_id: str) -> None:
+        self._request_id = request_id
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_SIZE)
         self._answers = answers
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,6 +87,9 @@ class _Running:
                 num_open -= 1
             else:
                 yield event
+
+    def failure(self, error: LoraserveError) -> bytes:
+        return named_event("error", {"error": problem(error, self._request_id)})
 
     async def close(self) -> None:
         for answer in self._answers:

@@ -25,7 +25,8 @@ from loraserve.api.batch_lines import BatchLines
 from loraserve.api.console.pages import PATH
 from loraserve.api.http.acceptor import Acceptor, HTTPServer
 from loraserve.api.http.connection import BoundedProtocol
-from loraserve.api.http.listener import fastest_protocol, listener_url, open_listener, raise_file_limit
+from loraserve.api.http.httptools_connection import HttptoolsConnection
+from loraserve.api.http.listener import listener_url, open_listener, raise_file_limit
 from loraserve.api.http.tls import TlsFiles
 from loraserve.api.logs import configure_logging
 from loraserve.api.metrics.counters import ServerMetrics
@@ -300,15 +301,10 @@ def _show_admin_key(secret: str) -> None:
     sys.stderr.flush()
 
 
-def make_http_server(
-    app: ASGIApp, services: Services, tls: TlsFiles | None = None, *, protocol: type[BoundedProtocol] | None = None
-) -> HTTPServer:
+def make_http_server(app: ASGIApp, services: Services, tls: TlsFiles | None = None) -> HTTPServer:
     """Return an HTTP server whose connections take slots in the services' rooms.
 
     As many as there can be open files for.
-
-    Args:
-        protocol: of its connections; None: the fastest.
     """
     budget = raise_file_limit(services.limits)
     services.rooms.connections.capacity = budget.max_connections
@@ -327,7 +323,7 @@ def make_http_server(
     return HTTPServer(
         uvicorn.Config(
             app,
-            http=protocol or fastest_protocol(),
+            http=HttptoolsConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
@@ -13,11 +13,14 @@ from loraserve.api.anthropic.body import FIELDS, ChatRequest, MessageBody, Messa
 from loraserve.api.anthropic.content import Event, MessageContent
 from loraserve.api.errors import messages_envelope
 from loraserve.api.http.sse import named_event
-from loraserve.api.inference.chat.turn import ChatPrompt, ChatTurn
+from loraserve.api.inference.chat.turn import ChatAnswer, ChatPrompt, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.errors import LoraserveError
 from loraserve.tenancy.identity.auth import Caller
+
+if TYPE_CHECKING:
+    from loraserve.engine_client.client import Chunk
 
 router = APIRouter()
 
@@ -54,21 +57,7 @@ async def create_message(
             variables=chat.variables,
             thinking_budget=chat.thinking_budget,
         )
-    content = MessageContent(turn.choices[0])
-
-    async def finish() -> None:
-        content.finish()
-
-    return await turn.respond(
-        request,
-        add=lambda _, chunk: content.add(chunk),
-        finish=finish,
-        whole=lambda: _message(turn, content),
-        events=lambda: _stream(turn, content),
-        failure=lambda error: _failure(error, request.state.request_id),
-        # these clients know the last event by its name
-        ending=b"",
-    )
+    return await turn.respond(request, _MessageAnswer(turn, request.state.request_id))
 
 
 @router.post("/messages/count_tokens")
@@ -90,13 +79,49 @@ async def count_tokens(
     return MessageTokensCount(input_tokens=len(read.prompt.token_ids))
 
 
-def _message(turn: ChatTurn, content: MessageContent) -> dict[str, Any]:
-    return _opened(turn) | {
-        "content": content.blocks,
-        "stop_reason": content.stop_reason,
-        "stop_sequence": content.stop_sequence,
-        "usage": _usage(turn),
-    }
+class _MessageAnswer(ChatAnswer):
+    """Message of the assistant's, or its events."""
+
+    # these clients know the last event by its name
+    ending = b""
+
+    def __init__(self, turn: ChatTurn, request_id: str) -> None:
+        super().__init__(turn)
+        self._content = MessageContent(turn.choices[0])
+        self._request_id = request_id
+        self._has_begun = False
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._content.add(chunk)
+
+    async def finish(self) -> None:
+        self._content.finish()
+
+    def whole(self) -> dict[str, Any]:
+        content = self._content
+        return _opened(self.turn) | {
+            "content": content.blocks,
+            "stop_reason": content.stop_reason,
+            "stop_sequence": content.stop_sequence,
+            "usage": _usage(self.turn),
+        }
+
+    def render(self, index: int, chunk: Chunk) -> bytes:
+        begun: list[Event] = []
+        if not self._has_begun:
+            # with the first chunk: it says how many tokens of the prompt were cached
+            self._has_begun = True
+            begun = [("message_start", {"message": _opened(self.turn) | {"usage": _usage(self.turn)}}), ("ping", {})]
+        return _frames([*begun, *self._content.add(chunk)])
+
+    async def closing(self) -> bytes:
+        content = self._content
+        end = {"stop_reason": content.stop_reason, "stop_sequence": content.stop_sequence}
+        delta = ("message_delta", {"delta": end, "usage": _usage(self.turn)})
+        return _frames([*content.finish(), delta, ("message_stop", {})])
+
+    def failure(self, error: LoraserveError) -> bytes:
+        return named_event("error", messages_envelope(error, self._request_id))
 
 
 def _opened(turn: ChatTurn) -> dict[str, Any]:
@@ -127,24 +152,5 @@ def _usage(turn: ChatTurn) -> dict[str, Any]:
     }
 
 
-async def _stream(turn: ChatTurn, content: MessageContent) -> AsyncGenerator[bytes, None]:
-    has_begun = False
-    async for _, chunk in turn.chunks():
-        events: list[Event] = []
-        if not has_begun:
-            has_begun = True
-            events += [("message_start", {"message": _opened(turn) | {"usage": _usage(turn)}}), ("ping", {})]
-        events += content.add(chunk)
-        if events:
-            yield _frames(events)
-    end = {"stop_reason": content.stop_reason, "stop_sequence": content.stop_sequence}
-    closing = content.finish()
-    yield _frames([*closing, ("message_delta", {"delta": end, "usage": _usage(turn)}), ("message_stop", {})])
-
-
 def _frames(events: Iterable[Event]) -> bytes:
     return b"".join(named_event(name, payload) for name, payload in events)
-
-
-def _failure(error: LoraserveError, request_id: str) -> bytes:
-    return named_event("error", messages_envelope(error, request_id))

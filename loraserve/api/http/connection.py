@@ -1,7 +1,6 @@
 """HTTP connections that can't be held or flooded: bounds on bytes around requests, and on time.
 
-Both of uvicorn's protocols have them: `httptools_connection` and `h11_connection` say how their
-parsers count.
+`httptools_connection` says how the parser counts.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import resource
 import socket
 from dataclasses import dataclass
 
-from loraserve.api.http.connection import BoundedProtocol
 from loraserve.errors import ConfigError
 from loraserve.limits import LIMITS, Limits
 
@@ -70,14 +68,3 @@ def raise_file_limit(limits: Limits = LIMITS) -> DescriptorBudget:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     num_reserved = min(num_beside, soft // 2)
     return DescriptorBudget(max(1, min(limits.max_connections, soft - num_reserved)), soft - num_reserved)
-
-
-def fastest_protocol() -> type[BoundedProtocol]:
-    """Return httptools' protocol (llhttp), or h11's, in Python, where httptools isn't installed."""
-    if importlib.util.find_spec("httptools") is not None:
-        from loraserve.api.http.httptools_connection import HttptoolsConnection
-
-        return HttptoolsConnection
-    from loraserve.api.http.h11_connection import H11Connection
-
-    return H11Connection

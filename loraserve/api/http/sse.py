@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -58,42 +58,48 @@ def error_event(error: LoraserveError) -> bytes:
     return event(openai_envelope(error))
 
 
+class EventSource:
+    """Events of one stream, and how it ends.
+
+    Attributes:
+        ending: bytes after the last event, whatever ended the stream.
+        on_deliver: called before each piece, once it is certain that the client is there and the
+            piece goes out.
+        note_piece: called with each piece that passes no middleware.
+    """
+
+    ending: bytes = DONE
+    on_deliver: Callable[[], None] = staticmethod(lambda: None)
+    note_piece: Callable[[bytes], None] = staticmethod(lambda _: None)
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield pieces of whole events."""
+        raise NotImplementedError
+
+    def connect(self, pieces: PieceWriter) -> None:
+        """Take the connection's writer, which may be written to while nothing waits before."""
+
+    def failure(self, error: LoraserveError) -> bytes:
+        """Return the events of an error that ends the stream."""
+        return error_event(error)
+
+    async def close(self) -> None:
+        """Free what the stream holds; called at every end."""
+
+
 class EventStream(Response):
-    """Sends `events`, then `ending`; an error on the way is told before it.
+    """Sends the events of a source, then its ending; an error on the way is sent before that.
 
-    `close` is called at every end.
-
-    `on_deliver` is called before each event, once it is certain that the client is there and the
-    event goes out.
-
-    Args:
-        connect: given the connection's writer, if it has one, and `on_deliver`, for events that are
-            written past `events` while nothing before them waits.
-        failure: returns the events of an error.
-        ending: what ends the stream after its last event.
+    Where the connection takes a piece at once, it is written past the middlewares.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], Awaitable[None]],
-        headers: Mapping[str, str],
-        on_deliver: Callable[[], None],
-        *,
-        connect: Callable[[PieceWriter, Callable[[], None]], None] | None = None,
-        failure: Callable[[LoraserveError], bytes] = error_event,
-        ending: bytes = DONE,
-    ) -> None:
+    def __init__(self, source: EventSource, headers: Mapping[str, str]) -> None:
         self.status_code = 200
         self.background = None
-        self._events = events
-        self._close = close
-        self._on_deliver = on_deliver
-        self._connect = connect
-        self._failure = failure
-        self._ending = ending
+        self._source = source
+        self._events = source.events()
         # x-accel-buffering: nginx would hold the tokens back otherwise
         self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -112,30 +118,32 @@ class EventStream(Response):
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._events.aclose()
-        await self._close()
+        await self._source.close()
 
     async def _write(self, scope: Scope, send: Send) -> None:
+        source = self._source
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         pieces = piece_writer(scope)
-        if pieces is not None and self._connect is not None:
-            self._connect(pieces, self._on_deliver)
+        if pieces is not None:
+            source.connect(pieces)
         try:
             async for data in self._events:
                 if pieces is not None and 0 < len(data) <= MAX_PIECE_BYTES and pieces.is_free():
-                    self._on_deliver()
+                    source.on_deliver()
+                    source.note_piece(data)
                     pieces.write(data)
                     continue
                 if not await can_send(scope):
                     return
-                self._on_deliver()
+                source.on_deliver()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except LoraserveError as error:
-            await send({"type": "http.response.body", "body": self._failure(error), "more_body": True})
+            await send({"type": "http.response.body", "body": source.failure(error), "more_body": True})
         except Exception as error:
-            failure = self._failure(unforeseen(error))
+            failure = source.failure(unforeseen(error))
             with contextlib.suppress(OSError):
                 await send({"type": "http.response.body", "body": failure, "more_body": True})
-        await send({"type": "http.response.body", "body": self._ending, "more_body": False})
+        await send({"type": "http.response.body", "body": source.ending, "more_body": False})
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

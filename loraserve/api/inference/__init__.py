@@ -1,4 +1,1 @@
-"""Inference requests, from body to last chunk.
-
-The modules are target, prompts, sampling, generation and metering.
-"""
+"""Inference requests, from the body to the engine's requests; `answering` has the way back."""

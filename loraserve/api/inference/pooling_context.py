@@ -10,9 +10,11 @@ from fastapi import Request
 from starlette.responses import Response
 from ulid import ULID
 
+from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.delivery import Delivery
+from loraserve.api.inference.answering.generation import Generation
+from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.context import ResolvedModel, priority_of, response_headers
-from loraserve.api.inference.generation import Generation, answer
-from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.inference.quota import reserve
 from loraserve.api.inference.schemas import PoolingBody
@@ -92,22 +94,7 @@ class PoolingContext:
             max_live=min(LIMITS.max_live_pooled_inputs, max_queued or LIMITS.max_live_pooled_inputs),
         )
         usage = RequestUsage(self, caller, admitted)
-
-        def take(index: int, chunk: Chunk) -> None:
-            if chunk.pooled is None:
-                raise EngineUnavailable("The engine ended this request without a vector.", hint="Try again.")
-            usage.add(index, chunk)
-            add(index, chunk.pooled)
-
-        return await answer(
-            request,
-            generation,
-            usage=usage,
-            headers=lambda first: response_headers(first, self.target, self.ignored),
-            events=None,
-            add=take,
-            whole=lambda: whole(usage.as_dict()),
-        )
+        return await Delivery(request, generation, _PooledAnswer(self, usage, add, whole), usage).respond()
 
     def _requests(self, caller: Caller, pooling: PoolingParams, max_queued: int) -> list[GenerateRequest]:
         policy = caller.policy
@@ -128,3 +115,29 @@ class PoolingContext:
             )
             for number, prompt in enumerate(self.prompts)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PooledAnswer(Answer):
+    """Whole answer of pooled prompts.
+
+    Attributes:
+        take: called with each prompt's number and vector, in any order.
+        render_whole: returns the answer, given its usage.
+    """
+
+    context: PoolingContext
+    usage: RequestUsage
+    take: Callable[[int, bytes], None]
+    render_whole: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def headers(self, first: Chunk) -> dict[str, str]:
+        return response_headers(first, self.context.target, self.context.ignored)
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        if chunk.pooled is None:
+            raise EngineUnavailable("The engine ended this request without a vector.", hint="Try again.")
+        self.take(index, chunk.pooled)
+
+    def whole(self) -> dict[str, Any]:
+        return self.render_whole(self.usage.as_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -11,17 +11,19 @@ from starlette.responses import Response
 
 from loraserve.api.errors import generate_envelope
 from loraserve.api.http.sse import event
+from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.delivery import Delivery
+from loraserve.api.inference.answering.generation import Generation
+from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.context import InferenceContext, resolve_model
 from loraserve.api.inference.fields import json_fields, parse_body
-from loraserve.api.inference.generation import Generation, answer
-from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import choose_max_tokens, read_sampling
 from loraserve.api.lorax.schemas import GenerateBody, GenerateParameters, check_parameters, completion_body
 from loraserve.api.lorax.sequence import Sequence
 from loraserve.api.services import services_of
-from loraserve.errors import InvalidRequest
+from loraserve.errors import InvalidRequest, LoraserveError
 from loraserve.tenancy.identity.auth import Caller
 
 if TYPE_CHECKING:
@@ -113,39 +115,43 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
     sequences = [Sequence(context, parameters, index, seed) for index, seed in enumerate(seeds)]
     usage = RequestUsage(context, caller, admitted)
 
-    def add(index: int, chunk: Chunk) -> None:
-        sequences[index].add(chunk)
-        usage.add(index, chunk)
-
-    def whole() -> Any:
-        best = max(sequences, key=lambda sequence: sequence.mean_logprob)
-        generated = best.whole([sequence for sequence in sequences if sequence is not best])
-        return [generated] if is_listed else generated
-
-    def headers(first: Chunk) -> dict[str, str]:
-        return {**context.headers(first), **context.target.lorax_headers()}
-
-    return await answer(
-        request,
-        generation,
-        usage=usage,
-        headers=headers,
-        events=(lambda: _stream(generation, sequences, usage)) if body.stream else None,
-        add=add,
-        whole=whole,
-        failure=lambda error: event(generate_envelope(error)),
-        # these clients read each line as an event, and know no end but the stream's
-        ending=b"",
-    )
+    answer = _GeneratedAnswer(context, sequences, is_stream=body.stream, is_listed=is_listed)
+    return await Delivery(request, generation, answer, usage).respond()
 
 
-async def _stream(
-    generation: Generation, sequences: list[Sequence], usage: RequestUsage
-) -> AsyncGenerator[bytes, None]:
-    async for index, chunk in generation:
-        usage.add(index, chunk)
-        for payload in sequences[index].events(chunk):
-            yield event(payload)
+class _GeneratedAnswer(Answer):
+    """Generated text with its details, or an event a token."""
+
+    # these clients read each line as an event, and know no end but the stream's
+    ending = b""
+
+    def __init__(
+        self,
+        context: InferenceContext,
+        sequences: list[Sequence],
+        *,
+        is_stream: bool,
+        is_listed: bool,
+    ) -> None:
+        self.is_stream = is_stream
+        self._context, self._sequences, self._is_listed = context, sequences, is_listed
+
+    def headers(self, first: Chunk) -> dict[str, str]:
+        return {**self._context.headers(first), **self._context.target.lorax_headers()}
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._sequences[index].add(chunk)
+
+    def whole(self) -> Any:
+        best = max(self._sequences, key=lambda sequence: sequence.mean_logprob)
+        generated = best.whole([sequence for sequence in self._sequences if sequence is not best])
+        return [generated] if self._is_listed else generated
+
+    def render(self, index: int, chunk: Chunk) -> bytes:
+        return b"".join(map(event, self._sequences[index].events(chunk)))
+
+    def failure(self, error: LoraserveError) -> bytes:
+        return event(generate_envelope(error))
 
 
 @contextlib.contextmanager

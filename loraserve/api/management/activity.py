@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from loraserve.api import scopes
 from loraserve.api.errors import problem
-from loraserve.api.http.sse import EventStream, named_event
+from loraserve.api.http.sse import EventSource, EventStream, named_event
 from loraserve.api.management.adapters import check_query
 from loraserve.api.management.payloads.resources import Resource
 from loraserve.api.management.payloads.responses import answer, header_list
@@ -132,31 +132,36 @@ async def get_live(
     if once or _EVENTS not in (header_list(request, "accept") or ""):
         return answer(request, _figures(services, caller))
 
-    def failure(error: LoraserveError) -> bytes:
-        return named_event("error", {"error": problem(error, request.state.request_id)})
-
-    async def close() -> None: ...
-
-    events = _events(request, services, caller, interval_s)
-    return EventStream(events, close, {}, lambda: None, failure=failure, ending=b"")
+    return EventStream(_LiveFigures(request, services, caller, interval_s), {})
 
 
-async def _events(
-    request: Request, services: Services, caller: Caller, interval_s: float
-) -> AsyncGenerator[bytes, None]:
-    """Yield the figures until there is a reason to end.
+class _LiveFigures(EventSource):
+    """Figures of the running requests, each few seconds until there is a reason to end."""
 
-    Raises:
-        AuthenticationError, PermissionDenied, TenantNotFound: the key, or what it sees, is gone.
-    """
-    ends = time.monotonic() + LIMITS.max_live_stream_s
-    while True:
-        yield named_event("figures", _figures(services, caller).model_dump(mode="json"))
-        await asyncio.sleep(interval_s)
-        if services.is_draining or time.monotonic() > ends:
-            yield named_event("end", {"is_draining": services.is_draining})
-            return
-        caller = await _reader(request)
+    ending = b""
+
+    def __init__(self, request: Request, services: Services, caller: Caller, interval_s: float) -> None:
+        self._request, self._services, self._caller, self._interval_s = request, services, caller, interval_s
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the figures.
+
+        Raises:
+            AuthenticationError, PermissionDenied, TenantNotFound: the key, or what it sees, is
+                gone.
+        """
+        services, caller = self._services, self._caller
+        ends = time.monotonic() + LIMITS.max_live_stream_s
+        while True:
+            yield named_event("figures", _figures(services, caller).model_dump(mode="json"))
+            await asyncio.sleep(self._interval_s)
+            if services.is_draining or time.monotonic() > ends:
+                yield named_event("end", {"is_draining": services.is_draining})
+                return
+            caller = await _reader(self._request)
+
+    def failure(self, error: LoraserveError) -> bytes:
+        return named_event("error", {"error": problem(error, self._request.state.request_id)})
 
 
 def _figures(services: Services, caller: Caller) -> LiveResource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -10,7 +9,7 @@ from starlette.responses import Response
 
 from loraserve.api.http.sse import EventTemplate, event
 from loraserve.api.inference.chat.choice import ChatChoice
-from loraserve.api.inference.chat.turn import ChatTurn
+from loraserve.api.inference.chat.turn import ChatAnswer, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.logprobs import prompt_logprobs
 from loraserve.api.inference.quota import admitted_caller
@@ -46,19 +45,51 @@ async def create_chat_completion(
     """
     body, ignored = parse_body(ChatBody, raw)
     turn = await ChatTurn.begin(request, caller, body, ignored, prefix="chatcmpl-")
-    render = _renderer(turn)
-    return await turn.respond(request, whole=lambda: _whole(turn), events=lambda: _stream(turn, render), render=render)
+    return await turn.respond(request, _ChatCompletion(turn))
 
 
-def _whole(turn: ChatTurn) -> dict[str, Any]:
-    body = turn.body
-    message = _head(turn, "chat.completion")
-    message |= {"choices": [_choice(choice, body) for choice in turn.choices], "usage": turn.usage.as_dict()}
-    if body.prompt_logprobs is not None:
-        # the same for every choice
-        entries = turn.choices[0].prompt_logprobs
-        message["prompt_logprobs"] = prompt_logprobs(turn.context.tokenizer, entries, body.prompt_logprobs)
-    return message | ({"prompt_token_ids": list(turn.prompt.token_ids)} if body.return_token_ids else {})
+class _ChatCompletion(ChatAnswer):
+    """Chat completion, or its chunks."""
+
+    def __init__(self, turn: ChatTurn) -> None:
+        super().__init__(turn)
+        self._options = turn.body.stream_options
+        self._templates: dict[int, EventTemplate] = {}
+        has_running_usage = self._options.include_usage and self._options.continuous_usage_stats
+        self._can_fill = not has_running_usage and not turn.body.return_token_ids and not turn.body.logprobs
+
+    def whole(self) -> dict[str, Any]:
+        turn, body = self.turn, self.turn.body
+        message = _head(turn, "chat.completion")
+        message |= {"choices": [_choice(choice, body) for choice in turn.choices], "usage": turn.usage.as_dict()}
+        if body.prompt_logprobs is not None:
+            # the same for every choice
+            entries = turn.choices[0].prompt_logprobs
+            message["prompt_logprobs"] = prompt_logprobs(turn.context.tokenizer, entries, body.prompt_logprobs)
+        return message | ({"prompt_token_ids": list(turn.prompt.token_ids)} if body.return_token_ids else {})
+
+    def opening(self) -> bytes:
+        turn = self.turn
+        return b"".join(event(_payload(turn, _opening(turn, choice))) for choice in turn.choices)
+
+    def render(self, index: int, chunk: Chunk) -> bytes:
+        choice = self.turn.choices[index]
+        if self._can_fill and choice.is_plain and chunk.finish_reason is None:
+            choice.read(chunk)
+            return self._filled(index, chunk.text) if chunk.text else b""
+        return b"".join(event(_payload(self.turn, part)) for part in _parts(choice, chunk, self.turn.body))
+
+    def _filled(self, index: int, text: str) -> bytes:
+        if index not in self._templates:
+            self._templates[index] = EventTemplate(
+                lambda text: _payload(self.turn, _delta_part(index, {"content": text}))
+            )
+        return self._templates[index].event(text)
+
+    async def closing(self) -> bytes:
+        if not self._options.include_usage:
+            return b""
+        return event(_head(self.turn, _CHUNK) | {"choices": [], "usage": self.turn.usage.as_dict()})
 
 
 def _choice(choice: ChatChoice, body: ChatBody) -> dict[str, Any]:
@@ -89,40 +120,6 @@ def _message(choice: ChatChoice) -> dict[str, Any]:
             for call in choice.calls
         ]
     return message
-
-
-async def _stream(turn: ChatTurn, render: Callable[[ChatChoice, Chunk], bytes]) -> AsyncGenerator[bytes, None]:
-    for choice in turn.choices:
-        yield event(_payload(turn, _opening(turn, choice)))
-    async for choice, chunk in turn.chunks():
-        data = render(choice, chunk)
-        if data:
-            yield data
-    if turn.body.stream_options.include_usage:
-        yield event(_head(turn, _CHUNK) | {"choices": [], "usage": turn.usage.as_dict()})
-
-
-def _renderer(turn: ChatTurn) -> Callable[[ChatChoice, Chunk], bytes]:
-    """Return a function that makes a stream's events of a chunk; empty if it adds nothing."""
-    body = turn.body
-    has_running_usage = body.stream_options.include_usage and body.stream_options.continuous_usage_stats
-    can_fill = not has_running_usage and not body.return_token_ids and not body.logprobs
-    templates: dict[int, EventTemplate] = {}
-
-    def filled(choice: ChatChoice, text: str) -> bytes:
-        if choice.index not in templates:
-            templates[choice.index] = EventTemplate(
-                lambda text: _payload(turn, _delta_part(choice.index, {"content": text}))
-            )
-        return templates[choice.index].event(text)
-
-    def render(choice: ChatChoice, chunk: Chunk) -> bytes:
-        if can_fill and choice.is_plain and chunk.finish_reason is None:
-            choice.read(chunk)
-            return filled(choice, chunk.text) if chunk.text else b""
-        return b"".join(event(_payload(turn, part)) for part in _parts(choice, chunk, body))
-
-    return render
 
 
 def _payload(turn: ChatTurn, part: dict[str, Any]) -> dict[str, Any]:

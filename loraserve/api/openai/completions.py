@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,10 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.http.sse import EventTemplate, event
+from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.delivery import Delivery
+from loraserve.api.inference.answering.generation import Generation, finish_reason
+from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.context import (
     InferenceContext,
     check_num_candidates,
@@ -19,9 +23,7 @@ from loraserve.api.inference.context import (
     use_cache,
 )
 from loraserve.api.inference.fields import json_fields, parse_body
-from loraserve.api.inference.generation import Generation, answer, finish_reason
 from loraserve.api.inference.logprobs import CompletionLogprobs, finite_logprob, join_logprobs, prompt_logprobs
-from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
 from loraserve.api.inference.sampling import cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
@@ -105,26 +107,71 @@ async def create_completion(
     )
     choices = [_Choice(context, body, index) for index in range(len(prompts) * body.n)]
     usage = RequestUsage(context, caller, admitted)
-    render = _renderer(context, body, choices, usage)
+    num_shown = asked.n if is_ranked else None
+    answer = _Completion(context, body, choices, usage, num_shown=num_shown)
+    return await Delivery(request, generation, answer, usage).respond()
 
-    def add(index: int, chunk: Chunk) -> None:
-        choices[index].add(chunk)
-        usage.add(index, chunk)
 
-    return await answer(
-        request,
-        generation,
-        usage=usage,
-        headers=context.headers,
-        events=(lambda: _stream(context, body, generation, usage, render)) if body.stream else None,
-        render=render,
-        add=add,
-        whole=lambda: (
-            _head(context, body)
-            | {"choices": _shown(choices, body.n, asked.n) if is_ranked else [choice.whole() for choice in choices]}
-            | {"usage": usage.as_dict()}
-        ),
-    )
+class _Completion(Answer):
+    """Text completion, or its chunks.
+
+    Args:
+        num_shown: choices of each prompt that are shown, the best; None: all, as they are numbered.
+    """
+
+    def __init__(
+        self,
+        context: InferenceContext,
+        body: CompletionBody,
+        choices: Sequence[_Choice],
+        usage: RequestUsage,
+        *,
+        num_shown: int | None,
+    ) -> None:
+        self.is_stream = body.stream
+        self._context, self._body, self._choices, self._usage = context, body, choices, usage
+        self._num_shown = num_shown
+        self._head = {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
+        self._has_usage = body.stream_options.include_usage
+        self._has_running_usage = self._has_usage and body.stream_options.continuous_usage_stats
+        self._can_fill = not self._has_running_usage and not body.return_token_ids and body.logprobs is None
+        self._templates: dict[int, EventTemplate] = {}
+
+    def headers(self, first: Chunk) -> dict[str, str]:
+        return self._context.headers(first)
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._choices[index].add(chunk)
+
+    def whole(self) -> dict[str, Any]:
+        if self._num_shown is None:
+            shown = [choice.whole() for choice in self._choices]
+        else:
+            shown = _shown(self._choices, self._body.n, self._num_shown)
+        return self._head | {"choices": shown, "usage": self._usage.as_dict()}
+
+    def render(self, index: int, chunk: Chunk) -> bytes:
+        choice = self._choices[index]
+        if self._can_fill and choice.has_begun and chunk.finish_reason is None:
+            return self._filled(index, chunk.text) if chunk.text else b""
+        part = choice.part(chunk)
+        if part is None:
+            return b""
+        payload = {**self._head, "choices": (part,)}
+        if self._has_usage:
+            payload["usage"] = self._usage.as_dict() if self._has_running_usage else None
+        return event(payload)
+
+    def _filled(self, index: int, text: str) -> bytes:
+        if index not in self._templates:
+            more = {"usage": None} if self._has_usage else {}
+            self._templates[index] = EventTemplate(
+                lambda text: {**self._head, "choices": (_text_part(index, text),), **more}
+            )
+        return self._templates[index].event(text)
+
+    async def closing(self) -> bytes:
+        return event(self._head | {"choices": [], "usage": self._usage.as_dict()}) if self._has_usage else b""
 
 
 def _check_combination(body: CompletionBody) -> None:
@@ -145,53 +192,6 @@ def _max_tokens(body: CompletionBody, default: int, num_prompt_tokens: int, serv
     return choose_max_tokens(body.max_tokens, default, num_prompt_tokens, base, "prompt")
 
 
-async def _stream(
-    context: InferenceContext,
-    body: CompletionBody,
-    generation: Generation,
-    usage: RequestUsage,
-    render: Callable[[int, Chunk], bytes],
-) -> AsyncGenerator[bytes, None]:
-    async for index, chunk in generation:
-        data = render(index, chunk)
-        if data:
-            yield data
-    if body.stream_options.include_usage:
-        yield event(_head(context, body) | {"choices": [], "usage": usage.as_dict()})
-
-
-def _renderer(
-    context: InferenceContext, body: CompletionBody, choices: Sequence[_Choice], usage: RequestUsage
-) -> Callable[[int, Chunk], bytes]:
-    """Return a function that makes a stream's event of a chunk; empty if the chunk adds nothing."""
-    head = _head(context, body)
-    wants_usage = body.stream_options.include_usage
-    has_running_usage = wants_usage and body.stream_options.continuous_usage_stats
-
-    templates: dict[int, EventTemplate] = {}
-    can_fill = not has_running_usage and not body.return_token_ids and body.logprobs is None
-
-    def filled(index: int, text: str) -> bytes:
-        if index not in templates:
-            more = {"usage": None} if wants_usage else {}
-            templates[index] = EventTemplate(lambda text: {**head, "choices": (_text_part(index, text),), **more})
-        return templates[index].event(text)
-
-    def render(index: int, chunk: Chunk) -> bytes:
-        usage.add(index, chunk)
-        if can_fill and choices[index].has_begun and chunk.finish_reason is None:
-            return filled(index, chunk.text) if chunk.text else b""
-        part = choices[index].part(chunk)
-        if part is None:
-            return b""
-        payload = {**head, "choices": (part,)}
-        if wants_usage:
-            payload["usage"] = usage.as_dict() if has_running_usage else None
-        return event(payload)
-
-    return render
-
-
 def _shown(choices: Sequence[_Choice], num_made: int, num_shown: int) -> list[dict[str, Any]]:
     """Return of each prompt's choices those of the highest log probability per token."""
     shown: list[dict[str, Any]] = []
@@ -199,10 +199,6 @@ def _shown(choices: Sequence[_Choice], num_made: int, num_shown: int) -> list[di
         ranked = sorted(choices[start : start + num_made], key=lambda choice: choice.mean_logprob, reverse=True)
         shown += [choice.whole() | {"index": len(shown) + place} for place, choice in enumerate(ranked[:num_shown])]
     return shown
-
-
-def _head(context: InferenceContext, body: CompletionBody) -> dict[str, Any]:
-    return {"id": context.id, "object": "text_completion", "created": context.created, "model": body.model}
 
 
 def _text_part(index: int, text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -103,6 +104,14 @@ class UsageEvent(msgspec.Struct, frozen=True):
         )
 
 
+class UsageSource(Protocol):
+    """Counts usage that it hasn't recorded yet."""
+
+    def record(self) -> None:
+        """Record it."""
+        ...
+
+
 class CollectedUsage:
     """Usage of one request, held back until what it is for is durable.
 
@@ -115,6 +124,13 @@ class CollectedUsage:
     def record(self, event: UsageEvent) -> None:
         """Add the event to the usage."""
         add_to(self.totals, ((event.key(), event.amounts()),))
+
+    def expect(self, source: UsageSource) -> None:
+        """Record the source's usage now."""
+        source.record()
+
+    def forget(self, source: UsageSource) -> None:
+        """Do nothing: all of its usage is recorded."""
 
     def persist(self) -> None:
         """Do nothing: it isn't delivered yet."""
@@ -131,10 +147,10 @@ class _Unit:
 class UsageMeter:
     """Meter of the usage of this server's clients.
 
-    `record` costs a dictionary look-up. Recorded usage is in the journal, where a kill doesn't lose
-    it, after `LIMITS.usage_journal_s` or when `persist` returns. It reaches the database exactly
-    once within `LIMITS.usage_flush_s`, or as soon as the database is reachable, or when the next
-    server on this folder starts.
+    `expect` costs a set's look-up, `record` some microseconds. Usage is in the journal, where a
+    kill doesn't lose it, after `LIMITS.usage_journal_s` or when `persist` returns. It reaches the
+    database exactly once within `LIMITS.usage_flush_s`, or as soon as the database is reachable, or
+    when the next server on this folder starts.
     """
 
     def __init__(
@@ -160,6 +176,8 @@ class UsageMeter:
         self._journal = Journal(folder)
         self._pending: Totals = {}
         """Usage that isn't in the journal yet."""
+        self._sources: set[UsageSource] = set()
+        """Sources with usage that they haven't recorded."""
         self._uncounted: Totals = {}
         """Usage in the journal that isn't in the database."""
         self._unit: _Unit | None = None
@@ -226,6 +244,19 @@ class UsageMeter:
         if self._oldest_at is None:
             self._oldest_at = self._monotonic()
 
+    def expect(self, source: UsageSource) -> None:
+        """Have the source record its usage before the journal is next written."""
+        self._sources.add(source)
+
+    def forget(self, source: UsageSource) -> None:
+        """Expect nothing more of the source."""
+        self._sources.discard(source)
+
+    def _collect(self) -> None:
+        sources, self._sources = self._sources, set()
+        for source in sources:
+            source.record()
+
     def note_billed(self, totals: Totals) -> None:
         """Count usage that another transaction has added to the hours."""
         for amounts in totals.values():
@@ -255,6 +286,7 @@ class UsageMeter:
         """
         async with self._flush_lock:
             began = self._monotonic()
+            self._collect()
             self.persist()
             upto = self._journal.sequence
             while self._unit is not None or (self._uncounted and self._counted < upto):
@@ -332,6 +364,7 @@ class UsageMeter:
         while not self._is_closing.is_set():
             now = self._monotonic()
             try:
+                self._collect()
                 self.persist()
                 if now - flushed >= LIMITS.usage_flush_s:
                     await self.flush()

@@ -24,7 +24,6 @@ from adapters_store import LocalStore
 from loraserve.adapters.config.generation_config import NO_DEFAULTS, GenerationDefaults
 from loraserve.adapters.extra_files import ExtraFiles
 from loraserve.api.app import create_app
-from loraserve.api.http.connection import BoundedProtocol
 from loraserve.api.http.listener import listener_url, open_listener
 from loraserve.api.http.tls import TlsFiles
 from loraserve.api.server import make_http_server
@@ -280,12 +279,6 @@ async def services(
 
 
 @pytest.fixture
-def http() -> type[BoundedProtocol] | None:
-    """The protocol of the test's connections; None: the server's own choice."""
-    return None
-
-
-@pytest.fixture
 def tls() -> TlsFiles | None:
     """The server's certificate; None: it speaks HTTP."""
     return None
@@ -297,22 +290,15 @@ def app(services: Services) -> FastAPI:
 
 
 @pytest.fixture
-async def url(
-    app: FastAPI, services: Services, http: type[BoundedProtocol] | None, tls: TlsFiles | None
-) -> AsyncIterator[str]:
+async def url(app: FastAPI, services: Services, tls: TlsFiles | None) -> AsyncIterator[str]:
     """A real server in this event loop."""
-    async with served(app, services, tls, http) as address:
+    async with served(app, services, tls) as address:
         yield address
 
 
 @asynccontextmanager
-async def served(
-    app: FastAPI,
-    services: Services,
-    tls: TlsFiles | None = None,
-    protocol: type[BoundedProtocol] | None = None,
-) -> AsyncIterator[str]:
-    server = make_http_server(app, services, tls, protocol=protocol)
+async def served(app: FastAPI, services: Services, tls: TlsFiles | None = None) -> AsyncIterator[str]:
+    server = make_http_server(app, services, tls)
     listener = open_listener("127.0.0.1", 0)
     address = listener_url(listener, "http" if tls is None else "https")
     task = asyncio.create_task(server.serve(sockets=[listener]))

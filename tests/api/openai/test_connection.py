@@ -17,19 +17,11 @@ from attack import KIB, MIB
 
 from loraserve.api.http import connection
 from loraserve.api.http.acceptor import _refusal
-from loraserve.api.http.h11_connection import H11Connection
-from loraserve.api.http.httptools_connection import HttptoolsConnection
 from loraserve.errors import Overloaded, RateLimited
 from loraserve.limits import LIMITS, Limits
 
 LIVE = attack.head("/livez", "GET")
 TRAILER_NAMES = ("authorization", "x-tenant", "idempotency-key", "x-request-id", "cookie", "accept")
-
-
-@pytest.fixture(params=[HttptoolsConnection, H11Connection], ids=["httptools", "h11"])
-def http(request: pytest.FixtureRequest) -> type[connection.BoundedProtocol]:
-    chosen: type[connection.BoundedProtocol] = request.param
-    return chosen
 
 
 def chunked(body: bytes, trailers: bytes = b"", path: str = "/tokenize", **headers: str) -> bytes:
@@ -175,9 +167,8 @@ async def test_what_takes_long_to_parse_is_parsed_in_turns(
 
 
 async def test_requests_sent_ahead_wait_unparsed(url: str) -> None:
-    from uvicorn.protocols.http import h11_impl, httptools_impl
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    kinds = (h11_impl.RequestResponseCycle, httptools_impl.RequestResponseCycle)
     flood = asyncio.create_task(attack.send(url, attack.endless("pipelined"), max_s=2, max_bytes=256 * MIB))
     async with attack.watch(url) as seen:
         most = 0
@@ -187,7 +178,9 @@ async def test_requests_sent_ahead_wait_unparsed(url: str) -> None:
             # asks every object for its __class__, and some of other libraries warn when they are
             # asked anything
             waiting = [
-                each for each in gc.get_objects() if issubclass(type(each), kinds) and not each.response_complete
+                each
+                for each in gc.get_objects()
+                if issubclass(type(each), RequestResponseCycle) and not each.response_complete
             ]
             most = max(most, len(waiting))
             del waiting

@@ -10,11 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.http.connection import BoundedProtocol
-from loraserve.api.http.h11_connection import H11Connection
-from loraserve.api.http.httptools_connection import HttptoolsConnection
 from loraserve.api.http.sse import EventTemplate, event
-from loraserve.api.inference.generation import DirectDelivery, Generation
+from loraserve.api.inference.answering.direct_reader import DirectReader
+from loraserve.api.inference.answering.generation import Generation
 from loraserve.engine_client.messages import GenerateRequest
 from loraserve.errors import EngineUnavailable
 
@@ -37,12 +35,6 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=[HttptoolsConnection, H11Connection], ids=["httptools", "h11"])
-def http(request: pytest.FixtureRequest) -> type[BoundedProtocol]:
-    chosen: type[BoundedProtocol] = request.param
-    return chosen
-
-
 async def streamed(client: httpx2.AsyncClient, path: str, **fields: Any) -> list[Any]:
     """Return the events of a stream, without what differs between two."""
     lines = (await client.post(path, json={"model": "sql", "stream": True, "seed": 7, **fields})).text.split("\n\n")
@@ -57,12 +49,12 @@ async def streamed(client: httpx2.AsyncClient, path: str, **fields: Any) -> list
     + [("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **fields}) for fields in CHATS],
 )
 async def test_a_stream_has_the_same_events_whichever_way_its_tokens_go(
-    client: httpx2.AsyncClient, engine: Any, http: Any, path: str, fields: dict[str, Any], monkeypatch: Any
+    client: httpx2.AsyncClient, engine: Any, path: str, fields: dict[str, Any], monkeypatch: Any
 ) -> None:
     given = await streamed(client, path, **fields)
-    # h11 has its own state, and several choices share a connection
-    assert (engine.num_taken > 5) == (http is HttptoolsConnection and "n" not in fields)
-    monkeypatch.setattr("loraserve.api.inference.generation.DirectDelivery.is_ready", lambda _: False)
+    # several choices share a connection
+    assert (engine.num_taken > 5) == ("n" not in fields)
+    monkeypatch.setattr("loraserve.api.inference.answering.direct_reader.DirectReader.is_ready", lambda _: False)
     others = await streamed(client, path, **fields)
     assert sorted(map(json.dumps, given)) == sorted(map(json.dumps, others))
     assert given == others or "n" in fields
@@ -110,7 +102,7 @@ async def test_an_ended_stream_leaves_no_cycle_that_holds_its_adapter(client: ht
                     pass
             await asyncio.sleep(0.05)
         engine.seen.clear()
-        held = [one for one in gc.get_objects() if isinstance(one, Generation | GenerateRequest | DirectDelivery)]
+        held = [one for one in gc.get_objects() if isinstance(one, Generation | GenerateRequest | DirectReader)]
         assert held == []
     finally:
         gc.enable()

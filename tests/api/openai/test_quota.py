@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt
 from loraserve.api.services import Services
 from loraserve.errors import AdapterNumerics, DeadlineExceeded, Overloaded

@@ -16,8 +16,6 @@ from core_clock import scheduled_s
 from stalled import head, stalled, statuses
 
 from loraserve.api.http import connection
-from loraserve.api.http.h11_connection import H11Connection
-from loraserve.api.http.httptools_connection import HttptoolsConnection
 from loraserve.api.services import Services
 from loraserve.limits import KIB, LIMITS, Limits
 from loraserve.registry.uploads import concurrency_limiter
@@ -185,10 +183,7 @@ async def read_in_steps(url: str, data: bytes, step_bytes: int, pause_s: float) 
         return num_bytes
 
 
-@pytest.mark.parametrize("http", [HttptoolsConnection, H11Connection])
-async def test_large_answer_is_held_to_its_readers_pace(
-    url: str, acme: Any, http: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_answer_is_held_to_its_readers_pace(url: str, acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.5, min_read_bytes_per_s=32 * KIB))
     whole = await read_in_steps(url, large_answer(acme), 1024 * KIB, 0)
     assert whole > 3_000_000

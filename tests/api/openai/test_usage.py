@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt
 from loraserve.engine_client.output import Chunk
 from loraserve.errors import AdapterNotReady, EngineCrashed
@@ -117,7 +117,7 @@ async def test_a_whole_answer_is_billed_as_it_says(
 
 def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(services: Any, acme: Any) -> None:
     events: list[UsageEvent] = []
-    meter = SimpleNamespace(record=events.append, persist=lambda: None)
+    meter = SimpleNamespace(record=events.append, expect=lambda source: source.record(), persist=lambda: None)
     kept = SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions)
     context: Any = SimpleNamespace(
         prompts=[Prompt(tuple(range(20)), None)],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraserve.api.http.sse import DONE, error_event
+from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.delivery import Delivery
+from loraserve.api.inference.answering.generation import Generation
+from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.chat.choice import ChatChoice
 from loraserve.api.inference.chat.tools import read_tools
 from loraserve.api.inference.context import (
@@ -20,15 +23,13 @@ from loraserve.api.inference.context import (
     resolve_asked,
     use_cache,
 )
-from loraserve.api.inference.generation import Generation, answer
-from loraserve.api.inference.metering import RequestUsage
 from loraserve.api.inference.prompts import Prompt, PromptReader
 from loraserve.api.inference.quota import reserve
 from loraserve.api.inference.sampling import Sampling, cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import services_of
-from loraserve.errors import InvalidRequest, LoraserveError
+from loraserve.errors import InvalidRequest
 from loraserve.tenancy.identity.auth import Caller
 from loraserve.text.answer_format import AnswerFormat
 from loraserve.text.chat_format import ChatFormat, ToolUse
@@ -215,60 +216,28 @@ class ChatTurn:
         choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
         return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted), sampling)
 
-    async def chunks(self) -> AsyncIterator[tuple[ChatChoice, Chunk]]:
-        """Iterate over the chunks of a stream, each with its choice, which hasn't read it yet."""
-        async for index, chunk in self.generation:
-            self.usage.add(index, chunk)
-            yield self.choices[index], chunk
-
-    async def respond(
-        self,
-        request: Request,
-        *,
-        whole: Callable[[], Any],
-        events: Callable[[], AsyncGenerator[bytes, None]],
-        render: Callable[[ChatChoice, Chunk], bytes] | None = None,
-        headers: Callable[[Chunk], dict[str, str]] | None = None,
-        add: Callable[[ChatChoice, Chunk], object] = ChatChoice.add,
-        finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
-        failure: Callable[[LoraserveError], bytes] = error_event,
-        ending: bytes = DONE,
-    ) -> Response:
-        """Return the response: a stream of `events` if the body asks for one, otherwise `whole`.
-
-        Args:
-            render: as in `answer`, without the usage.
-            headers: as in `answer`; None: those that every chat has.
-            add: takes each chunk of an answer in one piece.
-            finish: awaited before `whole`, once every choice has ended.
-            failure, ending: form of a stream, as in `EventStream`.
+    async def respond(self, request: Request, answer: Answer) -> Response:
+        """Return the response that the answer makes of the turn.
 
         Raises:
             LoraserveError: it failed before the first byte of the answer.
             ClientDisconnect: the client has left.
         """
+        return await Delivery(request, self.generation, answer, self.usage).respond()
 
-        def take(index: int, chunk: Chunk) -> None:
-            add(self.choices[index], chunk)
-            self.usage.add(index, chunk)
 
-        def rendered(index: int, chunk: Chunk) -> bytes:
-            self.usage.add(index, chunk)
-            return b"" if render is None else render(self.choices[index], chunk)
+class ChatAnswer(Answer):
+    """Answer to a chat, in what all dialects of chats share."""
 
-        return await answer(
-            request,
-            self.generation,
-            usage=self.usage,
-            headers=headers or self.context.headers,
-            events=events if self.body.stream else None,
-            render=None if render is None else rendered,
-            add=take,
-            finish=finish,
-            whole=whole,
-            failure=failure,
-            ending=ending,
-        )
+    def __init__(self, turn: ChatTurn) -> None:
+        self.turn = turn
+        self.is_stream = turn.body.stream
+
+    def headers(self, first: Chunk) -> dict[str, str]:
+        return self.turn.context.headers(first)
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self.turn.choices[index].add(chunk)
 
 
 def _asked_tokens(body: ChatBody) -> int | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import APIRouter, Depends, Request
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from loraserve.api.errors import openai_envelope
 from loraserve.api.http.json_body import dump_json
 from loraserve.api.http.sse import named_event
-from loraserve.api.inference.chat.turn import ChatTurn
+from loraserve.api.inference.chat.turn import ChatAnswer, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.openai.responses.answer import ResponseAnswer
@@ -24,6 +23,9 @@ from loraserve.api.services import Services, services_of
 from loraserve.conversations.stored_responses import ResponseRecord, StoredResponses, response_not_found
 from loraserve.errors import LoraserveError
 from loraserve.tenancy.identity.auth import Caller
+
+if TYPE_CHECKING:
+    from loraserve.engine_client.client import Chunk
 
 router = APIRouter()
 
@@ -57,17 +59,7 @@ async def create_response(
         turn = await ChatTurn.begin(
             request, caller, chat, ignored, prefix="resp_", names=FIELDS, num_more_bytes=num_bytes
         )
-    exchange = _Exchange(turn, ResponseAnswer(turn, body), caller, items, services.responses)
-    return await turn.respond(
-        request,
-        add=lambda _, chunk: exchange.answer.output.add(chunk),
-        finish=exchange.finish,
-        whole=exchange.answer.final,
-        events=exchange.events,
-        failure=exchange.failure,
-        # these clients know the last event by its name
-        ending=b"",
-    )
+    return await turn.respond(request, _Exchange(turn, ResponseAnswer(turn, body), caller, items, services.responses))
 
 
 async def _conversation(services: Services, caller: Caller, body: ResponseBody) -> tuple[Conversation, int]:
@@ -91,39 +83,49 @@ async def _conversation(services: Services, caller: Caller, body: ResponseBody) 
     return conversation, num_bytes
 
 
-@dataclass(slots=True)
-class _Exchange:
+class _Exchange(ChatAnswer):
     """Way of one response from its first chunk to its end."""
 
-    turn: ChatTurn
-    answer: ResponseAnswer
-    caller: Caller
-    items: list[Item]
-    store: StoredResponses | None
-    _num_events: int = field(default=0, init=False)
+    # these clients know the last event by its name
+    ending = b""
+
+    def __init__(
+        self, turn: ChatTurn, answer: ResponseAnswer, caller: Caller, items: list[Item], store: StoredResponses | None
+    ) -> None:
+        super().__init__(turn)
+        self._answer, self._caller, self._items, self._store = answer, caller, items, store
+        self._num_events = 0
+
+    def add(self, index: int, chunk: Chunk) -> None:
+        self._answer.output.add(chunk)
 
     async def finish(self) -> None:
         """End the last item, and store the response."""
-        self.answer.output.finish(self.answer.final_status)
+        self._answer.output.finish(self._answer.final_status)
         await self._save()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        answer = self.answer
-        begun = answer.in_progress()
-        yield self._frames([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
-        async for _, chunk in self.turn.chunks():
-            events = answer.output.add(chunk)
-            if events:
-                yield self._frames(events)
+    def whole(self) -> dict[str, Any]:
+        return self._answer.final()
+
+    def opening(self) -> bytes:
+        begun = self._answer.in_progress()
+        return self._frames([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
+
+    def render(self, index: int, chunk: Chunk) -> bytes:
+        return self._frames(self._answer.output.add(chunk))
+
+    async def closing(self) -> bytes:
+        """Store the response, and return the events of its end."""
+        answer = self._answer
         events = answer.output.finish(answer.final_status)
         await self._save()
-        yield self._frames([*events, (f"response.{answer.final_status}", {"response": answer.final()})])
+        return self._frames([*events, (f"response.{answer.final_status}", {"response": answer.final()})])
 
     def failure(self, error: LoraserveError) -> bytes:
         """Return the last events of an answer that an error has ended."""
         detail = openai_envelope(error)["error"]
         told = {name: detail[name] for name in ("code", "message", "param")}
-        return self._frames([("error", told), ("response.failed", {"response": self.answer.failed(error)})])
+        return self._frames([("error", told), ("response.failed", {"response": self._answer.failed(error)})])
 
     def _frames(self, events: Iterable[Event]) -> bytes:
         frames = []
@@ -133,17 +135,17 @@ class _Exchange:
         return b"".join(frames)
 
     async def _save(self) -> None:
-        answer = self.answer
-        if not answer.is_stored or self.store is None:
+        answer = self._answer
+        if not answer.is_stored or self._store is None:
             answer.is_stored = False
             return
         response = ResponseRecord(
             self.turn.context.id,
             answer.previous_id,
-            dump_json(_with_ids(self.items, self.turn.context.id)),
+            dump_json(_with_ids(self._items, self.turn.context.id)),
             answer.as_stored(),
         )
-        answer.is_stored = await self.store.save(self.caller.tenant, response)
+        answer.is_stored = await self._store.save(self._caller.tenant, response)
 
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

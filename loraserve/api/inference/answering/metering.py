@@ -106,6 +106,10 @@ class RequestUsage:
         """Whether what is held is the end of a choice."""
         self._billed_prompts: set[int] = set()
         self._num_billed = 0
+        self._unrecorded = [0, 0, 0, 0]
+        """Requests, prompt tokens, cached ones and completion tokens that were billed and not
+        recorded: an event a token would cost more than the token's way.
+        """
         self._is_closed = False
 
     def add(self, index: int, chunk: Chunk) -> None:
@@ -145,6 +149,9 @@ class RequestUsage:
         # the tenant's rate counts all tokens made for it, delivered or not
         if has_engine_work or num_made:
             self._admitted.count(max(0, num_made - self._completion_tokens))
+        self.record()
+        if self._recorder is not None:
+            self._recorder.forget(self)
         num_left = num_made - self._num_billed
         if not self._is_closed and num_left > 0:
             self._record(undelivered_tokens=num_left)
@@ -193,11 +200,23 @@ class RequestUsage:
         if not has_some:
             return
         self._num_billed += completion_tokens
-        self._record(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
+        unrecorded, amounts = self._unrecorded, (int(is_first), prompt_tokens, cached_tokens, completion_tokens)
+        self._unrecorded = [one + more for one, more in zip(unrecorded, amounts, strict=True)]
         recorder = self._recorder
-        if self._has_ended and recorder is not None:
+        if recorder is None:
+            return
+        if self._has_ended:
+            self.record()
             recorder.persist()
+        else:
+            recorder.expect(self)
         self._has_ended = False
+
+    def record(self) -> None:
+        """Record what was billed since the last call."""
+        amounts, self._unrecorded = self._unrecorded, [0, 0, 0, 0]
+        if any(amounts):
+            self._record(*amounts)
 
     def _record(
         self,

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 
-from loraserve.api.http.json_body import dump_json
-from loraserve.api.http.request_record import ChoiceRecord, InferenceRecord, RequestRecord
-from loraserve.api.http.sse import DONE, EventStream, JSONAnswer, error_event
-from loraserve.api.inference.metering import RequestUsage
+from loraserve.api.http.request_record import ChoiceRecord, InferenceRecord
 from loraserve.api.inference.target import TargetSelector
 from loraserve.api.result_cache import HIT, CacheUse
 from loraserve.api.services import Services
@@ -35,7 +29,7 @@ from loraserve.registry.composition import label
 from loraserve.types import TIMEOUT, AdapterRef, FinishReason, RequestId
 
 if TYPE_CHECKING:
-    from loraserve.api.http.connection import PieceWriter
+    from loraserve.api.inference.answering.direct_reader import DirectReader
     from loraserve.engine_client.client import Chunk, GenerateRequest
 
 _QUEUE_SIZE = 16
@@ -47,51 +41,6 @@ _BYTES_PER_CANDIDATE = 64
 """Size of a log probability in an answer, with its token."""
 
 T = TypeVar("T")
-
-
-class DirectDelivery:
-    """Write a lone choice's chunks into the connection in the turn in which their tokens come.
-
-    It does so while everything before them is written and the connection takes more; otherwise the
-    stream's own task does. Without the wake of a task and the way through its iterators, and with
-    pieces that are written past the middlewares, a token of 32 streams costs the server 42 µs
-    instead of 70 (`make bench ARGS=token_costs`).
-
-    Args:
-        render: returns the events of a chunk, and adds it to the answer's usage.
-        note_piece: counts what is written, as the middlewares do.
-    """
-
-    def __init__(self, render: Callable[[int, Chunk], bytes], note_piece: Callable[[bytes], None]) -> None:
-        self._render, self._note_piece = render, note_piece
-        self._pieces: PieceWriter | None = None
-        self._on_deliver: Callable[[], None] = lambda: None
-        self.note: Callable[[Chunk], Chunk] = lambda chunk: chunk
-        """Counts the chunk, and returns what the client gets of it."""
-
-    def connect(self, pieces: PieceWriter, on_deliver: Callable[[], None]) -> None:
-        """Begin; `on_deliver` is called before each write."""
-        self._pieces, self._on_deliver = pieces, on_deliver
-
-    def end(self) -> None:
-        """Write nothing more.
-
-        What counted the chunks holds the generation, which holds this: in a circle a request's
-        ephemeral adapter would stay in memory until a collection.
-        """
-        self._pieces, self.note = None, lambda chunk: chunk
-
-    def is_ready(self) -> bool:
-        """Return whether the connection takes a piece at once."""
-        return self._pieces is not None and self._pieces.is_free()
-
-    def take(self, chunk: Chunk) -> None:
-        """Write a chunk's events, while `is_ready`."""
-        data = self._render(0, self.note(chunk))
-        if data and self._pieces is not None:
-            self._on_deliver()
-            self._note_piece(data)
-            self._pieces.write(data)
 
 
 class Generation:
@@ -131,7 +80,7 @@ class Generation:
         self._only: AsyncGenerator[Chunk, None] | None = None
         """Chunks of a lone request, which the reader itself takes, without a task between."""
         self._first: tuple[int, Chunk] | None = None
-        self._direct: DirectDelivery | None = None
+        self._reader: DirectReader | None = None
         self._num_open = len(requests)
         self._began = 0.0
         self._has_reported_numerics = False
@@ -169,9 +118,9 @@ class Generation:
             self._services.metrics.fallbacks.labels(self._target.reason).inc()
         return first
 
-    def deliver(self, direct: DirectDelivery) -> None:
-        """Give the chunks of a lone choice to `direct` where it takes them, before `start`."""
-        self._direct = direct if len(self._requests) == 1 else None
+    def read_with(self, reader: DirectReader) -> None:
+        """Give the chunks of a lone choice to `reader` where it takes them, before `start`."""
+        self._reader = reader if len(self._requests) == 1 else None
 
     async def _restart(self, adapter: AdapterRef | None) -> None:
         """Replace the requests by those for another adapter.
@@ -236,8 +185,8 @@ class Generation:
             record.version = adapter.version if is_one and not adapter.is_ephemeral else None
 
     async def close(self) -> None:
-        if self._direct is not None:
-            self._direct.end()
+        if self._reader is not None:
+            self._reader.end()
         if self._only is not None:
             # nothing in it waits: the engine is told in this turn of the event loop
             await self._only.aclose()
@@ -361,9 +310,9 @@ class Generation:
             return note(chunk)
 
         sent = request
-        if self._direct is not None:
-            self._direct.note = note_direct
-            sent = msgspec.structs.replace(request, reader=self._direct)
+        if self._reader is not None:
+            self._reader.note = note_direct
+            sent = msgspec.structs.replace(request, reader=self._reader)
         try:
             async with aclosing(self._services.engine.generate(sent)) as chunks:
                 async for chunk in chunks:
@@ -434,114 +383,8 @@ def finish_reason(chunk: Chunk) -> str | None:
     return None if chunk.finish_reason is None else FinishReason(chunk.finish_reason).value
 
 
-async def answer(
-    request: Request,
-    generation: Generation,
-    *,
-    usage: RequestUsage,
-    headers: Callable[[Chunk], dict[str, str]],
-    events: Callable[[], AsyncGenerator[bytes, None]] | None,
-    render: Callable[[int, Chunk], bytes] | None = None,
-    add: Callable[[int, Chunk], None],
-    whole: Callable[[], Any],
-    finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
-    failure: Callable[[LoraserveError], bytes] = error_event,
-    ending: bytes = DONE,
-) -> Response:
-    """Return the response of a generation.
-
-    It is a stream of `events`, or `whole` once every chunk was added. However it ends, the
-    generation is closed, and its usage: at the latest when the stream is.
-
-    Args:
-        render: returns the part of `events` that is made of a chunk between the first and the last,
-            for streams that can be written past them; adds the chunk to `usage`.
-        finish: awaited before `whole`, once every chunk was added.
-        failure, ending: form of a stream, as in `EventStream`.
-
-    Raises:
-        LoraserveError: it failed before the first byte of the answer.
-        ClientDisconnect: the client has left.
-    """
-
-    record: RequestRecord = request.state.record
-    record.inference = generation.record
-
-    def end() -> None:
-        generation.note_answered()
-        usage.close(generation.num_tokens, has_engine_work=generation.has_engine_work)
-        usage.note(generation.record)
-
-    def failed(error: LoraserveError) -> bytes:
-        record.code = error.code
-        return failure(error)
-
-    async def close() -> None:
-        try:
-            await generation.close()
-        finally:
-            end()
-
-    direct = None if events is None or render is None else DirectDelivery(render, record.note_piece)
-    if direct is not None:
-        generation.deliver(direct)
-    try:
-        first = await while_connected(request, generation.start())
-        if events is not None:
-            return EventStream(
-                events(),
-                close,
-                {**headers(first), **generation.headers},
-                usage.bill_last,
-                connect=None if direct is None else direct.connect,
-                failure=failed,
-                ending=ending,
-            )
-        await while_connected(request, _collect(generation, add))
-        await generation.close()
-        if finish is not None:
-            await while_connected(request, finish())
-        data = await generation.run(lambda: dump_json(whole()))
-        return JSONAnswer(data, {**headers(first), **generation.headers}, usage.bill_all, end)
-    except BaseException:
-        await close()
-        raise
-
-
 def _num_candidates(request: GenerateRequest) -> int:
     """Return how many log probabilities the request's choice has at most."""
     params = request.params
     num_prompt = 0 if params.prompt_logprobs is None else len(request.prompt_token_ids) * (1 + params.prompt_logprobs)
     return num_prompt + (0 if params.logprobs is None else params.max_tokens * (1 + params.logprobs))
-
-
-async def _collect(generation: Generation, add: Callable[[int, Chunk], None]) -> None:
-    async for index, chunk in generation:
-        add(index, chunk)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it once the client has left.
-
-    The body must have been read: what comes next on the connection is its end.
-
-    Raises:
-        ClientDisconnect: the client left before.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return await task
-    finally:
-        watcher.cancel()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await asyncio.shield(asyncio.gather(task, watcher, return_exceptions=True))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

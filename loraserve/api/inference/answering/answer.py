@@ -1,0 +1,58 @@
+"""Render a generation's chunks as a dialect has them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from loraserve.api.http.sse import DONE, error_event
+
+if TYPE_CHECKING:
+    from loraserve.engine_client.client import Chunk
+    from loraserve.errors import LoraserveError
+
+
+class Answer(ABC):
+    """Answer to one HTTP request in the form of one dialect, whole or as a stream of events.
+
+    A `Delivery` calls, for a whole answer, `add` with each chunk, then `finish` and `whole`; for a
+    stream `opening`, `render` with each chunk, and `closing`. Each chunk is in the usage before.
+
+    Attributes:
+        is_stream: whether the request asks for a stream.
+        ending: bytes after the last event of a stream, whatever ended it.
+    """
+
+    is_stream: bool = False
+    ending: bytes = DONE
+
+    @abstractmethod
+    def headers(self, first: Chunk) -> dict[str, str]:
+        """Return the response's headers, given the first chunk of any choice."""
+
+    @abstractmethod
+    def add(self, index: int, chunk: Chunk) -> None:
+        """Take a chunk of choice ``index`` into the whole answer."""
+
+    async def finish(self) -> None:  # noqa: B027 - most answers have nothing to complete
+        """Complete the answer once each choice has ended."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Return the whole answer, as JSON has it."""
+
+    def opening(self) -> bytes:
+        """Return the events before the first chunk's."""
+        return b""
+
+    def render(self, index: int, chunk: Chunk) -> bytes:
+        """Return the events of a chunk of choice ``index``; empty if it adds nothing."""
+        raise NotImplementedError(f"{type(self).__name__} is no stream")
+
+    async def closing(self) -> bytes:
+        """Return the events after the last chunk's."""
+        return b""
+
+    def failure(self, error: LoraserveError) -> bytes:
+        """Return the events of an error that ends the stream."""
+        return error_event(error)
