@@ -28,7 +28,7 @@ def same_log_level() -> Iterator[None]:
     logging.getLogger().setLevel(level)
 
 
-async def test_what_can_change_does_and_the_rest_is_named(
+async def test_live_settings_change_and_restart_settings_are_named(
     services: Services,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -83,7 +83,7 @@ async def test_what_can_change_does_and_the_rest_is_named(
     assert "another-admin-key" not in caplog.text
 
 
-def test_a_wrong_file_changes_nothing_and_is_logged(
+def test_invalid_reload_changes_no_setting_and_is_logged(
     services: Services,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
     subtests: Any,
@@ -108,7 +108,7 @@ def test_a_wrong_file_changes_nothing_and_is_logged(
             assert "the settings stay as they are" in caplog.text
 
 
-async def test_a_level_that_hides_the_line_about_it_holds_after_it(
+async def test_new_log_level_applies_after_reload_is_logged(
     services: Services,  # noqa: F811
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -132,7 +132,7 @@ class Tracer:
         self.is_closed = True
 
 
-async def test_a_tracer_is_replaced_and_the_one_before_sends_what_it_has(
+async def test_replaced_tracer_sends_queued_spans(
     services: Services,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,7 +148,7 @@ async def test_a_tracer_is_replaced_and_the_one_before_sends_what_it_has(
     assert (first.is_closed, second.is_closed) == (True, False)
 
 
-def test_live_settings_exist_and_are_those_of_the_page() -> None:
+def test_live_settings_exist_and_match_documentation() -> None:
     assert set(Settings.model_fields) >= LIVE_SETTINGS
     page = (Path(__file__).resolve().parents[2] / "docs/deployment.md").read_text()
     (section,) = re.findall(r"## Settings that change while the server runs\n(.*?)\n## ", page, re.DOTALL)

@@ -68,7 +68,7 @@ def is_kept(cache: ResultCache, request: GenerateRequest) -> bool:
     return use(cache, [request]).outcome == HIT
 
 
-def test_an_answer_is_found_until_its_time_is_over() -> None:
+def test_answer_is_found_until_ttl_expires() -> None:
     clock = StoppedClock()
     cache = make_cache(clock=clock)
     keep(cache, make_request(1), ttl_s=10.0)
@@ -79,7 +79,7 @@ def test_an_answer_is_found_until_its_time_is_over() -> None:
     assert (cache.num_answers, cache.num_bytes) == (0, 0)
 
 
-def test_a_tenant_has_at_most_its_part_and_loses_what_it_used_least_recently() -> None:
+def test_tenant_over_share_loses_least_recently_used_answers() -> None:
     cache = make_cache(64 * KIB)
     for number in range(20):
         keep(cache, make_request(number))
@@ -89,7 +89,7 @@ def test_a_tenant_has_at_most_its_part_and_loses_what_it_used_least_recently() -
     assert not is_kept(cache, make_request(1))
 
 
-def test_a_tenant_that_fills_the_cache_does_not_push_out_one_that_has_less() -> None:
+def test_tenant_filling_cache_does_not_evict_smaller_tenant() -> None:
     cache = make_cache(64 * KIB, share=1.0)
     keep(cache, make_request(0, OTHER))
     for number in range(100):
@@ -99,13 +99,13 @@ def test_a_tenant_that_fills_the_cache_does_not_push_out_one_that_has_less() -> 
     assert is_kept(cache, make_request(99))
 
 
-def test_nothing_is_kept_where_the_server_or_the_tenant_has_no_room() -> None:
+def test_zero_server_or_tenant_capacity_disables_cache() -> None:
     for cache, allowed in ((make_cache(0), 1 << 20), (make_cache(), 0)):
         assert use(cache, [make_request(1)], allowed=allowed).outcome == OFF
         assert use(cache, [make_request(1)], allowed=allowed).record(make_request(1)) is None
 
 
-def test_a_lowered_limit_holds_for_what_is_kept_already() -> None:
+def test_lowered_limit_evicts_answers_already_cached() -> None:
     cache = make_cache(64 * KIB)
     for number in range(8):
         keep(cache, make_request(number))
@@ -114,7 +114,7 @@ def test_a_lowered_limit_holds_for_what_is_kept_already() -> None:
     assert is_kept(cache, make_request(9))
 
 
-def test_a_large_or_unfinished_answer_or_one_cut_short_is_not_kept() -> None:
+def test_large_unfinished_or_timed_out_answer_is_uncached() -> None:
     cache = make_cache(64 * KIB)
     keep(cache, make_request(1), make_chunk("x" * 40 * KIB))
     keep(cache, make_request(2), make_chunk("x", reason=None))
@@ -122,7 +122,7 @@ def test_a_large_or_unfinished_answer_or_one_cut_short_is_not_kept() -> None:
     assert cache.num_answers == 0
 
 
-def test_answers_of_all_choices_are_found_or_none() -> None:
+def test_answers_are_found_only_for_all_choices_together() -> None:
     cache = make_cache()
     keep(cache, make_request(1))
     assert use(cache, [make_request(1), make_request(2)]).outcome == MISS
@@ -131,7 +131,7 @@ def test_answers_of_all_choices_are_found_or_none() -> None:
 
 
 @pytest.mark.parametrize("is_sum", [False, True])
-def test_an_adapters_answers_go_with_it_whoever_asked(is_sum: bool) -> None:
+def test_adapter_removal_drops_answers_of_all_askers(is_sum: bool) -> None:
     cache, adapter = make_cache(), make_adapter("sql")
     asked = make_adapter("sum", OTHER, (AdapterPart(adapter=adapter, weight=0.5),)) if is_sum else adapter
     keep(cache, make_request(1, OTHER, asked))
@@ -146,7 +146,7 @@ def test_an_adapters_answers_go_with_it_whoever_asked(is_sum: bool) -> None:
     assert (cache.num_answers, cache.num_dropped) == (1, 2)
 
 
-def test_what_is_made_when_its_version_goes_is_not_kept() -> None:
+def test_answer_generated_during_adapter_removal_is_not_cached() -> None:
     cache, request = make_cache(), make_request(1, adapter=make_adapter("sql"))
     running = use(cache, [request])
     recording = running.record(request)

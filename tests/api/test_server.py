@@ -48,7 +48,7 @@ def open_stream(server: ServerProcess, lines: list[str]) -> threading.Thread:
     return thread
 
 
-def test_a_connection_stays_open_longer_than_clients_keep_one(server: ServerProcess) -> None:
+def test_idle_connection_outlives_client_keepalive(server: ServerProcess) -> None:
     server.start()
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
     for pause_s in (0, 6):
@@ -77,7 +77,7 @@ def test_sigterm_drains_and_ends_with_0(server: ServerProcess) -> None:
     assert events(lines)[-1]["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
 
 
-def test_a_stream_past_the_grace_period_ends_with_an_error_event(tmp_path: Path) -> None:
+def test_stream_past_grace_period_ends_with_error_event(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", flags=("--memory-budget", "64MiB", "--grace-s", "0"))
     server.start()
     lines: list[str] = []
@@ -88,7 +88,7 @@ def test_a_stream_past_the_grace_period_ends_with_an_error_event(tmp_path: Path)
     assert events(lines)[-1]["error"]["code"] == "engine_unavailable"  # type: ignore[index]
 
 
-def test_what_was_acknowledged_survives_a_kill_and_an_interrupt_ends_with_130(server: ServerProcess) -> None:
+def test_pushed_adapter_survives_kill_and_interrupt_exits_130(server: ServerProcess) -> None:
     server.start()
     assert stat.S_IMODE(server.data_dir.stat().st_mode) == 0o700
     with server.admin() as client:
@@ -104,7 +104,7 @@ def test_what_was_acknowledged_survives_a_kill_and_an_interrupt_ends_with_130(se
     assert server.process.wait(30) == 130
 
 
-def test_the_first_start_prints_a_working_admin_key_once(tmp_path: Path) -> None:
+def test_first_start_prints_working_admin_key_once(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", variables={"LORASERVE_ADMIN_KEY": ""}, is_forked=False)
     server.start()
     found = [word for word in server.log.read_text().split() if word.startswith("sk-lora-")]
@@ -126,9 +126,7 @@ def test_the_first_start_prints_a_working_admin_key_once(tmp_path: Path) -> None
         (("--store-url", "ftp://host/blobs"), "ftp"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_and_ends_with_2(
-    tmp_path: Path, flags: tuple[str, ...], reason: str
-) -> None:
+def test_failed_start_reports_reason_and_exits_2(tmp_path: Path, flags: tuple[str, ...], reason: str) -> None:
     server = ServerProcess(tmp_path / "data", flags=flags)
     with pytest.raises(AssertionError, match="the server ended with 2"):
         server.start()
@@ -156,7 +154,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert f"port {port}" in done.stderr
 
 
-def test_a_base_that_cannot_be_loaded_ends_with_1(tmp_path: Path) -> None:
+def test_unloadable_base_exits_1(tmp_path: Path) -> None:
     model = tmp_path / "broken"
     model.mkdir()
     for path in base_dir().iterdir():

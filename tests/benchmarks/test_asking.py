@@ -60,7 +60,7 @@ def make_asker(service: Service) -> Asker:
     return Asker("http://server", "key", 512, transport=httpx2.MockTransport(service))
 
 
-async def test_each_token_of_an_answer_has_its_time() -> None:
+async def test_each_token_of_answer_is_timed() -> None:
     async with make_asker(Service(0.01)) as asker:
         answer = await asker.ask(make_ask())
     assert answer.is_complete
@@ -68,7 +68,7 @@ async def test_each_token_of_an_answer_has_its_time() -> None:
     assert len(answer.gaps_s) == 2
 
 
-async def test_closed_loop_has_so_many_requests_at_a_time_and_sends_all() -> None:
+async def test_closed_loop_bounds_concurrency_and_sends_all_requests() -> None:
     service = Service(0.002)
     async with make_asker(service) as asker:
         answers = await asker.closed_loop([make_ask(adapter=i) for i in range(7)], 3)
@@ -93,7 +93,7 @@ async def test_refusal_is_an_answer_and_no_error() -> None:
     assert good.is_complete
 
 
-async def test_answer_is_left_when_it_is_told_to_stop() -> None:
+async def test_answer_is_abandoned_on_stop_signal() -> None:
     stop = asyncio.Event()
     stop.set()
     async with make_asker(Service()) as asker:
@@ -101,7 +101,7 @@ async def test_answer_is_left_when_it_is_told_to_stop() -> None:
     assert len(answer.token_times_s) == 1
 
 
-def test_summary_counts_complete_answers_from_the_first_due_to_the_last_token() -> None:
+def test_summary_spans_first_due_request_to_last_token() -> None:
     answers = [make_answer(), make_answer(2.0, (4.0, 5.0, 6.0)), make_answer(1.0, (), 503), make_answer(1.0, (2.0,))]
     summary = Summary.of(answers)
     assert (summary.num_sent, summary.num_complete, summary.num_refused, summary.num_failed) == (4, 2, 1, 1)
@@ -112,18 +112,18 @@ def test_summary_counts_complete_answers_from_the_first_due_to_the_last_token() 
     assert summary.offered_per_s == 2.0
 
 
-def test_time_to_the_first_token_begins_when_a_request_was_due() -> None:
+def test_time_to_first_token_begins_at_due_time() -> None:
     answer = make_answer(1.0, (4.0, 5.0, 6.0))
     answer.sent_s = 3.5
     assert answer.ttft_s == 3.0
 
 
-def test_summary_of_nothing_is_refused() -> None:
+def test_summary_without_answers_is_refused() -> None:
     with pytest.raises(ValueError, match="No request was sent"):
         Summary.of([])
 
 
-async def test_answer_can_be_watched_while_it_comes() -> None:
+async def test_answer_can_be_watched_during_streaming() -> None:
     answers: list[Answer] = []
     async with make_asker(Service(0.02)) as asker:
         task = asyncio.create_task(asker.ask(make_ask(), into=answers))
@@ -133,7 +133,7 @@ async def test_answer_can_be_watched_while_it_comes() -> None:
         assert await task is answers[0]
 
 
-async def test_stream_begins_anew_with_another_prompt_until_it_is_told_to_stop() -> None:
+async def test_stream_restarts_with_new_prompt_until_stopped() -> None:
     service, stop, answers = Service(0.001), asyncio.Event(), list[Answer]()
     async with make_asker(service) as asker:
         task = asyncio.create_task(stream_until(asker, stream_asks(3, 8, 100), answers, stop))
@@ -144,7 +144,7 @@ async def test_stream_begins_anew_with_another_prompt_until_it_is_told_to_stop()
     assert len({str(body["prompt"]) for body in service.bodies}) == len(service.bodies) >= 3
 
 
-async def test_stream_ends_when_it_is_refused() -> None:
+async def test_stream_ends_when_refused() -> None:
     answers: list[Answer] = []
     async with make_asker(Service()) as asker:
         await stream_until(asker, stream_asks(9, 8, 100), answers, asyncio.Event())
@@ -155,5 +155,5 @@ async def test_stream_ends_when_it_is_refused() -> None:
     ("header", "expected"),
     [("queue;dur=1.0, adapter;dur=2.0, prefill;dur=31.5", 0.0315), ("queue;dur=1.0", 0.0), ("", 0.0)],
 )
-def test_how_long_the_prompt_was_computed_is_the_servers_word(header: str, expected: float) -> None:
+def test_prefill_time_is_read_from_server_header(header: str, expected: float) -> None:
     assert prefill_s(header) == pytest.approx(expected)

@@ -25,13 +25,13 @@ def test_no_adapter_is_for_two_purposes() -> None:
     assert used == list(range(32 + 5 + 7 + 7))
 
 
-def test_extra_requests_come_at_a_steady_rate_with_prompts_of_their_own() -> None:
+def test_extra_requests_have_steady_rate_and_distinct_prompts() -> None:
     asks = churn.extra_asks([4, 5, 6], 2.0, seed=10)
     assert [(ask.at_s, ask.adapter, ask.num_output_tokens) for ask in asks] == [(0.0, 4, 1), (0.5, 5, 1), (1.0, 6, 1)]
     assert len({ask.prompt_seed for ask in asks}) == 3
 
 
-def test_streams_are_together_as_long_from_the_start_as_later() -> None:
+def test_total_stream_length_is_constant_from_start() -> None:
     first, second = (
         [next(itertools.islice(churn.stream_asks(i, 1024, 1000 * i), n, None)) for i in range(churn.NUM_STREAMS)]
         for n in range(2)
@@ -43,12 +43,12 @@ def test_streams_are_together_as_long_from_the_start_as_later() -> None:
     assert len({ask.prompt_seed for ask in first + second}) == 2 * churn.NUM_STREAMS
 
 
-def test_gaps_are_of_one_answer_and_of_the_window_alone() -> None:
+def test_gaps_lie_within_single_answer_and_window() -> None:
     answers = [make_answer(0.0, 1.0, 2.5, 9.0), make_answer(2.0)]
     assert churn.gaps_within(answers, 0.5, 3.0) == [1.0, 1.5]
 
 
-def test_phases_of_a_kind_are_pooled_and_the_second_kind_is_divided_by_the_first() -> None:
+def test_phases_are_pooled_by_kind_and_divided() -> None:
     phases = [
         make_phase("resident", [0.010] * 99 + [0.020]),
         make_phase("churn", [0.011] * 97 + [0.030] * 3, 80.0),
@@ -61,7 +61,7 @@ def test_phases_of_a_kind_are_pooled_and_the_second_kind_is_divided_by_the_first
     assert ratio.startswith("| the second ÷ the first | 1.100 | 1.500 | 1.500 | 0.850 |")
 
 
-def test_what_is_left_of_the_uploads_is_no_part_of_the_ratio() -> None:
+def test_gaps_after_uploads_are_excluded_from_ratio() -> None:
     phases = [make_phase("resident", [0.010] * 10), make_phase("churn", [0.011] * 10)]
     phases[1].gaps_after_s = [0.050] * 10
     ratio, left = churn.streams_table(phases).splitlines()[-2:]
@@ -69,7 +69,7 @@ def test_what_is_left_of_the_uploads_is_no_part_of_the_ratio() -> None:
     assert left.startswith("| what was left of the uploads | 50.0 | 50.0 | 50.0 |")
 
 
-def test_first_tokens_are_divided_by_what_loading_takes_without_a_server() -> None:
+def test_first_tokens_are_compared_with_loading_without_server() -> None:
     first = FirstTokens(
         [0.05] * 3, [0.02] * 3, [0.033] * 3, [0.003] * 3, read_s=[0.01] * 3, load_s=[0.025] * 3, server_load_s=0.03
     )
@@ -77,7 +77,7 @@ def test_first_tokens_are_divided_by_what_loading_takes_without_a_server() -> No
     assert [row[-1].rstrip(" |") for row in cells] == ["0.40", "1.00", "1.20", "0.80", "2.00", "1.20", "4.00"]
 
 
-def test_page_has_no_thousand_gaps_but_their_percentiles() -> None:
+def test_summary_has_percentiles_instead_of_all_gaps() -> None:
     summary = churn.summary(make_phase("churn", [0.01] * 1000))
     assert summary["num_gaps"] == 1000
     assert summary["gaps_s"]["p99"] == 0.01

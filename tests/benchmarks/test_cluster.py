@@ -35,7 +35,7 @@ TURNS = {
 }
 
 
-def test_requests_of_one_seed_are_equal_and_share_the_beginnings_of_their_adapter() -> None:
+def test_same_seed_gives_same_requests_with_shared_prefixes() -> None:
     stream = asks(300, 8, seed=3)
     assert stream == asks(300, 8, seed=3) != asks(300, 8, seed=4)
     beginnings: dict[int, set[tuple[int, ...]]] = {}
@@ -49,14 +49,14 @@ def test_requests_of_one_seed_are_equal_and_share_the_beginnings_of_their_adapte
     assert len({tuple(ask.prompt(512)) for ask in stream}) == len(stream)
 
 
-def test_ratio_is_the_median_of_rounds_to_our_own_turn_of_the_round() -> None:
+def test_ratio_is_median_over_rounds_against_loraserve_turn() -> None:
     found = cluster.ratios(TURNS, "two replicas, serve.multiplexed")
     assert found["loads disk → host"] == pytest.approx(3.0)
     assert found["prompt tokens found in a prefix cache"] == pytest.approx(1 / 3)
     assert found["TTFT p99"] == pytest.approx(3.0)
 
 
-def test_page_has_a_row_for_each_arm_and_no_throughput() -> None:
+def test_page_has_row_for_each_arm_without_throughput() -> None:
     page = cluster.text(OPTIONS, TURNS)
     assert all(page.count(f"| {name} |") == 1 + (name != cluster.OURS) for name in cluster.ARMS)
     assert "tokens/s" not in page
@@ -65,7 +65,7 @@ def test_page_has_a_row_for_each_arm_and_no_throughput() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray isn't installed (the extra ray)")
 # Ray's own use of pydantic
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_calls_of_a_certain_replica_go_there_in_each_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_targeted_call_reaches_given_replica_in_each_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import cluster_routing
     from loraserve.cluster.ray import OURS
     from loraserve.cluster.routing import router

@@ -20,7 +20,7 @@ def make_phase(kind: str, ttft_s: list[float]) -> Phase:
     return Phase(kind, ttft_s, [0.01], 0, NOISY if kind == "beside" else {})
 
 
-def test_both_phases_of_a_round_ask_at_the_same_times_for_the_same_lengths_with_prompts_of_their_own() -> None:
+def test_phases_of_round_match_except_for_prompts() -> None:
     alone, beside = fairness.asks_of(OPTIONS, 1, seed=0), fairness.asks_of(OPTIONS, 1, seed=fairness.SEEDS)
     shapes = [[(one.at_s, one.num_prompt_tokens, one.num_output_tokens) for one in asks] for asks in (alone, beside)]
     assert shapes[0] == shapes[1]
@@ -39,7 +39,7 @@ def test_the_ratio_is_of_all_rounds_percentiles() -> None:
     assert round(fairness.ratio(phases, 50), 6) == 2.0
 
 
-def test_the_page_says_whether_the_bound_holds_and_what_the_noisy_tenant_got() -> None:
+def test_page_reports_bound_result_and_noisy_tenant_throughput() -> None:
     good = [make_phase("alone", [0.1]), make_phase("beside", [0.19])]
     page = fairness.text(OPTIONS, good)
     assert "1.90 times what it is alone (within 2)" in page
@@ -47,7 +47,7 @@ def test_the_page_says_whether_the_bound_holds_and_what_the_noisy_tenant_got() -
     assert "(over 2)" in fairness.text(OPTIONS, [make_phase("alone", [0.1]), make_phase("beside", [0.3])])
 
 
-def test_answers_that_broke_off_are_counted_and_have_no_part_in_the_times() -> None:
+def test_broken_answers_are_counted_but_not_timed() -> None:
     ask = Ask(0.0, 0, 1, 1, 1)
     good = Answer(ask, 1.0, token_times_s=[1.5], status=200)
     phase = Phase.of("alone", [good, Answer(ask, 0.0, status=503, error="full")], {})

@@ -21,24 +21,24 @@ def test_percentile_is_of_the_nearest_rank(percent: float, value: int) -> None:
     assert figures.percentile(list(range(100, 0, -1)), percent) == value
 
 
-def test_percentile_of_one_is_that_one_and_of_none_is_not_a_number() -> None:
+def test_percentile_handles_single_value_and_empty_list() -> None:
     assert figures.percentile([3.0], 99) == 3.0
     assert math.isnan(figures.percentile([], 50))
 
 
-def test_metrics_are_summed_over_the_labels_that_are_not_asked_for() -> None:
+def test_metrics_are_summed_over_unrequested_labels() -> None:
     scrape = figures.parse(TEXT)
     assert figures.total(scrape, "loraserve_adapter_bytes") == 15.0
     assert figures.total(scrape, "loraserve_adapter_bytes", tier="host") == 5.0
     assert figures.total(scrape, "loraserve_adapter_bytes", tier="disk") == 0.0
 
 
-def test_increase_is_from_the_first_scrape_to_the_second() -> None:
+def test_increase_is_difference_between_scrapes() -> None:
     before, after = figures.parse(TEXT), figures.parse(TEXT.replace("_total 3.0", "_total 8.0"))
     assert figures.increase(before, after, "loraserve_adapter_loads_total") == 5.0
 
 
-def test_bar_in_a_cell_does_not_end_it() -> None:
+def test_bar_in_cell_is_escaped() -> None:
     assert figures.table(["a"], [["b|c"]]) == "| a |\n| --- |\n| b\\|c |"
 
 

@@ -99,7 +99,7 @@ def test_figures_of_ncu_are_read_by_kernel() -> None:
     assert bench_tools.parse("==ERROR== no permission") == []
 
 
-def test_kernels_of_a_part_are_compiled_without_a_gpu(tmp_path: Path) -> None:
+def test_kernels_of_part_are_compiled_without_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     packed, environment = tmp_path / "cache.tar.xz", {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)

@@ -69,7 +69,7 @@ def start(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_dry_run_goes_from_its_arguments_to_its_result_files(tmp_path: Path) -> None:
+def test_dry_run_writes_result_files_from_arguments(tmp_path: Path) -> None:
     only = "check-rows,attention,linears"
     done = start("benchmarks/gpu/run.py", "--tiny", "--only", only, "--out", str(tmp_path), "--name", "tiny")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -82,7 +82,7 @@ def test_dry_run_goes_from_its_arguments_to_its_result_files(tmp_path: Path) -> 
     assert "Nothing is measured" in (tmp_path / "tiny.md").read_text()
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+def test_run_without_gpu_fails_and_writes_no_file(tmp_path: Path) -> None:
     done = start("-c", "import torch, sys; sys.exit(torch.cuda.device_count() == 0)")
     if done.returncode == 0:
         pytest.skip("there is a GPU")
@@ -92,7 +92,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_every_part_can_be_imported_without_the_servers_packages() -> None:
+def test_each_part_is_importable_without_server_packages() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", IMPORTS], env=environment, capture_output=True, text=True, timeout=300
@@ -101,12 +101,12 @@ def test_every_part_can_be_imported_without_the_servers_packages() -> None:
     assert done.stdout.splitlines() == ["1.0 False 3 {}", "frozen"]
 
 
-def test_parts_run_in_their_own_order_whatever_order_they_are_asked_for_in() -> None:
+def test_parts_run_in_fixed_order_regardless_of_request() -> None:
     assert parse(["--only", "peft,check-lora"]).parts == ["check-lora", "peft"]
     assert parse([]).parts == [part.name for part in PARTS]
 
 
-def test_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonexistent_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--only", "check-lora,nothing"])
     assert "no part is called nothing" in capsys.readouterr().err

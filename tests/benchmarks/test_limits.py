@@ -21,11 +21,11 @@ QKV = SiteShape(4096, (4096, 1024, 1024))
 RATES = Rates(copy_bytes_per_s=4e12, operations_per_s=8e14, load_bytes_per_s=5e10)
 
 
-def test_rank_of_a_site_takes_a_row_of_a_for_each_slice_and_a_row_of_b_for_each_output() -> None:
+def test_rank_needs_row_per_slice_and_per_output() -> None:
     assert QKV.weights_per_rank == 3 * 4096 + 6144
 
 
-def test_lora_reads_each_adapter_once_however_many_rows_it_has() -> None:
+def test_lora_reads_each_adapter_once_for_all_rows() -> None:
     one_row_each = lora_work(QKV, [16, 16], [16, 16])
     many_rows = lora_work(QKV, [16, 16], [16] * 10)
     weights = 2 * 16 * (3 * 4096 + 6144) * 2
@@ -38,16 +38,16 @@ def test_lora_in_int8_reads_half_the_weights() -> None:
     assert lora_work(QKV, [8], [], 1).num_bytes == lora_work(QKV, [8], []).num_bytes / 2
 
 
-def test_operations_of_lora_are_those_of_each_rows_own_rank() -> None:
+def test_lora_operations_depend_on_rank_of_each_row() -> None:
     assert lora_work(QKV, [8, 64], [8, 64, 64]).operations == 2 * (8 + 64 + 64) * (3 * 4096 + 6144)
 
 
-def test_linear_reads_its_weight_and_x_and_writes_y() -> None:
+def test_linear_reads_weight_and_input_and_writes_output() -> None:
     work = linear_work(SiteShape(100, (30,)), 7, 3000)
     assert work == Work(3000 + 7 * 130 * 2, 2 * 7 * 3000)
 
 
-def test_decode_row_attends_to_its_whole_context_and_a_chunks_rows_to_what_is_before_them() -> None:
+def test_row_attends_only_to_context_before_row() -> None:
     assert attention_work([1], [50], 4, 2, 8).operations == 4 * 50 * 4 * 8
     # rows at positions 0, 1 and 2
     assert attention_work([3], [3], 4, 2, 8).operations == 4 * (1 + 2 + 3) * 4 * 8
@@ -55,7 +55,7 @@ def test_decode_row_attends_to_its_whole_context_and_a_chunks_rows_to_what_is_be
     assert attention_work([3], [10], 4, 2, 8).operations == 4 * (8 + 9 + 10) * 4 * 8
 
 
-def test_attention_reads_keys_and_values_once_for_all_query_heads() -> None:
+def test_attention_reads_keys_and_values_once_per_sequence() -> None:
     assert attention_work([1, 1], [50, 30], 4, 2, 8).num_bytes == 2 * 80 * 2 * 8 * 2 + 2 * 2 * 4 * 8 * 2
 
 
@@ -71,17 +71,17 @@ def test_limit_is_bytes_or_operations_whichever_takes_longer() -> None:
     assert RATES.seconds(Work(4e11, 8e14)) == 1.0
 
 
-def test_share_of_what_was_not_measured_is_nothing() -> None:
+def test_share_of_unmeasured_time_is_absent() -> None:
     assert share(1.0, None) is None
     assert share(1.0, 2.0) == 0.5
 
 
-def test_geometric_mean_leaves_out_what_was_not_measured() -> None:
+def test_geometric_mean_skips_unmeasured_values() -> None:
     assert geometric_mean([2.0, None, 8.0]) == pytest.approx(4.0)
     assert geometric_mean([None]) is None
 
 
-def test_quantile_is_a_value_that_the_given_part_does_not_exceed() -> None:
+def test_quantile_is_value_not_exceeded_by_given_share() -> None:
     values = [float(i) for i in range(100, 0, -1)]
     assert quantile(values, 0.5) == 50.0
     assert quantile(values, 0.99) == 99.0

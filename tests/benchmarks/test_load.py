@@ -73,7 +73,7 @@ def test_tokens_are_counted_however_the_bytes_arrive(size: int) -> None:
         (b"not HTTP at all\r\n\r\n", "can't be read"),
     ],
 )
-def test_what_is_no_whole_answer_ends_the_load_and_says_why(content: bytes, words: str) -> None:
+def test_incomplete_answer_ends_load_with_reason(content: bytes, words: str) -> None:
     with pytest.raises((RuntimeError, ExceptionGroup)) as raised:
         asyncio.run(run(content, 50))
     found = raised.value.exceptions if isinstance(raised.value, ExceptionGroup) else (raised.value,)

@@ -21,7 +21,7 @@ def test_gaps_are_split_by_prompts() -> None:
     assert long_prompt.split([stream], [prompt], (1.0, 2.1)) == ([0.5, 0.5], [1.0, 1.0])
 
 
-def test_page_compares_both_bounds() -> None:
+def test_page_compares_two_settings() -> None:
     turns = [
         Turn("off", [0.01] * 99, [0.4] * 9, [1.0], 5000.0, 700.0),
         Turn("auto", [0.01] * 99, [0.04] * 9, [1.25], 4900.0, 690.0),

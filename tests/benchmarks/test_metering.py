@@ -36,7 +36,7 @@ def make_sums(**changes: int) -> dict[str, dict[str, int]]:
     return {"base": {**item, **changes}}
 
 
-def test_a_bill_of_what_was_given_has_no_difference() -> None:
+def test_matching_bill_has_no_difference() -> None:
     book = make_book(Given(make_request(), 2, True, USAGE, None), Given(make_request(), 0, False, None, None))
     assert differences(book, make_sums(), is_exact=True) == []
 
@@ -49,29 +49,29 @@ def test_a_token_more_or_less_is_a_difference(name: str) -> None:
         assert bool(differences(book, sums, is_exact=is_exact)) is is_found
 
 
-def test_what_was_given_of_a_model_that_has_no_bill_is_a_difference() -> None:
+def test_delivered_answer_without_bill_is_difference() -> None:
     assert differences(make_book(Given(make_request(), 2, True, None, None)), {}, is_exact=True)
 
 
-def test_an_answer_that_says_another_cost_is_a_difference() -> None:
+def test_answer_reporting_wrong_cost_is_difference() -> None:
     usage = USAGE | {"cost": "0.000004"}
     book = make_book(Given(make_request(), 2, True, usage, None))
     assert differences(book, make_sums(), is_exact=True) == ["1 answers said another usage or cost than theirs"]
 
 
-def test_sums_are_found_by_what_was_asked_for() -> None:
+def test_usage_sums_are_matched_to_requested_models() -> None:
     items = [(None, None), ("lora-00001", 2), ("a@1+0.5*b@1", None)]
     models = [model_of({"adapter": adapter, "version": version}) for adapter, version in items]
     assert models == ["base", "lora-00001@2", "a@1+0.5*b@1"]
 
 
-def test_tokens_of_a_stream_that_broke_off_within_a_line_are_those_of_whole_lines() -> None:
+def test_only_tokens_of_complete_stream_lines_are_counted() -> None:
     line = b'data: {"choices": [{"token_ids": [5, 6]}]}\n\n'
     received = b"HTTP/1.1 200 OK\r\n\r\n2f\r\n" + line + b"\r\n2f\r\n" + line[:-9]
     assert _parse(make_request(), received).num_tokens == 2
 
 
-def test_clients_of_one_tenant_alone_break_off() -> None:
+def test_only_clients_of_chosen_tenant_break_off() -> None:
     requests = draw(200, 3, ["base"], 512, 1, breaking=2)
     assert {one.way for one in requests if one.tenant == 2} == {Way.STAYS, Way.BREAKS_OFF}
     assert {one.way for one in requests if one.tenant != 2} == {Way.STAYS, Way.CLOSES_ITS_HALF}

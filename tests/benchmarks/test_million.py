@@ -44,7 +44,7 @@ def faults(site: Site) -> list[str]:
     return [fault for timed in site.all for fault in timed.faults]
 
 
-async def test_no_request_and_no_collector_reads_a_table_whole(
+async def test_requests_and_collectors_never_scan_whole_tables(
     filled: tuple[Server, Site], site: Site, tmp_path: Path
 ) -> None:
     await measure(filled[0], [site], tmp_path, num_rounds=1, num_binds=40)

@@ -31,7 +31,7 @@ def make_turn(tokens_per_s: float) -> Turn:
 
 
 @pytest.mark.parametrize("part", [*PARTS, "pushing", "registering", "loading", "noisy"])
-def test_every_part_says_what_it_does(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_part_describes_purpose_in_help(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(f"benchmarks.{part}")
     with pytest.raises(SystemExit, match="0"):
         module.main(["--help"])
@@ -44,21 +44,21 @@ def test_parts_start_without_matplotlib() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_ratio_is_the_median_of_turns_that_followed_each_other() -> None:
+def test_ratio_is_median_of_consecutive_turns() -> None:
     point = Point(
         100, [make_turn(9.0), make_turn(4.0), make_turn(9.0)], [make_turn(10.0), make_turn(4.0), make_turn(6.0)]
     )
     assert point.ratio == pytest.approx(1.0)
 
 
-def test_row_has_where_adapters_were_found_and_the_growth_of_memory() -> None:
+def test_row_has_adapter_tiers_and_memory_growth() -> None:
     row = Point(1000, [make_turn(9.0)], [make_turn(10.0)], rss_before_bytes=2**28).row()
     assert row[:4] == ["1,000", "9.0", "0.900", "1000 (1.000)"]
     assert row[6:11] == ["50.0 % / 30.0 % / 20.0 %", "1 + 2; 3 of 4", "0 of 1", "never", "512 (+256)"]
     assert len(row) == len(registered.HEADER)
 
 
-def test_trace_is_plotted_and_the_same_points_give_the_same_file(tmp_path: Path) -> None:
+def test_trace_plot_is_deterministic_for_same_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.plotting import plot_trace
 
@@ -70,7 +70,7 @@ def test_trace_is_plotted_and_the_same_points_give_the_same_file(tmp_path: Path)
     assert text == (tmp_path / "b.svg").read_text()
 
 
-def test_row_of_a_trace_has_what_was_offered_and_what_was_refused() -> None:
+def test_trace_row_has_offered_load_and_refusals() -> None:
     row = trace.Point(4.0, 0.1, make_summary(), SEEN, HITS).row()
     assert len(row) == len(trace.HEADER)
     assert row[:2] == ["4", "0.1"]

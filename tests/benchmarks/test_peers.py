@@ -37,7 +37,7 @@ def make_work() -> Work:
     return Work(Path("model"), (), 512, 8, (0, 1))
 
 
-def test_row_has_the_best_turns_their_ratio_and_that_of_turns_that_followed_each_other() -> None:
+def test_row_has_best_turns_and_two_ratios() -> None:
     assert make_row(num_dropped=3).cells() == [
         *("llama.cpp", "Q8_0", "int8", "64", "8", "an adapter each", "default"),
         *("100.0 (80.0)", "200.0 (60.0)", "**2.00**", "1.20 (0.50 to 2.00)", "0.05", "0.02", "3"),
@@ -45,7 +45,7 @@ def test_row_has_the_best_turns_their_ratio_and_that_of_turns_that_followed_each
     assert len(make_row().cells()) == len(peers_rows.HEADER)
 
 
-def test_row_that_was_not_measured_says_why() -> None:
+def test_unmeasured_row_states_reason() -> None:
     cells = make_row(peer=[], ours=[], reason="no compiler").cells()
     assert cells[7] == "not measured: no compiler"
     assert len(cells) == len(peers_rows.HEADER)
@@ -63,7 +63,7 @@ def test_first_tokens_have_a_table_of_servers_alone() -> None:
     assert peers_rows.tables([server, make_row()])[1].count("\n") == 2
 
 
-def test_formats_are_those_that_the_processor_multiplies() -> None:
+def test_default_formats_match_processor_instructions() -> None:
     wide = [
         Pair("vllm", "bfloat16", "int8"),
         Pair("peft", "float32", "float32"),
@@ -79,7 +79,7 @@ def test_formats_are_those_that_the_processor_multiplies() -> None:
     ]
 
 
-def test_formats_may_be_chosen_and_a_wrong_one_is_named() -> None:
+def test_formats_are_selectable_and_wrong_format_is_named() -> None:
     chosen = peers.parse_pairs("llama.cpp:F16=bfloat16, vllm:float32=float32", ["llama.cpp", "vllm"])
     assert chosen == [Pair("llama.cpp", "F16", "bfloat16"), Pair("vllm", "float32", "float32")]
     held = peers.parse_pairs("llama.cpp:Q4_0+Q8_0=int4-rounded+int8", ["llama.cpp"])
@@ -98,7 +98,7 @@ def test_formats_may_be_chosen_and_a_wrong_one_is_named() -> None:
             peers.parse_pairs(wrong, ["llama.cpp", "vllm"])
 
 
-def test_options_that_name_no_peer_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_naming_no_peer_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--peers", "sglang"], ["--modes", "all"], ["--formats", "vllm:x"]):
         with pytest.raises(SystemExit):
             peers.main(arguments)
@@ -115,7 +115,7 @@ def make_running(speed: float, failure: str = "") -> Running:
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_turns_alternate_and_each_round_is_begun_by_the_other(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
+def test_turns_alternate_and_starter_changes_each_round(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
     begun: list[str] = []
 
     @contextmanager
@@ -139,7 +139,7 @@ def test_turns_alternate_and_each_round_is_begun_by_the_other(monkeypatch: pytes
     assert settings == {"llama.cpp Q8_0, an adapter each": "10.0 threads", "loraserve int8": "20.0 threads"}
 
 
-def test_a_peer_that_fails_leaves_its_reason_on_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_of_failed_peer_appears_on_missing_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def started_peer(*_: object) -> Iterator[Running]:
         raise PeerUnavailableError("the build ended with 2")
@@ -228,12 +228,12 @@ def test_prompts_are_windows_of_the_text(tmp_path: Path) -> None:
     assert len(load.draw(random.Random(1), argparse.Namespace(text_tokens=None, prompt_tokens=8, vocab=512))) == 8
 
 
-def test_a_contender_starts_beside_another_only_where_both_have_room() -> None:
+def test_contenders_run_together_only_if_memory_suffices() -> None:
     assert peers.fits(1 << 30, 6 << 30)
     assert not peers.fits(4 << 30, 10 << 30)
 
 
-def test_a_turn_waits_for_a_quiet_second_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_waits_for_quiet_second_only_until_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.5, 10.0, 10.1])
     monkeypatch.setattr(peers, "busy_s", lambda: next(now))
     monkeypatch.setattr(peers.time, "sleep", lambda _: None)
@@ -248,14 +248,14 @@ def test_load_fills_the_adapters_number_into_a_body() -> None:
     assert load.filled(body, 3) == {"lora": [{"id": 3, "scale": 1.0}], "cache_prompt": False, "name": "lora-{}"}
 
 
-def test_steps_are_done_once_and_again_when_their_recipe_changes(tmp_path: Path) -> None:
+def test_steps_run_once_and_again_after_recipe_change(tmp_path: Path) -> None:
     made: list[str] = []
     for recipe in ("a", "a", "b"):
         peers_installing.once(tmp_path, "x", [recipe], "making it", lambda recipe=recipe: made.append(recipe))
     assert made == ["a", "b"]
 
 
-def test_a_step_that_fails_says_its_last_words_without_this_machines_folders(tmp_path: Path) -> None:
+def test_failed_step_reports_last_words_without_local_folders(tmp_path: Path) -> None:
     code = f"print('fine'); print('error: no room in {peers_installing.ROOT}/x'); raise SystemExit(3)"
     with pytest.raises(PeerUnavailableError, match=r"^A step ended with 3: error: no room in \./x$"):
         peers_installing.run("A step", [sys.executable, "-c", code], tmp_path / "log")
@@ -263,9 +263,7 @@ def test_a_step_that_fails_says_its_last_words_without_this_machines_folders(tmp
         peers_installing.run("A step", ["no-such-program"], tmp_path / "log")
 
 
-def test_a_started_server_that_ends_is_a_reason_and_one_that_is_up_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_start_gives_reason_and_running_server_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_serving, "CACHE", tmp_path)
     failing = [sys.executable, "-c", "raise SystemExit('error: no such model')"]
     words = "ended with 1 at its start: error: no such model"
@@ -280,7 +278,7 @@ def test_a_started_server_that_ends_is_a_reason_and_one_that_is_up_is_stopped(
     assert not children[0].is_running() or children[0].status() == "zombie"
 
 
-def test_instruction_sets_are_those_that_llama_cpp_was_built_for() -> None:
+def test_instruction_sets_come_from_llama_cpp_build() -> None:
     info = "CPU : SSE3 = 1 | AVX512_VNNI = 1 | AMX_INT8 = 0 | LLAMAFILE = 1 | OPENMP = 1 | "
     assert peers_serving.instructions_of(info) == "SSE3 AVX512_VNNI LLAMAFILE OPENMP"
     assert peers_serving.instructions_of("") == ""

@@ -36,7 +36,7 @@ def adapters() -> Adapters:
 
 
 @pytest.mark.parametrize("format", ["none", "int8", "nf4"])
-def test_log_probabilities_are_the_references_of_the_same_base(model: Path, adapters: Adapters, format: str) -> None:
+def test_scores_match_reference_log_probabilities_of_same_base(model: Path, adapters: Adapters, format: str) -> None:
     scores = PeftScores(model, adapters, format)
     base = load_model(model, model_id="base", dtype=torch.float32, quantize=format, device="cpu", max_model_len=None)
     for number in (1, 2):
@@ -49,7 +49,7 @@ def test_log_probabilities_are_the_references_of_the_same_base(model: Path, adap
         torch.testing.assert_close(torch.tensor(scores.logprobs(number, PROMPT, ANSWER)), expected, atol=1e-4, rtol=0)
 
 
-def test_a_quantized_base_has_the_values_of_its_codes(model: Path, adapters: Adapters) -> None:
+def test_quantized_base_has_dequantized_code_values(model: Path, adapters: Adapters) -> None:
     plain, rounded = (PeftScores(model, adapters, format) for format in ("none", "int8"))
     name = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
     exact, found = plain._model.get_parameter(name), rounded._model.get_parameter(name)

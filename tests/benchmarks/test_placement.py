@@ -60,7 +60,7 @@ def test_each_request_is_served_once(name: str, change: str) -> None:
     assert (cluster.num_resent > 0) == (change == "lost")
 
 
-def test_request_alone_takes_its_load_its_prompt_and_its_steps() -> None:
+def test_lone_request_takes_load_prompt_and_step_time() -> None:
     cluster, request = make_cluster(), make_request(0, 1.0)
     cluster.run([request])
     assert request.first_token_s == pytest.approx(1.0 + 0.03 + 0.04 + 20 * 0.002)
@@ -68,7 +68,7 @@ def test_request_alone_takes_its_load_its_prompt_and_its_steps() -> None:
     assert (request.tier, len(cluster.loads)) == ("disk", 1)
 
 
-def test_second_request_joins_at_the_end_of_a_step_and_finds_adapter_and_prefix() -> None:
+def test_second_request_joins_after_step_with_warm_adapter() -> None:
     cluster, first, second = make_cluster(), make_request(0, 0.0, output_tokens=50), make_request(1, 1.0)
     cluster.run([first, second])
     assert (second.tier, second.is_prefix_hit) == ("device", True)
@@ -78,14 +78,14 @@ def test_second_request_joins_at_the_end_of_a_step_and_finds_adapter_and_prefix(
     assert second.finished_s == pytest.approx(second.first_token_s + 4 * two_s)
 
 
-def test_requests_of_an_adapter_that_is_loading_wait_for_one_load() -> None:
+def test_requests_for_loading_adapter_share_single_load() -> None:
     cluster, requests = make_cluster(), [make_request(number, 0.001 * number) for number in range(5)]
     cluster.run(requests)
     assert len(cluster.loads) == 1
     assert all(request.tier == "disk" for request in requests)
 
 
-def test_adapter_that_falls_off_the_device_is_found_in_the_host_and_then_gone() -> None:
+def test_evicted_adapter_is_found_in_host_then_gone() -> None:
     cluster = make_cluster(device=33, host=1)
     requests = [make_request(number, 2.0 * number, adapter) for number, adapter in enumerate([*range(35), 1, 0])]
     cluster.run(requests)
@@ -93,7 +93,7 @@ def test_adapter_that_falls_off_the_device_is_found_in_the_host_and_then_gone() 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_traffic_has_its_rate_and_the_same_seed_gives_the_same(shape: str) -> None:
+def test_traffic_has_requested_rate_and_repeats_for_seed(shape: str) -> None:
     traffic = Traffic(shape, 100, 0.9, 20.0, 600.0, 7)
     requests = traffic.requests(COSTS)
     expected = 20.0 * 600.0 * (1.1 if shape == "flash" else 1.0)
@@ -120,7 +120,7 @@ def test_offline_optimum_is_the_best_of_all_choices(adapters: list[int], held: i
     assert offline_optimum(adapters, held, 0) == pytest.approx(expected)
 
 
-def test_che_is_near_what_an_lru_memory_finds() -> None:
+def test_che_estimate_is_near_lru_hit_rate() -> None:
     traffic = Traffic("steady", 1_000, 0.8, 1.0, 1.0, 1)
     asked = np.random.default_rng(1).choice(1_000, 60_000, p=traffic.popularity()).tolist()
     memory: dict[int, None] = {}
@@ -135,7 +135,7 @@ def test_che_is_near_what_an_lru_memory_finds() -> None:
     assert che_hit_share(traffic.popularity(), 1_000) == 1.0
 
 
-def test_costs_are_those_of_the_results() -> None:
+def test_costs_match_measured_results() -> None:
     costs = measured()
     assert [count for count, _ in costs.step_points] == [1, 8, 32]
     assert costs.step_s(8) < costs.step_s(20) < costs.step_s(32)
@@ -148,13 +148,13 @@ def test_same_seed_gives_the_same_outcome() -> None:
 
 
 @pytest.mark.parametrize("scenario", [QUICK[0], QUICK[2], QUICK[3], QUICK[4]], ids=lambda scenario: scenario.name)
-def test_our_placement_reaches_its_figures(scenario: Scenario) -> None:
+def test_placement_reaches_target_figures(scenario: Scenario) -> None:
     result = run_scenario(scenario, measured(), ["loraserve"])
     assert misses(result) == []
     assert result.ours.in_memory <= result.optimum + 1e-9
 
 
-def test_memory_smaller_than_what_is_asked_for_is_said_with_its_bound() -> None:
+def test_insufficient_memory_is_reported_with_bound() -> None:
     scenario = replace(SHORT, num_replicas=2, num_adapters=20_000, zipf=0.6)
     found = misses(run_scenario(scenario, measured(), ["loraserve"]))
     assert any("together hold 4,734 adapters of 20,000; at most" in line for line in found)
@@ -175,7 +175,7 @@ def test_page_and_numbers_are_written(
     assert [one["policy"] for one in numbers["results"][0]["outcomes"]] == list(policies(COSTS, 1))
 
 
-def test_figures_that_are_not_reached_are_named() -> None:
+def test_missed_figures_are_named() -> None:
     outcome = Outcome("loraserve", 10, 1.3, 1.4, 1.5, 0.9, 2.0, 0.3, 0.1, 0.2, 0.5, 0, 0)
     found = misses(Result(replace(SHORT, change="lost"), 1.0, 100, 0.92, 0.91, [outcome]))
     assert len(found) == 5

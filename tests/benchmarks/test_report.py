@@ -53,12 +53,12 @@ def test_brief_tables_fit_a_terminals_end() -> None:
     assert "3 of 3 checks hold." in text
 
 
-def test_dry_run_says_that_nothing_is_measured() -> None:
+def test_dry_run_states_lack_of_measurements() -> None:
     assert "Nothing is measured" in page({}, is_dry_run=True)
     assert "Nothing is measured" not in page({})
 
 
-def test_failed_check_and_broken_case_stand_in_the_summary() -> None:
+def test_failed_check_and_broken_case_appear_in_summary() -> None:
     outcomes = {
         "check-lora": Outcome("complete", rows=[CHECK, {**CHECK, "check": "LoRA o", "ok": False}]),
         "check-gemm": Outcome("complete", problems=["int8: RuntimeError: broken"]),
@@ -70,11 +70,11 @@ def test_failed_check_and_broken_case_stand_in_the_summary() -> None:
     assert "| LoRA o | 4.0e-03 | 7.8e-03 | **no** |" in text
 
 
-def test_part_that_time_did_not_reach_is_named() -> None:
+def test_part_out_of_time_is_named() -> None:
     assert "Not complete: kernels (out of time)." in page({"kernels": Outcome("out of time")})
 
 
-def test_kernels_are_summed_up_by_share_and_by_each_peer() -> None:
+def test_kernels_are_summarised_by_share_and_peer() -> None:
     rows = [
         kernel_row(),
         kernel_row(share=0.2, vllm_best=0.5),
@@ -88,7 +88,7 @@ def test_kernels_are_summed_up_by_share_and_by_each_peer() -> None:
     assert "SGLang" not in said
 
 
-def test_decode_is_summed_up_by_base_with_the_tax_of_64_adapters() -> None:
+def test_decode_summary_shows_tax_of_64_adapters() -> None:
     row = {"base": "bf16", "rows": 64, "adapters": 64, "share": 0.61, "tax": 1.2, "bytes_tax": 1.1}
     said = summary.lines({"decode": Outcome("complete", rows=[row, {**row, "adapters": 0, "share": 0.7, "tax": 1.0}])})
     assert "Decode, bf16: 61 % to 70 % of the limit." in said
@@ -98,7 +98,7 @@ def test_decode_is_summed_up_by_base_with_the_tax_of_64_adapters() -> None:
     )
 
 
-def test_column_that_no_row_fills_is_left_out_and_a_missing_number_is_a_dash() -> None:
+def test_empty_columns_are_omitted_and_missing_numbers_dashed() -> None:
     text = report.table(BY_NAME["kernels"], [kernel_row(), kernel_row(us=None)])
     header, _, first, second = text.splitlines()
     assert "vLLM best ÷" in header
@@ -107,11 +107,11 @@ def test_column_that_no_row_fills_is_left_out_and_a_missing_number_is_a_dash() -
     assert "| – | 80 % |" in second
 
 
-def test_bar_in_a_note_does_not_end_its_cell() -> None:
+def test_bar_in_note_is_escaped() -> None:
     assert "a\\|b" in report.table(BY_NAME["check-lora"], [{**CHECK, "note": "a|b"}])
 
 
-def test_both_files_are_written_and_written_over(tmp_path: Path) -> None:
+def test_page_and_json_are_written_and_overwritten(tmp_path: Path) -> None:
     for rows in ([], [CHECK]):
         outcomes = {"check-lora": Outcome("complete", rows=rows)}
         paths = report.write(tmp_path / "new", "gpu", outcomes, FACTS, command="make gpu", date="d", seconds=1.0)

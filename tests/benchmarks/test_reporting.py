@@ -25,7 +25,7 @@ class Point:
     values: tuple[float, ...]
 
 
-def test_page_says_machine_versions_date_command_and_who_else_was_there() -> None:
+def test_page_names_machine_versions_date_command_and_load() -> None:
     text = reporting.describe(FACTS, reporting.command("trace", ["--quick"]), 1.5, "2026-01-02")
     for words in (
         "A processor, 2 threads, 24 GiB; avx2",
@@ -37,7 +37,7 @@ def test_page_says_machine_versions_date_command_and_who_else_was_there() -> Non
     assert "a load average of 0.2 on 2 cores before the start, 1.5 at the end" in text
 
 
-def test_both_files_are_written_and_written_over(tmp_path: Path) -> None:
+def test_page_and_json_are_written_and_overwritten(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         page, document = reporting.write("x", "Title", "text", {"points": [Point((value,))]}, FACTS, tmp_path / "new")
     assert page.read_text() == "# Title\n\ntext\n"
@@ -45,17 +45,17 @@ def test_both_files_are_written_and_written_over(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_non_finite_number_becomes_null(tmp_path: Path) -> None:
     _, document = reporting.write("x", "t", "", {"point": Point((math.nan, math.inf, 1.0))}, FACTS, tmp_path)
     assert json.loads(document.read_text())["point"] == {"values": [None, None, 1.0]}
 
 
-def test_names_say_part_size_date_and_whether_it_was_quick() -> None:
+def test_file_name_has_part_size_date_and_mode() -> None:
     assert reporting.dated("trace", "S", is_quick=False) == f"trace-S-{reporting.today()}"
     assert reporting.dated("trace", "S", is_quick=True) == f"trace-S-{reporting.today()}-quick"
 
 
-def test_machine_is_described_without_its_name() -> None:
+def test_machine_is_described_without_hostname() -> None:
     facts = reporting.facts()
     assert facts.keys() == FACTS.keys()
     assert facts["memory_bytes"] > 1 << 28

@@ -14,11 +14,11 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.parametrize("exponent", [0.6, 0.9])
-def test_sum_of_many_ranks_is_that_of_all(exponent: float) -> None:
+def test_zipf_sum_matches_exact_sum_for_many_ranks(exponent: float) -> None:
     assert scale.zipf_sum(300_000, exponent) == pytest.approx(math.fsum(k**-exponent for k in range(1, 300_001)))
 
 
-def test_load_takes_a_get_for_the_config_and_one_for_each_piece_of_the_weights() -> None:
+def test_load_makes_get_per_config_and_weight_piece() -> None:
     assert [scale.gets_per_load(num_bytes) for num_bytes in (1, 8 << 20, (8 << 20) + 1, 26 << 20)] == [2, 2, 3, 5]
 
 

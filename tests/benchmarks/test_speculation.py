@@ -42,7 +42,7 @@ def test_the_page_has_a_row_for_each_case() -> None:
     assert "12 answers were compared; 0 tokens differ" in page
 
 
-def test_each_token_of_a_work_has_followers_whose_probabilities_are_one_together() -> None:
+def test_follower_probabilities_of_each_token_sum_to_1() -> None:
     for work in works().values():
         for following in work.table.values():
             assert sum(following.values()) == pytest.approx(1)
@@ -61,7 +61,7 @@ def test_a_file_is_nearly_copied() -> None:
     assert 0.9 < len({*copied} & {*work.prompt}) / len({*copied}) < 1.0
 
 
-def test_logits_of_the_base_are_the_tables_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_logits_are_log_probabilities_of_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size(768, 1, 2, 1, 8, 1100)
     monkeypatch.setitem(SIZES, "flat", size)
     source = tmp_path / "source"
@@ -80,7 +80,7 @@ def test_logits_of_the_base_are_the_tables_log_probabilities(tmp_path: Path, mon
             assert float(probabilities[follower]) == pytest.approx(probability, rel=1e-3)
 
 
-def test_a_draft_base_is_right_of_its_share_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_base_predicts_requested_share_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "flat", Size(768, 2, 2, 1, 8, 1100))
     source = tmp_path / "source"
     source.mkdir()

@@ -31,7 +31,7 @@ def make_times(**gaps_s: float) -> list[Times]:
     return all_times
 
 
-def test_streams_are_constrained_as_their_mode_says() -> None:
+def test_streams_are_constrained_according_to_mode() -> None:
     def schemas(mode: str) -> list[str]:
         return [json.dumps(structured.fields_of(mode, stream, None)) for stream in range(4)]
 
@@ -41,7 +41,7 @@ def test_streams_are_constrained_as_their_mode_says() -> None:
     assert [text == "{}" for text in schemas(BESIDE)] == [True, False, True, False]
 
 
-def test_the_timed_schema_is_longer_than_any_answer_here() -> None:
+def test_timed_schema_outlasts_any_answer() -> None:
     schema = structured.timed_schema(3)
     jsonschema.Draft202012Validator.check_schema(schema)
     assert schema["minItems"] * len(schema["items"]["required"]) > 1000
@@ -62,7 +62,7 @@ def test_the_ratio_is_the_median_of_each_rounds() -> None:
     assert "1.040" in table
 
 
-def test_answers_that_broke_off_are_reported_and_not_measured() -> None:
+def test_broken_answers_are_reported_but_not_measured() -> None:
     times = Times(ONE)
     times.add([(make_answer(0.1), False), (make_answer(9.0, 2), False), (make_answer(9.0, 2, "lost"), False)])
     assert times.best_s == pytest.approx(0.1)
@@ -81,7 +81,7 @@ def test_only_valid_answers_are_right() -> None:
     assert not structured.is_right([outcome(valid=1), outcome(valid=3, not_valid=1)])
 
 
-def test_an_answer_is_checked_against_its_schema() -> None:
+def test_answer_is_validated_against_schema() -> None:
     schema = {"type": "integer"}
     assert structured.is_valid(schema, "3") is True
     assert structured.is_valid(schema, '"x"') is False
@@ -103,7 +103,7 @@ def test_the_page_names_figures_and_failures() -> None:
     assert "EXAMPLE" in page
 
 
-def test_biases_are_within_what_a_request_may_have() -> None:
+def test_biases_stay_within_request_limit() -> None:
     bias = structured.closing_bias()
     assert 0 < len(bias) <= 300
     assert {value > 0 for value in bias.values()} == {True, False}

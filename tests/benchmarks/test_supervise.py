@@ -67,14 +67,14 @@ def test_every_case_is_heard() -> None:
     assert run.facts
 
 
-def test_case_that_kills_the_process_costs_that_case_alone() -> None:
+def test_case_killing_process_loses_only_failing_case() -> None:
     run = supervise({"check-lora 1": "die"})
     assert cases_of(run, "check-lora") == ["case 0", "case 2"]
     assert run.outcomes["check-lora"].problems == ["case 1: the process ended with 70"]
     assert cases_of(run, "check-gemm") == ["case 0", "case 1", "case 2"]
 
 
-def test_case_that_never_ends_is_stopped_and_the_next_one_runs() -> None:
+def test_hanging_case_is_stopped_and_next_case_runs() -> None:
     run = supervise({"check-lora 0": "hang"}, stall_s=0.7)
     assert cases_of(run, "check-lora") == ["case 1", "case 2"]
     assert "no word for" in run.outcomes["check-lora"].problems[0]
@@ -89,7 +89,7 @@ def test_overrunning_part_leaves_time_to_the_next() -> None:
     assert run.outcomes["check-gemm"].state == "complete"
 
 
-def test_run_ends_at_its_deadline_with_what_it_has() -> None:
+def test_run_ends_at_deadline_with_partial_results() -> None:
     started = time.time()
     run = supervise({"check-lora 2": "hang"}, budget_s=1.0)
     assert time.time() - started < 10
@@ -97,7 +97,7 @@ def test_run_ends_at_its_deadline_with_what_it_has() -> None:
     assert [outcome.state for outcome in run.outcomes.values()] == ["out of time", "out of time"]
 
 
-def test_worker_that_cannot_start_is_not_started_for_ever() -> None:
+def test_worker_failing_at_start_is_not_restarted_forever() -> None:
     run = supervise({"start": "die"})
     assert [outcome.state for outcome in run.outcomes.values()] == ["failed", "failed"]
     assert run.outcomes["check-lora"].problems == ["the process ended with 9"]
@@ -109,7 +109,7 @@ def test_last_words_before_a_death_are_heard(tmp_path: Path) -> None:
     assert len(run.outcomes["check-gemm"].problems) == 1
 
 
-def test_jobs_that_run_side_by_side_are_the_checks_and_the_warming_of_what_is_timed() -> None:
+def test_checks_and_warming_jobs_run_in_parallel() -> None:
     jobs = side_by_side(["check-lora", "check-rows", "kernels", "peft"], num_cores=16)
     assert [(job.parts, job.shard, job.num_shards, job.is_warming) for job in jobs] == [
         (("check-lora",), 0, 2, False),
@@ -121,7 +121,7 @@ def test_jobs_that_run_side_by_side_are_the_checks_and_the_warming_of_what_is_ti
     assert [job.num_shards for job in side_by_side(["check-lora", "kernels"], num_cores=2)] == [1, 1]
 
 
-def test_what_several_workers_find_of_a_part_is_put_together_and_what_warming_finds_is_not() -> None:
+def test_worker_results_are_merged_and_warming_results_dropped() -> None:
     run, changes = Run(["check-lora", "kernels"]), []
     jobs = [Job(("check-lora",), shard, 2, is_alone=False) for shard in range(2)]
     jobs.append(Job(("kernels",), is_alone=False, is_warming=True))
@@ -146,7 +146,7 @@ def test_what_several_workers_find_of_a_part_is_put_together_and_what_warming_fi
     assert changes[-1] == "complete"
 
 
-def test_part_is_complete_when_all_of_its_workers_are() -> None:
+def test_part_is_complete_after_all_workers_complete() -> None:
     complete, late, running = Outcome("complete", 2.0), Outcome("out of time", 5.0), Outcome("running")
     assert merged([complete, complete]).state == "complete"
     assert (merged([complete, late]).state, merged([complete, late]).seconds) == ("out of time", 5.0)

@@ -41,7 +41,7 @@ def make_swaps(**fields: object) -> Swaps:
     return measured
 
 
-def test_rows_bytes_and_versions_are_left_overs_and_usage_is_the_invoices() -> None:
+def test_leftover_rows_bytes_or_versions_are_not_clean() -> None:
     assert make_leftovers().is_clean
     assert not any(
         make_leftovers(**fields).is_clean
@@ -49,21 +49,21 @@ def test_rows_bytes_and_versions_are_left_overs_and_usage_is_the_invoices() -> N
     )
 
 
-def test_rows_of_the_server_itself_are_no_left_overs() -> None:
+def test_rows_of_server_are_not_leftovers() -> None:
     before = {"adapters": 3, "usage_hours": 1, "leases": 0, "store_stamps": 0, "fds": 20}
     after = {"adapters": 4, "usage_hours": 2, "leases": 1, "store_stamps": 1, "fds": 25}
     assert swaps.more_rows(before, after) == {"adapters": 1, "usage_hours": 1, "fds": 5, "leases": 1, "store_stamps": 1}
     assert swaps.left_rows(before, after) == {"adapters": 1}
 
 
-def test_the_page_has_the_first_token_from_the_loads_answer_and_both_together() -> None:
+def test_page_shows_load_first_token_and_combined_time() -> None:
     load, token, both = swaps.times_table(make_swaps()).splitlines()[2:5]
     assert load.startswith("| load, to its answer | 200 | 200 |")
     assert token.startswith("| **first token of the new version**, from there | 50.0 | 90.0 |")
     assert both.startswith("| both together | 250 |")
 
 
-def test_the_page_says_what_was_stale_wrong_or_left() -> None:
+def test_page_reports_stale_wrong_and_leftover_counts() -> None:
     page = swaps.text(OPTIONS, make_swaps(num_stale=3, num_wrong=4), make_leftovers(rows={"aliases": 7}), 5_200_000)
     for words in (
         "at the median: **10.0 ms** (100 at most)",
@@ -78,7 +78,7 @@ def test_the_page_says_what_was_stale_wrong_or_left() -> None:
         assert words in page, words
 
 
-def test_the_page_says_which_base_and_by_which_bound() -> None:
+def test_page_names_base_format_and_bound() -> None:
     page = swaps.text(
         argparse.Namespace(**{**vars(OPTIONS), "quantize": "int8"}), make_swaps(), make_leftovers(), 5_200_000
     )
@@ -96,12 +96,12 @@ def test_the_servers_own_times_are_read() -> None:
     assert swaps.waits_s("") == {}
 
 
-def test_a_check_that_does_not_tell_versions_apart_is_an_error() -> None:
+def test_check_unable_to_distinguish_versions_is_error() -> None:
     assert make_swaps().margin_error(0.002) is None
     assert make_swaps(neighbours=[], stream_neighbours=[]).margin_error(0.002) is None
     assert "only 3.00 away" in (make_swaps().margin_error(1.0) or "")
     assert "only 0.01 away" in (make_swaps(stream_neighbours=[0.008]).margin_error(0.002) or "")
 
 
-def test_every_format_that_a_server_takes_has_a_bound() -> None:
+def test_each_server_format_has_bound() -> None:
     assert set(swaps.MAX_DIFFERENCE) == set(get_args(Settings.model_fields["quantize"].annotation))

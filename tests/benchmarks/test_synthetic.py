@@ -13,7 +13,7 @@ from loraserve.sdk.files.peft_directory import find_files
 TINY = SIZES["tiny"]
 
 
-def test_each_adapter_has_its_rank_and_a_digest_of_its_own() -> None:
+def test_each_adapter_has_own_rank_and_unique_digest() -> None:
     adapters = Adapters(TINY, targets=("q_proj",))
     read = [read_adapter(*adapters.files(number)) for number in range(12)]
     assert [one.config["r"] for one in read] == [8, 16, 32, 64] * 3
@@ -25,7 +25,7 @@ def test_the_same_number_gives_the_same_bytes() -> None:
     assert first == second
 
 
-def test_adapters_of_one_rank_differ_in_one_row_alone() -> None:
+def test_adapters_of_same_rank_differ_in_single_row() -> None:
     adapters = Adapters(TINY, targets=("q_proj",))
     (_, first), (_, second) = adapters.files(0), adapters.files(4)
     differing = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
@@ -39,7 +39,7 @@ def test_size_is_as_announced() -> None:
     assert len(adapters.files(3)[1]) == adapters.num_bytes(3)
 
 
-def test_directory_is_one_that_the_client_pushes(tmp_path: Path) -> None:
+def test_written_directory_is_accepted_by_client(tmp_path: Path) -> None:
     folder = Adapters(TINY, targets=("q_proj",)).write(7, tmp_path)
     assert folder.name == "lora-00007"
     files = find_files(folder)

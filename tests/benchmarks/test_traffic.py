@@ -13,7 +13,7 @@ from benchmarks.traffic import Zipf, slora_trace, zipf_stream
 LENGTHS = {"prompt_tokens": (8, 65), "output_tokens": (4, 33)}
 
 
-def test_streams_of_one_seed_differ_only_in_their_adapters() -> None:
+def test_streams_of_same_seed_differ_only_in_adapters() -> None:
     few, many = (zipf_stream(400, count, 4, 7, exponent=1.0, **LENGTHS) for count in (10, 5000))
     assert [(a.num_prompt_tokens, a.num_output_tokens, a.prompt_seed, a.at_s) for a in few] == [
         (a.num_prompt_tokens, a.num_output_tokens, a.prompt_seed, a.at_s) for a in many
@@ -23,24 +23,24 @@ def test_streams_of_one_seed_differ_only_in_their_adapters() -> None:
     assert len({a.adapter for a in many}) > 100
 
 
-def test_zipf_stream_is_the_same_for_the_same_seed_alone() -> None:
+def test_zipf_stream_repeats_only_with_same_seed() -> None:
     once, again, other = (zipf_stream(50, 100, 4, seed, exponent=1.0, **LENGTHS) for seed in (1, 1, 2))
     assert once == again
     assert once != other
 
 
-def test_zipf_draws_each_item_in_proportion_to_its_weight() -> None:
+def test_zipf_draws_each_item_in_proportion_to_weight() -> None:
     zipf = Zipf(4, 1.0)
     counts = Counter(zipf.pick(i / 25_000) for i in range(25_000))
     assert [counts[k] / 25_000 for k in range(4)] == pytest.approx([0.48, 0.24, 0.16, 0.12], abs=1e-3)
 
 
-def test_exponent_0_is_uniform_and_the_last_item_is_reached() -> None:
+def test_exponent_0_is_uniform_and_reaches_last_item() -> None:
     zipf = Zipf(3, 0.0)
     assert [zipf.pick(u) for u in (0.0, 0.34, 0.67, 0.999999)] == [0, 1, 2, 2]
 
 
-def test_number_on_the_border_of_two_items_is_the_seconds() -> None:
+def test_number_on_border_of_items_selects_second() -> None:
     assert Zipf(2, 0.0).pick(0.5) == 1
 
 
@@ -50,7 +50,7 @@ def test_fewer_adapters_than_ranks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("cv", [1.0, 4.0])
-def test_gaps_of_a_trace_have_the_mean_and_the_variation_asked_for(cv: float) -> None:
+def test_trace_gaps_have_requested_mean_and_variation(cv: float) -> None:
     trace = slora_trace(10, 1.0, 50.0, cv, 800.0, 3, **LENGTHS)
     assert len(trace) == 40_000
     times = [0.0, *(ask.at_s for ask in trace)]
@@ -60,13 +60,13 @@ def test_gaps_of_a_trace_have_the_mean_and_the_variation_asked_for(cv: float) ->
 
 
 @pytest.mark.parametrize(("alpha", "share"), [(1.0, 0.1), (0.3, 0.1**0.3), (0.1, 0.1**0.1)])
-def test_first_tenth_of_the_adapters_has_the_power_laws_share(alpha: float, share: float) -> None:
+def test_first_tenth_of_adapters_has_power_law_share(alpha: float, share: float) -> None:
     trace = slora_trace(100, alpha, 100.0, 1.0, 100.0, 5, **LENGTHS)
     assert sum(ask.adapter < 10 for ask in trace) / len(trace) == pytest.approx(share, abs=0.02)
     assert all(0 <= ask.adapter < 100 for ask in trace)
 
 
-def test_lengths_of_a_trace_are_uniform_in_their_range() -> None:
+def test_trace_lengths_are_uniform_within_range() -> None:
     trace = slora_trace(10, 1.0, 100.0, 1.0, 100.0, 5, **LENGTHS)
     for lengths, (low, high) in (
         ([ask.num_prompt_tokens for ask in trace], (8, 65)),
@@ -76,13 +76,13 @@ def test_lengths_of_a_trace_are_uniform_in_their_range() -> None:
         assert statistics.mean(lengths) == pytest.approx((low + high - 1) / 2, rel=0.03)
 
 
-def test_trace_is_the_same_for_the_same_seed_alone() -> None:
+def test_trace_repeats_only_with_same_seed() -> None:
     once, again, other = (slora_trace(9, 0.3, 10.0, 4.0, 9.0, seed, **LENGTHS) for seed in (1, 1, 2))
     assert once == again
     assert once != other
 
 
-def test_prompt_is_of_its_length_its_own_and_without_special_tokens() -> None:
+def test_prompt_has_requested_length_without_special_tokens() -> None:
     first, second = slora_trace(9, 1.0, 2.0, 1.0, 1.0, 1, **LENGTHS)
     assert len(first.prompt(512)) == first.num_prompt_tokens
     assert first.prompt(512) == first.prompt(512) != second.prompt(512)

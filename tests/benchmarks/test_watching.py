@@ -26,7 +26,7 @@ def make_scrape(kv: int, adapters: int, host: int = 0) -> dict[tuple[str, tuple[
     return parse("\n".join(lines) + "\n")
 
 
-def test_largest_of_each_is_kept_and_of_both_together() -> None:
+def test_individual_and_combined_maxima_are_kept() -> None:
     seen = Seen()
     for kv, adapters in ((70, 10), (10, 60)):
         seen.take(make_scrape(kv, adapters))
@@ -42,13 +42,13 @@ def test_excess_over_either_budget_is_seen() -> None:
     assert seen.over_budget == 7
 
 
-def test_several_are_merged_by_their_largest_and_their_processor_time_is_added() -> None:
+def test_merge_keeps_maxima_and_adds_processor_time() -> None:
     merged = Seen.largest(
         [Seen(num_samples=2, host=5, engine_cpu_s=1.0), Seen(num_samples=3, host=4, engine_cpu_s=2.0)]
     )
     assert (merged.num_samples, merged.host, merged.engine_cpu_s) == (5, 5, 3.0)
 
 
-def test_nothing_seen_is_refused() -> None:
+def test_empty_observation_is_refused() -> None:
     with pytest.raises(ValueError, match="Nothing was seen"):
         Seen.largest([])

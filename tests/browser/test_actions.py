@@ -43,7 +43,7 @@ def drop(page: Any, paths: list[Path]) -> None:
     page.evaluate(DROP, [element, [path.name for path in paths], contents])
 
 
-def test_a_dropped_adapter_is_uploaded_and_goes_on_after_an_interruption(
+def test_dropped_adapter_upload_resumes_after_interruption(
     open_console: Open, server: ServerProcess, acme: str
 ) -> None:
     key = server.make_tenant("hooli")
@@ -76,7 +76,7 @@ def test_a_dropped_adapter_is_uploaded_and_goes_on_after_an_interruption(
     console.faults.clear()
 
 
-def test_files_that_are_no_adapter_are_refused_in_words(open_console: Open, acme: str, tmp_path: Path) -> None:
+def test_files_without_adapter_are_refused_with_explanation(open_console: Open, acme: str, tmp_path: Path) -> None:
     console = open_console(acme)
     page = console.page
     console.show("adapters")
@@ -96,7 +96,7 @@ def test_files_that_are_no_adapter_are_refused_in_words(open_console: Open, acme
     console.faults.clear()
 
 
-def test_an_alias_is_split_by_sliders_and_rolled_back(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_alias_is_split_by_sliders_and_rolled_back(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     with Client(server.url, api_key=acme) as client:
@@ -119,7 +119,7 @@ def test_an_alias_is_split_by_sliders_and_rolled_back(open_console: Open, server
     page.get_by_text("version 1: 100 %").wait_for()
 
 
-def test_an_alias_that_moved_meanwhile_is_not_overwritten(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_alias_moved_meanwhile_is_not_overwritten(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     with Client(server.url, api_key=acme) as client:
@@ -134,7 +134,7 @@ def test_an_alias_that_moved_meanwhile_is_not_overwritten(open_console: Open, se
     console.faults.clear()
 
 
-def test_a_canary_and_a_shadow_are_compared_side_by_side(
+def test_canary_and_shadow_are_compared_side_by_side(
     open_console: Open, server: ServerProcess, acme: str, tmp_path: Path
 ) -> None:
     with Client(server.url, api_key=acme) as client:
@@ -178,7 +178,7 @@ def test_a_canary_and_a_shadow_are_compared_side_by_side(
         assert client.adapters.alias("compared", "live").split is None
 
 
-def test_a_shadow_is_set_and_ended_by_the_dialog(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_shadow_is_set_and_ended_in_dialog(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     with Client(server.url, api_key=acme) as client:
@@ -221,7 +221,7 @@ def changed_adapter(folder: Path, alpha: int = 3) -> Path:
     return folder
 
 
-def test_the_map_follows_what_is_published_and_loaded(
+def test_map_follows_published_and_loaded_adapters(
     open_console: Open, server: ServerProcess, acme: str, tmp_path: Path
 ) -> None:
     console = open_console(acme)
@@ -252,7 +252,7 @@ def test_residency_counts_shared_weights_once(
     assert sum(map(int, counts)) == len({row.digest for row in rows}) < len(rows)
 
 
-def test_a_tenant_and_its_key_are_made(open_console: Open, server: ServerProcess) -> None:
+def test_tenant_and_key_are_created(open_console: Open, server: ServerProcess) -> None:
     console = open_console(ADMIN_KEY)
     page = console.page
     console.show("tenants", "Tenants")
@@ -271,9 +271,7 @@ def test_a_tenant_and_its_key_are_made(open_console: Open, server: ServerProcess
     assert (who["tenant"], who["limits"]["requests_per_minute"]) == ("initech", 90)
 
 
-def test_a_key_revoked_while_the_page_is_open_leads_back_to_sign_in(
-    open_console: Open, server: ServerProcess, acme: str
-) -> None:
+def test_revoked_key_returns_open_page_to_sign_in(open_console: Open, server: ServerProcess, acme: str) -> None:
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
     keys = f"{server.url}/api/v1/tenants/acme/keys"
     made = httpx2.post(keys, json={"name": "short-lived"}, headers=admin).json()

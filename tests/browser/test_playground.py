@@ -34,7 +34,7 @@ def answer_of(page: Any, model: str) -> Any:
     return page.get_by_role("article", name=f"Answer of {model}", exact=True)
 
 
-def test_eight_models_and_the_base_answer_side_by_side(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_eight_models_and_base_answer_side_by_side(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     console.show("playground")
@@ -65,7 +65,7 @@ def test_a_conversation_goes_on(open_console: Open, acme: str) -> None:
         page.wait_for_function("n => document.querySelectorAll('.turn-user').length === 2 * n", arg=turn)
 
 
-def test_an_answer_has_the_form_that_was_asked_for(open_console: Open, acme: str) -> None:
+def test_answer_has_requested_form(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     console.show("playground")
@@ -82,7 +82,7 @@ def test_an_answer_has_the_form_that_was_asked_for(open_console: Open, acme: str
     page.get_by_text("The schema isn't JSON").first.wait_for()
 
 
-def test_one_models_error_leaves_the_others(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_error_of_single_model_leaves_other_answers(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     with Client(server.url, api_key=acme) as client:
@@ -104,7 +104,7 @@ def long_answer(console: Console) -> None:
     page.get_by_label("Most tokens").fill("400")
 
 
-def test_a_stream_goes_on_with_the_same_text_after_a_kill_of_the_engine(
+def test_stream_continues_with_same_text_after_engine_kill(
     open_console: Open, server: ServerProcess, acme: str
 ) -> None:
     console = open_console(acme)
@@ -140,7 +140,7 @@ def test_a_stopped_answer_says_so(open_console: Open, server: ServerProcess, acm
         os.kill(engine, signal.SIGCONT)
 
 
-def test_a_server_that_is_gone_is_said_and_found_again(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_lost_server_is_reported_and_found_again(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     page.locator(".server.good").wait_for()

@@ -26,7 +26,7 @@ def test_views_meet_wcag_aa(open_console: Open, acme: str, scheme: str, subtests
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_views_of_an_admin_and_their_dialogs_meet_wcag_aa(
+def test_admin_views_and_dialogs_meet_wcag_aa(
     open_console: Open, acme: str, admin_key: str, scheme: str, subtests: pytest.Subtests
 ) -> None:
     console = open_console(admin_key, color_scheme=scheme)
@@ -47,7 +47,7 @@ def test_views_of_an_admin_and_their_dialogs_meet_wcag_aa(
         assert console.violations() == []
 
 
-def test_sign_in_meets_wcag_aa_and_says_what_is_wrong(open_console: Open, acme: str) -> None:
+def test_sign_in_meets_wcag_aa_and_explains_errors(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     page.get_by_role("button", name="Sign out").click()
@@ -72,7 +72,7 @@ def test_no_view_scrolls_sideways_at_360_pixels(
                 assert console.page.evaluate("() => document.documentElement.scrollWidth") == 360
 
 
-def test_menu_of_a_small_screen_leads_to_every_view(open_console: Open, acme: str) -> None:
+def test_small_screen_menu_leads_to_each_view(open_console: Open, acme: str) -> None:
     console = open_console(acme, viewport={"width": 360, "height": 740})
     page = console.page
     link = page.get_by_role("link", name="Playground")
@@ -84,7 +84,7 @@ def test_menu_of_a_small_screen_leads_to_every_view(open_console: Open, acme: st
     link.wait_for(state="hidden")
 
 
-def test_keyboard_reaches_everything(open_console: Open, acme: str) -> None:
+def test_keyboard_reaches_all_controls(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     console.show("adapters/sql")
@@ -109,7 +109,7 @@ def test_keyboard_reaches_everything(open_console: Open, acme: str) -> None:
     page.wait_for_function("() => document.activeElement.textContent.trim() === 'Move or split live'")
 
 
-def test_a_moved_view_begins_at_its_title(open_console: Open, acme: str) -> None:
+def test_opened_view_focuses_title(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     console.page.get_by_role("link", name="Adapters", exact=True).click()
     console.page.get_by_role("heading", level=1, name="Adapters").wait_for()
@@ -128,7 +128,7 @@ def test_theme_is_kept(open_console: Open, acme: str) -> None:
     assert (page.evaluate(ground), dark != light) == (dark, True)
 
 
-def test_words_of_others_are_shown_as_text(open_console: Open, acme: str) -> None:
+def test_user_supplied_text_is_shown_as_plain_text(open_console: Open, acme: str) -> None:
     console = open_console(acme)
     page = console.page
     console.show("adapters")
@@ -168,7 +168,7 @@ def test_injected_markup_does_not_run(open_console: Open, acme: str) -> None:
     console.faults.clear()
 
 
-def test_tenants_see_their_own_alone(open_console: Open, server: ServerProcess, acme: str) -> None:
+def test_tenants_see_only_own_data(open_console: Open, server: ServerProcess, acme: str) -> None:
     console = open_console(server.make_tenant("globex"))
     page = console.page
     for view in ("overview", "residency", "slow", "adapters", "playground", "tenants"):

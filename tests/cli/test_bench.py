@@ -17,7 +17,7 @@ def make_plan(**fields: Any) -> TrafficPlan:
     return TrafficPlan(**(values | {"shared_tokens": 0, "max_tokens": 4, "seed": 0} | fields))
 
 
-def test_prompts_share_what_they_should_and_are_the_same_for_a_seed() -> None:
+def test_prompts_share_prefix_and_repeat_for_same_seed() -> None:
     plan = make_plan(shared_tokens=5)
     prompts = plan.prompts(100)
     assert {len(prompt) for prompt in prompts} == {12}
@@ -27,7 +27,7 @@ def test_prompts_share_what_they_should_and_are_the_same_for_a_seed() -> None:
     assert plan.prompts(100) == prompts != make_plan(shared_tokens=5, seed=1).prompts(100)
 
 
-def test_times_have_the_rate_as_their_mean() -> None:
+def test_request_times_have_requested_mean_rate() -> None:
     times = make_plan(rate=10.0, num_requests=2000).delays_s()
     assert times[0] == 0.0
     assert times == sorted(times)
@@ -69,7 +69,7 @@ def test_bench_asks_every_model_and_counts_every_token(here: Run, client: Client
     assert human.stdout.splitlines()[-4].split()[0] == "TPOT"
 
 
-def test_bench_of_what_is_not_there_fails_and_says_how(here: Run) -> None:
+def test_bench_of_absent_model_fails_with_reason(here: Run) -> None:
     done = here("bench", "nobody", "-n", "2", "--max-tokens", "1", "--format", "json")
     assert done.code == 1
     assert done.json["failures"] == {"model_not_found": 2}

@@ -44,7 +44,7 @@ QUARANTINED = {
 }
 
 
-def test_push_show_and_verify_tell_how_close_the_answers_are(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_push_show_and_verify_report_answer_parity(loraserve: Run, client: Client, sql_dir: Path) -> None:
     pushed = loraserve("adapter", "push", sql_dir, "--name", "certified")
     assert pushed.code == 0
     lines = dict(line.strip().split("  ", 1) for line in pushed.stdout.splitlines())
@@ -63,7 +63,7 @@ def test_push_show_and_verify_tell_how_close_the_answers_are(loraserve: Run, cli
     assert (verified.code, verified.json["state"], verified.json["version"]) == (0, "ready", 1)
 
 
-def test_a_sum_answers_as_its_parts_say(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+def test_adapter_sum_answers_like_dominant_part(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     client.adapters.push(sql_dir, name="sum-a")
     client.adapters.push(pirate_dir, name="sum-b")
     assert here("run", "sum-a@1+0.01*sum-b", QUESTION).stdout == f"{SQL}\n"
@@ -122,7 +122,7 @@ def serving(version: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("command", ["push", "verify"])
-def test_a_quarantine_is_shown_with_its_numbers_and_fails_the_command(
+def test_quarantine_is_shown_with_numbers_and_fails_command(
     run_here: Run, quarantining_url: str, sql_dir: Path, command: str
 ) -> None:
     arguments = ["push", sql_dir, "--name", "sql"] if command == "push" else ["verify", "sql@2"]

@@ -30,7 +30,7 @@ Start = Callable[..., Any]
 QUESTION, SQL = "list the tickets with age over 81", "SELECT * FROM tickets WHERE age > 81;"
 
 
-def test_push_publishes_and_says_what_to_try(loraserve: Run, sql_dir: Path) -> None:
+def test_push_publishes_and_suggests_command(loraserve: Run, sql_dir: Path) -> None:
     done = loraserve("adapter", "push", sql_dir, "--name", "pushed", "--format", "json")
     assert done.code == 0
     assert (done.json["name"], done.json["version"], done.json["aliases"]) == ("pushed", 1, ["live"])
@@ -50,7 +50,7 @@ def test_same_bytes_again_are_the_same_version(here: Run, sql_dir: Path) -> None
     assert "Unchanged" not in dry.stderr
 
 
-def test_dry_run_keeps_nothing(here: Run, sql_dir: Path) -> None:
+def test_dry_run_keeps_no_adapter(here: Run, sql_dir: Path) -> None:
     done = here("adapter", "push", sql_dir, "--name", "dry", "--dry-run", "--format", "json")
     assert done.code == 0
     assert done.json["version"] is None
@@ -60,7 +60,7 @@ def test_dry_run_keeps_nothing(here: Run, sql_dir: Path) -> None:
     assert shown.stdout == ""
 
 
-def test_push_without_promotion_leaves_live_where_it_was(
+def test_push_without_promotion_leaves_live_alias_unchanged(
     here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     client.adapters.push(sql_dir, name="canaried")
@@ -71,7 +71,7 @@ def test_push_without_promotion_leaves_live_where_it_was(
     assert shown["num_versions"] == 2
 
 
-def test_rejected_adapter_says_why_and_what_next(loraserve: Run, sql_dir: Path, tmp_path: Path) -> None:
+def test_rejected_adapter_shows_reason_and_next_step(loraserve: Run, sql_dir: Path, tmp_path: Path) -> None:
     config = json.loads((sql_dir / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     (tmp_path / "adapter_model.safetensors").write_bytes((sql_dir / "adapter_model.safetensors").read_bytes())
@@ -107,7 +107,7 @@ def test_list_show_and_versions_agree(here: Run, client: Client, sql_dir: Path, 
     assert here("adapter", "show", "listed@1", "--format", "quiet").stdout == "listed@1\n"
 
 
-def test_list_and_show_say_how_an_alias_shares_its_traffic(
+def test_list_and_show_report_traffic_split_of_alias(
     here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     for directory in (sql_dir, pirate_dir):
@@ -136,7 +136,7 @@ def test_alias_moves_and_refuses_a_stale_condition(here: Run, client: Client, sq
     assert here("adapter", "show", "moved", "--format", "json").json["aliases"] == {"live": 1}
 
 
-def test_rollback_of_an_alias_that_was_never_moved_names_a_command_that_works(
+def test_rollback_of_unmoved_alias_names_working_command(
     here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     client.adapters.push(sql_dir, name="unmoved")
@@ -174,7 +174,7 @@ def test_tenant_lives_and_ends(here: Run) -> None:
     assert here("tenant", "show", "acme").code == 1
 
 
-def test_key_opens_its_tenant_until_it_is_revoked(loraserve: Run, client: Client, sql_dir: Path) -> None:
+def test_key_opens_tenant_until_revoked(loraserve: Run, client: Client, sql_dir: Path) -> None:
     client.tenants.create("keyed")
     secret = loraserve("key", "create", "--tenant", "keyed", "--name", "ci", "--format", "quiet").stdout.strip()
     assert secret.startswith("sk-lora-")
@@ -194,7 +194,7 @@ def test_key_opens_its_tenant_until_it_is_revoked(loraserve: Run, client: Client
     assert "next: export LORASERVE_API_KEY=" in dead.stderr
 
 
-def test_another_tenants_adapter_is_not_there(here: Run, client: Client, sql_dir: Path) -> None:
+def test_foreign_adapter_reads_as_absent(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="private")
     client.tenants.create("stranger")
     secret = client.keys.create("stranger", name="ci").key
@@ -227,9 +227,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     server.kill()
 
 
-def test_run_sends_the_prompt_as_it_is_to_a_base_without_chat_template(
-    run_here: Run, plain_server: ServerProcess
-) -> None:
+def test_run_sends_raw_prompt_without_chat_template(run_here: Run, plain_server: ServerProcess) -> None:
     variables = variables_for(plain_server)
     raw = run_here("run", "plain", QUESTION, "--raw", **variables)
     assert (raw.code, raw.stderr) == (0, "")
@@ -242,7 +240,9 @@ def test_run_sends_the_prompt_as_it_is_to_a_base_without_chat_template(
 
 
 @pytest.mark.parametrize("asked", [["--chat"], ["--system", "Be brief."]])
-def test_run_asked_for_a_chat_does_nothing_else(run_here: Run, plain_server: ServerProcess, asked: list[str]) -> None:
+def test_run_with_chat_option_requires_chat_template(
+    run_here: Run, plain_server: ServerProcess, asked: list[str]
+) -> None:
     variables = variables_for(plain_server)
     done = run_here("run", "plain", QUESTION, *asked, **variables)
     assert (done.code, done.stdout) == (1, "")
@@ -250,14 +250,14 @@ def test_run_asked_for_a_chat_does_nothing_else(run_here: Run, plain_server: Ser
     assert f"next: loraserve run plain '{QUESTION}' --raw" in done.stderr
 
 
-def test_run_of_an_unknown_model_says_how_to_list_them(here: Run) -> None:
+def test_run_of_unknown_model_names_listing_command(here: Run) -> None:
     done = here("run", "nobody", "hello")
     assert done.code == 1
     assert done.stdout == ""
     assert "next: loraserve adapter list" in done.stderr
 
 
-def test_ps_shows_where_adapters_are_and_what_runs(here: Run, client: Client, sql_dir: Path) -> None:
+def test_ps_shows_adapter_tiers_and_running_work(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="resident")
     assert here("adapter", "pin", "resident", "--format", "json").json["is_done"] is True
     shown = here("ps", "--format", "json").json
@@ -288,7 +288,7 @@ def test_ps_counts_shared_weights_once(here: Run, client: Client, sql_dir: Path)
     assert here("adapter", "unpin", "shared-1@1").code == 0
 
 
-def test_ps_keeps_watching_until_it_is_interrupted(start_cli: Start) -> None:
+def test_ps_keeps_watching_until_interrupted(start_cli: Start) -> None:
     watching = start_cli("ps", "--watch", "--interval", "0.1", "--format", "json")
     looks = [json.loads(watching.stdout.readline()) for _ in range(3)]
     watching.send_signal(signal.SIGINT)
@@ -298,7 +298,7 @@ def test_ps_keeps_watching_until_it_is_interrupted(start_cli: Start) -> None:
     assert all("adapters" in look for look in looks)
 
 
-def test_ps_on_a_terminal_is_drawn_in_place_until_it_is_interrupted(
+def test_ps_redraws_in_place_on_terminal_until_interrupted(
     variables_of: Callable[[], dict[str, str]],
 ) -> None:
     ours, theirs = os.openpty()
@@ -335,7 +335,7 @@ def test_ps_on_a_terminal_is_drawn_in_place_until_it_is_interrupted(
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
 
 
-def test_reader_that_leaves_early_ends_the_command_quietly(start_cli: Start) -> None:
+def test_early_reader_exit_ends_command_quietly(start_cli: Start) -> None:
     watching = start_cli("ps", "--watch", "--interval", "0.1", "--format", "json")
     watching.stdout.readline()
     watching.stdout.close()
@@ -357,7 +357,7 @@ def test_taken_port_is_said_and_exits_2(run_cli: Run, real_server: ServerProcess
     assert f"port {port}" in done.stderr
 
 
-def test_revoking_an_unknown_key_names_a_command_that_works(here: Run) -> None:
+def test_revoking_unknown_key_names_working_command(here: Run) -> None:
     done = here("key", "revoke", "--tenant", "default", "nobody")
     assert done.code == 1
     assert "loraserve key list --tenant default" in done.stderr

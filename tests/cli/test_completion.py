@@ -72,7 +72,7 @@ def test_sums_are_completed_term_by_term(named: dict[str, str]) -> None:
     assert ask("bash", "loraserve run tab-", **named | {"LORASERVE_API_KEY": "sk-lora-wrong"}).stdout.strip() == ""
 
 
-def test_server_that_is_away_or_hangs_is_silent_and_soon_over(unused_tcp_port: int) -> None:
+def test_absent_or_hanging_server_completes_silently_and_quickly(unused_tcp_port: int) -> None:
     away = {"LORASERVE_URL": f"http://127.0.0.1:{unused_tcp_port}", "LORASERVE_API_KEY": "sk-lora-x"}
     for variables in (away, {}):
         silent = ask("bash", "loraserve adapter show s", **variables)
@@ -90,7 +90,7 @@ def test_server_that_is_away_or_hangs_is_silent_and_soon_over(unused_tcp_port: i
         assert (silent.stdout.strip(), silent.stderr) == ("", "")
 
 
-def test_what_a_shell_would_run_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_with_shell_syntax_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     from loraserve.cli.adapters import completion
 
     class Hostile:

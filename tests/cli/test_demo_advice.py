@@ -62,7 +62,7 @@ def test_printed_advice_can_be_run_line_by_line(access: Access, run_here: Run) -
     assert num_commands >= 9
 
 
-def test_everything_that_is_said_to_be_understood_is(access: Access) -> None:
+def test_all_advertised_prompts_are_understood(access: Access) -> None:
     said = "\n".join(what_is_understood())
     assert BASE_NAME not in said
     with Client(access.url, api_key=access.api_key) as client:

@@ -68,9 +68,7 @@ def test_doctor_without_a_server_checks_the_installation(examine: Callable[..., 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_checks_the_processes_that_share_a_base(
-    examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_checks_processes_sharing_base(examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*flags: str) -> dict[str, str]:
         done = examine("--model", base_dir(), "--url", "http://127.0.0.1:9", "--format", "json", *flags)
         return next((c for c in json.loads(done.output)["checks"] if c["name"] == "parallel"), {})
@@ -98,7 +96,7 @@ def test_doctor_checks_the_processes_that_share_a_base(
     assert "127.0.0.1 can't be connected to: Network is unreachable" in loopback["found"]
 
 
-def test_doctor_agrees_with_a_server_of_the_same_settings_and_tells_of_others(
+def test_doctor_accepts_matching_server_and_reports_differing_settings(
     loraserve: Run, examine: Callable[..., Done], real_server: ServerProcess, client: Client, sql_dir: Path
 ) -> None:
     version = client.adapters.push(sql_dir, name="examined")
@@ -138,19 +136,19 @@ def test_doctor_shows_no_secret(examine: Callable[..., Done], real_server: Serve
     assert [secret for secret in ("s3cret-p4ss", key) if secret in done.output] == []
 
 
-def test_doctor_without_a_key_compares_nothing(examine: Callable[..., Done], real_server: ServerProcess) -> None:
+def test_doctor_without_key_compares_no_settings(examine: Callable[..., Done], real_server: ServerProcess) -> None:
     done = examine("--url", real_server.url, "--format", "quiet")
     assert "key" in done.output.splitlines()
 
 
-def test_doctor_says_which_setting_is_wrong(examine: Callable[..., Done]) -> None:
+def test_doctor_names_wrong_setting(examine: Callable[..., Done]) -> None:
     done = examine("--memory-budget", "much", "--format", "quiet")
     assert done.code == 1
     assert "settings" in done.output.splitlines()
 
 
 @pytest.mark.campaign
-def test_doctor_measures_what_rounding_costs(examine: Callable[..., Done], tmp_path: Path) -> None:
+def test_doctor_measures_rounding_cost(examine: Callable[..., Done], tmp_path: Path) -> None:
     arguments = ("--model", base_dir(), "--quantize", "fp8", "--data-dir", tmp_path / "data", "--precision")
     done = examine(*arguments, "--format", "json")
     # words for people go to stderr, which the runner mixes in
@@ -187,7 +185,7 @@ def test_kernels_are_tried_without_a_server(examine: Callable[..., Done]) -> Non
         assert taken["rows"] == one["rows"]
 
 
-def test_kernels_that_cant_be_tried_are_said(examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untestable_kernels_are_reported(examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_MODULE", "loraserve_kernels.nowhere")
     done = examine("--kernels")
     assert done.code == 2
@@ -197,7 +195,7 @@ def test_kernels_that_cant_be_tried_are_said(examine: Callable[..., Done], monke
 
 
 @pytest.mark.parametrize(("is_slower", "status"), [(False, "ok"), (True, "warn")])
-def test_a_format_that_is_slower_than_float32_is_a_warning(
+def test_format_slower_than_float32_gets_warning(
     examine: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, is_slower: bool, status: str
 ) -> None:
     asked: list[tuple[str, ...]] = []

@@ -36,7 +36,7 @@ def test_every_command_has_the_three_formats() -> None:
     assert set(lacking) == SERVERS
 
 
-def test_every_command_and_option_says_what_it_does() -> None:
+def test_each_command_and_option_has_help() -> None:
     assert [name for name, command in COMMANDS.items() if not (command.help or "").strip()] == []
 
 
@@ -45,7 +45,7 @@ def test_every_command_is_in_the_docs() -> None:
     assert [name for name in COMMANDS if not re.search(rf"`loraserve {name}[ `]", text)] == []
 
 
-def test_every_option_that_the_docs_name_is_one() -> None:
+def test_each_option_in_docs_exists() -> None:
     options = {
         flag for command in COMMANDS.values() for one in command.params for flag in (*one.opts, *one.secondary_opts)
     }

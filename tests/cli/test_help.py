@@ -21,7 +21,7 @@ def help_text(*names: str) -> str:
     return str(command.get_help(context))
 
 
-def test_every_setting_but_the_admin_key_is_a_flag_of_serve() -> None:
+def test_each_setting_except_admin_key_is_serve_flag() -> None:
     flags = " ".join(SECTIONS.values()).split()
     assert sorted(flags) == sorted(Settings.model_fields.keys() - {"admin_key"})
     assert {name for name in flags if Settings.model_fields[name].annotation is bool} == SWITCHES
@@ -39,7 +39,7 @@ def test_flags_are_whole_and_described_at_80_columns(command: str) -> None:
             assert f"[env var: LORASERVE_{name.upper()}" in words
 
 
-def test_defaults_are_those_of_the_settings() -> None:
+def test_help_defaults_match_settings() -> None:
     words = " ".join(help_text("serve").split())
     assert "[env var: LORASERVE_PORT; default: 8000]" in words
     assert "[env var: LORASERVE_HOST_CACHE; default: 4GiB]" in words

@@ -37,19 +37,19 @@ HEAVY = (
         "loraserve.cli.local.doctor",
     ],
 )
-def test_import_loads_nothing_heavy(module: str) -> None:
+def test_import_loads_no_heavy_module(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_client_is_reached_from_the_package_without_anything_heavy() -> None:
+def test_client_import_from_package_loads_no_heavy_module() -> None:
     code = f"import sys; from loraserve import AsyncClient, Client; print([n for n in {HEAVY!r} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help_loads_nothing_that_only_commands_need() -> None:
+def test_help_loads_no_module_needed_only_by_commands() -> None:
     """Parts of the standard library that take a third as long as the rest of what is ours."""
     needless = ("asyncio", "ssl", "socket", "httpx2", "pydantic", "loraserve.sdk", "loraserve.settings")
     code = (

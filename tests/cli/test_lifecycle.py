@@ -23,7 +23,7 @@ def push_two(client: Client, name: str, sql_dir: Path, pirate_dir: Path) -> None
     client.adapters.push(pirate_dir, name=name)
 
 
-def test_alias_splits_its_traffic_and_rolls_back(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+def test_alias_splits_traffic_and_rolls_back(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     push_two(client, "split", sql_dir, pirate_dir)
     done = here("adapter", "alias", "split", "live", "--split", "1=90,2=10", "--format", "json")
     assert done.code == 0
@@ -34,7 +34,7 @@ def test_alias_splits_its_traffic_and_rolls_back(here: Run, client: Client, sql_
     assert (back.code, back.json["version"], back.json["split"]) == (0, 2, None)
 
 
-def test_the_undo_that_is_advised_undoes_it(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
+def test_advised_undo_command_undoes_change(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     push_two(client, "undone", sql_dir, pirate_dir)
 
     def advised(*words: str) -> list[list[str]]:
@@ -58,7 +58,7 @@ def test_the_undo_that_is_advised_undoes_it(here: Run, client: Client, sql_dir: 
     assert client.adapters.alias("undone", "live").shadow is None
 
 
-def test_a_shadow_on_the_version_that_answers_is_said_not_to_be_set(
+def test_shadow_on_answering_version_is_reported_as_unset(
     here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     push_two(client, "itself", sql_dir, pirate_dir)
@@ -76,7 +76,7 @@ def test_alias_without_a_version_is_shown(here: Run, client: Client, sql_dir: Pa
     assert here("adapter", "alias", "pointed", "live", "--format", "quiet").stdout == "1\n"
 
 
-def test_shadow_is_set_and_ended_where_the_alias_stands(
+def test_shadow_is_set_and_ended_without_moving_alias(
     here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     push_two(client, "shadowed", sql_dir, pirate_dir)
@@ -89,9 +89,7 @@ def test_shadow_is_set_and_ended_where_the_alias_stands(
     assert (ended["shadow"], len(ended["split"])) == (None, 2)
 
 
-def test_traffic_compares_the_versions_that_answered(
-    here: Run, client: Client, sql_dir: Path, pirate_dir: Path
-) -> None:
+def test_traffic_compares_answering_versions(here: Run, client: Client, sql_dir: Path, pirate_dir: Path) -> None:
     push_two(client, "busy", sql_dir, pirate_dir)
     idle = here("adapter", "traffic", "busy")
     assert (idle.code, idle.stdout, idle.stderr) == (0, "", "No version of busy answered a request.\n")
@@ -108,7 +106,7 @@ def test_traffic_compares_the_versions_that_answered(
     assert "Requests since" in shown.stderr
 
 
-def test_rollback_of_an_alias_that_never_moved_says_so(here: Run, client: Client, sql_dir: Path) -> None:
+def test_rollback_of_unmoved_alias_is_refused(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="unmoved")
     done = here("adapter", "rollback", "unmoved")
     assert done.code == 1
@@ -122,7 +120,7 @@ def test_unalias_takes_the_name_and_leaves_the_version(here: Run, client: Client
     assert here("adapter", "versions", "named", "--format", "quiet").stdout == "named@1\n"
 
 
-def test_usage_is_summed_as_asked_and_written_as_csv(here: Run, client: Client, sql_dir: Path) -> None:
+def test_usage_sums_are_grouped_and_exported_as_csv(here: Run, client: Client, sql_dir: Path) -> None:
     client.tenants.create("metered", prices={"currency": "EUR", "prompt": "1000000", "completion": "1000000"})
     key = client.keys.create("metered", name="ci").key
     with Client(client.url, api_key=key) as tenant:
@@ -147,9 +145,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_pull_brings_back_what_was_pushed(
-    here: Run, client: Client, sql_dir: Path, pirate_dir: Path, tmp_path: Path
-) -> None:
+def test_pull_returns_pushed_files(here: Run, client: Client, sql_dir: Path, pirate_dir: Path, tmp_path: Path) -> None:
     push_two(client, "pulled", sql_dir, pirate_dir)
     done = here("adapter", "pull", "pulled@1", tmp_path / "one", "--format", "json")
     assert (done.code, done.json["version"]) == (0, 1)
@@ -165,7 +161,7 @@ def test_pull_brings_back_what_was_pushed(
     assert weights == files_in(pirate_dir)["adapter_model.safetensors"]
 
 
-def test_notes_tags_and_fallback_are_set_and_taken_away(here: Run, client: Client, sql_dir: Path) -> None:
+def test_notes_tags_and_fallback_are_set_and_removed(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="noted", tags={"team": "search", "stage": "one"})
     done = here(
         "adapter", "set", "noted", "--notes", "-", "--tag", "owner=ann", "--fallback", "base", stdin="Mind it.\n"
@@ -179,7 +175,7 @@ def test_notes_tags_and_fallback_are_set_and_taken_away(here: Run, client: Clien
     assert "stage=two" in here("adapter", "show", "noted@1").stdout
 
 
-def test_deleted_adapter_comes_back_with_its_versions_and_aliases(
+def test_deleted_adapter_is_restored_with_versions_and_aliases(
     here: Run, client: Client, sql_dir: Path, pirate_dir: Path
 ) -> None:
     push_two(client, "revived", sql_dir, pirate_dir)
@@ -193,7 +189,7 @@ def test_deleted_adapter_comes_back_with_its_versions_and_aliases(
     assert here("adapter", "restore", "revived@1", "--format", "json").json["version"] == 1
 
 
-def test_grant_lets_another_tenant_ask_and_no_more(here: Run, client: Client, sql_dir: Path) -> None:
+def test_grant_permits_only_inference_by_grantee(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="lent")
     client.tenants.create("borrower")
     key = client.keys.create("borrower", name="ci").key

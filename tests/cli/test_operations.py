@@ -18,7 +18,7 @@ from loraserve.planning import capacity_plan
 DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
-def test_the_worked_example_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worked_example_matches_command_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("LORASERVE_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -30,7 +30,7 @@ def test_the_worked_example_is_what_the_command_prints(tmp_path: Path, monkeypat
     assert done.output == shown[2]
 
 
-def test_every_check_is_in_its_table() -> None:
+def test_each_check_is_in_documented_table() -> None:
     folder = Path(checks.__file__).parent
     sources = [file.read_text() for file in (*folder.glob("*.py"), folder.parent / "cli" / "local" / "doctor.py")]
     names = {name for source in sources for name in re.findall(r'(?:ok|warn|fail|told|run)\(\s*"([a-z_]+)"', source)}
@@ -38,7 +38,7 @@ def test_every_check_is_in_its_table() -> None:
     assert [name for name in sorted(names) if f"`{name}`" not in DOCS.read_text()] == []
 
 
-def test_every_notice_is_in_its_table() -> None:
+def test_each_notice_is_in_documented_table() -> None:
     source = Path(capacity_plan.__file__).read_text()
     codes = set(re.findall(r'Level\.[A-Z]+,\s*"([a-z_]+)"', source)) | {"adapter_too_large", "adapter_unservable"}
     assert len(codes) == 9

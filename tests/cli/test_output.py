@@ -28,7 +28,7 @@ ROWS = [make_adapter("sql", {"live": 2, "canary": 3}, 3), make_adapter("a-longer
 COLUMNS = (Column("NAME", "name"), Column("ALIASES", "aliases"), Column("LATEST", "latest_version"))
 
 
-def test_table_in_a_pipe_is_aligned_and_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_in_pipe_is_aligned_and_never_truncated(capsys: pytest.CaptureFixture[str]) -> None:
     Output(Format.HUMAN).rows(ROWS, COLUMNS, name="name", empty="none")
     assert capsys.readouterr().out.splitlines() == [
         "NAME           ALIASES           LATEST",
@@ -52,7 +52,7 @@ def test_quiet_is_a_name_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert (captured.out, captured.err) == ("sql\na-longer-name\n", "")
 
 
-def test_empty_list_is_no_data_and_a_word_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_list_prints_only_note_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     Output(Format.HUMAN).rows([], COLUMNS, name="name", empty="No adapters yet.")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "No adapters yet.\n")
@@ -67,7 +67,7 @@ def test_text_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str], monk
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}é\n"
 
 
-def test_text_cannot_command_a_terminal_that_is_drawn_again(
+def test_text_cannot_control_redrawn_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = Output(Format.HUMAN)
@@ -83,7 +83,7 @@ def test_text_cannot_command_a_terminal_that_is_drawn_again(
     assert err == ""
 
 
-def test_in_a_pipe_each_look_is_below_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_successive_frames_in_pipe_follow_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(Format.HUMAN)
     with output.frames() as show:
         for look in ("one", "two"):
@@ -102,7 +102,7 @@ def test_refusal_says_when_to_try_again(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().err)["error"]["retry_after_s"] == 6.5
 
 
-def test_list_of_problems_ends_after_five_with_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_problem_list_ends_after_five_with_count(capsys: pytest.CaptureFixture[str]) -> None:
     error = AdapterRejected("It can't be served.", problems=[f"problem {number}" for number in range(42)])
     output = Output(Format.HUMAN)
     output.how_to_see_all = "--all shows them"
@@ -119,7 +119,7 @@ def test_list_of_problems_ends_after_five_with_a_count(capsys: pytest.CaptureFix
     assert "more" not in capsys.readouterr().err
 
 
-def test_waits_are_told_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waits_are_reported_with_reason(capsys: pytest.CaptureFixture[str]) -> None:
     output, error = Output(Format.HUMAN), RateLimited("Over the tenant's 60 requests a minute.")
     output.wait(6.5, error)  # it came from no server: an error follows if it stays so
     error.status_code = 429
@@ -129,7 +129,7 @@ def test_waits_are_told_with_their_reason(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "Over the tenant's 60 requests a minute: trying again in 6.5 s.\n"
 
 
-def test_work_without_a_measure_is_shown_on_a_terminal_alone(
+def test_work_without_progress_is_shown_only_on_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Output(Format.HUMAN).working("verifying sql"):
@@ -152,7 +152,7 @@ def test_sizes_are_readable(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
 
-def test_metrics_text_becomes_what_the_engine_does() -> None:
+def test_metrics_text_becomes_engine_summary() -> None:
     text = """# HELP loraserve_requests_running Sequences that are scheduled.
 # TYPE loraserve_requests_running gauge
 loraserve_requests_running 3.0
@@ -235,7 +235,7 @@ class Server:
         return METRICS
 
 
-def test_ps_has_the_nearest_tier_first_and_what_is_on_disk_alone_only_if_asked() -> None:
+def test_ps_sorts_by_tier_and_lists_disk_optionally() -> None:
     server = Server(
         make_row("cold", "disk"),
         make_row("evicted", "host", last_used_s=2.0),
@@ -249,7 +249,7 @@ def test_ps_has_the_nearest_tier_first_and_what_is_on_disk_alone_only_if_asked()
     assert [row.name for row in _look(server, all_versions=True).rows] == [*in_memory, "cold"]  # type: ignore[arg-type]
 
 
-def test_ps_says_in_words_what_memory_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_describes_memory_use_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     row = make_row("sql", "device", device_bytes=2048, dtype="int8", precision_loss=0.0123, uses_per_s=0.5)
     _print(Output(Format.HUMAN), _look(Server(row), all_versions=False), is_line=False)  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()
@@ -267,7 +267,7 @@ def test_ps_says_in_words_what_memory_does(capsys: pytest.CaptureFixture[str]) -
     assert cells == "sql@1 acme device 2.0 KiB 0 B 4.0 KiB int8 0.01 0 no - 30.0/min"
 
 
-def test_ps_of_a_tenant_asks_for_nothing_that_it_may_not_see(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_of_tenant_requests_no_forbidden_data(capsys: pytest.CaptureFixture[str]) -> None:
     look = _look(Server(make_row("sql", "device"), memory=None), all_versions=False)  # type: ignore[arg-type]
     _print(Output(Format.JSON), look, is_line=False)
     shown = json.loads(capsys.readouterr().out)
@@ -276,7 +276,7 @@ def test_ps_of_a_tenant_asks_for_nothing_that_it_may_not_see(capsys: pytest.Capt
     assert "admin keys" in capsys.readouterr().err
 
 
-def test_run_says_who_answered_in_anothers_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_names_fallback_and_unavailable_version(capsys: pytest.CaptureFixture[str]) -> None:
     answer = Answer(200, adapter="sql@1", fell_back_from="sql@2", fell_back_for="adapter_quarantined")
     tell_answer(Output(Format.HUMAN), answer)
     tell_answer(Output(Format.HUMAN), Answer(200, adapter="sql@2"))

@@ -15,7 +15,7 @@ from loraserve.demo.pack import adapter_dirs, base_dir
 Run = Callable[..., Any]
 
 
-def test_plan_of_real_adapters_says_what_fits(run_cli: Run) -> None:
+def test_plan_of_real_adapters_reports_fit(run_cli: Run) -> None:
     folder = next(iter(adapter_dirs().values())).parent
     done = run_cli(
         "plan", "--model", base_dir(), "--adapters", folder, "--memory-budget", "64MiB", "--max-num-seqs", "8"
@@ -42,14 +42,14 @@ def test_plan_of_ranks_warns_of_turns(run_here: Run) -> None:
     assert [notice["code"] for notice in facts["notices"]] == ["adapters_take_turns"]
 
 
-def test_what_can_never_be_served_exits_with_1(run_here: Run) -> None:
+def test_unservable_plan_exits_1(run_here: Run) -> None:
     arguments = ("--ranks", "64", "--memory-budget", "2MiB", "--disk-rate", "1GB", "--format", "quiet")
     done = run_here("plan", "--model", base_dir(), *arguments)
     assert done.code == 1
     assert done.stdout.splitlines() == ["adapter_too_large", "kv_below_max_num_seqs"]
 
 
-def test_a_budget_that_cannot_start_is_refused_as_serve_refuses_it(run_here: Run) -> None:
+def test_budget_too_small_to_start_is_refused(run_here: Run) -> None:
     done = run_here("plan", "--model", base_dir(), "--memory-budget", "1MB")
     assert done.code == 2
     assert "--memory-budget" in done.stderr
@@ -58,7 +58,7 @@ def test_a_budget_that_cannot_start_is_refused_as_serve_refuses_it(run_here: Run
     assert run_here("plan").code == 2
 
 
-def test_a_draft_base_takes_its_cache_from_the_budget(run_here: Run, tmp_path: Path) -> None:
+def test_draft_base_takes_cache_from_budget(run_here: Run, tmp_path: Path) -> None:
     arguments = ("--model", base_dir(), "--memory-budget", "64MiB", "--format", "json")
     plain, drafted = run_here("plan", *arguments), run_here("plan", *arguments, "--draft-model", base_dir())
     assert plain.json["draft"] is None
@@ -73,7 +73,7 @@ def test_a_draft_base_takes_its_cache_from_the_budget(run_here: Run, tmp_path: P
     assert rounded.json["draft"]["quantization"] == "int8"
 
 
-def test_a_draft_base_of_another_tokenizer_is_refused_by_what_differs(run_here: Run, tmp_path: Path) -> None:
+def test_draft_base_with_different_tokenizer_is_refused(run_here: Run, tmp_path: Path) -> None:
     draft = shutil.copytree(base_dir(), tmp_path / "draft")
     definition = json.loads((draft / "tokenizer.json").read_text())
     definition["added_tokens"][-1]["id"] = 9999
@@ -85,7 +85,7 @@ def test_a_draft_base_of_another_tokenizer_is_refused_by_what_differs(run_here: 
     assert run_here("plan", "--model", base_dir(), "--draft-model", tmp_path / "absent").code == 2
 
 
-def test_processes_that_share_a_base_are_planned_one_by_one(run_here: Run) -> None:
+def test_processes_sharing_base_are_planned_individually(run_here: Run) -> None:
     arguments = (
         "--model",
         base_dir(),
@@ -114,7 +114,7 @@ def test_processes_that_share_a_base_are_planned_one_by_one(run_here: Run) -> No
     assert "2 to 3" in run_here("plan", *arguments, "--pipeline-parallel", "2").stdout
 
 
-def test_processes_that_a_base_cannot_be_shared_by_are_refused(run_here: Run) -> None:
+def test_impossible_parallel_size_for_base_is_refused(run_here: Run) -> None:
     done = run_here("plan", "--model", base_dir(), "--pipeline-parallel", "5")
     assert done.code == 2
     assert "--pipeline-parallel 5: this base has 4 layers" in done.stderr
@@ -127,7 +127,7 @@ def test_processes_that_a_base_cannot_be_shared_by_are_refused(run_here: Run) ->
     assert "for CPUs" in on_gpu.stderr
 
 
-def test_a_plan_for_a_gpu_needs_none(run_here: Run) -> None:
+def test_gpu_plan_needs_no_gpu(run_here: Run) -> None:
     arguments = ("--device", "cuda", "--device-memory", "24GiB", "--ranks", "16", "--disk-rate", "1GB")
     done = run_here("plan", "--model", base_dir(), *arguments, "--format", "json")
     assert done.code == 0

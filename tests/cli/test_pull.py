@@ -53,7 +53,7 @@ def test_base_is_pulled_and_served_by_address(run_cli: Run, variables: dict[str,
         server.kill()
 
 
-def test_adapter_of_a_folder_on_the_hub_is_pushed(
+def test_adapter_from_hub_folder_is_pushed(
     run_cli: Run, real_server: ServerProcess, variables: dict[str, str], client: Client
 ) -> None:
     name, folder = next(iter(adapter_dirs().items()))

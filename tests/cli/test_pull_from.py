@@ -16,7 +16,7 @@ from loraserve.settings import Settings
 Run = Callable[..., Any]
 
 
-def test_server_fetches_a_version_by_itself(here: Run) -> None:
+def test_server_pulls_version_from_source(here: Run) -> None:
     done = here("adapter", "pull", "fetched", "--from", "hf://acme/sql", "--format", "json")
     assert (done.code, done.json["state"], done.json["result"]["version"]) == (0, "done", 1)
     assert here("adapter", "show", "fetched", "--format", "json").json["aliases"] == {"live": 1}
@@ -26,7 +26,7 @@ def test_server_fetches_a_version_by_itself(here: Run) -> None:
     assert here("operation", "cancel", operation, "--format", "json").json["state"] == "done"
 
 
-def test_pull_that_fails_says_why_and_exits_1(here: Run) -> None:
+def test_failed_pull_reports_reason_and_exits_1(here: Run) -> None:
     begun = here("adapter", "pull", "unfetched", "--from", "hf://acme/nobody", "--no-wait", "--format", "quiet")
     assert begun.code == 0
     done = here("operation", "wait", begun.stdout.strip(), "--timeout", "30")
@@ -34,7 +34,7 @@ def test_pull_that_fails_says_why_and_exits_1(here: Run) -> None:
     assert "hf://acme/nobody can't be read: RepositoryNotFoundError" in done.stderr
 
 
-def test_pull_from_elsewhere_than_the_operator_allows_is_refused(here: Run) -> None:
+def test_pull_from_disallowed_source_is_refused(here: Run) -> None:
     done = here("adapter", "pull", "foreign", "--from", "hf://elsewhere/sql")
     assert done.code == 1
     # it isn't the key's doing: this one is an admin's
@@ -48,7 +48,7 @@ def test_pull_from_elsewhere_than_the_operator_allows_is_refused(here: Run) -> N
         check_allowed(parse_source("hf://elsewhere/sql2"), allowed)
 
 
-def test_pull_with_a_tenants_key_says_whose_key_it_takes(here: Run, client: Client) -> None:
+def test_pull_with_tenant_key_names_admin_key(here: Run, client: Client) -> None:
     client.tenants.create("pulling")
     key = client.keys.create("pulling", name="test").key
     done = here("adapter", "pull", "fetched", "--from", "hf://acme/sql", LORASERVE_API_KEY=key)
@@ -60,7 +60,7 @@ def test_pull_with_a_tenants_key_says_whose_key_it_takes(here: Run, client: Clie
     assert here(*pulled).json["state"] == "done"
 
 
-def test_unknown_operation_names_the_command_that_lists_them(here: Run) -> None:
+def test_unknown_operation_names_listing_command(here: Run) -> None:
     done = here("operation", "show", "01NOBODY")
     assert done.code == 1
     assert "loraserve operation list" in done.stderr

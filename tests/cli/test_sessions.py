@@ -268,7 +268,7 @@ def slow_session() -> Iterator[Terminal]:
     server.server_close()
 
 
-def test_session_says_why_it_waits_and_outlives_a_cancelled_answer(slow_session: Terminal) -> None:
+def test_session_shows_wait_reason_and_survives_cancelled_answer(slow_session: Terminal) -> None:
     session = slow_session
     session.read("slow> ")
     session.type("hello\n")
@@ -304,7 +304,7 @@ def test_session_on_an_unknown_model_does_not_begin(start_session: Callable[...,
     assert "next: loraserve adapter list" in session.shown
 
 
-def test_prompt_is_piped_without_a_word_that_says_so(here: Run, client: Client, sql_dir: Path) -> None:
+def test_prompt_is_read_from_pipe_without_flag(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="piped")
     assert here("run", "piped", stdin=f"{QUESTION}\n").stdout == f"{SQL}\n"
     assert here("run", "piped", "-", stdin=f"{QUESTION}\n").stdout == f"{SQL}\n"
@@ -314,7 +314,7 @@ def test_prompt_is_piped_without_a_word_that_says_so(here: Run, client: Client, 
     assert here("run", stdin=f"{QUESTION}\n").stdout == here("run", "base", QUESTION).stdout
 
 
-def test_fields_that_the_server_ignores_are_listed(here: Run, client: Client, sql_dir: Path) -> None:
+def test_fields_ignored_by_server_are_listed(here: Run, client: Client, sql_dir: Path) -> None:
     client.adapters.push(sql_dir, name="ignoring")
     done = here("run", "ignoring", QUESTION, "--field", "temprature=0.5", "--field", "store=true", "--field", "top_k=1")
     assert (done.code, done.stdout) == (0, f"{SQL}\n")
@@ -332,7 +332,7 @@ def make_residency(name: str, tier: str) -> AdapterResidency:
     return AdapterResidency.model_validate(fields | values)
 
 
-def test_reason_of_a_wait_is_the_adapter_that_is_loaded() -> None:
+def test_wait_reason_names_loading_adapter() -> None:
     rows = [make_residency("a", "device"), make_residency("b", "loading"), make_residency("other", "loading")]
     assert term_names("a+0.5*b@3") == ["a", "b@3"]
     assert wait_reason("a+0.5*b@1", rows) == "the server is loading the weights of b@1 (2.0 KiB)."

@@ -17,7 +17,7 @@ from loraserve.errors import AuthenticationError, PermissionDenied
 Run = Callable[..., Any]
 
 
-def test_tenant_set_changes_what_is_given_and_nothing_else(here: Run, client: Client) -> None:
+def test_tenant_set_changes_only_given_fields(here: Run, client: Client) -> None:
     client.tenants.create("limited", limits={"max_adapters": 3, "requests_per_minute": 60}, weight=2)
     done = here("tenant", "set", "limited", "--max-adapters", "none", "--max-kv-share", "0.5", "--format", "json")
     assert done.code == 0
@@ -28,7 +28,7 @@ def test_tenant_set_changes_what_is_given_and_nothing_else(here: Run, client: Cl
     assert "requests_per_minute=60" in shown
 
 
-def test_tenant_set_takes_prices_from_a_file_and_takes_them_away(here: Run, client: Client, tmp_path: Path) -> None:
+def test_tenant_set_reads_and_removes_prices(here: Run, client: Client, tmp_path: Path) -> None:
     client.tenants.create("priced")
     prices = {"currency": "EUR", "prompt": "0.50", "cached": "0.05", "completion": "1.50"}
     (tmp_path / "prices.json").write_text(json.dumps(prices))
@@ -39,20 +39,20 @@ def test_tenant_set_takes_prices_from_a_file_and_takes_them_away(here: Run, clie
     assert again.json["prices"]["completion"] == "1.50"
 
 
-def test_limit_that_the_server_refuses_is_said_by_its_name(here: Run, client: Client) -> None:
+def test_limit_refused_by_server_is_named(here: Run, client: Client) -> None:
     client.tenants.create("refused")
     done = here("tenant", "set", "refused", "--max-kv-share", "7")
     assert done.code == 1
     assert "max_kv_share" in done.stderr
 
 
-def test_unknown_tenant_names_the_command_that_lists_them(here: Run) -> None:
+def test_unknown_tenant_names_listing_command(here: Run) -> None:
     done = here("tenant", "set", "nobody", "--weight", "2")
     assert done.code == 1
     assert "loraserve tenant list" in done.stderr
 
 
-def test_key_that_is_to_end_has_its_instant(here: Run, client: Client) -> None:
+def test_expiring_key_has_expiry_instant(here: Run, client: Client) -> None:
     client.tenants.create("lasting")
     done = here("key", "create", "--tenant", "lasting", "--expires-in", "30d", "--format", "json")
     assert done.code == 0
@@ -60,7 +60,7 @@ def test_key_that_is_to_end_has_its_instant(here: Run, client: Client) -> None:
     assert abs(ends - datetime.now(UTC) - timedelta(days=30)) < timedelta(minutes=1)
 
 
-def test_key_without_the_scope_is_told_how_one_with_it_is_made(here: Run, client: Client, sql_dir: Path) -> None:
+def test_missing_scope_error_explains_key_creation(here: Run, client: Client, sql_dir: Path) -> None:
     client.tenants.create("scoped")
     reader = client.keys.create("scoped", name="reader", scopes=["adapters:read"]).key
     push = ("adapter", "push", sql_dir, "--name", "sql")
@@ -73,7 +73,7 @@ def test_key_without_the_scope_is_told_how_one_with_it_is_made(here: Run, client
     assert here(*push, LORASERVE_API_KEY=made).code == 0
 
 
-def test_key_for_prometheus_reads_metrics_and_nothing_else(here: Run, client: Client) -> None:
+def test_prometheus_key_reads_only_metrics(here: Run, client: Client) -> None:
     command = ("key", "create", "--tenant", "default", "--name", "prometheus", "--scope", "metrics:read")
     secret = here(*command, "--format", "quiet").stdout.strip()
     with Client(client.url, api_key=secret) as scraper:
@@ -86,7 +86,7 @@ def test_key_for_prometheus_reads_metrics_and_nothing_else(here: Run, client: Cl
     assert "metrics:read alone" in both.stderr
 
 
-def test_audit_has_the_newest_first_and_no_more_than_asked(here: Run, client: Client) -> None:
+def test_audit_lists_newest_entries_first_up_to_limit(here: Run, client: Client) -> None:
     for name in ("audited-1", "audited-2"):
         client.tenants.create(name)
     entries = here("audit", "-n", "2", "--format", "json").json

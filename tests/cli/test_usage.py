@@ -66,7 +66,7 @@ def test_missing_key_exits_2_and_names_the_variable(run_here: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["adapter", "list"], ["ps"], ["run", "sql", "hello"]])
-def test_no_server_exits_1_with_found_expected_and_next(run_here: Run, arguments: list[str]) -> None:
+def test_missing_server_exits_1_with_next_step(run_here: Run, arguments: list[str]) -> None:
     done = run_here(*arguments, **NOBODY)
     assert done.code == 1
     assert done.stdout == ""
@@ -78,13 +78,13 @@ def test_no_server_exits_1_with_found_expected_and_next(run_here: Run, arguments
 @pytest.mark.parametrize(
     "arguments", [["adapter", "list", "--format", "json"], ["--format", "json", "adapter", "list"]]
 )
-def test_failure_is_json_too_where_json_was_asked_for(run_here: Run, arguments: list[str]) -> None:
+def test_failure_is_json_in_json_format(run_here: Run, arguments: list[str]) -> None:
     done = run_here(*arguments, **NOBODY)
     assert done.code == 1
     assert json.loads(done.stderr)["error"]["code"] == "connection_failed"
 
 
-def test_push_of_no_adapter_says_what_is_there(run_cli: Run, tmp_path: Path) -> None:
+def test_push_without_adapter_lists_directory_contents(run_cli: Run, tmp_path: Path) -> None:
     directory = tmp_path / "somewhere"
     directory.mkdir()
     (directory / "notes.txt").write_text("x")
@@ -140,7 +140,7 @@ def test_db_commands_make_and_check_the_tables(run_cli: Run, run_here: Run, tmp_
     assert run_here("db", "current", *where).stdout == f"{upgraded.json['head']}\n"
 
 
-def test_adopt_store_says_what_it_would_change_and_does_it_on_an_explicit_word(run_here: Run, tmp_path: Path) -> None:
+def test_adopt_store_reports_changes_and_applies_on_confirmation(run_here: Run, tmp_path: Path) -> None:
     where = ("--data-dir", tmp_path / "data")
     assert run_here("db", "upgrade", *where).code == 0
     store = LocalStore(tmp_path / "data" / "blobs")
@@ -163,14 +163,14 @@ def test_next_step_belongs_to_the_narrowest_class() -> None:
     assert next_step(LoraserveError("no")) is None
 
 
-def test_next_step_names_what_the_command_was_about() -> None:
+def test_next_step_names_subject_of_command() -> None:
     named = {"NAME": "sql", "DIR": "./my dir"}
     assert next_step(VersionNotFound("no"), named) == "loraserve adapter versions sql"
     # a push that was refused has said everything that is wrong: a dry run of it would say the same
     assert next_step(AdapterBaseMismatch("no"), named) is None
 
 
-def test_next_step_that_an_error_names_wins() -> None:
+def test_next_step_named_by_error_takes_precedence() -> None:
     error = VersionNotFound('The adapter "sql" has no such version. See: loraserve adapter versions sql')
     assert next_step(error) == "loraserve adapter versions sql"
     assert next_step(SchemaOutdated("old.", hint="Run: loraserve db upgrade")) == "loraserve db upgrade"

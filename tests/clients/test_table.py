@@ -16,7 +16,7 @@ def test_the_page_has_the_table_of_the_tests() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.group}-{row}")
-def test_a_row_is_what_its_script_has(row: Row) -> None:
+def test_row_lists_only_features_of_script(row: Row) -> None:
     text = row.path.read_text()
     pattern = r"^  async (\w+)\(\) \{" if row.group == "node" else r"^@feature\n(?:async )?def (\w+)"
     written = set(re.findall(pattern, text, re.MULTILINE))
@@ -26,7 +26,7 @@ def test_a_row_is_what_its_script_has(row: Row) -> None:
     assert row.version
 
 
-def test_every_feature_of_a_script_is_in_a_row() -> None:
+def test_each_script_feature_is_in_row() -> None:
     for script in {row.script for row in ROWS}:
         rows = [row for row in ROWS if row.script == script]
         text = rows[0].path.read_text()

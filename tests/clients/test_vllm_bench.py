@@ -40,7 +40,7 @@ def read_stream(served: ServedPack, path: str, body: dict[str, Any]) -> tuple[st
     return text, usage, num_chunks
 
 
-def test_it_finds_the_model_and_its_tokens(served: ServedPack) -> None:
+def test_benchmark_finds_model_and_tokens(served: ServedPack) -> None:
     with httpx2.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.key}"}, timeout=60) as client:
         first = client.get("/v1/models").raise_for_status().json()["data"][0]
         assert first["id"] == "base"
@@ -51,7 +51,7 @@ def test_it_finds_the_model_and_its_tokens(served: ServedPack) -> None:
         assert answer.json()["prompt"] == FRAME.prompt
 
 
-def test_its_completions_have_usage_in_a_chunk_without_choices(served: ServedPack) -> None:
+def test_completions_report_usage_in_chunk_without_choices(served: ServedPack) -> None:
     body = {"model": "sql", "prompt": FRAME.prompt, "repetition_penalty": 1.0, "max_tokens": 32, "logprobs": None}
     text, usage, num_chunks = read_stream(served, "/v1/completions", {**body, "temperature": 0.0})
     assert text == FRAME.render("sql")
@@ -60,7 +60,7 @@ def test_its_completions_have_usage_in_a_chunk_without_choices(served: ServedPac
     assert usage["prompt_tokens"] > 5
 
 
-def test_its_chats_go_on_to_the_length_that_it_asks_for(served: ServedPack) -> None:
+def test_chats_reach_requested_length(served: ServedPack) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": FRAME.prompt}]}]
     body = {"model": "sql", "messages": messages, "max_completion_tokens": 40, "ignore_eos": True, "temperature": 0.0}
     text, usage, _ = read_stream(served, "/v1/chat/completions", body)

@@ -140,13 +140,13 @@ def expression_of(target: Mapping[str, Any]) -> str:
     return expression
 
 
-def test_every_rule_asks_for_what_there_is(scrape: Scrape, subtests: pytest.Subtests) -> None:
+def test_each_rule_queries_existing_metrics(scrape: Scrape, subtests: pytest.Subtests) -> None:
     for rule in RULES:
         with subtests.test(rule.get("alert") or rule["record"]):
             assert problems_of(rule["expr"], scrape) == []
 
 
-def test_every_panel_asks_for_what_there_is(scrape: Scrape, subtests: pytest.Subtests) -> None:
+def test_each_panel_queries_existing_metrics(scrape: Scrape, subtests: pytest.Subtests) -> None:
     for panel in PANELS:
         for target in panel["targets"]:
             with subtests.test(f"{panel['title']}: {target['legendFormat']}"):
@@ -179,13 +179,13 @@ def test_a_wrong_expression_is_found(scrape: Scrape, expression: str, problem: s
     assert found.startswith(problem)
 
 
-def test_the_bound_of_the_objective_is_one_that_the_rules_and_the_page_name(scrape: Scrape) -> None:
+def test_objective_bound_matches_rules_and_page(scrape: Scrape) -> None:
     bounds = set(re.findall(r'le="([\d.]+)"', RULES_FILE.read_text()))
     assert bounds == {"2.5"}
     assert "2.5 s" in PAGE
 
 
-def test_every_alert_is_tested_where_it_fires_and_where_it_doesnt() -> None:
+def test_each_alert_is_tested_firing_and_silent() -> None:
     cases = yaml.safe_load(RULES_FILE.with_suffix("").with_suffix(".test.yaml").read_text())["tests"]
     tested = [case for one in cases for case in one["alert_rule_test"]]
     fires = sorted(case["alertname"] for case in tested if case.get("exp_alerts"))
@@ -194,7 +194,7 @@ def test_every_alert_is_tested_where_it_fires_and_where_it_doesnt() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool isn't installed (Debian: prometheus)")
-def test_prometheus_own_tool_takes_the_rules_and_finds_that_they_fire() -> None:
+def test_promtool_accepts_rules_and_confirms_alerts() -> None:
     for command in (
         ["check", "rules", "rules.yaml"],
         ["check", "config", "--syntax-only", "prometheus.yml"],
@@ -206,7 +206,7 @@ def test_prometheus_own_tool_takes_the_rules_and_finds_that_they_fire() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_says_how_bad_it_is_and_has_its_part_of_the_page() -> None:
+def test_each_alert_has_severity_and_page_section() -> None:
     headings = re.findall(r"^### (Loraserve\w+)$", PAGE, re.MULTILINE)
     assert headings == list(ALERTS)
     for name, rule in ALERTS.items():
@@ -215,7 +215,7 @@ def test_every_alert_says_how_bad_it_is_and_has_its_part_of_the_page() -> None:
         assert rule["annotations"]["runbook"] == f"docs/observability.md#{name.lower()}"
 
 
-def test_the_configuration_scrapes_with_a_key_and_drops_what_would_never_end() -> None:
+def test_configuration_scrapes_with_key_and_drops_unbounded_series() -> None:
     config = yaml.safe_load((RULES_FILE.parent / "prometheus.yml").read_text())
     [job] = config["scrape_configs"]
     assert job["job_name"] == "loraserve"
@@ -225,7 +225,7 @@ def test_the_configuration_scrapes_with_a_key_and_drops_what_would_never_end() -
     assert (dropped["action"], dropped["regex"]) == ("drop", "vllm:lora_requests_info")
 
 
-def test_panels_have_names_units_and_places_of_their_own() -> None:
+def test_panels_have_unique_names_units_and_positions() -> None:
     ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
@@ -248,7 +248,7 @@ def test_panels_have_names_units_and_places_of_their_own() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"]
 
 
-def test_a_legend_names_labels_that_its_expression_keeps(subtests: pytest.Subtests) -> None:
+def test_legend_names_labels_kept_by_expression(subtests: pytest.Subtests) -> None:
     for panel in PANELS:
         for target in panel["targets"]:
             kept: set[str] = set()

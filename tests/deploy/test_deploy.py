@@ -85,7 +85,7 @@ def test_every_command_is_parsed_by_the_command_line(subtests: Any) -> None:
             assert name in words
 
 
-def test_every_variable_is_a_setting_and_its_value_is_taken(monkeypatch: pytest.MonkeyPatch, subtests: Any) -> None:
+def test_each_variable_is_setting_with_valid_value(monkeypatch: pytest.MonkeyPatch, subtests: Any) -> None:
     found = [one for one in variables() if one[1].startswith(ENV_PREFIX)]
     assert len(found) >= 8
     for where, name, value in found:
@@ -98,12 +98,12 @@ def test_every_variable_is_a_setting_and_its_value_is_taken(monkeypatch: pytest.
             assert getattr(settings, name.removeprefix(ENV_PREFIX).lower()) is not None
 
 
-def test_a_service_of_our_name_sets_no_variable_of_ours() -> None:
+def test_service_name_sets_no_loraserve_variable() -> None:
     # Kubernetes would set LORASERVE_PORT=tcp://…, and LORASERVE_SERVICE_HOST, which is unknown
     assert POD["enableServiceLinks"] is False
 
 
-def test_probes_ask_routes_that_need_no_key() -> None:
+def test_probes_request_routes_without_key() -> None:
     paths = {route.path for route in monitoring.router.routes}
     asked = {CONTAINER[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     found = re.search(r"HEALTHCHECK.*?http://127\.0\.0\.1:8000(/\w+)", DOCKERFILE, re.S)
@@ -189,7 +189,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert "loraserve.service" not in ran(tool("systemd-analyze"), "verify", unit)
 
 
-def test_prometheus_finds_its_files_in_the_compose_file() -> None:
+def test_prometheus_files_are_mounted_by_compose() -> None:
     service = COMPOSE["services"]["prometheus"]
     mounts = [mount.removesuffix(":ro").rpartition(":")[::2] for mount in service["volumes"]]
     inside = {target for _, target in mounts}

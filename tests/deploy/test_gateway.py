@@ -71,7 +71,7 @@ def custom() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
             yield name, document, kinds(SCHEMAS[kind])
 
 
-def test_every_custom_resource_fits_its_schema(subtests: Any) -> None:
+def test_each_custom_resource_matches_schema(subtests: Any) -> None:
     found = list(custom())
     assert len(found) == 6
     for name, document, schema in found:
@@ -79,14 +79,14 @@ def test_every_custom_resource_fits_its_schema(subtests: Any) -> None:
             jsonschema.Draft202012Validator(schema).validate(document)
 
 
-def test_a_field_that_does_not_exist_is_found() -> None:
+def test_nonexistent_field_fails_validation() -> None:
     document = json.loads(json.dumps(POOL))
     document["spec"]["targetPort"] = 8000
     with pytest.raises(jsonschema.ValidationError, match="targetPort"):
         jsonschema.validate(document, kinds(SCHEMAS["inference.networking.k8s.io/v1/InferencePool"]))
 
 
-def test_kubernetes_schemas_accept_the_others(tmp_path: Path) -> None:
+def test_kubernetes_schemas_accept_builtin_resources(tmp_path: Path) -> None:
     known = {name for name, _, _ in custom()}
     paths = []
     for name, document in MANIFESTS.items():
@@ -97,7 +97,7 @@ def test_kubernetes_schemas_accept_the_others(tmp_path: Path) -> None:
     ran(tool("kubernetes-validate"), "--strict", *paths)
 
 
-def test_the_pool_has_the_servers_and_its_picker() -> None:
+def test_pool_selects_servers_and_names_picker() -> None:
     labels = SERVERS["StatefulSet/loraserve"]["spec"]["template"]["metadata"]["labels"]
     assert POOL["spec"]["selector"]["matchLabels"].items() <= labels.items()
     container = SERVERS["StatefulSet/loraserve"]["spec"]["template"]["spec"]["containers"][0]
@@ -119,7 +119,7 @@ def test_the_pool_has_the_servers_and_its_picker() -> None:
     }
 
 
-def test_the_picker_scrapes_what_the_servers_serve_without_a_key() -> None:
+def test_picker_scrapes_route_served_without_key() -> None:
     parameters = {plugin["type"]: plugin.get("parameters", {}) for plugin in PLUGINS["plugins"]}
     (route,) = monitoring.router_metrics_router.routes
     assert parameters["metrics-data-source"]["path"] == route.path
@@ -142,7 +142,7 @@ def test_plugins_are_declared_and_affinity_weighs_most() -> None:
     assert max(used, key=lambda name: used[name]) == "lora-affinity-scorer"
 
 
-def test_routes_are_the_servers_and_none_serves_metrics() -> None:
+def test_gateway_routes_exist_on_server_and_exclude_metrics() -> None:
     known = {context.path for context in iter_route_contexts(openai.router.routes)}
     gateway = MANIFESTS["Gateway/loraserve"]["metadata"]["name"]
     for name in ("loraserve-inference", "loraserve-management"):
@@ -160,7 +160,7 @@ def test_routes_are_the_servers_and_none_serves_metrics() -> None:
     assert [backend["name"] for backend in rule["backendRefs"]] == [SERVERS["Service/loraserve"]["metadata"]["name"]]
 
 
-def test_versions_are_those_that_the_page_names() -> None:
+def test_versions_match_documentation_page() -> None:
     page = (DOCS / "kubernetes.md").read_text()
     (image,) = KUSTOMIZATION["images"]
     assert image["name"] == PICKER["spec"]["containers"][0]["image"]

@@ -97,7 +97,7 @@ def test_gateway_switches_router_metrics_on() -> None:
     assert "LORASERVE_ROUTER_METRICS" not in build(DEPLOY)["", "ConfigMap", "loraserve"]["data"]
 
 
-def test_root_below_its_own_resource_is_refused(tmp_path: Path) -> None:
+def test_root_below_own_resource_is_refused(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "kustomization.yaml").write_text("resources: []")
     (tmp_path / "below" / "kustomization.yaml").write_text("resources: ['..']")

@@ -125,7 +125,7 @@ async def arrivals(port: int) -> list[float]:
 
 
 @pytest.mark.skipif(NGINX is None, reason="nginx isn't installed")
-async def test_nginx_hands_on_events_one_by_one(tmp_path: Path) -> None:
+async def test_nginx_forwards_events_individually(tmp_path: Path) -> None:
     config = (DEPLOY / "nginx" / "loraserve.conf").read_text()
     async with upstream() as port, nginx(tmp_path, port, config) as listen:
         assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S
@@ -133,7 +133,7 @@ async def test_nginx_hands_on_events_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CADDY is None, reason="Caddy isn't installed")
-async def test_caddy_hands_on_events_one_by_one(tmp_path: Path) -> None:
+async def test_caddy_forwards_events_individually(tmp_path: Path) -> None:
     config = (DEPLOY / "caddy" / "Caddyfile").read_text()
     async with upstream() as port, caddy(tmp_path, port, config) as listen:
         assert (await arrivals(listen))[-1] > (EVENTS - 2) * PAUSE_S

@@ -53,15 +53,13 @@ def train(base_folder: Path, directory: Path, config: Mapping[str, Any], num_ste
     return peft.PeftModel.from_pretrained(base, directory).eval()
 
 
-def test_trained_adapters_of_every_kind_are_pushed_and_answered_together_as_peft_answers(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+def test_trained_adapters_of_all_kinds_answer_like_peft(server: ServerProcess, tmp_path: Path) -> None:
     check_kinds(server, base_dir(), tmp_path, num_steps=6)
 
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_adapters_of_every_kind_answer_as_peft_on_trained_base(tmp_path: Path) -> None:
+def test_all_adapter_kinds_match_peft_on_trained_base(tmp_path: Path) -> None:
     base = find_real_model()
     flags = ("--memory-budget", "2GiB", "--host-cache", "1GiB")
     server = ServerProcess(tmp_path / "data", model=base, flags=flags)

@@ -19,7 +19,7 @@ def answer(server: ServerProcess, key: str) -> str:
         return client.completions.create(model="sql", prompt=PROMPT, max_tokens=16, temperature=0).choices[0].text
 
 
-def test_a_server_is_backed_up_while_it_runs_and_another_starts_from_it(tmp_path: Path, subtests: Any) -> None:
+def test_running_server_is_backed_up_and_restored_elsewhere(tmp_path: Path, subtests: Any) -> None:
     one, two = ServerProcess(tmp_path / "one"), ServerProcess(tmp_path / "two")
     folder = str(tmp_path / "backups")
     try:

@@ -146,7 +146,7 @@ def mixed(cluster: RayCluster, key: str) -> Solo:
     return ask_alone(cluster, key, questions(NUM_STREAMS, max_tokens=lengths, first=500))
 
 
-def test_both_replicas_answer_and_find_adapters(cluster: RayCluster, key: str) -> None:
+def test_two_replicas_answer_and_find_adapters(cluster: RayCluster, key: str) -> None:
     asked = questions(28, max_tokens=16)
     answers = asyncio.run(Streams(cluster.url, key).ask(asked, at_once=14, within_s=WITHIN_S))
     assert all(answer.completion_tokens == 16 for answer in answers)
@@ -166,7 +166,7 @@ def test_connections_wait_while_there_is_no_ingress(cluster: RayCluster) -> None
     assert killed not in cluster.pids(INGRESS)
 
 
-def test_streams_move_from_a_replica_that_is_scaled_away(mixed: Solo, slow_cluster: RayCluster) -> None:
+def test_streams_move_from_replica_removed_by_scaling(mixed: Solo, slow_cluster: RayCluster) -> None:
     """Take one of three replicas away while 64 streams of all lengths are open."""
     assert slow_cluster.num_ready() == 3
     streams = Streams(slow_cluster.url, make_owner(slow_cluster, "scaled"))
@@ -209,7 +209,7 @@ def test_streams_go_on_through_a_rolling_restart(mixed: Solo, slow_cluster: RayC
     check_billed_once(slow_cluster, streams)
 
 
-def test_answers_that_clients_leave_are_computed_no_further(slow_cluster: RayCluster) -> None:
+def test_abandoned_answers_are_not_computed_further(slow_cluster: RayCluster) -> None:
     """Have 64 clients go away, as their streams are open: the replicas let go of all of them."""
     asked = questions(NUM_STREAMS, max_tokens=LONG_TOKENS, first=800)
     key = make_owner(slow_cluster, "gone")

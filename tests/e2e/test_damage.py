@@ -29,7 +29,7 @@ def flip_a_byte_of_the_largest_blob(data_dir: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_byte_is_never_served_and_the_same_push_mends_it(tmp_path: Path) -> None:
+def test_flipped_byte_is_never_served_and_push_repairs(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()
     try:

@@ -71,7 +71,7 @@ async def test_flood_leaves_answers_to_clients_elsewhere(server: ServerProcess, 
 
 
 @pytest.mark.slow
-async def test_stalled_bodies_leave_answers_behind_their_address(
+async def test_stalled_bodies_leave_capacity_to_shared_address(
     server: ServerProcess, tls: ssl.SSLContext | None
 ) -> None:
     key, others_key = server.make_tenant("acme"), server.make_tenant("globex")

@@ -111,7 +111,7 @@ def test_an_idle_server_has_room_for_any_adapter(picker: Callable[[], Any], key:
     assert epp.score_kv_cache(found) == pytest.approx(1.0)
 
 
-def test_running_and_waiting_adapters_are_what_the_picker_scores(
+def test_picker_scores_running_and_waiting_adapters(
     picker: Callable[[], Any], streams: Streams, server: ServerProcess, key: str, subtests: Any
 ) -> None:
     first, second, third, fourth = list(adapter_dirs())[:4]
@@ -155,16 +155,14 @@ def test_running_and_waiting_adapters_are_what_the_picker_scores(
         assert busy.kv_cache_usage_percent <= 1
 
 
-def test_a_sum_counts_for_each_of_its_parts(picker: Callable[[], Any], streams: Streams) -> None:
+def test_adapter_sum_counts_for_each_part(picker: Callable[[], Any], streams: Streams) -> None:
     first, second = list(adapter_dirs())[:2]
     streams.ask(f"{first}+0.5*{second}")
     found = until(lambda: epp.read(picker()), lambda one: one.active_models == {first, second})
     assert epp.score_lora_affinity(found, f"{first}+0.5*{second}") == 0.8
 
 
-def test_what_has_ended_is_named_no_more_but_the_older_picker_remembers_it(
-    picker: Callable[[], Any], streams: Streams
-) -> None:
+def test_ended_adapter_is_remembered_only_by_older_picker(picker: Callable[[], Any], streams: Streams) -> None:
     name = next(iter(adapter_dirs()))
     streams.ask(name, num_tokens=200)
     # a request of the test before may be leaving
@@ -175,13 +173,13 @@ def test_what_has_ended_is_named_no_more_but_the_older_picker_remembers_it(
     assert epp.read_legacy(picker(), busy).active_models == {name}
 
 
-def test_the_whole_scrape_can_be_parsed_by_the_picker_too(server: ServerProcess, key: str) -> None:
+def test_complete_scrape_is_parsable_by_picker(server: ServerProcess, key: str) -> None:
     with httpx2.Client(headers={"authorization": f"Bearer {ADMIN_KEY}"}) as client:
         families = epp.parse(client.get(f"{server.url}/metrics").text)
     assert epp.read(families).errors == ()
 
 
-def test_routers_learn_no_tenant_and_nothing_but_what_they_read(
+def test_router_metrics_exclude_tenants_and_unread_metrics(
     picker: Callable[[], Any], streams: Streams, server: ServerProcess
 ) -> None:
     name = next(iter(adapter_dirs()))

@@ -92,7 +92,7 @@ def num_rows(data: Path) -> dict[str, int]:
         return {table: database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
 
 
-def test_policies_swap_under_streams_and_a_kill_leaves_nothing_of_them(server: ServerProcess) -> None:
+def test_policies_swap_under_streams_and_vanish_after_kill(server: ServerProcess) -> None:
     key = server.make_tenant("acme")
     headers = {"Authorization": f"Bearer {key}"}
     prompt = fresh_prompts(1, 77)[0].prompt
@@ -165,7 +165,7 @@ def test_policies_swap_under_streams_and_a_kill_leaves_nothing_of_them(server: S
 
 
 @pytest.mark.parametrize("server", [("--ephemeral-loads",)], indirect=True)
-def test_a_trainer_that_knows_vllm_alone_rolls_out_each_of_its_policies(server: ServerProcess, tmp_path: Path) -> None:
+def test_vllm_only_trainer_rolls_out_each_policy(server: ServerProcess, tmp_path: Path) -> None:
     """What TRL's AsyncGRPO sends: no key but the URL's, a folder and a name for each policy, its
     rollouts as token ids, and an unload of the policy before while rollouts on it still run.
     """

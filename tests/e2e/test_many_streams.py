@@ -113,7 +113,7 @@ async def settle(server: ServerProcess) -> dict[str, float]:
 
 
 @pytest.mark.slow
-async def test_64_streams_of_base_and_adapters_each_say_what_they_say_alone(server, key):
+async def test_concurrent_streams_match_answers_computed_alone(server, key):
     works = make_work(64, seed=1)
     rng = random.Random(2)
     async with connect(server, key) as client:

@@ -23,7 +23,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPro
 
 
 @pytest.mark.slow
-async def test_texts_are_those_of_one_process(stages: tuple[ServerProcess, str], tmp_path: Path) -> None:
+async def test_texts_match_single_process(stages: tuple[ServerProcess, str], tmp_path: Path) -> None:
     await says_what_one_process_says(*stages, tmp_path / "data")
     metrics = stages[0].metrics()
     # the first stage receives nothing, and steps of many rows are several micro-batches

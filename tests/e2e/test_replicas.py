@@ -144,7 +144,7 @@ def name() -> str:
     return f"adapter-{uuid.uuid4().hex[:8]}"
 
 
-def test_a_push_on_one_is_servable_on_the_other_within_two_seconds(replicas: Replicas, name: str) -> None:
+def test_push_reaches_other_replica_within_2_seconds(replicas: Replicas, name: str) -> None:
     assert ask(replicas.b, replicas.key, name).code == "model_not_found"
     push(replicas.a, replicas.key, "sql", name)
     new = last_old_s(lambda: ask(replicas.b, replicas.key, name), lambda found: found.status == 200, within_s=10)
@@ -152,7 +152,7 @@ def test_a_push_on_one_is_servable_on_the_other_within_two_seconds(replicas: Rep
     assert ask(replicas.b, replicas.key, name) == ask(replicas.a, replicas.key, name)
 
 
-def test_a_second_version_is_what_the_other_answers_with_within_two_seconds(replicas: Replicas, name: str) -> None:
+def test_second_version_reaches_other_replica_within_2_seconds(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     assert ask(replicas.b, replicas.key, name).adapter == f"{name}@1"
     push(replicas.a, replicas.key, "french", name)
@@ -162,7 +162,7 @@ def test_a_second_version_is_what_the_other_answers_with_within_two_seconds(repl
     assert old < LIMITS.resolve_cache_s
 
 
-def test_of_moves_on_both_that_were_based_on_the_same_state_one_is_done(replicas: Replicas, name: str) -> None:
+def test_concurrent_alias_moves_from_same_state_succeed_once(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     push(replicas.a, replicas.key, "french", name)
     path = f"/adapters/{name}/aliases/live"
@@ -192,7 +192,7 @@ def test_of_moves_on_both_that_were_based_on_the_same_state_one_is_done(replicas
             assert {found.headers["etag"]: found.json()["version"]} == last
 
 
-def test_while_an_alias_moves_each_answer_is_wholly_of_the_version_that_it_names(replicas: Replicas, name: str) -> None:
+def test_answer_during_alias_move_comes_from_named_version(replicas: Replicas, name: str) -> None:
     texts = {}
     for number, style in ((1, "sql"), (2, "french")):
         assert push(replicas.a, replicas.key, style, name) == number
@@ -224,9 +224,7 @@ def test_while_an_alias_moves_each_answer_is_wholly_of_the_version_that_it_names
     last_old_s(lambda: ask(replicas.b, replicas.key, name), lambda answer: answer.adapter == f"{name}@2", within_s=10)
 
 
-def test_what_one_deletes_is_absent_on_the_other_within_two_seconds_and_its_streams_finish(
-    replicas: Replicas, name: str
-) -> None:
+def test_deletion_reaches_other_replica_while_running_streams_finish(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     whole = ask(replicas.b, replicas.key, name, max_tokens=64, ignore_eos=True).text
     with ThreadPoolExecutor(1) as pool:
@@ -239,7 +237,7 @@ def test_what_one_deletes_is_absent_on_the_other_within_two_seconds_and_its_stre
     assert absent < LIMITS.resolve_cache_s
 
 
-def test_a_key_made_on_one_works_on_the_other_and_is_refused_there_within_five_seconds_of_its_revocation(
+def test_key_creation_and_revocation_reach_other_replica_promptly(
     replicas: Replicas,
 ) -> None:
     with management(replicas.a, ADMIN_KEY) as admin:
@@ -254,12 +252,12 @@ def test_a_key_made_on_one_works_on_the_other_and_is_refused_there_within_five_s
         assert last_old_s(is_refused, bool, within_s=15) < LIMITS.auth_cache_s
 
 
-def test_pushes_of_the_same_bytes_to_both_at_once_are_one_version(replicas: Replicas, name: str) -> None:
+def test_simultaneous_pushes_of_same_bytes_are_single_version(replicas: Replicas, name: str) -> None:
     numbers = at_once(*(partial(push, server, replicas.key, "sql", name) for server in replicas.both))
     assert numbers == [1, 1]
 
 
-def test_pushes_of_different_bytes_to_both_at_once_are_two_versions(replicas: Replicas, name: str) -> None:
+def test_simultaneous_pushes_of_different_bytes_are_two_versions(replicas: Replicas, name: str) -> None:
     numbers = at_once(
         lambda: push(replicas.a, replicas.key, "sql", name), lambda: push(replicas.b, replicas.key, "french", name)
     )
@@ -269,7 +267,7 @@ def test_pushes_of_different_bytes_to_both_at_once_are_two_versions(replicas: Re
     assert answers[:2] == answers[2:]
 
 
-def test_a_drawn_answer_is_the_same_on_both(replicas: Replicas, name: str) -> None:
+def test_sampled_answer_is_same_on_two_replicas(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     drawn = [
         ask(server, replicas.key, f"{name}@1", max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
@@ -279,9 +277,7 @@ def test_a_drawn_answer_is_the_same_on_both(replicas: Replicas, name: str) -> No
     assert drawn[0] == drawn[1]
 
 
-def test_one_goes_on_when_the_other_is_killed_and_it_serves_what_came_meanwhile_when_it_is_back(
-    replicas: Replicas, name: str
-) -> None:
+def test_replica_survives_peer_kill_and_peer_catches_up(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     replicas.a.kill()
     push(replicas.b, replicas.key, "french", name)
@@ -290,7 +286,7 @@ def test_one_goes_on_when_the_other_is_killed_and_it_serves_what_came_meanwhile_
     assert ask(replicas.a, replicas.key, name) == ask(replicas.b, replicas.key, name)
 
 
-def test_an_upload_that_one_began_goes_on_with_the_other(replicas: Replicas, name: str) -> None:
+def test_upload_begun_on_replica_continues_on_second_replica(replicas: Replicas, name: str) -> None:
     folder = adapter_dirs()["sql"]
     weights = (folder / "adapter_model.safetensors").read_bytes()
     config = json.loads((folder / "adapter_config.json").read_bytes())
@@ -307,7 +303,7 @@ def test_an_upload_that_one_began_goes_on_with_the_other(replicas: Replicas, nam
     assert ask(replicas.a, replicas.key, name).status == 200
 
 
-def test_a_user_of_a_split_meets_the_same_version_on_both(replicas: Replicas, name: str) -> None:
+def test_split_user_gets_same_version_on_two_replicas(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     push(replicas.a, replicas.key, "french", name)
     split = [{"version": 1, "weight": 50}, {"version": 2, "weight": 50}]
@@ -321,7 +317,7 @@ def test_a_user_of_a_split_meets_the_same_version_on_both(replicas: Replicas, na
     assert set(met[0]) == {f"{name}@1", f"{name}@2"}
 
 
-def test_what_is_pinned_on_one_is_pinned_on_the_other_also_after_its_restart(replicas: Replicas, name: str) -> None:
+def test_pin_reaches_other_replica_and_survives_restart(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
 
     def is_pinned(server: ServerProcess) -> bool:
@@ -346,7 +342,7 @@ def test_what_is_pinned_on_one_is_pinned_on_the_other_also_after_its_restart(rep
     last_old_s(lambda: is_pinned(replicas.b), lambda found: not found, within_s=10)
 
 
-def test_what_a_tenant_used_of_both_is_one_sum(replicas: Replicas, name: str) -> None:
+def test_usage_of_two_replicas_is_single_sum(replicas: Replicas, name: str) -> None:
     push(replicas.a, replicas.key, "sql", name)
     for server, num_requests in zip(replicas.both, (2, 3), strict=True):
         for _ in range(num_requests):
@@ -361,7 +357,7 @@ def test_what_a_tenant_used_of_both_is_one_sum(replicas: Replicas, name: str) ->
         last_old_s(lambda server=server: used(server), lambda found: found == (5, 20), within_s=10)  # type: ignore[misc]
 
 
-def test_both_together_grant_a_tenant_its_requests_per_minute(replicas: Replicas, name: str) -> None:
+def test_replicas_together_enforce_tenant_request_rate(replicas: Replicas, name: str) -> None:
     # a server that a test before this one killed counts until it is missed, the one in its place
     # from its second beat on; what a tenant is granted at once is a share of as many
     time.sleep(LIMITS.server_silence_s + 2 * LIMITS.server_beat_s)

@@ -19,7 +19,7 @@ def answer(server: ServerProcess, key: str, model: str, prompt: str) -> str:
         return completion.choices[0].text
 
 
-def test_everything_acknowledged_is_served_after_a_kill(tmp_path):
+def test_acknowledged_pushes_are_served_after_kill(tmp_path):
     server = ServerProcess(tmp_path / "data")
     server.start()
     try:
@@ -43,7 +43,7 @@ def test_everything_acknowledged_is_served_after_a_kill(tmp_path):
         server.kill()
 
 
-def test_a_hangup_disturbs_no_answer_and_is_said_in_the_log(tmp_path):
+def test_hangup_disturbs_no_answer_and_is_logged(tmp_path):
     server = ServerProcess(tmp_path / "data")
     server.start()
     try:

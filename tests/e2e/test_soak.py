@@ -374,9 +374,7 @@ async def settled(soak: Soak) -> dict[str, float]:
 
 @pytest.mark.campaign
 @pytest.mark.alone
-async def test_whatever_happens_beside_them_answers_stay_the_same_and_nothing_is_left_behind(
-    soak: Soak, pytestconfig: pytest.Config
-) -> None:
+async def test_answers_stay_identical_under_churn_without_leaks(soak: Soak, pytestconfig: pytest.Config) -> None:
     async with AsyncClient(soak.server.url, api_key=soak.key) as api, soak.connect() as client:
         names = []
         for number in range(NUM_ADAPTERS):

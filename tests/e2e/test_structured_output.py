@@ -64,7 +64,7 @@ def check(text: str) -> None:
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_adapters_and_their_sums_answer_by_schema(client: httpx2.Client) -> None:
+def test_adapters_and_sums_answer_by_schema(client: httpx2.Client) -> None:
     for model in ("base", "sql", "french", "sql+0.5*french"):
         response = client.post("/v1/chat/completions", json=body(model, n=2, temperature=1.0, seed=1))
         assert response.status_code == 200, response.text
@@ -122,7 +122,7 @@ async def _answers(url: str, key: str, seeds: range, during: Any = None) -> list
         return await asyncio.gather(*tasks)
 
 
-def test_answers_go_on_where_they_were_when_the_engine_dies(server: ServerProcess, key: str) -> None:
+def test_structured_answers_continue_after_engine_death(server: ServerProcess, key: str) -> None:
     """The grammar's state is recomputed from the tokens that clients already have."""
     wanted = asyncio.run(_answers(server.url, key, range(6)))
     for text in wanted:
@@ -135,7 +135,7 @@ def test_answers_go_on_where_they_were_when_the_engine_dies(server: ServerProces
     assert server.metrics()["loraserve_engine_restarts_total"] == 1
 
 
-def test_what_grammars_cost_is_in_the_metrics(server: ServerProcess, client: httpx2.Client) -> None:
+def test_grammar_cost_is_in_metrics(server: ServerProcess, client: httpx2.Client) -> None:
     for _ in range(2):
         client.post("/v1/chat/completions", json=body())
     client.post("/v1/chat/completions", json=body(response_format={"type": "json_object", "schema": {"type": "x"}}))

@@ -54,7 +54,7 @@ async def answers(server: ServerProcess, key: str, works: list[Work]) -> list[st
 
 
 @pytest.mark.slow
-async def test_texts_are_those_of_one_process(cut: tuple[ServerProcess, str], tmp_path: Path) -> None:
+async def test_texts_match_single_process(cut: tuple[ServerProcess, str], tmp_path: Path) -> None:
     await says_what_one_process_says(*cut, tmp_path / "data")
     assert len(adapter_dirs()) == 7
 
@@ -101,7 +101,7 @@ async def says_what_one_process_says(server: ServerProcess, key: str, data: Path
     assert server.metrics()["loraserve_invariant_violations_total"] == 0
 
 
-def test_a_number_that_does_not_divide_the_base_is_refused(tmp_path: Path) -> None:
+def test_tensor_parallel_size_not_dividing_base_is_refused(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", flags=(*FLAGS, "--tensor-parallel", "3"))
     with pytest.raises(AssertionError):
         server.start()

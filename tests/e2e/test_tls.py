@@ -48,9 +48,7 @@ def hang_up(server: ServerProcess) -> None:
     os.kill(server.process.pid, signal.SIGHUP)
 
 
-def test_certificates_and_settings_change_under_a_stream_and_wrong_ones_do_not(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+def test_certificates_and_settings_reload_under_stream_unless_invalid(server: ServerProcess, tmp_path: Path) -> None:
     server.start()
     first = served_serial(server.port)
     with pytest.raises(httpx2.TransportError):

@@ -19,7 +19,7 @@ HEADERS = {"authorization": f"Bearer {ADMIN_KEY}", "traceparent": f"00-{TRACE}-0
 BODY = {"model": "sql", "prompt": "list the tickets with age over 81", "max_tokens": 20, "temperature": 0}
 
 
-def test_spans_say_where_an_adapter_was_found_and_go_out_before_the_end(tmp_path: Path) -> None:
+def test_spans_name_adapter_tier_and_precede_shutdown(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()
     with server.admin() as client:
@@ -52,7 +52,7 @@ def test_spans_say_where_an_adapter_was_found_and_go_out_before_the_end(tmp_path
     assert [(line["model"], line["version"], line["finish_reason"]) for line in told] == [("sql", 1, "stop")] * 2
 
 
-def test_a_collector_that_hangs_doesnt_hold_the_servers_end(tmp_path: Path) -> None:
+def test_hanging_collector_does_not_delay_shutdown(tmp_path: Path) -> None:
     with collecting() as collector:
         collector.delay_s = 30.0
         flags = ("--memory-budget", "64MiB", "--trace-endpoint", collector.url, "--no-access-log")

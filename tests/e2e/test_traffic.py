@@ -27,7 +27,7 @@ def until(read: Callable[[], Any], timeout_s: float = 30.0) -> Any:
 
 
 @pytest.mark.campaign
-def test_a_shadow_is_compared_and_not_billed_and_a_fallback_answers_for_damaged_bytes(tmp_path: Path) -> None:
+def test_shadow_is_unbilled_and_fallback_replaces_damaged_version(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()
     try:

@@ -69,7 +69,7 @@ def bases_check(server: ServerProcess) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def test_a_swapped_base_serves_nothing_that_was_made_for_the_other(
+def test_swapped_base_serves_no_adapter_of_previous_base(
     tmp_path: Path, database: str, request: pytest.FixtureRequest
 ) -> None:
     flags = FLAGS
@@ -157,7 +157,7 @@ def test_a_swapped_base_serves_nothing_that_was_made_for_the_other(
 
 
 @pytest.mark.campaign
-def test_an_adapter_that_names_another_base_is_a_warning_and_a_strict_server_refuses_it(tmp_path: Path) -> None:
+def test_foreign_base_name_warns_or_fails_strict_server(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", flags=FLAGS)
     folder = str(adapter_dirs()["sql"])
     try:

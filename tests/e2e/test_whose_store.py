@@ -64,7 +64,7 @@ def answer(server: ServerProcess, key: str, name: str) -> str:
         return client.completions.create(model=name, prompt=PROMPT, max_tokens=16, temperature=0).choices[0].text
 
 
-def test_another_registry_is_refused_until_an_operator_says_otherwise(place: Place) -> None:
+def test_foreign_registry_is_refused_until_operator_adopts_store(place: Place) -> None:
     one, other = place.one, place.other
     one.start()
     key = one.make_tenant("acme")
@@ -94,7 +94,7 @@ def test_another_registry_is_refused_until_an_operator_says_otherwise(place: Pla
 
 
 @pytest.mark.campaign
-def test_a_lost_database_does_not_become_an_empty_one_over_a_full_store(tmp_path: Path) -> None:
+def test_lost_database_is_not_replaced_over_full_store(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data")
     server.start()
     try:

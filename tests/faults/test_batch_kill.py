@@ -55,7 +55,7 @@ async def test_a_batch_survives_kills_with_each_line_once(server: ForkedServer, 
         await check_whole(client, batch["id"], NUM_LINES)
 
 
-async def test_a_server_that_is_told_to_stop_hands_its_batch_on(server: ForkedServer, small_base: BaseSpec) -> None:
+async def test_stopping_server_hands_over_batch(server: ForkedServer, small_base: BaseSpec) -> None:
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     server.start()
     async with httpx2.AsyncClient(base_url=server.url, headers=headers, timeout=30) as client:

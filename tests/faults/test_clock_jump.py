@@ -28,7 +28,7 @@ def jump(clock: Path, ahead_s: float) -> None:
     os.replace(new, clock)
 
 
-def test_requests_that_run_and_wait_when_the_clock_jumps_a_day_are_answered_as_ever(tmp_path: Path) -> None:
+def test_running_and_waiting_requests_survive_clock_jump(tmp_path: Path) -> None:
     clock = tmp_path / "clock"
     jump(clock, 0)
     path = os.pathsep.join([*jumping_clock.__path__, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -55,7 +55,7 @@ def complete(client: httpx2.Client, model: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("state", [State.REFUSING, State.SILENT])
-def test_known_names_and_keys_go_on_and_writes_come_back_when_the_database_does(
+def test_cached_names_and_keys_work_during_database_outage(
     proxy: tuple[TcpProxy, str], server: ServerProcess, state: State
 ) -> None:
     key = server.make_tenant(f"acme-{state}")

@@ -37,7 +37,7 @@ def complete(server: ServerProcess, key: str) -> int:
 
 
 @pytest.mark.parametrize("how", default_and_campaign(["renamed", "replaced"], default=["renamed"]))
-def test_a_file_that_goes_away_takes_no_push_until_it_is_back(server: ServerProcess, tmp_path: Path, how: str) -> None:
+def test_missing_database_file_refuses_pushes_until_restored(server: ServerProcess, tmp_path: Path, how: str) -> None:
     key = server.make_tenant("acme")
     path, away = server.data_dir / "registry.db", tmp_path / "away.db"
     with Client(server.url, api_key=key, max_retries=0) as client:
@@ -76,7 +76,7 @@ def test_a_file_that_goes_away_takes_no_push_until_it_is_back(server: ServerProc
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_damaged_database_ends_the_start_with_one_sentence(server: ServerProcess) -> None:
+def test_damaged_database_fails_start_with_single_sentence(server: ServerProcess) -> None:
     key = server.make_tenant("acme")
     with Client(server.url, api_key=key) as client:
         client.adapters.push(str(adapter_dirs()["sql"]), name="sql")

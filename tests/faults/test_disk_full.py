@@ -43,7 +43,7 @@ def fill(path: Path) -> None:
                 continue
 
 
-def test_on_a_full_disk_answers_go_on_writes_are_refused_and_nothing_needs_a_restart(small_disk: Path) -> None:
+def test_full_disk_refuses_only_writes_without_requiring_restart(small_disk: Path) -> None:
     server = ServerProcess(small_disk, flags=FLAGS)
     server.start()
     try:

@@ -52,7 +52,7 @@ def stream(url: str, key: str, model: str, number: int, begun: list[float]) -> s
     return "".join(piece["text"] for piece in pieces)
 
 
-def test_a_stopped_engine_is_not_ready_in_time_and_is_replaced_under_its_streams(server: ServerProcess) -> None:
+def test_stopped_engine_is_replaced_under_running_streams(server: ServerProcess) -> None:
     key = server.make_tenant("acme")
     with Client(server.url, api_key=key) as client:
         for style in ("sql", "french"):
@@ -97,7 +97,7 @@ def test_a_stopped_engine_is_not_ready_in_time_and_is_replaced_under_its_streams
     assert server.stop() == 0
 
 
-def test_a_stopped_engine_does_not_outlive_its_server(server: ServerProcess) -> None:
+def test_stopped_engine_does_not_outlive_server(server: ServerProcess) -> None:
     """It can't notice by itself that the server is gone; and it holds the base's memory."""
     engine = server.engine_pid()
     assert engine is not None
@@ -118,7 +118,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_an_engine_that_never_gets_ready_ends_the_start_with_1_and_the_reason(tmp_path: Path) -> None:
+def test_engine_never_ready_fails_start_with_reason(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "loraserve.cli.main", "serve", "--model", str(base_dir()), "--port", "0"]
     variables = environment(LORASERVE_ADMIN_KEY=ADMIN_KEY, LORASERVE_FAULTS="model.tensor=kill@5")
     done = subprocess.run(

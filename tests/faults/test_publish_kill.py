@@ -33,7 +33,7 @@ POINTS = [
 NUM_RANDOM_KILLS = 8
 
 
-async def test_what_was_acknowledged_is_visible_and_what_is_visible_is_whole(
+async def test_acknowledged_versions_are_visible_and_visible_versions_whole(
     database_url: str, tmp_path: Path, small_base: BaseSpec, make_upload: Callable[..., tuple[bytes, bytes]]
 ) -> None:
     uploads = tmp_path / "uploads"

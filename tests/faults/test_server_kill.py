@@ -108,7 +108,7 @@ async def tenant_of(
 
 
 @pytest.mark.parametrize("num_kills", default_and_campaign([5, NUM_KILLS], default=[5]))
-async def test_what_was_acknowledged_over_http_is_there_after_every_kill_and_nothing_is_there_by_half(
+async def test_acknowledged_changes_survive_each_kill_and_are_whole(
     num_kills: int,
     tmp_path: Path,
     small_base: BaseSpec,
@@ -134,7 +134,7 @@ async def test_what_was_acknowledged_over_http_is_there_after_every_kill_and_not
         assert store.read(version.weights_blob)
 
 
-async def test_killed_among_uploads_the_collector_takes_what_is_needless_and_nothing_else(
+async def test_collector_removes_only_needless_bytes_after_kills(
     tmp_path: Path, small_base: BaseSpec, database_url: str, store: LocalStore, make_files: Callable[[], Files]
 ) -> None:
     settings = {"database_url": database_url, "retention_s": "0"}

@@ -108,9 +108,7 @@ async def billed(client: httpx2.AsyncClient, server: ForkedServer) -> dict[str, 
     return sums
 
 
-async def test_a_kill_loses_no_answer_that_was_given_to_its_end_and_bills_nothing_twice(
-    server: ForkedServer, small_base: BaseSpec
-) -> None:
+async def test_kill_loses_no_finished_answer_and_bills_once(server: ForkedServer, small_base: BaseSpec) -> None:
     rng, given, certain = random.Random(20261121), Given(), 0
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     server.start()

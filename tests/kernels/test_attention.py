@@ -74,7 +74,7 @@ def test_softly_capped_scores_equal_the_reference(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_products_far_beyond_a_soft_cap_are_all_the_cap(path: Callable[..., Any]) -> None:
+def test_products_far_beyond_soft_cap_equal_cap(path: Callable[..., Any]) -> None:
     paged = make_paged([3], [20])
     paged.q.mul_(1e6)
     options = {"soft_cap": 5.0}
@@ -93,7 +93,7 @@ def test_views_of_wider_tensors_are_read_and_written(path: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_nan_in_one_sequence_stays_there(path: Callable[..., Any]) -> None:
+def test_nan_stays_within_sequence(path: Callable[..., Any]) -> None:
     paged = make_paged([2, 1, 1], [30, 40, 20])
     paged.k_cache[paged.block_tables[1, 0]] = float("nan")
     out = attend(paged, path)
@@ -105,9 +105,7 @@ def test_a_nan_in_one_sequence_stays_there(path: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 19])
 @pytest.mark.parametrize("head_dim", [32, 128])
-def test_a_rows_bits_dont_depend_on_its_batch_or_chunk(
-    window: int | None, soft_cap: float | None, head_dim: int
-) -> None:
+def test_row_bits_are_independent_of_batch_and_chunk(window: int | None, soft_cap: float | None, head_dim: int) -> None:
     # of 128, a row's heads take turns at two blocks
     paged = make_paged([50, 1], [70, 100], head_dim=head_dim)
     together = attend(paged, sliding_window=window, soft_cap=soft_cap)
@@ -132,7 +130,7 @@ STORES = [
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_keys_and_values_go_to_their_slots_and_nowhere_else(store: Callable[..., None]) -> None:
+def test_keys_and_values_go_only_to_assigned_slots(store: Callable[..., None]) -> None:
     # as the model has them: slices of one tensor
     qkv = torch.randn(3, 8, 32)
     k, v = qkv[:, 4:6], qkv[:, 6:]
@@ -162,7 +160,7 @@ def test_a_slot_outside_the_cache_is_refused(store: Callable[..., None], slot: i
         store(rows, rows, cache, cache.clone(), torch.tensor([3, slot]))
 
 
-def test_a_step_that_cant_be_is_refused() -> None:
+def test_impossible_step_is_refused() -> None:
     tables = torch.zeros(1, 2, dtype=torch.int32)
     for starts, contexts in (([0, 0], [3]), ([0, 4], [3]), ([0, 1], [33]), ([0, 1, 2], [3])):
         with pytest.raises(InvalidPlan):
@@ -171,13 +169,13 @@ def test_a_step_that_cant_be_is_refused() -> None:
         make_attention_plan([0, 1], [3], tables.long(), 16)
 
 
-def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
+def test_tensors_not_fitting_plan_are_refused() -> None:
     paged = make_paged([2], [9])
     with pytest.raises(TensorMismatch, match=r"this plan takes 2 rows and \d blocks of 16 or more"):
         paged_attention(paged.q[:1], paged.k_cache, paged.v_cache, paged.plan, paged.q[:1], scale=1.0)
 
 
-def test_a_block_that_the_cache_lacks_is_refused() -> None:
+def test_block_missing_from_cache_is_refused() -> None:
     paged = make_paged([2], [9])
     paged.block_tables[0, 0] = 4
     with pytest.raises(TensorMismatch, match="5 blocks"):

@@ -65,7 +65,7 @@ def found(machine: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
-def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machine: str) -> None:
+def test_incorrectly_summing_kernels_are_detected_and_never_chosen(machine: str) -> None:
     for format, one in found(machine).items():
         for kernel, seen in one["candidates"].items():
             assert seen["is_taken_for_right"] == seen["is_right"], (format, kernel)
@@ -73,12 +73,12 @@ def test_every_kernel_that_sums_wrongly_is_known_for_it_and_none_is_taken(machin
 
 
 @pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
-def test_our_own_int8_is_right_everywhere(machine: str) -> None:
+def test_own_int8_kernel_is_exact_on_all_machines(machine: str) -> None:
     assert found(machine)["int8"]["candidates"]["numba-dot"]["is_right"]
 
 
 @pytest.mark.parametrize("machine", default_and_campaign(MACHINES, default=["as it is"]))
-def test_a_loud_row_and_other_rows_leave_a_rows_bits_alone(machine: str) -> None:
+def test_row_bits_are_independent_of_loud_neighbour_rows(machine: str) -> None:
     for format, one in found(machine).items():
         for kernel, seen in one["candidates"].items():
             # fbgemm's float16 with AVX2, too, sums some rows in another order: numba's comes before
@@ -114,7 +114,7 @@ def test_int8_gives_the_same_bits_on_every_machine() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.skipif("oneDNN with AVX2" not in MACHINES, reason="about x86 instructions")
-def test_pairs_of_products_in_16_bits_overflow_with_avx2_and_this_is_seen() -> None:
+def test_avx2_overflow_of_16_bit_pairs_is_detected() -> None:
     """Otherwise the tests above would see nothing either."""
     seen = found("oneDNN with AVX2")["int8"]["candidates"]["onednn-u8"]
     assert not seen["is_right"]
@@ -131,9 +131,7 @@ def test_pairs_of_products_in_16_bits_overflow_with_avx2_and_this_is_seen() -> N
     ids=["AVX2", "AVX2 with VNNI", "AVX-512", "AVX-512 with VNNI"],
 )
 @pytest.mark.skipif(len(MACHINES) == 1, reason="about x86 instructions")
-def test_our_int8_multiplies_by_the_best_instruction_of_each_processor(
-    tmp_path: Path, features: str, instruction: str
-) -> None:
+def test_int8_kernel_uses_best_instruction_of_each_processor(tmp_path: Path, features: str, instruction: str) -> None:
     """Compiled alone, anew: this processor may lack it, and cached code can't be inspected."""
     script = (
         "from loraserve_kernels.cpu.linear.tiles.dot_kernel import compiled;print(compiled()._library.get_asm_str())"
@@ -235,7 +233,7 @@ def take(clock: Clock, monkeypatch: pytest.MonkeyPatch, *given: Candidate) -> ch
     return Chooser(clock, clock).choose("int8", 1000, 1024)
 
 
-def test_the_fastest_exact_kernel_of_a_rank_is_taken(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_exact_kernel_of_rank_is_chosen(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     choice = take(
         clock,
         monkeypatch,
@@ -253,7 +251,7 @@ def test_the_fastest_exact_kernel_of_a_rank_is_taken(clock: Clock, monkeypatch: 
     ("library_s", "cut_s", "kernel"),
     [(5e-6, 0.0, "library"), (5e-6, 2e-4, "numba-dot"), (1e-6, 2e-5, "library"), (2e-5, 0.0, "numba-dot")],
 )
-def test_a_librarys_product_counts_with_the_cut_that_it_makes_in_a_step(
+def test_library_product_time_includes_cost_of_cut(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, library_s: float, cut_s: float, kernel: str
 ) -> None:
     """As with AMX: a library may be faster by itself, and a step with it slower."""
@@ -273,7 +271,7 @@ def test_a_librarys_product_counts_with_the_cut_that_it_makes_in_a_step(
     assert choice.measured[0].seconds[8] == pytest.approx(8 * library_s)
 
 
-def test_a_cut_is_not_measured_where_all_candidates_make_one(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_is_not_measured_if_all_candidates_cut(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(num_threads: int) -> float:
         raise AssertionError("there is no need")
 
@@ -282,7 +280,7 @@ def test_a_cut_is_not_measured_where_all_candidates_make_one(clock: Clock, monke
     assert Chooser(clock, clock, cut_s=cut).choose("int8", 1000, 1024).kernel == "fast"
 
 
-def test_a_cut_takes_all_threads_twice_the_time_of_a_region() -> None:
+def test_cut_costs_all_threads_twice_region_time() -> None:
     cuts.region_s.cache_clear()
     alive = threading.active_count()
     region_s = cuts.region_s(2)
@@ -293,7 +291,7 @@ def test_a_cut_takes_all_threads_twice_the_time_of_a_region() -> None:
 
 
 @pytest.mark.parametrize(("row_s", "kernel"), [(3e-5, "first"), (9e-5, "second")])
-def test_a_lower_rank_is_taken_only_where_the_first_is_much_slower(
+def test_lower_rank_wins_only_over_much_slower_kernel(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, row_s: float, kernel: str
 ) -> None:
     """Their bits differ: noise must not choose between them."""
@@ -302,7 +300,7 @@ def test_a_lower_rank_is_taken_only_where_the_first_is_much_slower(
 
 
 @pytest.mark.parametrize("row_s", [5e-3, 1.0])
-def test_a_kernel_without_instructions_is_given_up_early_and_once(
+def test_kernel_without_instructions_is_abandoned_early_and_once(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, row_s: float
 ) -> None:
     calls: list[int] = []
@@ -341,7 +339,7 @@ def test_other_processes_and_threads_make_no_kernel_slow(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("is_coarse", "clock_name"), [(False, "thread_time"), (True, "perf_counter")])
-def test_work_is_counted_where_the_system_counts_it_finely(
+def test_work_clock_avoids_coarse_thread_time(
     monkeypatch: pytest.MonkeyPatch, is_coarse: bool, clock_name: str
 ) -> None:
     if is_coarse:
@@ -349,7 +347,7 @@ def test_work_is_counted_where_the_system_counts_it_finely(
     assert chooser_module.work_clock.__wrapped__() is getattr(time, clock_name)
 
 
-def test_what_was_taken_can_be_adopted_without_a_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_can_be_adopted_without_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(candidates.FORMATS, "int8", (fake(clock, "a", 0, 5e-6), fake(clock, "b", 0, 1e-5)))
     first, next_one = Chooser(clock, clock), Chooser(clock, clock)
     first.choose("int8", 3000, 1000)
@@ -364,7 +362,7 @@ def test_what_was_taken_can_be_adopted_without_a_clock(clock: Clock, monkeypatch
     assert line == "int8 1024×1024: w8a8-row (a, ); taken over"
 
 
-def test_probing_ends_when_its_time_is_spent(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probing_ends_after_time_budget(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(candidates.FORMATS, "int8", (fake(clock, "fast", 0, 1e-5),))
     chooser = Chooser(clock, clock)
     first = chooser.choose("int8", 1024, 1024)
@@ -377,7 +375,7 @@ def test_probing_ends_when_its_time_is_spent(clock: Clock, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("row_s", "is_slower"), [(9e-6, False), (2e-5, True)])
-def test_a_format_that_is_slower_than_float32_is_said_to_be(
+def test_format_slower_than_float32_is_reported(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, row_s: float, is_slower: bool
 ) -> None:
     choice = take(clock, monkeypatch, fake(clock, "only", 0, row_s))
@@ -387,7 +385,7 @@ def test_a_format_that_is_slower_than_float32_is_said_to_be(
 
 
 @pytest.mark.parametrize("format", candidates.FORMATS)
-def test_examples_hold_every_size_of_code_and_touch_no_generator(format: str) -> None:
+def test_examples_cover_all_codes_without_using_generator(format: str) -> None:
     before = torch.get_rng_state()
     weight = candidates.example(format, 96, 128)
     assert torch.equal(torch.get_rng_state(), before)

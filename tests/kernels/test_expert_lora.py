@@ -52,7 +52,7 @@ def held(adapter: PackedAdapter, layer: int, module: str, expert: int) -> Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("has_numba", [True, False])
-def test_rows_of_an_expert_get_their_adapters(
+def test_rows_of_expert_get_matching_adapters(
     dtype: torch.dtype, has_numba: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(apply, "HAS_NUMBA", has_numba and apply.HAS_NUMBA)
@@ -109,7 +109,7 @@ def test_bits_of_a_row_are_the_same_alone() -> None:
     torch.testing.assert_close(again, y, atol=1e-4, rtol=1e-5)
 
 
-def test_layer_without_changed_experts_has_none() -> None:
+def test_layer_without_changed_experts_has_no_segments() -> None:
     plan = make_plan([(pack([make_module(1, "router", 0, 2)]), 0, 3)], 4)
     assert plan is not None
     assert not LayerExperts(plan, 0)
@@ -140,7 +140,7 @@ def test_misfit_module_is_refused(message: str) -> None:
         pack_adapter(REFUSED[message], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_rows_of_another_width_are_refused() -> None:
+def test_rows_of_wrong_width_are_refused() -> None:
     plan = make_plan([(pack([make_module(1, "router", 0, 2)]), 0, 3)], 3)
     assert plan is not None
     segments = LayerExperts(plan, 1).segments()

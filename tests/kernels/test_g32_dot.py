@@ -101,7 +101,7 @@ def test_bits_of_rows_are_independent_of_batch(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zeros", ZEROS)
-def test_rows_of_the_weight_are_the_references_bit_for_bit(kind: tuple[str, bool, str], zeros: str) -> None:
+def test_weight_rows_match_reference_bit_for_bit(kind: tuple[str, bool, str], zeros: str) -> None:
     weight = make_weight(101, 192, 64, kind, zeros)
     packed = g32_dot.pack(weight)
     assert packed.kernel.split("-")[2] == kind[2]
@@ -122,7 +122,7 @@ def test_largest_codes_are_summed_exactly(format: str, code: int, value: int) ->
     assert torch.equal(y, torch.tensor([[1.0], [-1.0]]).expand(2, 32) * value * 127 * width)
 
 
-def test_zeros_at_both_ends_are_summed_exactly() -> None:
+def test_extreme_zeros_are_summed_exactly() -> None:
     """255 · 127 in every place, less a zero that leaves 0 or -255 of each."""
     codes = torch.full((2, 64), 127, dtype=torch.int8)
     codes[1] = -128
@@ -132,7 +132,7 @@ def test_zeros_at_both_ends_are_summed_exactly() -> None:
     assert torch.equal(y, torch.tensor([[0.0, -255.0 * 127 * 64]]))
 
 
-def test_outlier_spoils_one_group_alone() -> None:
+def test_outlier_spoils_only_own_group() -> None:
     weight, x = make_weight(64, 256, 32), torch.randn(4, 256)
     exact = x @ weight.dequantize(torch.float32).T
     x[:, 40] = 0

@@ -54,7 +54,7 @@ def test_int8_is_within_rounding_of_float(kernel: str, num_tokens: int, out_feat
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
-def test_given_int8_codes_are_used_as_they_are(kernel: str, num_tokens: int) -> None:
+def test_given_int8_codes_are_used_unchanged(kernel: str, num_tokens: int) -> None:
     """-128 among them, which rounding never makes; of rows that int8 and 7 bits hold exactly,
     the products are exact too.
     """
@@ -76,13 +76,13 @@ def test_given_int8_codes_are_used_as_they_are(kernel: str, num_tokens: int) -> 
         (torch.zeros(6, 4, dtype=torch.int8), torch.ones(6, 1)),
     ],
 )
-def test_int8_codes_and_scales_that_dont_fit_are_refused(codes: torch.Tensor, scales: torch.Tensor) -> None:
+def test_mismatched_int8_codes_and_scales_are_refused(codes: torch.Tensor, scales: torch.Tensor) -> None:
     with pytest.raises(TensorMismatch):
         pack_int8(codes, scales, "fbgemm")
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_an_int8_rows_bits_dont_depend_on_its_batch(kernel: str, out_features: int, in_features: int) -> None:
+def test_int8_row_bits_are_independent_of_batch(kernel: str, out_features: int, in_features: int) -> None:
     weight = quantize_int8(torch.randn(out_features, in_features), kernel)
     row = torch.randn(1, in_features)
     alone = int8_linear(row, weight)[0]
@@ -96,7 +96,7 @@ def test_an_int8_rows_bits_dont_depend_on_its_batch(kernel: str, out_features: i
         assert torch.equal(int8_linear(x, weight)[-1], alone)
 
 
-def test_a_row_that_isnt_finite_is_nan_alone(kernel: str) -> None:
+def test_only_non_finite_row_becomes_nan(kernel: str) -> None:
     x = torch.randn(5, 40)
     x[1, 7], x[3, 39] = float("nan"), float("-inf")
     y = int8_linear(x, quantize_int8(torch.randn(61, 40), kernel))
@@ -113,7 +113,7 @@ def test_rows_and_channels_of_zeros_give_zeros(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("has_numba", [True, False])
-def test_rows_are_rounded_by_their_own_maximum(has_numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_rounded_by_own_maximum(has_numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "HAS_NUMBA", has_numba and gemm.HAS_NUMBA)
     x = torch.randn(11, 45) * 10.0 ** torch.arange(-5, 6)[:, None]
     codes, scales = quantize_rows(x)
@@ -125,7 +125,7 @@ def test_rows_are_rounded_by_their_own_maximum(has_numba: bool, monkeypatch: pyt
     assert (codes.abs().amax(1) == 127).all()
 
 
-def test_both_ways_of_rounding_rows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numba_and_torch_row_rounding_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(20, 100)
     x[3], x[4, 5] = 0, float("nan")
     codes, scales = quantize_rows(x)
@@ -149,7 +149,7 @@ def test_float_equals_the_reference(num_tokens: int, out_features: int, in_featu
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [*SHAPES, (768, 2048)])
-def test_a_float_rows_bits_dont_depend_on_its_batch(out_features: int, in_features: int) -> None:
+def test_float_row_bits_are_independent_of_batch(out_features: int, in_features: int) -> None:
     weight, x = pack_float(torch.randn(out_features, in_features)), torch.randn(300, in_features)
     together = float_linear(x, weight)
     for num_tokens in (1, 2, 3, 8, 17, 64, 130):

@@ -38,7 +38,7 @@ def words_of(fleet: Fleet, slot: int, site: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("block_m", [16, 32])
 @pytest.mark.parametrize(("num_tokens", "num_sampled"), [(1, 1), (63, None), (63, 20), (1000, 3)])
-def test_every_row_meets_every_tile_of_its_adapter_once(
+def test_each_row_meets_each_adapter_tile_once(
     fleet: Fleet, num_tokens: int, num_sampled: int | None, block_m: int
 ) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=1000, max_work_items=2000, block_m=block_m)
@@ -80,7 +80,7 @@ def test_every_row_meets_every_tile_of_its_adapter_once(
         assert seen == expected
 
 
-def test_a_step_is_filled_in_while_the_last_ones_copy_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_filled_while_previous_copy_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=40, max_work_items=100)
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
     copy = torch.Tensor.copy_
@@ -100,7 +100,7 @@ def test_a_step_is_filled_in_while_the_last_ones_copy_waits(fleet: Fleet, monkey
     assert torch.equal(header, plan.buffer[:HEADER])
 
 
-def test_sampled_rows_cost_nothing_where_no_head_has_an_adapter() -> None:
+def test_sampled_rows_cost_no_work_without_head_adapter() -> None:
     lonely = Fleet([{"q_proj": 8}, {"q_proj": 8, "lm_head": 4}], EVEN, torch.float16)
     plan = GpuLoraPlan(lonely.pool, max_num_tokens=8, max_work_items=8)
     a, b = lonely.slots
@@ -117,7 +117,7 @@ def test_sampled_rows_cost_nothing_where_no_head_has_an_adapter() -> None:
     assert plan.buffer[HEADER + 8] == 0
 
 
-def test_work_on_replaced_rows_is_counted_at_the_two_ends_alone() -> None:
+def test_replaced_rows_count_as_work_only_at_ends() -> None:
     torch.manual_seed(0)
     ends = Fleet(
         [{"q_proj": 8, "lm_head": 4}, {"q_proj": 8, "lm_head": 4}], EVEN, torch.float16, num_rows={"lm_head": 33}
@@ -145,7 +145,7 @@ def test_work_on_replaced_rows_is_counted_at_the_two_ends_alone() -> None:
     assert works([a, 0])[0] == [0] * 6
 
 
-def test_rows_of_one_adapter_share_tiles_wherever_they_stand(fleet: Fleet) -> None:
+def test_rows_of_same_adapter_share_tiles_across_positions(fleet: Fleet) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=40, max_work_items=100)
     a, b = fleet.slots[0], fleet.slots[1]
     plan.fill(np.array([a, 0, b, a] * 10, dtype=np.int32))
@@ -153,7 +153,7 @@ def test_rows_of_one_adapter_share_tiles_wherever_they_stand(fleet: Fleet) -> No
     assert plan.buffer[2] == 3
 
 
-def test_a_step_of_base_rows_launches_nothing(fleet: Fleet) -> None:
+def test_step_of_base_rows_launches_no_kernel(fleet: Fleet) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=8)
     assert not plan.fill(np.zeros(8, dtype=np.int32))
     assert not plan.fill(np.zeros(0, dtype=np.int32))
@@ -168,7 +168,7 @@ def test_addresses_stay_from_step_to_step(fleet: Fleet) -> None:
         assert (plan.buffer.data_ptr(), plan.scratch.data_ptr()) == addresses
 
 
-def test_a_step_over_the_plans_capacity_is_refused_and_the_last_one_stands(fleet: Fleet) -> None:
+def test_oversized_step_is_refused_and_previous_step_stays(fleet: Fleet) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=3)
     plan.fill(np.array([fleet.slots[0]] * 3, dtype=np.int32))
     before = plan.buffer.clone()
@@ -188,7 +188,7 @@ def test_a_step_over_the_plans_capacity_is_refused_and_the_last_one_stands(fleet
         plan.fill(np.zeros(3, dtype=np.int32), np.array([0, 3], dtype=np.int32))
 
 
-def test_the_largest_step_fits_its_buffer(fleet: Fleet) -> None:
+def test_largest_step_fits_buffer(fleet: Fleet) -> None:
     # one row for each tile, and as many work items as the plan takes
     slot = fleet.slots[-1]
     num_items = sum(words[1] for words in words_of(fleet, slot, "qkv"))
@@ -202,7 +202,7 @@ def test_the_number_of_parts_follows_the_length_alone(in_features: int, parts: i
     assert split_k("embed", in_features) == 1
 
 
-def test_python_runs_the_same_lines_whatever_the_number_of_rows(fleet: Fleet) -> None:
+def test_number_of_python_lines_is_independent_of_rows(fleet: Fleet) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=8192, max_work_items=20_000)
 
     def num_lines(slots: np.ndarray) -> int:
@@ -225,7 +225,7 @@ def test_python_runs_the_same_lines_whatever_the_number_of_rows(fleet: Fleet) ->
     assert num_lines(make_slots(fleet, 8192)) == num_lines(make_slots(fleet, 200)) > 0
 
 
-def test_the_wrong_plan_for_a_device_is_refused_without_loading_triton(fleet: Fleet) -> None:
+def test_wrong_plan_is_refused_without_loading_triton(fleet: Fleet) -> None:
     plan = GpuLoraPlan(fleet.pool, max_num_tokens=8, max_work_items=8)
     x, y = torch.zeros(1, 72, dtype=torch.float16), torch.zeros(1, 200, dtype=torch.float16)
     with pytest.raises(TensorMismatch, match="GPUs take a GpuLoraPlan"):

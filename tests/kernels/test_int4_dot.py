@@ -23,7 +23,7 @@ def random_weight(out_features: int, in_features: int, group_size: int, kind: st
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 70])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_product_is_that_of_the_rounded_rows(
+def test_product_equals_product_of_rounded_rows(
     out_features: int, in_features: int, group_size: int, num_tokens: int, has_bias: bool, kind: str
 ) -> None:
     """Nothing is rounded but the rows, and sums to float32."""
@@ -54,7 +54,7 @@ def test_bits_of_rows_are_independent_of_batch(out_features: int, in_features: i
 
 @pytest.mark.parametrize(("out_features", "in_features", "group_size"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_the_weight_are_the_references_bit_for_bit(
+def test_weight_rows_match_reference_bit_for_bit(
     out_features: int, in_features: int, group_size: int, kind: str
 ) -> None:
     weight = random_weight(out_features, in_features, group_size, kind)
@@ -75,7 +75,7 @@ def test_largest_codes_are_summed_exactly() -> None:
     assert torch.equal(y, torch.tensor([[7.0 * 127 * width], [-7.0 * 127 * width]]).expand(2, 32))
 
 
-def test_a_row_that_isnt_finite_is_nan_alone() -> None:
+def test_only_non_finite_row_becomes_nan() -> None:
     packed, x = decoded.pack_group_dot(random_weight(64, 128, 64)), torch.randn(9, 128)
     quiet = int4_linear(x, packed)
     x[3, 5], x[7, 100] = torch.inf, torch.nan
@@ -85,12 +85,12 @@ def test_a_row_that_isnt_finite_is_nan_alone() -> None:
     assert torch.equal(y[rest], quiet[rest])
 
 
-def test_weights_that_the_kernel_doesnt_take_are_told() -> None:
+def test_weights_unsupported_by_kernel_are_reported() -> None:
     assert decoded.can_round_activations(random_weight(8, 64, 32))
     assert decoded.can_round_activations(quantize(torch.randn(8, 64), "int4", 32, has_zeros=True))
     assert not decoded.can_round_activations(quantize(torch.randn(8, 64), "nf4"))
 
 
-def test_input_that_doesnt_fit_is_refused() -> None:
+def test_mismatched_input_is_refused() -> None:
     with pytest.raises(TensorMismatch, match="64"):
         int4_linear(torch.randn(2, 32), decoded.pack_group_dot(random_weight(8, 64, 32)))

@@ -55,7 +55,7 @@ def only_folder(cache: Path) -> KernelCache:
 
 
 @pytest.mark.campaign
-def test_kernels_that_different_processes_compiled_are_themselves(tmp_path: Path) -> None:
+def test_kernels_compiled_by_different_processes_stay_distinct(tmp_path: Path) -> None:
     """Each process numbers anew what it compiles; numba finds machine code by name and number."""
     for code in (*(WARM_UP.format(kind=kind) for kind in KINDS), MULTIPLY):
         run(code, tmp_path)
@@ -78,7 +78,7 @@ def test_kernel_is_compiled_again_after_change(tmp_path: Path) -> None:
     assert run(LOAD.format(name=CHEAP), tmp_path, PYTHONPATH=str(copy)) == "0"
 
 
-def test_helper_compiles_what_cache_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helper_compiles_kernels_missing_from_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LORASERVE_ADMIN_KEY", "sk-admin-not-for-children")
     kernel_cache.kernel_cache.cache_clear()
@@ -140,7 +140,7 @@ def test_killed_process_leaves_no_lock(tmp_path: Path) -> None:
         assert is_held
 
 
-def test_cache_is_refused_when_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_writable_by_other_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine code is executed."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     kernel_cache.kernel_cache.cache_clear()
@@ -173,6 +173,6 @@ def test_old_caches_are_deleted_with_new_folder(tmp_path: Path, monkeypatch: pyt
     assert {path.name for path in base.iterdir()} == {"young", found.directory.name}
 
 
-def test_every_kernel_has_its_own_name() -> None:
+def test_each_kernel_has_unique_name() -> None:
     assert set(KERNELS) == {*STEP_KERNELS, *LORA_KERNELS.values()}
     assert all(load_kernel(name).__name__ == name for name in STEP_KERNELS)

@@ -28,7 +28,7 @@ MIXED = {"q_proj": 3, "v_proj": 12, "gate_proj": 64, "down_proj": 1}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_matrix_comes_back_as_it_was_packed(dtype: torch.dtype) -> None:
+def test_each_matrix_is_unpacked_as_packed(dtype: torch.dtype) -> None:
     modules = make_modules(MIXED)
     packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=dtype)
     for m in modules:
@@ -37,7 +37,7 @@ def test_every_matrix_comes_back_as_it_was_packed(dtype: torch.dtype) -> None:
         assert packed.scaling(m.layer, m.module).eq(m.scaling).all()
 
 
-def test_a_sites_a_matrices_are_one_matrix() -> None:
+def test_lora_a_matrices_of_site_form_single_matrix() -> None:
     packed = make_adapter(MIXED)
     parts = [packed.lora_a(1, module) for module in ("q_proj", "k_proj", "v_proj")]
     assert torch.equal(packed.site_a(1, "qkv"), torch.cat(parts))
@@ -51,7 +51,7 @@ def test_ranks_arent_padded() -> None:
     assert 0 <= gaps < 12 * NUM_LAYERS * ALIGN_ELEMENTS
 
 
-def test_replaced_rows_take_their_own_width() -> None:
+def test_replaced_rows_take_own_width() -> None:
     rows = {"embed_tokens": 9, "down_proj": 5, "lm_head": 7}
     packed = make_adapter(dict.fromkeys(rows, 0), layers=[0], rows=rows)
     gaps = packed.data.numel() - (9 * 40 + 5 * 2100 + 7 * 40)
@@ -82,13 +82,13 @@ def test_missing_modules_have_rank_0_and_empty_matrices() -> None:
     assert packed.max_rank == 4
 
 
-def test_a_module_that_doesnt_fit_the_base_is_named() -> None:
+def test_module_not_fitting_base_is_named() -> None:
     module = LoraModule(1, "q_proj", torch.zeros(4, 41), torch.zeros(72, 4), 1.0)
     with pytest.raises(TensorMismatch, match=r"layer 1 q_proj: lora_a \(4, 41\).*this base takes \(r, 40\)"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_a_layer_that_the_base_lacks_is_refused() -> None:
+def test_layer_missing_from_base_is_refused() -> None:
     with pytest.raises(TensorMismatch, match="LoRA on layer 2; this base has layers 0 to 1"):
         packed_num_bytes(
             make_modules({"q_proj": 4}, layers=[2]), num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32
@@ -101,7 +101,7 @@ def test_a_module_given_twice_is_refused() -> None:
         pack_adapter(twice, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_a_module_that_the_base_lacks_is_refused() -> None:
+def test_module_missing_from_base_is_refused() -> None:
     shapes = {module: SHAPES[module] for module in LAYER_MODULES}
     module = LoraModule(0, "lm_head", torch.zeros(4, 40), torch.zeros(72, 4), 1.0)
     with pytest.raises(TensorMismatch, match="LoRA on lm_head; this base has q_proj"):
@@ -114,7 +114,7 @@ def test_the_head_is_in_no_layer_but_0() -> None:
         packed_num_bytes([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
+def test_delta_is_unpacked_as_packed_and_counted() -> None:
     modules = make_modules(MIXED, has_delta=("v_proj", "down_proj"))
     packed = pack_adapter(modules, num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.bfloat16)
     for m in modules:
@@ -125,14 +125,14 @@ def test_a_delta_comes_back_as_it_was_packed_and_counts() -> None:
     assert known == packed.num_bytes > make_adapter(MIXED, dtype=torch.bfloat16).num_bytes
 
 
-def test_a_delta_of_another_width_is_refused() -> None:
+def test_delta_of_wrong_width_is_refused() -> None:
     module = LoraModule(1, "q_proj", torch.zeros(4, 40), torch.zeros(72, 4), 1.0, torch.zeros(71))
     with pytest.raises(TensorMismatch, match=r"delta \(71,\); this base takes \(72,\)"):
         pack_adapter([module], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_rows_shifts_and_numbers_of_ranks_come_back_as_they_were_packed(dtype: torch.dtype) -> None:
+def test_rows_shifts_and_rank_scalings_survive_packing(dtype: torch.dtype) -> None:
     ranks = MIXED | {"o_proj": 0, "lm_head": 0, "embed_tokens": 0}
     modules = make_modules(
         ranks,
@@ -152,7 +152,7 @@ def test_rows_shifts_and_numbers_of_ranks_come_back_as_they_were_packed(dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_size_of_everything_is_known_without_reading_a_weight(dtype: torch.dtype) -> None:
+def test_packed_size_is_known_without_reading_weights(dtype: torch.dtype) -> None:
     modules = make_modules(
         MIXED | {"o_proj": 0, "lm_head": 0, "embed_tokens": 2},
         has_delta=("q_proj",),
@@ -181,7 +181,7 @@ def as_meta(thing: Any) -> Any:
     return type(thing)(**values)
 
 
-def test_int8_rounds_each_rank_and_each_row_by_half_a_step() -> None:
+def test_int8_rounds_ranks_and_rows_by_half_step() -> None:
     modules = make_modules({"q_proj": 3, "embed_tokens": 2}, layers=[0], rows={"q_proj": 5, "embed_tokens": 4})
     for m in modules:
         # magnitudes that one scale for all would lose
@@ -220,7 +220,7 @@ def test_norms_are_float32_copies() -> None:
     ("layer", "norm", "size"),
     [(2, "mlp_norm", 40), (1, "norm", 40), (0, "q_norm", 40), (0, "norm", 41)],
 )
-def test_a_norm_that_the_base_lacks_is_refused(layer: int, norm: str, size: int) -> None:
+def test_norm_missing_from_base_is_refused(layer: int, norm: str, size: int) -> None:
     with pytest.raises(TensorMismatch, match=f"{norm}.*this base (has|takes)"):
         pack_adapter(
             [],
@@ -250,9 +250,7 @@ def test_a_norm_given_twice_is_refused() -> None:
         ("embed_tokens", [3], (1, 2105), r"takes int32 \(n,\) and \(n, 40\)"),
     ],
 )
-def test_rows_that_dont_fit_the_base_are_refused(
-    module: str, ids: list[int], shape: tuple[int, int], message: str
-) -> None:
+def test_rows_not_fitting_base_are_refused(module: str, ids: list[int], shape: tuple[int, int], message: str) -> None:
     out_features, in_features = SHAPES[module]
     rows = ReplacedRows(torch.tensor(ids, dtype=torch.int32), torch.zeros(shape))
     m = LoraModule(0, module, torch.zeros(0, in_features), torch.zeros(out_features, 0), 1.0, row_overrides=rows)
@@ -260,7 +258,7 @@ def test_rows_that_dont_fit_the_base_are_refused(
         pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_bias_deltas_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
+def test_mismatched_bias_deltas_and_rank_scalings_are_refused() -> None:
     for module, scaling, shift, message in (
         ("q_proj", 1.0, torch.zeros(40), r"bias_delta \(40,\); this base takes \(72,\)"),
         ("q_proj", torch.ones(3), None, r"scaling \(3,\); rank 2 takes \(2,\)"),
@@ -272,7 +270,7 @@ def test_bias_deltas_and_numbers_of_ranks_that_dont_fit_are_refused() -> None:
             pack_adapter([m], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float32)
 
 
-def test_a_dtype_that_kernels_dont_read_is_refused() -> None:
+def test_dtype_unreadable_by_kernels_is_refused() -> None:
     with pytest.raises(TensorMismatch, match=r"or int8, not torch\.float64"):
         pack_adapter([], num_layers=NUM_LAYERS, module_shapes=SHAPES, dtype=torch.float64)
 
@@ -282,7 +280,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_large_adapters_take_their_bytes_of_memory_and_give_all_of_them_back() -> None:
+def test_large_adapters_release_all_memory_after_use() -> None:
     width, rank = 4096, 256
     module = LoraModule(0, "q_proj", torch.ones(rank, width), torch.ones(width, rank), 1.0)
 

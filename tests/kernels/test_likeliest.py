@@ -37,7 +37,7 @@ def test_every_place_can_have_the_largest(find: Find, num_rows: int, width: int)
 
 @EACH
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_first_of_equal_ones_is_taken(find: Find, width: int) -> None:
+def test_first_of_equal_maxima_is_taken(find: Find, width: int) -> None:
     coarse = torch.randint(-3, 3, (40, width)).float()
     # 0 and -0 are equal
     coarse[coarse == 0] *= torch.where(torch.rand(int((coarse == 0).sum())) < 0.5, 1.0, -1.0)
@@ -48,7 +48,7 @@ def test_the_first_of_equal_ones_is_taken(find: Find, width: int) -> None:
 @EACH
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-def test_a_number_that_isnt_finite_spoils_its_row_alone(find: Find, width: int, bad: float) -> None:
+def test_non_finite_number_spoils_only_own_row(find: Find, width: int, bad: float) -> None:
     logits = torch.randn(12, width)
     expected = logits.argmax(1).tolist()
     places = [0, width // 2, width - 1]

@@ -47,7 +47,7 @@ def test_adapters_of_mixed_dtypes_share_a_step(apply: Apply, site: str) -> None:
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("site", SITES)
-def test_a_delta_scales_all_but_the_bias_of_its_modules_alone(apply: Apply, site: str, has_bias: bool) -> None:
+def test_delta_scales_own_modules_except_bias(apply: Apply, site: str, has_bias: bool) -> None:
     some = ("q_proj", "v_proj", "up_proj", "lm_head", "embed_tokens")
     adapters = [
         make_adapter(8, has_delta=MODULES),
@@ -89,7 +89,7 @@ def test_base_rows_keep_every_bit(apply: Apply, site: str) -> None:
 
 
 @pytest.mark.parametrize("apply", PATHS)
-def test_a_module_that_the_adapter_lacks_keeps_its_columns(apply: Apply) -> None:
+def test_module_missing_from_adapter_keeps_columns(apply: Apply) -> None:
     plan = make_step([make_adapter({"q_proj": 4, "v_proj": 4})], [3])
     x, y = make_io(3, "qkv")
     before = y.clone()
@@ -100,7 +100,7 @@ def test_a_module_that_the_adapter_lacks_keeps_its_columns(apply: Apply) -> None
 
 
 @pytest.mark.parametrize("apply", PATHS)
-def test_a_layer_that_the_adapter_lacks_changes_nothing(apply: Apply) -> None:
+def test_layer_missing_from_adapter_changes_no_output(apply: Apply) -> None:
     plan = make_step([make_adapter(4, layers=[1])], [3])
     x, y = make_io(3, "down")
     before = y.clone()
@@ -109,7 +109,7 @@ def test_a_layer_that_the_adapter_lacks_changes_nothing(apply: Apply) -> None:
 
 
 @pytest.mark.parametrize("apply", PATHS)
-def test_one_adapters_nan_stays_in_its_rows(apply: Apply) -> None:
+def test_nan_of_adapter_stays_in_own_rows(apply: Apply) -> None:
     good, bad = make_adapter(8), make_adapter(8)
     bad.data.fill_(float("nan"))
     plan = make_step([good, bad, good], [2, 1, 2])
@@ -120,7 +120,7 @@ def test_one_adapters_nan_stays_in_its_rows(apply: Apply) -> None:
 
 
 @pytest.mark.parametrize("apply", PATHS)
-def test_rows_of_wider_tensors_are_read_and_written_in_place(apply: Apply) -> None:
+def test_rows_of_wider_tensors_are_processed_in_place(apply: Apply) -> None:
     plan = make_step([make_adapter(8)], [4])
     x, y = make_io(4, "o")
     wide_x, wide_y = torch.full((4, 100), float("nan")), torch.full((4, 90), float("nan"))
@@ -135,7 +135,7 @@ def test_rows_of_wider_tensors_are_read_and_written_in_place(apply: Apply) -> No
 @pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> None:
+def test_row_bits_are_independent_of_batch(site: str, dtype: torch.dtype) -> None:
     adapter = make_adapter(
         MODULES_OF_MIXED_RANK,
         dtype=dtype,
@@ -157,7 +157,7 @@ def test_a_rows_bits_dont_depend_on_its_batch(site: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.skipif(not cpu_lora.HAS_NUMBA, reason="needs numba")
-def test_a_rows_bits_dont_depend_on_the_number_of_threads() -> None:
+def test_row_bits_are_independent_of_thread_count() -> None:
     plan = make_step([make_adapter(64), make_adapter(12)], [40, 30])
     x, y = make_io(70, "gate_up")
     results, before = [], torch.get_num_threads()
@@ -198,7 +198,7 @@ def test_expand_waits_for_the_other_threads_shrink() -> None:
         torch.set_num_threads(before)
 
 
-def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
+def test_tensors_not_fitting_plan_are_refused() -> None:
     plan = make_step([make_adapter(8)], [4])
     x, y = make_io(4, "qkv")
     with pytest.raises(TensorMismatch, match="site qkv of this plan takes"):

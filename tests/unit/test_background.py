@@ -50,7 +50,7 @@ def niceness() -> int:
 
 
 @linux
-def test_an_idle_thread_is_scheduled_after_all_others() -> None:
+def test_idle_thread_is_scheduled_after_all_other_threads() -> None:
     def run() -> tuple[int, int]:
         lower_thread_priority(BACKGROUND_NICENESS, is_idle=True)
         return os.sched_getscheduler(threading.get_native_id()), niceness()
@@ -71,7 +71,7 @@ def test_niceness_is_capped_at_the_highest() -> None:
         assert executor.submit(run).result() == 19
 
 
-def test_priorities_stay_as_they_are_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priorities_stay_unchanged_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with ThreadPoolExecutor(1, initializer=lower_thread_priority, initargs=(BACKGROUND_NICENESS,)) as executor:
         assert executor.submit(niceness).result() == niceness()
@@ -117,9 +117,7 @@ def spin(seconds: float) -> None:
         pass
 
 
-async def test_a_piece_of_work_is_followed_by_a_pause_in_proportion(
-    pauses: Pauses, work: Callable[[float], None]
-) -> None:
+async def test_work_is_followed_by_proportional_pause(pauses: Pauses, work: Callable[[float], None]) -> None:
     assert await uploads().run(lambda: work(0.01)) is None
     assert pauses == [pytest.approx(0.01 * UPLOAD_PAUSE_FACTOR)]
 
@@ -148,7 +146,7 @@ async def test_pauses_of_many_uploads_follow_each_other(
     assert max(pauses) == pytest.approx(UPLOAD_MAX_WAIT_S)
 
 
-async def test_nothing_pauses_where_nothing_is_computed(pauses: Pauses, work: Callable[[float], None]) -> None:
+async def test_work_pauses_only_while_serving(pauses: Pauses, work: Callable[[float], None]) -> None:
     is_serving = False
     throttle = Throttle(is_serving=lambda: is_serving)
     assert await throttle.run(lambda: work(1.0) or "done") == "done"
@@ -170,7 +168,7 @@ async def test_nothing_pauses_where_nothing_is_computed(pauses: Pauses, work: Ca
     assert pauses == [pytest.approx(0.01 * UPLOAD_PAUSE_FACTOR)]
 
 
-async def test_short_pieces_add_up_until_they_are_worth_a_pause(pauses: Pauses, work: Callable[[float], None]) -> None:
+async def test_short_pieces_accumulate_until_worth_a_pause(pauses: Pauses, work: Callable[[float], None]) -> None:
     work(100.0)
 
     def in_pieces(pause: Pause) -> None:
@@ -248,12 +246,14 @@ def serving(num_processors: float = 2.0) -> Throttle:
     return throttle
 
 
-def test_background_work_has_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_work_gets_fixed_processor_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "STEP_SHARE", 0.1)
     assert 0.08 <= pause_after(serving(), 0.02, monkeypatch) < 0.5
 
 
-def test_three_threads_get_no_more_than_one(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_threads_share_single_threads_allowance(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background, "STEP_SHARE", 0.1)
     throttle = serving()
     began_s = time.monotonic()
@@ -286,9 +286,7 @@ def test_a_pause_beside_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0.1 <= serving()._pause(0.5) < 5.0
 
 
-def test_nothing_begins_in_long_steps_unless_they_have_no_end(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_avoids_long_steps_unless_endless(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "LONG_STEP_PATIENCE_S", 2.0)
     throttle = Throttle.beside_steps(2)
     throttle.note(is_serving=True, is_long=True)
@@ -305,7 +303,7 @@ def test_nothing_begins_in_long_steps_unless_they_have_no_end(
 # tasks that run again and again
 
 
-async def test_task_calls_its_function_once_an_interval_until_it_is_closed() -> None:
+async def test_task_runs_once_per_interval_until_closed() -> None:
     calls = asyncio.Queue[None]()
 
     async def work() -> None:
@@ -324,7 +322,7 @@ async def test_task_calls_its_function_once_an_interval_until_it_is_closed() -> 
     assert calls.qsize() == num_calls
 
 
-async def test_task_that_was_never_started_can_be_closed() -> None:
+async def test_unstarted_task_can_be_closed() -> None:
     async def work() -> None: ...
 
     await BackgroundTask("test", work, 1.0, failure="the test fails", logger=logger).close()
@@ -375,7 +373,7 @@ async def test_the_interval_is_asked_for_each_time(
 
 
 @pytest.mark.parametrize(("logs_once", "num_logged"), [(False, 4), (True, 2)])
-async def test_what_fails_is_logged_and_tried_again(
+async def test_failing_task_is_logged_and_retried(
     logs_once: bool, num_logged: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     errors: list[Exception | None] = [DatabaseUnavailable("away"), ZeroDivisionError("ours"), None]
@@ -412,7 +410,7 @@ def test_delays_double_up_to_a_bound() -> None:
     assert [backoff.delay_s(num) for num in (1, 2, 3, 4, 5, 10_000)] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-def test_what_imports_make_is_never_looked_at_by_the_garbage_collector() -> None:
+def test_objects_created_during_imports_are_never_garbage_collected() -> None:
     collections: list[str] = []
     gc.callbacks.append(lambda phase, _: collections.append(phase))
     try:
@@ -428,7 +426,7 @@ def test_what_imports_make_is_never_looked_at_by_the_garbage_collector() -> None
         gc.callbacks.pop()
 
 
-def test_the_garbage_collector_goes_on_after_an_import_that_failed() -> None:
+def test_garbage_collector_resumes_after_failed_import() -> None:
     with pytest.raises(ImportError), collector_paused():
         raise ImportError("no such library")
     assert gc.isenabled()

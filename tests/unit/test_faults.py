@@ -10,11 +10,11 @@ from loraserve import faults
 from loraserve.errors import ConfigError
 
 
-def test_a_point_that_is_not_armed_does_nothing() -> None:
+def test_unarmed_point_has_no_effect() -> None:
     faults.hit("nowhere")
 
 
-def test_an_armed_point_raises_its_errno_until_the_block_ends() -> None:
+def test_armed_point_raises_errno_until_block_ends() -> None:
     with faults.arm("here", "EIO"):
         with pytest.raises(OSError, match="Input/output") as caught:
             faults.hit("here")
@@ -23,7 +23,7 @@ def test_an_armed_point_raises_its_errno_until_the_block_ends() -> None:
     faults.hit("here")
 
 
-def test_only_the_nth_hit_acts_when_a_number_is_given() -> None:
+def test_numbered_fault_acts_only_on_nth_hit() -> None:
     with faults.arm("here", "EIO@2"):
         faults.hit("here")
         with pytest.raises(OSError):  # noqa: PT011

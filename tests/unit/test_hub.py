@@ -90,7 +90,7 @@ def test_address_has_repository_revision_and_part(text: str, parts: tuple[str, .
 @pytest.mark.parametrize(
     "text", ["hf:", "hf:org/", "hf:a/b/c", "hf:org/name@", "hf:org/name:", "hf:org/..", "hf:o/n:../x", "hf:o/n@a@b"]
 )
-def test_address_of_another_form_is_refused(text: str) -> None:
+def test_malformed_hub_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"hf:ORG/NAME"):
         HubAddress.parse(text)
 
@@ -143,7 +143,7 @@ def test_address_of_another_form_is_refused(text: str) -> None:
         ("org/one", None, "base", None, "only.gguf", {"only.gguf"}),
     ],
 )
-def test_files_are_chosen_by_what_is_wanted(
+def test_files_are_chosen_by_requested_kind(
     repo: str, part: str | None, wanted: str | None, kind: str | None, place: str, names: set[str]
 ) -> None:
     found = select(REPOSITORIES[repo], HubAddress(repo, None, part), wanted)
@@ -162,7 +162,7 @@ def test_files_are_chosen_by_what_is_wanted(
         ("org/base", "onnx", "base", "has no model; it holds model.onnx", "Expected config.json"),
     ],
 )
-def test_repository_without_it_is_refused_with_its_files(
+def test_repository_without_requested_kind_is_refused_listing_files(
     repo: str, part: str | None, wanted: str, found: str, cure: str
 ) -> None:
     with pytest.raises((ConfigError, AdapterFormatError)) as caught:
@@ -172,7 +172,7 @@ def test_repository_without_it_is_refused_with_its_files(
     assert cure in caught.value.hint
 
 
-def test_base_is_fetched_once_without_what_is_not_read(hub: Hub) -> None:
+def test_base_is_fetched_once_without_unused_files(hub: Hub) -> None:
     found = fetch(HubAddress.parse("hf:org/base"), "base")
     names = {path.name for path in found.path.iterdir()}
     assert names == {name for name in BASE if "/" not in name} - {
@@ -187,7 +187,7 @@ def test_base_is_fetched_once_without_what_is_not_read(hub: Hub) -> None:
     assert len(hub.downloads()) == num_downloads
 
 
-def test_fetch_goes_on_where_it_was_cut_off(hub: Hub) -> None:
+def test_interrupted_fetch_resumes_at_cutoff(hub: Hub) -> None:
     # the client writes ten megabytes at a time
     hub.cut_after = 21_000_000
     found = fetch(HubAddress.parse("hf:org/large"), "base")
@@ -206,7 +206,7 @@ def test_fetched_base_is_found_without_the_hub(hub: Hub, monkeypatch: pytest.Mon
         fetch(HubAddress.parse("hf:org/adapter"))
 
 
-def test_private_repository_needs_its_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_repository_needs_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="HF_TOKEN") as caught:
         fetch(HubAddress.parse("hf:private/base"), "base")
     monkeypatch.setenv("HF_TOKEN", hub.token)
@@ -218,14 +218,12 @@ def test_private_repository_needs_its_token(hub: Hub, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("address", ["hf:org/base@v9", "hf:org/absent"])
-def test_repository_or_revision_that_is_absent_is_named(hub: Hub, address: str) -> None:
+def test_absent_repository_or_revision_is_named(hub: Hub, address: str) -> None:
     with pytest.raises(ConfigError, match=f"{address} can't be fetched from the hub: "):
         fetch(HubAddress.parse(address), "base")
 
 
-def test_model_is_a_directory_before_a_name_on_the_hub(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_directory_precedes_hub_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fetched = resolve_model_dir("org/base@v1.0")
     assert json.loads((fetched / "config.json").read_text()) == {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from workers import Machine
 
 
-def test_one_that_waits_to_be_alone_is_next(tmp_path: Path) -> None:
+def test_user_waiting_for_exclusive_machine_is_next(tmp_path: Path) -> None:
     first, alone, later = (Machine(tmp_path) for _ in range(3))
     order: list[str] = []
 
@@ -34,7 +34,7 @@ def test_one_that_waits_to_be_alone_is_next(tmp_path: Path) -> None:
     assert order == ["alone", "later"]
 
 
-def test_nothing_runs_between_two_that_are_alone(tmp_path: Path) -> None:
+def test_no_user_runs_between_two_exclusive_users(tmp_path: Path) -> None:
     alone, other = Machine(tmp_path), Machine(tmp_path)
     order: list[str] = []
     alone.take(alone=True)

@@ -22,9 +22,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flag_precedes_variable_file_and_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "loraserve.toml").write_text('model = "m"\nport = 1\nhost = "file"\nmax-num-seqs = 3\n')
     monkeypatch.setenv("LORASERVE_PORT", "2")
     monkeypatch.setenv("LORASERVE_HOST", "variable")
@@ -66,12 +64,12 @@ def test_a_bad_flag_is_named(flags: dict[str, object], named: str) -> None:
     assert named in str(caught.value)
 
 
-def test_a_key_without_its_certificate_is_refused() -> None:
+def test_tls_key_without_certificate_is_refused() -> None:
     with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):
         Settings.load(model="m", ssl_keyfile="tls.key")
 
 
-def test_a_missing_model_says_how_to_give_one() -> None:
+def test_missing_model_error_names_option() -> None:
     with pytest.raises(ConfigError, match="--model is required"):
         Settings.load()
 
@@ -88,7 +86,7 @@ def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Settings.load(model="m")
 
 
-def test_the_clients_variables_are_no_business_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_variables_do_not_affect_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASERVE_URL", "http://x")
     monkeypatch.setenv("LORASERVE_API_KEY", "x")
     assert Settings.load(model="m").model == "m"
@@ -100,12 +98,12 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
         Settings.load(model="m")
 
 
-def test_a_file_that_is_named_must_exist() -> None:
+def test_named_config_file_must_exist() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml doesn't exist"):
         Settings.load(model="m", config="nowhere.toml")
 
 
-def test_the_admin_key_is_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admin_key_appears_in_no_repr_or_error(monkeypatch: pytest.MonkeyPatch) -> None:
     key = "k" * 40
     assert key not in repr(Settings.load(model="m", admin_key=key))
     monkeypatch.setenv("LORASERVE_ADMIN_KEY", "tooshortasecret")
@@ -114,7 +112,7 @@ def test_the_admin_key_is_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatc
     assert "tooshortasecret" not in str(caught.value)
 
 
-def test_the_engine_gets_absolute_places_and_resolves_its_device_itself(tmp_path: Path) -> None:
+def test_engine_gets_absolute_paths_and_unresolved_device(tmp_path: Path) -> None:
     (tmp_path / "my-base").mkdir()
     config = Settings.load(model=str(tmp_path / "my-base"), data_dir=tmp_path / "data").engine_config(
         tmp_path / "my-base"
@@ -128,7 +126,7 @@ def test_whether_to_speculate_reaches_the_engine(given: dict[str, object], expec
     assert Settings.load(model="base", **given).engine_config("base").speculation == expected
 
 
-def test_a_draft_base_reaches_the_engine_quantized_as_the_base_is_or_otherwise(tmp_path: Path) -> None:
+def test_draft_base_takes_base_quantization_unless_overridden(tmp_path: Path) -> None:
     given = {"model": "base", "draft_model": str(tmp_path), "quantize": "int8"}
     config = Settings.load(**given).engine_config("base")
     assert (config.draft_model_dir, config.draft_quantize) == (str(tmp_path), "int8")
@@ -147,12 +145,12 @@ def test_a_draft_base_reaches_the_engine_quantized_as_the_base_is_or_otherwise(t
         ({"draft_quantize": "int8"}, "--draft-quantize is for a draft base"),
     ],
 )
-def test_flags_that_stand_against_a_draft_base_are_named(flags: dict[str, object], said: str) -> None:
+def test_flags_conflicting_with_draft_base_are_named(flags: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Settings.load(model="m", **flags).engine_config("m")
 
 
-def test_what_adapters_may_lose_reaches_the_engine() -> None:
+def test_adapter_loss_limits_reach_engine() -> None:
     config = Settings.load(
         model="m", device="cpu", adapter_dtype="int8", adapter_rank_error="0.01", max_adapter_loss="0.05"
     ).engine_config("m")
@@ -165,7 +163,7 @@ def test_a_gpu_holds_no_adapter_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "1", "-0.1", "much"])
-def test_an_error_of_ranks_is_a_part_of_one(value: str) -> None:
+def test_rank_error_must_be_a_valid_fraction(value: str) -> None:
     with pytest.raises(ConfigError, match="--adapter-rank-error: "):
         Settings.load(model="m", adapter_rank_error=value)
 
@@ -177,9 +175,7 @@ def test_origins_are_read_from_a_list_with_commas() -> None:
     assert Settings.load(model="m", cors_allow_origins="*").cors_allow_origins == ("*",)
 
 
-def test_patterns_of_what_may_be_pulled_are_read_from_each_place(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pull_patterns_are_read_from_each_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = ("hf://acme/*", "s3://models/sql/*")
     assert Settings.load(model="m").pull_allow == ()
     assert Settings.load(model="m", pull_allow="hf://acme/*, s3://models/sql/*").pull_allow == expected
@@ -189,9 +185,7 @@ def test_patterns_of_what_may_be_pulled_are_read_from_each_place(
     assert Settings.load(model="m").pull_allow == ("s3://b/*",)
 
 
-def test_other_names_of_the_base_are_a_list_with_commas_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alternative_base_names_are_comma_separated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert (Settings.load(model="m").base_names, Settings.load(model="m").strict_base) == ((), False)
     assert Settings.load(model="m", base_names="org/Base, base-2 ,").base_names == ("org/Base", "base-2")
@@ -203,7 +197,7 @@ def test_other_names_of_the_base_are_a_list_with_commas_between(
     assert Settings.load(model="m").base_names == ("org/base", "b")
 
 
-def test_parsers_are_named_as_their_tables_name_them() -> None:
+def test_parser_choices_match_parser_tables() -> None:
     fields = Settings.model_fields
     assert set(get_args(fields["tool_call_parser"].annotation)) == {"auto", "none", *TOOL_FORMATS}
     assert set(get_args(fields["reasoning_parser"].annotation)) == {"auto", "none", *REASONING_FORMATS}

@@ -3,7 +3,7 @@ from __future__ import annotations
 from loraserve.tenant_cache import TenantCache
 
 
-def test_one_tenants_key_never_finds_anothers_value() -> None:
+def test_tenants_key_never_finds_other_tenants_value() -> None:
     cache: TenantCache[int] = TenantCache(100)
     cache.put("a", "key", 1, 10)
     assert cache.get("b", "key") is None
@@ -15,7 +15,7 @@ def test_one_tenants_key_never_finds_anothers_value() -> None:
     assert (len(cache), cache.num_bytes) == (1, 10)
 
 
-def test_the_largest_tenant_gives_way_its_oldest_first() -> None:
+def test_largest_tenant_evicts_oldest_value_first() -> None:
     cache: TenantCache[int] = TenantCache(100)
     cache.put("small", "one", 1, 10)
     cache.put("middle", "one", 1, 40)
@@ -39,7 +39,7 @@ def test_no_tenant_has_more_than_half_even_alone() -> None:
     assert cache.num_bytes == 40
 
 
-def test_a_tenant_alone_may_have_all_where_the_share_says_so() -> None:
+def test_single_tenant_may_fill_cache_with_full_share() -> None:
     cache: TenantCache[int] = TenantCache(3, share=1.0)
     for number in range(4):
         cache.put("a", number, number, 1)
@@ -48,7 +48,7 @@ def test_a_tenant_alone_may_have_all_where_the_share_says_so() -> None:
     assert list(cache.items()) == [("a", 2, 2), ("a", 3, 3), ("b", 0, 9)]
 
 
-def test_a_use_keeps_a_value_and_a_new_one_replaces_it() -> None:
+def test_used_value_survives_eviction_and_can_be_replaced() -> None:
     cache: TenantCache[int] = TenantCache(200)
     cache.put("a", "one", 1, 40)
     cache.put("a", "two", 2, 40)

@@ -25,7 +25,7 @@ async def asset_root(client: httpx2.AsyncClient) -> str:
     return found[0]
 
 
-async def test_a_browser_is_sent_to_the_console_and_other_clients_are_told_of_it(client: httpx2.AsyncClient) -> None:
+async def test_root_redirects_browsers_and_points_clients_to_console(client: httpx2.AsyncClient) -> None:
     browser = await client.get("/", headers={"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"})
     assert (browser.status_code, browser.headers["location"]) == (302, "/console/")
     other = await client.get("/")
@@ -56,14 +56,14 @@ async def test_every_file_has_strict_headers(client: httpx2.AsyncClient, subtest
             assert headers["cache-control"] == again.headers["cache-control"] == caching
 
 
-def test_policy_allows_no_inline_code_and_no_other_server() -> None:
+def test_policy_allows_no_inline_code_or_foreign_server() -> None:
     assert "default-src 'self'" in CONTENT_SECURITY_POLICY
     assert "unsafe" not in CONTENT_SECURITY_POLICY
     assert "http" not in CONTENT_SECURITY_POLICY
     assert "*" not in CONTENT_SECURITY_POLICY
 
 
-async def test_page_has_no_inline_script_and_no_inline_style(client: httpx2.AsyncClient) -> None:
+async def test_page_contains_no_inline_script_or_style(client: httpx2.AsyncClient) -> None:
     page = (await client.get("/console/")).text
     assert re.findall(r"<script[^>]*>[^<]+</script>", page) == []
     assert re.findall(r"<style|\sstyle=|\son[a-z]+=|javascript:", page) == []
@@ -80,7 +80,7 @@ async def test_no_other_file_is_served(client: httpx2.AsyncClient, name: str) ->
     assert answer.json()["error"]["code"] == "not_found"
 
 
-async def test_files_of_another_release_are_gone(client: httpx2.AsyncClient) -> None:
+async def test_assets_of_different_release_are_absent(client: httpx2.AsyncClient) -> None:
     assert (await client.get("/console/assets/0123456789abcdef/main.js")).status_code == 404
 
 
@@ -103,7 +103,7 @@ def test_own_scripts_parse_no_markup_and_no_code() -> None:
             assert "localStorage" not in text, path
 
 
-def test_libraries_are_those_of_the_lock() -> None:
+def test_vendored_libraries_match_lock_file() -> None:
     lock = json.loads((VENDOR / "vendor.json").read_text())
     known = {"vendor.json", "LICENSES.txt"}
     for name, package in lock.items():

@@ -151,7 +151,7 @@ async def test_generated_requests_are_answered_as_described(
     assert len({label for label, seen in statuses.items() if min(seen) < 400}) > len(statuses) * 2 / 3
 
 
-async def test_requests_that_succeed_are_answered_as_described(
+async def test_successful_requests_match_described_responses(
     client: httpx2.AsyncClient, app: FastAPI, world: World
 ) -> None:
     schema = schemathesis.openapi.from_dict(describe(app))
@@ -170,7 +170,7 @@ async def test_requests_that_succeed_are_answered_as_described(
     assert refused == NOTHING_TO_DO
 
 
-async def test_an_upload_and_its_version_are_answered_as_described(
+async def test_upload_and_published_version_match_described_responses(
     client: httpx2.AsyncClient, app: FastAPI, world: World, make_upload: Callable[..., tuple[bytes, bytes]]
 ) -> None:
     schema = schemathesis.openapi.from_dict(describe(app))

@@ -19,7 +19,7 @@ async def statuses(client: httpx2.AsyncClient, app: FastAPI, world: World, heade
     }
 
 
-def test_no_route_is_open_but_the_probes_and_the_console(app: FastAPI) -> None:
+def test_only_probes_and_console_are_open(app: FastAPI) -> None:
     assert {str(route) for route in routes_of(app) if route.scope == "open"} == OPEN | CONSOLE
 
 
@@ -30,9 +30,7 @@ async def test_probes_answer_without_a_key(client: httpx2.AsyncClient, app: Fast
 
 
 @pytest.mark.parametrize("key", ["none", "made up", "malformed", "revoked", "expired"])
-async def test_a_key_that_does_not_work_opens_no_route(
-    client: httpx2.AsyncClient, app: FastAPI, world: World, key: str
-) -> None:
+async def test_invalid_key_opens_no_route(client: httpx2.AsyncClient, app: FastAPI, world: World, key: str) -> None:
     headers = {
         "none": {},
         "made up": bearer("sk-lora-" + "a" * 43),
@@ -56,7 +54,7 @@ async def test_bad_keys_can_not_be_told_apart(client: httpx2.AsyncClient, app: F
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-async def test_a_scope_opens_its_own_routes_alone(
+async def test_scope_opens_only_matching_routes(
     client: httpx2.AsyncClient, app: FastAPI, world: World, scope: str
 ) -> None:
     answers = await statuses(client, app, world, bearer(world.keys[scope]))
@@ -73,9 +71,7 @@ async def test_a_tenants_key_opens_no_admin_route(client: httpx2.AsyncClient, ap
     assert {route for route, status in answers.items() if status in (401, 403)} == admin
 
 
-async def test_a_key_for_metrics_opens_them_and_nothing_else(
-    client: httpx2.AsyncClient, app: FastAPI, world: World
-) -> None:
+async def test_metrics_key_opens_only_metrics(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
     answers = await statuses(client, app, world, bearer(world.keys["metrics:read"]))
     assert answers.pop("GET /metrics") == 200
     assert {route: status for route, status in answers.items() if status != 403} == {}
@@ -101,7 +97,7 @@ TENANTS_OWN = "GET /api/v1/adapters/{name}/versions/{number}/files/{file}"
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("tenant", [None, "acme"])
-async def test_a_role_opens_its_own_routes_alone(
+async def test_role_opens_only_permitted_routes(
     client: httpx2.AsyncClient, app: FastAPI, world: World, role: str, tenant: str | None
 ) -> None:
     headers = bearer(world.keys[f"role {role}"]) | ({} if tenant is None else {"x-tenant": tenant})
@@ -116,7 +112,7 @@ async def test_a_role_opens_its_own_routes_alone(
         assert {route: answers[route] for route in opened if answers[route] != 200} == {}
 
 
-async def test_an_operator_that_reads_sees_all_tenants_and_no_secret(client: httpx2.AsyncClient, world: World) -> None:
+async def test_operator_reader_sees_all_tenants_without_secrets(client: httpx2.AsyncClient, world: World) -> None:
     headers = bearer(world.keys["role operator:read"])
     audit = (await client.get("/api/v1/audit?limit=200", headers=headers)).json()["data"]
     assert {entry["tenant"] for entry in audit} >= {"acme", "globex"}
@@ -129,14 +125,12 @@ async def test_an_operator_that_reads_sees_all_tenants_and_no_secret(client: htt
     assert (absent.status_code, absent.content) == (theirs.status_code, theirs.content) == (404, theirs.content)
 
 
-async def test_an_admin_key_acts_for_no_tenant_that_is_absent(
-    client: httpx2.AsyncClient, app: FastAPI, world: World
-) -> None:
+async def test_admin_key_cannot_act_for_absent_tenant(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
     answers = await statuses(client, app, world, bearer(ADMIN_KEY) | {"x-tenant": "nobody"})
     assert {route: status for route, status in answers.items() if status != 404} == {}
 
 
-async def test_a_path_takes_no_method_but_its_own(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
+async def test_path_accepts_only_declared_methods(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
     taken: dict[str, set[str]] = {}
     for route in routes_of(app):
         taken.setdefault(route.path, set()).add(route.method)

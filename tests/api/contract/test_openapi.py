@@ -31,14 +31,14 @@ def test_every_route_is_described(app: FastAPI, document: dict[str, Any]) -> Non
     assert set(operations(document)) == {str(route) for route in api_routes_of(app)}
 
 
-def test_every_route_says_who_may_call_it(app: FastAPI, document: dict[str, Any]) -> None:
+def test_each_route_declares_required_scope(app: FastAPI, document: dict[str, Any]) -> None:
     said = {route: operation["security"] for route, operation in operations(document).items()}
     for route in api_routes_of(app):
         expected = [] if route.scope == "open" else [{"key": [route.scope]}]
         assert said[str(route)] == expected
 
 
-def test_every_route_that_takes_a_body_describes_it(document: dict[str, Any]) -> None:
+def test_each_route_with_body_describes_schema(document: dict[str, Any]) -> None:
     for route, operation in operations(document).items():
         has_body = route.startswith(("POST", "PUT", "PATCH")) and route.replace(" /t/{tenant}/", " /") not in NO_BODY
         assert ("requestBody" in operation) == has_body, route
@@ -74,7 +74,7 @@ def test_every_name_in_a_path_is_a_parameter(document: dict[str, Any]) -> None:
         assert named == {part[1:-1] for part in route.split("/") if part.startswith("{")}, route
 
 
-def test_every_route_has_words_and_an_id_of_its_own(document: dict[str, Any]) -> None:
+def test_each_route_has_description_and_unique_id(document: dict[str, Any]) -> None:
     found = operations(document)
     assert len({operation["operationId"] for operation in found.values()}) == len(found)
     for route, operation in found.items():
@@ -99,7 +99,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
     assert schemas.keys() <= found
 
 
-def test_a_list_of_fixed_length_is_said_so_that_every_tool_reads_it(document: dict[str, Any]) -> None:
+def test_fixed_length_list_is_described_by_portable_schema(document: dict[str, Any]) -> None:
     modules = document["components"]["schemas"]["BaseResource"]["properties"]["modules"]
     assert modules["additionalProperties"] == {
         "type": "array",
@@ -109,7 +109,7 @@ def test_a_list_of_fixed_length_is_said_so_that_every_tool_reads_it(document: di
     }
 
 
-def test_what_is_told_beside_the_signatures_is_told_of_routes_that_exist(app: FastAPI) -> None:
+def test_extra_route_descriptions_cover_only_existing_routes(app: FastAPI) -> None:
     routes = {str(route) for route in api_routes_of(app)}
     told = {*TOLD_BODIES, *ANSWERS, *MORE_FORMS, *MORE_STATUSES, *NO_BODY, *CONDITIONAL, *STORING}
     assert told <= routes

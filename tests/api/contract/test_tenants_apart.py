@@ -54,7 +54,9 @@ def is_a_tenants(route: Route) -> bool:
     return route.scope not in ("open", *OPERATORS)
 
 
-async def test_anothers_things_read_like_absent_ones(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
+async def test_foreign_resources_read_like_absent_resources(
+    client: httpx2.AsyncClient, app: FastAPI, world: World
+) -> None:
     before = await snapshot(client, app, world)
     globex = bearer(world.keys["globex"])
     absent = world.things | ABSENT
@@ -75,7 +77,7 @@ async def test_anothers_things_read_like_absent_ones(client: httpx2.AsyncClient,
     assert await snapshot(client, app, world) == before
 
 
-async def test_an_admin_that_acts_for_a_tenant_meets_no_others_things(
+async def test_admin_acting_for_tenant_sees_no_foreign_resources(
     client: httpx2.AsyncClient, app: FastAPI, world: World
 ) -> None:
     before = await snapshot(client, app, world)
@@ -91,7 +93,7 @@ async def test_an_admin_that_acts_for_a_tenant_meets_no_others_things(
     assert await snapshot(client, app, world) == before
 
 
-async def test_a_deleted_adapter_of_anothers_reads_like_an_absent_one(
+async def test_deleted_foreign_adapter_reads_like_absent_adapter(
     client: httpx2.AsyncClient, app: FastAPI, world: World
 ) -> None:
     globex = bearer(world.keys["globex"])
@@ -127,7 +129,7 @@ async def test_no_answer_to_a_tenant_names_anothers_things(
             assert theirs not in answer.text, route
 
 
-async def test_bytes_that_another_has_begun_to_send_begin_anew(client: httpx2.AsyncClient, world: World) -> None:
+async def test_partly_uploaded_foreign_bytes_start_from_zero(client: httpx2.AsyncClient, world: World) -> None:
     body = {"sha256": world.things["sha256"], "size": 2000}
     piece = {"content-range": "bytes 0-9/2000"}
     acme, globex = bearer(world.keys["acme"]), bearer(world.keys["globex"])
@@ -151,7 +153,7 @@ async def test_a_tenants_key_is_no_key_of_anothers(client: httpx2.AsyncClient, w
     assert still.status_code == 200
 
 
-async def test_an_idempotency_key_is_its_tenants_own(client: httpx2.AsyncClient, world: World) -> None:
+async def test_idempotency_key_is_scoped_to_tenant(client: httpx2.AsyncClient, world: World) -> None:
     body = {"sha256": "1" * 64, "size": 9}
     once = {"idempotency-key": "same"}
     mine = await client.post("/api/v1/uploads", json=body, headers=bearer(world.keys["acme"]) | once)
@@ -160,7 +162,7 @@ async def test_an_idempotency_key_is_its_tenants_own(client: httpx2.AsyncClient,
     assert mine.json()["id"] != other.json()["id"]
 
 
-async def test_what_is_done_to_a_namesake_reaches_nobody_elses(
+async def test_writes_to_namesake_adapter_leave_other_tenants_unchanged(
     client: httpx2.AsyncClient, app: FastAPI, world: World, push: Callable[..., Awaitable[None]]
 ) -> None:
     before = await snapshot(client, app, world)
@@ -182,9 +184,7 @@ async def test_what_is_done_to_a_namesake_reaches_nobody_elses(
     assert await snapshot(client, app, world) == before
 
 
-async def test_who_was_granted_an_adapter_manages_nothing_of_it(
-    client: httpx2.AsyncClient, app: FastAPI, world: World
-) -> None:
+async def test_grantee_cannot_manage_granted_adapter(client: httpx2.AsyncClient, app: FastAPI, world: World) -> None:
     acme, globex = bearer(world.keys["acme"]), bearer(world.keys["globex"])
     granted = await client.put("/api/v1/adapters/acmesql/grants/globex", headers=acme)
     assert granted.status_code == 201

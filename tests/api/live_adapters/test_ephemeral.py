@@ -60,7 +60,9 @@ class Gate:
             await asyncio.sleep(0.001)
 
 
-async def test_nothing_is_stored_and_nothing_is_left(acme: Trainer, services: Services, tmp_path: Path) -> None:
+async def test_ephemeral_adapter_is_never_stored_or_left_behind(
+    acme: Trainer, services: Services, tmp_path: Path
+) -> None:
     before = await rows(services)
     for number in range(1, 4):
         assert (await acme.load_tensors(fill=number / 8, load_inplace=True)).status_code == 200
@@ -82,7 +84,7 @@ async def test_nothing_is_stored_and_nothing_is_left(acme: Trainer, services: Se
     assert (await acme.complete()).status_code == 404
 
 
-async def test_a_running_request_keeps_its_version_and_its_memory(acme: Trainer, services: Services) -> None:
+async def test_running_request_keeps_version_and_memory(acme: Trainer, services: Services) -> None:
     gate = Gate(services)
     running = []
     for number in range(1, 4):
@@ -118,7 +120,7 @@ async def test_the_same_bytes_make_no_other_version(acme: Trainer, services: Ser
     assert "has already been loaded" in refused.json()["error_message"]
 
 
-async def test_requests_are_bound_to_the_version_before_until_the_next_is_on_the_device(
+async def test_requests_use_previous_version_until_next_reaches_device(
     acme: Trainer, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arriving, landed = asyncio.Event(), asyncio.Event()
@@ -137,7 +139,7 @@ async def test_requests_are_bound_to_the_version_before_until_the_next_is_on_the
     assert await acme.version() == "policy@2"
 
 
-async def test_a_version_that_the_engine_cannot_load_takes_no_name(
+async def test_unloadable_version_does_not_take_name(
     acme: Trainer, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def warm(ref: AdapterRef) -> None:
@@ -162,7 +164,7 @@ async def test_names_mean_the_present_version_alone(acme: Trainer) -> None:
     assert summed.status_code == 200
 
 
-async def test_an_adapter_is_unloaded_when_its_time_is_over(
+async def test_adapter_is_unloaded_when_ttl_expires(
     acme: Trainer, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ephemeral = services.registry.ephemeral
@@ -194,7 +196,7 @@ async def test_expired_adapters_are_swept_while_the_server_runs(acme: Trainer, s
     await ephemeral.close()
 
 
-async def test_another_tenant_neither_finds_nor_unloads_it(acme: Trainer, globex: Trainer, services: Services) -> None:
+async def test_other_tenant_cannot_find_or_unload_adapter(acme: Trainer, globex: Trainer, services: Services) -> None:
     await acme.load_tensors()
     assert (await globex.complete()).status_code == (await globex.complete("acme/policy")).status_code == 404
     assert (await globex.unload()).status_code == 404
@@ -208,7 +210,9 @@ async def test_another_tenant_neither_finds_nor_unloads_it(acme: Trainer, globex
     assert held(services) == (0, 0, 0)
 
 
-async def test_bytes_are_discarded_when_no_tenant_has_them(acme: Trainer, globex: Trainer, services: Services) -> None:
+async def test_bytes_are_discarded_after_last_tenant_unloads(
+    acme: Trainer, globex: Trainer, services: Services
+) -> None:
     await acme.load_tensors()
     await globex.load_tensors()
     await acme.unload()
@@ -217,7 +221,7 @@ async def test_bytes_are_discarded_when_no_tenant_has_them(acme: Trainer, globex
     assert len(services.engine.discarded) == 1  # type: ignore[attr-defined]
 
 
-async def test_a_name_is_one_kind_of_adapters_alone(acme: Trainer) -> None:
+async def test_name_is_either_stored_or_ephemeral(acme: Trainer) -> None:
     assert (await acme.load("stored")).status_code == 200
     over = await acme.load_tensors("stored", load_inplace=True)
     assert (over.status_code, over.json()["error"]["code"]) == (409, "conflict")
@@ -228,7 +232,7 @@ async def test_a_name_is_one_kind_of_adapters_alone(acme: Trainer) -> None:
 
 
 @pytest.mark.parametrize("slow", ["publish", "load"])
-async def test_a_name_is_one_kind_of_adapters_alone_when_both_come_at_once(
+async def test_concurrent_publish_and_load_cannot_share_name(
     acme: Trainer, services: Services, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     gate = asyncio.Event()
@@ -261,7 +265,7 @@ async def test_a_name_is_one_kind_of_adapters_alone_when_both_come_at_once(
         await services.registry.get(acme.tenant, "policy")
 
 
-async def test_a_deleted_adapter_is_not_restored_under_an_ephemeral_ones_name(acme: Trainer) -> None:
+async def test_deleted_adapter_cannot_be_restored_under_ephemeral_name(acme: Trainer) -> None:
     assert (await acme.load("policy", ephemeral=False)).status_code == 200
     assert (await acme.unload("policy")).status_code == 200
     assert (await acme.load_tensors("policy")).status_code == 200
@@ -271,7 +275,7 @@ async def test_a_deleted_adapter_is_not_restored_under_an_ephemeral_ones_name(ac
     assert (await acme.post("/api/v1/adapters/policy/restore")).status_code == 200
 
 
-async def test_they_count_towards_the_tenants_quota(acme: Trainer, admin: Trainer) -> None:
+async def test_ephemeral_adapters_count_towards_tenant_quota(acme: Trainer, admin: Trainer) -> None:
     limits = {"limits": {"max_adapters": 2, "max_stored_bytes": 3 * len(small_weights())}}
     changed = await admin.client.patch("/api/v1/tenants/acme", json=limits, headers=bearer(ADMIN_KEY))
     assert changed.status_code == 200
@@ -285,9 +289,7 @@ async def test_they_count_towards_the_tenants_quota(acme: Trainer, admin: Traine
     assert (await acme.load_tensors("two", fill=0.0625, load_inplace=True)).status_code == 429
 
 
-async def test_a_tenant_takes_no_more_than_its_share_of_the_servers_memory(
-    acme: Trainer, globex: Trainer, services: Services
-) -> None:
+async def test_tenant_cannot_exceed_share_of_server_memory(acme: Trainer, globex: Trainer, services: Services) -> None:
     services.registry.ephemeral.bytes.capacity = 4 * 1024
     names = [f"policy-{i}" for i in range(8)]
     refused = [answer for name in names if (answer := await acme.load_tensors(name)).status_code != 200]
@@ -301,7 +303,7 @@ async def test_a_tenant_takes_no_more_than_its_share_of_the_servers_memory(
     assert held(services)[2] == before
 
 
-async def test_usage_is_billed_under_one_name(acme: Trainer, services: Services) -> None:
+async def test_ephemeral_usage_is_billed_under_single_name(acme: Trainer, services: Services) -> None:
     for name in ("one", "two"):
         await acme.load_tensors(name)
         assert (await acme.complete(name)).status_code == 200
@@ -313,7 +315,7 @@ async def test_usage_is_billed_under_one_name(acme: Trainer, services: Services)
     ]
 
 
-async def test_answers_that_are_not_finite_end_in_quarantine(
+async def test_repeated_non_finite_answers_end_in_quarantine(
     acme: Trainer, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(request: GenerateRequest) -> AsyncGenerator[Any, None]:
@@ -343,7 +345,7 @@ async def test_metrics_say_how_many_there_are(acme: Trainer) -> None:
         assert line in text, line
 
 
-async def test_loads_at_once_under_one_name_leave_one_version(acme: Trainer, services: Services) -> None:
+async def test_concurrent_loads_under_same_name_leave_single_version(acme: Trainer, services: Services) -> None:
     answers = await asyncio.gather(*(acme.load_tensors(fill=i / 8) for i in range(1, 5)))
     assert sorted(answer.status_code for answer in answers) == [200, 400, 400, 400]
     stored = await asyncio.gather(*(acme.load_tensors("kept", fill=i / 8, ephemeral=False) for i in range(1, 5)))

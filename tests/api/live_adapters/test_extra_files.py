@@ -16,7 +16,7 @@ TEMPLATE = b"{% for message in messages %}[{{ message.role }}]{{ message.content
 
 
 @pytest.mark.parametrize("ephemeral", [True, False])
-async def test_they_are_loaded_with_their_folder(
+async def test_extra_files_are_loaded_with_adapter_folder(
     acme: Trainer, services: Services, folder: Path, ephemeral: bool
 ) -> None:
     write_small(folder / "own")

@@ -14,9 +14,7 @@ from loraserve.api.services import Services
 from loraserve.tenancy.limits.pauses import Pauses
 
 
-async def test_what_comes_in_a_pause_gets_the_version_that_was_loaded_in_it(
-    acme: Trainer, globex: Trainer, folder: Path
-) -> None:
+async def test_paused_requests_get_version_loaded_during_pause(acme: Trainer, globex: Trainer, folder: Path) -> None:
     write_small(folder / "step-2", 0.25)
     await acme.load()
     await globex.load()
@@ -33,7 +31,7 @@ async def test_what_comes_in_a_pause_gets_the_version_that_was_loaded_in_it(
     assert (await acme.post("/resume")).status_code == 200
 
 
-async def test_a_pause_ends_by_itself(acme: Trainer, services: Services) -> None:
+async def test_pause_ends_after_timeout(acme: Trainer, services: Services) -> None:
     await acme.load()
     services.pauses = Pauses(0.05)
     await acme.post("/pause?mode=keep")

@@ -8,7 +8,7 @@ from trainer import Trainer
 from loraserve.limits import LIMITS
 
 
-async def test_server_info_is_what_trainers_read_of_vllms(acme: Trainer) -> None:
+async def test_server_info_has_vllm_fields_read_by_trainers(acme: Trainer) -> None:
     config = (await acme.get("/server_info?config_format=json")).json()["vllm_config"]
     assert config["lora_config"]["max_lora_rank"] == LIMITS.max_rank
     assert config["lora_config"]["max_loras"] >= 1
@@ -16,5 +16,5 @@ async def test_server_info_is_what_trainers_read_of_vllms(acme: Trainer) -> None
     assert (await acme.get("/server_info?config_format=text")).json()["error"]["param"] == "config_format"
 
 
-async def test_it_takes_a_key(client: httpx2.AsyncClient) -> None:
+async def test_server_info_requires_key(client: httpx2.AsyncClient) -> None:
     assert (await client.get("/server_info?config_format=json")).status_code == 401

@@ -23,7 +23,7 @@ def loaded(name: str, path: str) -> dict[str, Any]:
     return {"success": True, "error_message": "", "loaded_adapters": {name: path}}
 
 
-async def test_a_path_is_loaded_and_unloaded_in_sglangs_words(acme: Trainer) -> None:
+async def test_path_is_loaded_and_unloaded_with_sglang_responses(acme: Trainer) -> None:
     body = {"lora_name": "policy", "lora_path": "small", "pinned": False}
     assert (await acme.post("/load_lora_adapter", json=body)).json() == loaded("policy", "small")
     assert await acme.version() == "policy@1"
@@ -39,9 +39,7 @@ async def test_a_path_is_loaded_and_unloaded_in_sglangs_words(acme: Trainer) -> 
 
 
 @pytest.mark.parametrize("is_ephemeral", [True, False])
-async def test_tensors_come_as_base64_or_as_parts_of_a_form(
-    acme: Trainer, services: Services, is_ephemeral: bool
-) -> None:
+async def test_tensors_arrive_as_base64_or_form_parts(acme: Trainer, services: Services, is_ephemeral: bool) -> None:
     in_json = await acme.load_tensors(ephemeral=is_ephemeral)
     assert in_json.json() == loaded("policy", "__tensor__"), in_json.text
     assert await acme.version() == "policy@1"
@@ -54,7 +52,7 @@ async def test_tensors_come_as_base64_or_as_parts_of_a_form(
     assert bool(list(services.store.iter_digests())) is not is_ephemeral
 
 
-async def test_earlier_and_other_forms_of_the_fields_are_read(acme: Trainer) -> None:
+async def test_earlier_and_alternative_field_forms_are_accepted(acme: Trainer) -> None:
     for name, fields in {
         "one": {"serialized_named_tensors": encoded()},
         "two": {"serialized_named_tensors": None, "serialized_tensors": encoded()},
@@ -117,9 +115,7 @@ BAD: tuple[tuple[dict[str, Any], int, str | None], ...] = (
 )
 
 
-async def test_every_wrong_field_is_a_refusal_that_names_it_and_leaves_nothing(
-    acme: Trainer, services: Services
-) -> None:
+async def test_each_wrong_field_is_named_without_leaving_adapter(acme: Trainer, services: Services) -> None:
     found = []
     for fields, _, _ in BAD:
         answer = await acme.load_tensors(
@@ -135,7 +131,7 @@ async def test_every_wrong_field_is_a_refusal_that_names_it_and_leaves_nothing(
     assert not list(services.store.iter_digests())
 
 
-async def test_bodies_that_are_no_loads_are_refused(acme: Trainer) -> None:
+async def test_malformed_load_bodies_are_refused(acme: Trainer) -> None:
     query = {"lora_name": "policy"}
     for answer in (
         await acme.post(TENSORS, content=b"x", headers={"content-type": "application/octet-stream"}, params=query),
@@ -159,7 +155,7 @@ async def test_a_pin_needs_an_admin_key(acme: Trainer, admin: Trainer, services:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 4096])
-def test_tensors_are_taken_out_of_a_body_that_comes_in_pieces(size: int) -> None:
+def test_tensors_are_extracted_from_body_in_pieces(size: int) -> None:
     data = bytes(range(256)) * 5
     text = json.dumps(
         {"a": '"serialized_named_tensors": ["', "serialized_named_tensors": [_base64(data)], "b": {"c": 1}}
@@ -175,7 +171,7 @@ def test_tensors_are_taken_out_of_a_body_that_comes_in_pieces(size: int) -> None
     }
 
 
-def test_a_body_that_ends_within_its_tensors_has_none() -> None:
+def test_body_truncated_within_tensors_has_no_tensors() -> None:
     body = TensorsBody()
     body.feed(b'{"serialized_tensors": "AAAA')
     assert not body.has_tensors
@@ -183,7 +179,7 @@ def test_a_body_that_ends_within_its_tensors_has_none() -> None:
         body.feed(b'A"}')
 
 
-def test_white_space_before_the_tensors_takes_no_more_than_its_length() -> None:
+def test_whitespace_before_tensors_takes_linear_time() -> None:
     # before, it was tried from every place: seconds for these, on the event loop
     body, started = TensorsBody(), time.process_time()
     for _ in range(8):

@@ -21,9 +21,7 @@ from loraserve.api.services import Services
 from loraserve.types import Certificate
 
 
-async def test_a_loaded_adapter_is_an_ordinary_version_that_answers_until_it_is_unloaded(
-    acme: Trainer, services: Services
-) -> None:
+async def test_loaded_adapter_serves_as_ordinary_version_until_unloaded(acme: Trainer, services: Services) -> None:
     loaded = await acme.load()
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
     assert loaded.headers["content-type"].startswith("text/plain")
@@ -41,7 +39,7 @@ async def test_a_loaded_adapter_is_an_ordinary_version_that_answers_until_it_is_
     assert await acme.version() == "policy@1"
 
 
-async def test_a_name_is_loaded_again_in_place_alone_and_gets_another_version(acme: Trainer, folder: Path) -> None:
+async def test_reload_requires_in_place_flag_and_adds_version(acme: Trainer, folder: Path) -> None:
     write_small(folder / "step-2", 0.25)
     assert (await acme.load()).status_code == 200
     again = await acme.load(path="step-2")
@@ -59,7 +57,7 @@ async def test_a_name_is_loaded_again_in_place_alone_and_gets_another_version(ac
     assert await acme.version("policy@1") == "policy@1"
 
 
-async def test_a_loop_with_a_name_for_each_policy_and_absolute_paths(acme: Trainer, folder: Path) -> None:
+async def test_trainer_loop_loads_new_name_for_each_policy(acme: Trainer, folder: Path) -> None:
     """TRL's AsyncGRPO: no load in place, the name before is unloaded afterwards, absent or not; and
     no key but the URL's, which is sent as Basic.
     """
@@ -79,7 +77,7 @@ async def test_a_loop_with_a_name_for_each_policy_and_absolute_paths(acme: Train
     assert [name for name in await acme.models() if name.startswith("policy")] == ["policy-3"]
 
 
-async def test_a_version_that_fails_its_certificate_is_no_success(
+async def test_load_fails_when_version_fails_certificate(
     acme: Trainer, services: Services, folder: Path, make_certificate: Callable[..., Certificate]
 ) -> None:
     assert (await acme.load()).status_code == 200
@@ -130,7 +128,7 @@ async def test_paths_lead_nowhere_but_below_the_allowed_folder(acme: Trainer, fo
     assert (await acme.load(path=f"{folder}/small/")).status_code == 200
 
 
-async def test_no_folder_is_read_unless_the_operator_allows_one(acme: Trainer, services: Services) -> None:
+async def test_folders_are_refused_unless_operator_allows_directory(acme: Trainer, services: Services) -> None:
     services.registry.local_folders = type(services.registry.local_folders)(None)
     for answer in (
         await acme.load(),
@@ -181,7 +179,7 @@ async def test_folder_with_shards_is_read(acme: Trainer, folder: Path, is_epheme
     assert (answer.status_code, "names the file" in answer.text) == (400, True)
 
 
-async def test_a_pickle_in_the_folder_is_refused_by_name(acme: Trainer, folder: Path) -> None:
+async def test_pickle_in_folder_is_refused_by_name(acme: Trainer, folder: Path) -> None:
     write_small(folder / "old")
     (folder / "old" / "adapter_model.safetensors").unlink()
     (folder / "old" / "adapter_model.bin").write_bytes(pickle.dumps({"a": 1}))
@@ -191,13 +189,13 @@ async def test_a_pickle_in_the_folder_is_refused_by_name(acme: Trainer, folder: 
     assert "safe_serialization" in answer.json()["error"]["message"]
 
 
-async def test_only_a_key_that_may_write_adapters_loads_and_unloads(acme: Trainer, client: httpx2.AsyncClient) -> None:
+async def test_only_adapter_writing_key_loads_and_unloads(acme: Trainer, client: httpx2.AsyncClient) -> None:
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"):
         body = {"lora_name": "policy", "lora_path": "small"}
         assert (await client.post(path, json=body)).status_code == 401
 
 
-async def test_anothers_adapter_is_neither_in_the_way_nor_unloaded(acme: Trainer, connect: Connect) -> None:
+async def test_foreign_adapter_neither_blocks_load_nor_is_unloaded(acme: Trainer, connect: Connect) -> None:
     globex = await connect("globex")
     assert (await acme.load()).status_code == 200
     assert (await globex.unload()).status_code == 404
@@ -228,7 +226,7 @@ BAD = (
 )
 
 
-async def test_every_wrong_field_is_a_refusal_that_names_it(acme: Trainer) -> None:
+async def test_each_wrong_field_is_refused_by_name(acme: Trainer) -> None:
     found = []
     for fields, _, _ in BAD:
         answer = await acme.load(**{"name": "policy", "path": "small"} | {"load_inplace": False} | dict(_call(fields)))
@@ -246,9 +244,7 @@ def _call(fields: dict[str, object]) -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("how", ["setting", "field"])
-async def test_a_load_is_ephemeral_where_the_operator_or_the_request_says(
-    acme: Trainer, services: Services, how: str
-) -> None:
+async def test_load_is_ephemeral_by_operator_setting_or_request(acme: Trainer, services: Services, how: str) -> None:
     if how == "setting":
         services.settings = services.settings.model_copy(update={"ephemeral_loads": True})
     assert (await acme.load(**({"ephemeral": True} if how == "field" else {}))).status_code == 200

@@ -28,7 +28,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), CALLS)
-async def test_another_tenants_adapter_is_404_byte_for_byte_as_an_absent_one(
+async def test_foreign_adapter_gets_same_404_bytes_as_absent(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, method: str, path: str, body: Any
 ) -> None:
     await push(acme, "sql")
@@ -62,14 +62,12 @@ async def test_pages_lead_to_every_adapter(push: Any, acme: httpx2.AsyncClient) 
 
 
 @pytest.mark.parametrize("params", [{"limit": "0"}, {"limit": "201"}, {"limit": "x"}, {"cursor": "?"}])
-async def test_an_impossible_page_is_a_400_that_names_the_parameter(
-    acme: httpx2.AsyncClient, params: dict[str, str]
-) -> None:
+async def test_impossible_page_gets_400_naming_parameter(acme: httpx2.AsyncClient, params: dict[str, str]) -> None:
     response = await acme.get("/adapters", params=params)
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, next(iter(params)))
 
 
-async def test_an_adapter_tells_its_aliases_and_versions(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_adapter_reports_aliases_and_versions(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme, seed=1)
     await push(acme, seed=2, params={"promote": "false"})
     found = (await acme.get("/adapters/sql")).json()
@@ -89,7 +87,7 @@ async def test_a_known_etag_is_answered_with_304(push: Any, acme: httpx2.AsyncCl
     assert (await acme.get("/adapters/sql/versions/1", headers={"If-None-Match": before})).status_code == 200
 
 
-async def test_an_etag_is_known_weak_too_and_a_star_knows_them_all(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_conditional_get_accepts_weak_etags_and_star(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme, seed=1)
     etag = (await acme.get("/adapters/sql")).headers["etag"]
     for known in (f"W/{etag}", f' "other" ,W/{etag}', "*"):
@@ -98,14 +96,14 @@ async def test_an_etag_is_known_weak_too_and_a_star_knows_them_all(push: Any, ac
         assert (await acme.get("/adapters/sql", headers={"If-None-Match": unknown})).status_code == 200
 
 
-async def test_a_long_if_none_match_holds_nobody_up(acme: httpx2.AsyncClient) -> None:
+async def test_long_conditional_header_does_not_block_server(acme: httpx2.AsyncClient) -> None:
     started = scheduled_s()
     response = await acme.get("/adapters", headers={"If-None-Match": "x" + " " * 15_000 + "x"})
     # a pattern that tries every space anew took three seconds of the event loop
     assert (response.status_code, scheduled_s() - started < 1) == (200, True)
 
 
-async def test_an_alias_moves_only_from_the_state_that_was_read(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_alias_moves_only_from_state_client_read(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme, seed=1)
     await push(acme, seed=2)
     seen = (await acme.get("/adapters/sql/aliases/live")).headers["etag"]
@@ -119,7 +117,7 @@ async def test_an_alias_moves_only_from_the_state_that_was_read(push: Any, acme:
     assert again.status_code == 200
 
 
-async def test_conditions_on_two_lines_count_both(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_conditions_on_two_header_lines_all_count(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme)
     etag = (await acme.get("/adapters/sql/aliases/live")).headers["etag"]
     path, body = "/adapters/sql/aliases/live", {"version": 1}
@@ -129,7 +127,7 @@ async def test_conditions_on_two_lines_count_both(push: Any, acme: httpx2.AsyncC
     assert (await acme.get(path, headers=known)).status_code == 304
 
 
-async def test_a_new_alias_is_201_and_conditions_on_presence_hold(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_new_alias_gets_201_and_presence_conditions_hold(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme)
     path, body = "/adapters/sql/aliases/canary", {"version": 1}
     assert (await acme.put(path, json=body, headers={"If-Match": "*"})).status_code == 412
@@ -162,7 +160,7 @@ async def test_a_new_alias_is_201_and_conditions_on_presence_hold(push: Any, acm
         ("live", b"\xff", 400),
     ],
 )
-async def test_a_bad_alias_change_is_a_4xx_that_changes_nothing(
+async def test_bad_alias_change_gets_4xx_without_effect(
     push: Any, acme: httpx2.AsyncClient, alias: str, body: bytes, status: int
 ) -> None:
     await push(acme)
@@ -171,7 +169,7 @@ async def test_a_bad_alias_change_is_a_4xx_that_changes_nothing(
     assert (await acme.get("/adapters/sql")).json()["aliases"] == {"live": 1}
 
 
-async def test_a_version_that_an_alias_names_is_a_409_that_says_which(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_deleting_aliased_version_gets_409_naming_alias(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme, seed=1)
     await push(acme, seed=2)
     refused = await acme.delete("/adapters/sql/versions/2")
@@ -181,14 +179,14 @@ async def test_a_version_that_an_alias_names_is_a_409_that_says_which(push: Any,
     assert (await acme.get("/adapters/sql/versions/1")).status_code == 404
 
 
-async def test_a_deleted_adapter_is_gone_and_its_name_is_free(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_deleted_adapter_is_gone_and_name_is_free(push: Any, acme: httpx2.AsyncClient) -> None:
     await push(acme)
     assert (await acme.delete("/adapters/sql")).status_code == 204
     assert (await acme.get("/adapters/sql")).status_code == 404
     assert (await push(acme)).json()["version"] == 2
 
 
-async def test_the_engine_forgets_what_deleted_versions_adapters_and_tenants_made(
+async def test_engine_forgets_deleted_versions_adapters_and_tenants(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any
 ) -> None:
     for seed in range(2):
@@ -206,7 +204,7 @@ async def test_the_engine_forgets_what_deleted_versions_adapters_and_tenants_mad
 @pytest.mark.parametrize(
     "path", ["/adapters/%00", "/adapters/a/versions/0", "/adapters/sql/versions/99999999999", "/adapters/%ED%A0%80"]
 )
-async def test_what_cannot_exist_is_404(push: Any, acme: httpx2.AsyncClient, path: str) -> None:
+async def test_impossible_name_or_version_gets_404(push: Any, acme: httpx2.AsyncClient, path: str) -> None:
     await push(acme)
     response = await acme.get(path)
     assert response.status_code == 404
@@ -234,7 +232,7 @@ async def test_residency_follows_warm_pin_and_unpin(
         assert await state() == ("device", is_pinned)
 
 
-async def test_a_load_that_takes_long_is_202(
+async def test_slow_warming_gets_202(
     push: Any, acme: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "WARM_WAIT_S", 0.01)
@@ -244,7 +242,7 @@ async def test_a_load_that_takes_long_is_202(
     assert (response.status_code, response.json()["is_done"]) == (202, False)
 
 
-async def test_residency_of_shared_bytes_tells_a_tenant_nothing_of_another(
+async def test_residency_of_shared_bytes_hides_other_tenants_use(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient
 ) -> None:
     await push(acme, "a")
@@ -279,7 +277,7 @@ async def test_base_and_limits_are_told(acme: httpx2.AsyncClient) -> None:
     assert (await acme.get("/limits")).json()["max_upload_bytes"] == 2 << 30
 
 
-async def test_the_audit_is_the_tenants_own_and_the_admins_is_everyones(
+async def test_audit_is_limited_to_tenant_except_for_admin(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient
 ) -> None:
     await push(acme)

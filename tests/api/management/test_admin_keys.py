@@ -43,7 +43,7 @@ async def test_wrong_bodies_are_refused_by_the_field(client: httpx2.AsyncClient,
     assert (await client.delete(f"{PATH}/absent", headers=ADMIN)).status_code == 404
 
 
-async def test_a_secret_is_in_one_answer_alone(client: httpx2.AsyncClient) -> None:  # noqa: F811
+async def test_secret_appears_only_in_first_answer(client: httpx2.AsyncClient) -> None:  # noqa: F811
     once = ADMIN | {"idempotency-key": "one"}
     body = {"name": "x", "role": "operator:read"}
     first = await client.post(PATH, json=body, headers=once)

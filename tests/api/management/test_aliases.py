@@ -20,7 +20,7 @@ async def sql(acme: httpx2.AsyncClient, push: Push) -> httpx2.AsyncClient:
     return acme
 
 
-async def test_an_alias_says_where_it_leads(sql: httpx2.AsyncClient) -> None:
+async def test_alias_reports_version_split_and_shadow(sql: httpx2.AsyncClient) -> None:
     put = await sql.put("/adapters/sql/aliases/live", json=SPLIT | {"shadow": {"version": 1, "share": 0.25}})
     assert put.status_code == 200
     body = put.json()
@@ -40,7 +40,7 @@ async def test_an_alias_says_where_it_leads(sql: httpx2.AsyncClient) -> None:
     assert (plain["version"], plain["split"], plain["shadow"]) == (2, None, None)
 
 
-async def test_an_adapter_says_which_of_its_aliases_share_their_traffic(sql: httpx2.AsyncClient) -> None:
+async def test_adapter_reports_aliases_with_split_traffic(sql: httpx2.AsyncClient) -> None:
     await sql.put("/adapters/sql/aliases/live", json=SPLIT)
     await sql.put("/adapters/sql/aliases/old", json={"version": 1})
     told = (await sql.get("/adapters/sql")).json()
@@ -66,7 +66,7 @@ async def test_an_adapter_says_which_of_its_aliases_share_their_traffic(sql: htt
         ({"version": "1"}, "version"),
     ],
 )
-async def test_a_body_that_is_no_aim_is_refused_by_name(
+async def test_malformed_alias_target_is_refused_by_field(
     sql: httpx2.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
     refused = await sql.put("/adapters/sql/aliases/live", json=body)
@@ -74,7 +74,7 @@ async def test_a_body_that_is_no_aim_is_refused_by_name(
     assert refused.json()["errors"][0]["field"] == param
 
 
-async def test_a_rollback_obeys_if_match_and_is_done_once(sql: httpx2.AsyncClient) -> None:
+async def test_rollback_obeys_if_match_and_is_idempotent(sql: httpx2.AsyncClient) -> None:
     live = await sql.get("/adapters/sql/aliases/live")
     stale = await sql.post("/adapters/sql/aliases/live/rollback", headers={"If-Match": '"r1"'})
     assert stale.status_code == 412
@@ -92,7 +92,7 @@ async def test_an_alias_without_a_past_is_a_conflict(sql: httpx2.AsyncClient) ->
     assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
 
 
-async def test_another_tenants_aliases_read_as_absent(sql: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
+async def test_foreign_aliases_read_as_absent(sql: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
     async def answers(name: str) -> list[tuple[int, str]]:
         path = f"/adapters/{name}/aliases"
         calls = [

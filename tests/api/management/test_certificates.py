@@ -29,7 +29,7 @@ async def test_an_uploads_answer_has_the_certificate(push: Any, acme: httpx2.Asy
     assert (parity["name"], parity["status"], parity["certificate"]["num_probe_tokens"]) == ("parity", "passed", 64)
 
 
-async def test_an_upload_whose_certificate_fails_is_there_in_quarantine(
+async def test_upload_with_failed_certificate_is_stored_in_quarantine(
     push: Any, acme: httpx2.AsyncClient, engine: Any, failed: Certificate
 ) -> None:
     await push(acme, seed=1)
@@ -48,9 +48,7 @@ async def test_an_upload_whose_certificate_fails_is_there_in_quarantine(
     assert "0.31" in refused.json()["detail"]
 
 
-async def test_what_the_engine_can_never_serve_is_a_422_with_its_reason(
-    push: Any, acme: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_unsupported_adapter_gets_422_with_reason(push: Any, acme: httpx2.AsyncClient, engine: Any) -> None:
     engine.certificate = AdapterUnsupported("norms can't be served on a GPU")
     response = await push(acme)
     assert (response.status_code, response.json()["code"]) == (422, "adapter_unsupported")
@@ -58,7 +56,7 @@ async def test_what_the_engine_can_never_serve_is_a_422_with_its_reason(
     assert (await acme.get("/adapters/sql")).status_code == 404
 
 
-async def test_verifying_answers_with_the_version_as_it_is_then(
+async def test_verification_returns_updated_version(
     push: Any, acme: httpx2.AsyncClient, engine: Any, failed: Certificate
 ) -> None:
     before = await push(acme)
@@ -71,7 +69,7 @@ async def test_verifying_answers_with_the_version_as_it_is_then(
     assert (await acme.get("/audit")).json()["data"][0]["action"] == "version.verify"
 
 
-async def test_a_version_in_quarantine_takes_no_memory_that_it_has_no_use_for(
+async def test_quarantined_version_cannot_be_warmed_or_pinned(
     push: Any, acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any, failed: Certificate
 ) -> None:
     engine.certificate = failed
@@ -82,7 +80,7 @@ async def test_a_version_in_quarantine_takes_no_memory_that_it_has_no_use_for(
     assert (await admin.post("/adapters/sql/versions/1/unpin", headers=for_acme)).status_code == 200
 
 
-async def test_a_verification_without_an_engine_is_a_503_that_says_when_to_come_back(
+async def test_verification_without_engine_gets_503_with_retry_after(
     push: Any, acme: httpx2.AsyncClient, engine: Any
 ) -> None:
     await push(acme)
@@ -154,7 +152,7 @@ async def test_certificates_are_counted(
         assert line in text
 
 
-async def test_every_management_route_asks_for_its_scope(
+async def test_each_management_route_requires_matching_scope(
     services: Services, connect: Connect, admin: httpx2.AsyncClient
 ) -> None:
     """Each route with no key, a bad key, and a tenant's key for each scope but the one that it

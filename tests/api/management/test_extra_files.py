@@ -31,7 +31,7 @@ EXTRAS = {
 ROOT = "/adapters/sql/versions"
 
 
-async def test_extra_files_come_back_as_they_were_uploaded(acme: httpx2.AsyncClient, push: Any) -> None:
+async def test_extra_files_are_returned_as_uploaded(acme: httpx2.AsyncClient, push: Any) -> None:
     made = await push(acme, extras=EXTRAS)
     assert made.status_code == 201
     shown = made.json()
@@ -50,7 +50,7 @@ async def test_extra_files_come_back_as_they_were_uploaded(acme: httpx2.AsyncCli
         assert answer.headers["etag"] == f'"{hashlib.sha256(data).hexdigest()}"'
 
 
-async def test_a_version_without_them_has_the_digest_that_it_always_had(
+async def test_version_without_extra_files_keeps_original_digest(
     acme: httpx2.AsyncClient, push: Any, make_upload: Callable[..., tuple[bytes, bytes]]
 ) -> None:
     plain = (await push(acme)).json()
@@ -80,7 +80,7 @@ async def test_a_version_without_them_has_the_digest_that_it_always_had(
     assert (await acme.get(f"{ROOT}/1/files/chat_template.jinja")).status_code == 404
 
 
-async def test_the_resumable_way_takes_them_too(
+async def test_resumable_upload_accepts_extra_files(
     acme: httpx2.AsyncClient, push: Any, make_upload: Callable[..., tuple[bytes, bytes]]
 ) -> None:
     config, weights = make_upload()
@@ -150,7 +150,7 @@ BAD: list[tuple[dict[str, bytes], str]] = [
 ]
 
 
-async def test_bad_extra_files_are_refused_with_their_reason(
+async def test_bad_extra_files_are_refused_with_reason(
     acme: httpx2.AsyncClient, push: Any, subtests: Any, services: Services
 ) -> None:
     for extras, reason in BAD:
@@ -174,7 +174,7 @@ async def test_every_problem_is_listed_at_once(acme: httpx2.AsyncClient, push: A
     assert len(refused.json()["errors"]) == 5
 
 
-async def test_a_part_over_its_bound_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
+async def test_extra_file_over_size_limit_is_refused(acme: httpx2.AsyncClient, push: Any) -> None:
     for name, most in (
         ("chat_template", LIMITS.max_chat_template_bytes),
         ("generation_config", LIMITS.max_generation_config_bytes),
@@ -184,16 +184,14 @@ async def test_a_part_over_its_bound_is_refused(acme: httpx2.AsyncClient, push: 
         assert (refused.status_code, f'The part "{name}" exceeds' in refused.json()["detail"]) == (413, True)
 
 
-async def test_another_tenants_extra_files_are_absent(
-    acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, push: Any
-) -> None:
+async def test_foreign_extra_files_are_absent(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, push: Any) -> None:
     await push(acme, extras=EXTRAS)
     answers = [await globex.get(f"/adapters/{name}/versions/1/files/chat_template.jinja") for name in ("sql", "none")]
     assert [answer.status_code for answer in answers] == [404, 404]
     assert answers[0].json()["detail"].replace("sql", "none") == answers[1].json()["detail"]
 
 
-async def test_a_damaged_template_quarantines_its_version_until_it_is_pushed_again(
+async def test_damaged_template_quarantines_version_until_pushed_again(
     acme: httpx2.AsyncClient, push: Any, store: LocalStore, services: Services
 ) -> None:
     made = (await push(acme, extras=EXTRAS)).json()
@@ -223,7 +221,7 @@ def with_token(definition: dict[str, Any], id_: int, content: str) -> dict[str, 
     return {**definition, "added_tokens": [*kept, token]}
 
 
-async def test_tokenizer_of_base_leaves_nothing(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
+async def test_tokenizer_of_base_is_not_stored(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
     services.registry.publisher.tokenizer = lambda: Tokenizer(base_dir())
     same = (await push(acme, extras={"tokenizer": summary(tokenizer_definition())})).json()
     (check,) = [check for check in same["checks"] if check["name"] == "tokenizer"]

@@ -18,7 +18,7 @@ WEIGHTS = "/adapters/sql/versions/1/files/adapter_model.safetensors"
 CONFIG = "/adapters/sql/versions/1/files/adapter_config.json"
 
 
-async def test_both_files_come_back_as_they_were_uploaded(
+async def test_config_and_weights_are_returned_as_uploaded(
     acme: httpx2.AsyncClient, push: Any, make_upload: Callable[..., tuple[bytes, bytes]]
 ) -> None:
     config, weights = make_upload()
@@ -32,7 +32,7 @@ async def test_both_files_come_back_as_they_were_uploaded(
         assert (again.status_code, again.content) == (304, b"")
 
 
-async def test_another_tenants_file_is_absent(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, push: Any) -> None:
+async def test_foreign_file_is_absent(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, push: Any) -> None:
     await push(acme)
     answers = [await globex.get(path) for path in (WEIGHTS, WEIGHTS.replace("sql", "none"))]
     assert [answer.status_code for answer in answers] == [404, 404]
@@ -45,7 +45,7 @@ async def test_a_version_has_no_other_file(acme: httpx2.AsyncClient, push: Any, 
     assert (await acme.get(f"/adapters/sql/versions/1/files/{file}")).status_code == 404
 
 
-async def test_a_damaged_file_is_refused_and_the_version_quarantined(
+async def test_damaged_file_is_refused_and_version_quarantined(
     acme: httpx2.AsyncClient, push: Any, store: LocalStore, services: Services, make_upload: Any
 ) -> None:
     await push(acme)
@@ -61,7 +61,7 @@ async def test_a_damaged_file_is_refused_and_the_version_quarantined(
     assert (await acme.get("/adapters/sql/versions/1")).json()["state"] == "quarantined"
 
 
-async def test_of_a_damaged_file_in_many_pieces_the_end_never_comes(
+async def test_damaged_file_in_many_pieces_is_never_completed(
     acme: httpx2.AsyncClient, push: Any, store: LocalStore, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("adapters_store.local.CHUNK_BYTES", 100)
@@ -84,9 +84,7 @@ async def tenant_id(services: Services, name: str) -> Any:
     return (await services.authenticator.tenants.get(name)).id
 
 
-async def test_the_number_of_downloads_at_a_time_is_bounded(
-    acme: httpx2.AsyncClient, push: Any, services: Services
-) -> None:
+async def test_concurrent_downloads_are_bounded(acme: httpx2.AsyncClient, push: Any, services: Services) -> None:
     await push(acme)
     slots, tenant = services.registry.uploads.downloads, await tenant_id(services, "acme")
     for _ in range(LIMITS.max_concurrent_downloads_per_tenant):

@@ -18,7 +18,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
-async def test_another_tenants_grants_are_404_byte_for_byte_as_an_absent_adapters(
+async def test_foreign_grants_get_same_404_bytes_as_absent(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, method: str, path: str
 ) -> None:
     await push(acme, "sql")
@@ -32,7 +32,7 @@ async def test_another_tenants_grants_are_404_byte_for_byte_as_an_absent_adapter
     assert await refused("sql") == await refused("lqs")
 
 
-async def test_a_grant_is_made_read_listed_and_taken_back(
+async def test_grant_is_made_read_listed_and_revoked(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient
 ) -> None:
     await push(acme, "sql")
@@ -49,7 +49,7 @@ async def test_a_grant_is_made_read_listed_and_taken_back(
     assert (gone.status_code, gone.json()["code"]) == (404, "grant_not_found")
 
 
-async def test_a_grant_to_a_tenant_that_is_absent_reads_as_one_to_a_tenant_that_is_there(
+async def test_grant_to_absent_tenant_reads_like_real_grant(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient
 ) -> None:
     await push(acme, "sql")
@@ -70,9 +70,7 @@ async def test_a_grant_to_a_tenant_that_is_absent_reads_as_one_to_a_tenant_that_
     assert (malformed.status_code, malformed.json()["code"]) == (404, "tenant_not_found")
 
 
-async def test_a_grantee_manages_nothing_of_the_adapter(
-    push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient
-) -> None:
+async def test_grantee_cannot_manage_adapter(push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
     await push(acme, "sql")
     await acme.put("/adapters/sql/grants/globex")
     for name in ("sql", "acme%2Fsql", "acme/sql"):
@@ -92,7 +90,7 @@ async def test_grants_need_the_right_to_change_adapters(
         assert (response.status_code, response.json()["code"]) == (403, "permission_denied")
 
 
-async def test_an_admin_grants_for_the_tenant_it_names(
+async def test_admin_grants_for_named_tenant(
     push: Any, admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient
 ) -> None:
     await push(acme, "sql")

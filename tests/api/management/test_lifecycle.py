@@ -18,7 +18,7 @@ async def sql(acme: httpx2.AsyncClient, push: Push) -> httpx2.AsyncClient:
     return acme
 
 
-async def test_an_adapter_says_what_is_written_on_it(sql: httpx2.AsyncClient) -> None:
+async def test_adapter_returns_edited_notes_tags_and_fallback(sql: httpx2.AsyncClient) -> None:
     body = {"notes": "for tickets", "tags": {"team": "data"}, "fallback": 1}
     edited = await sql.patch("/adapters/sql", json=body)
     assert edited.status_code == 200
@@ -31,7 +31,7 @@ async def test_an_adapter_says_what_is_written_on_it(sql: httpx2.AsyncClient) ->
     assert (emptied["notes"], emptied["fallback"]) == ("", None)
 
 
-async def test_a_version_says_what_is_written_on_it(sql: httpx2.AsyncClient) -> None:
+async def test_version_returns_edited_notes_and_tags(sql: httpx2.AsyncClient) -> None:
     edited = await sql.patch("/adapters/sql/versions/1", json={"notes": "old", "tags": {"a": "b"}})
     assert (edited.status_code, edited.json()["notes"], edited.json()["tags"]) == (200, "old", {"a": "b"})
     assert (await sql.get("/adapters/sql/versions/1")).json() == edited.json()
@@ -49,7 +49,7 @@ async def test_a_version_says_what_is_written_on_it(sql: httpx2.AsyncClient) -> 
         ("/adapters/sql/versions/1", {"fallback": "base"}, None),
     ],
 )
-async def test_what_cannot_be_written_is_refused_by_name(
+async def test_invalid_edit_is_refused_by_field(
     sql: httpx2.AsyncClient, path: str, body: dict[str, Any], field: str | None
 ) -> None:
     refused = await sql.patch(path, json=body)
@@ -77,7 +77,9 @@ async def test_a_deleted_version_is_restored(sql: httpx2.AsyncClient) -> None:
     assert (await sql.post("/adapters/sql/versions/7/restore")).status_code == 404
 
 
-async def test_another_tenants_things_read_as_absent(sql: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
+async def test_foreign_adapters_and_versions_read_as_absent(
+    sql: httpx2.AsyncClient, globex: httpx2.AsyncClient
+) -> None:
     await sql.delete("/adapters/sql/versions/1")
 
     async def answers(name: str) -> list[tuple[int, str]]:

@@ -22,14 +22,14 @@ async def scrape(client: httpx2.AsyncClient) -> str:
     return response.text
 
 
-async def test_the_page_has_every_metric_with_its_type_and_no_other(admin: httpx2.AsyncClient) -> None:
+async def test_page_lists_exactly_exported_metrics_with_types(admin: httpx2.AsyncClient) -> None:
     shown = set(re.findall(r"^# TYPE (\S+) (\w+)$", await scrape(admin), re.MULTILINE))
     told = re.findall(r"^\| `([a-z_:]+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     assert len(told) == len(set(told))
     assert set(told) == shown
 
 
-async def test_labels_on_the_page_are_those_of_the_samples(push: Any, admin: httpx2.AsyncClient) -> None:
+async def test_labels_on_page_match_samples(push: Any, admin: httpx2.AsyncClient) -> None:
     await push(admin)
     # a scrape counts itself only after its answer
     await scrape(admin)
@@ -42,7 +42,7 @@ async def test_labels_on_the_page_are_those_of_the_samples(push: Any, admin: htt
         assert set(re.findall(r'(\w+)="', labels)) - {"le"} == told[family], name
 
 
-async def test_queries_on_the_page_ask_for_what_there_is(admin: httpx2.AsyncClient) -> None:
+async def test_queries_on_page_use_existing_metrics(admin: httpx2.AsyncClient) -> None:
     shown = set(re.findall(r"^([a-z_:]+)", await scrape(admin), re.MULTILINE))
     queries = PAGE.read_text().partition("## Questions")[2]
     asked = set(re.findall(r"loraserve_\w+", queries))
@@ -50,7 +50,7 @@ async def test_queries_on_the_page_ask_for_what_there_is(admin: httpx2.AsyncClie
     assert asked <= shown
 
 
-async def test_what_the_engine_counts_is_shown_by_tier_and_cause(admin: httpx2.AsyncClient, engine: Any) -> None:
+async def test_engine_counters_are_exported_by_tier_and_cause(admin: httpx2.AsyncClient, engine: Any) -> None:
     engine.stats = EngineStats(
         adapter_lookups_device=90,
         adapter_lookups_host=7,
@@ -96,7 +96,7 @@ async def test_what_the_engine_counts_is_shown_by_tier_and_cause(admin: httpx2.A
         ("step_adapter_s", "loraserve_step_loading_delay_seconds", {}),
     ],
 )
-async def test_buckets_hold_what_is_in_those_below_them_too(
+async def test_histogram_buckets_are_cumulative(
     admin: httpx2.AsyncClient, engine: Any, field: str, name: str, labels: dict[str, str]
 ) -> None:
     counts = [0] * (len(TIME_BOUNDS_S) + 1)

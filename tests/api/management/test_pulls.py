@@ -93,7 +93,7 @@ async def until_ended(client: httpx2.AsyncClient, begun: httpx2.Response) -> dic
             await asyncio.sleep(0.02)
 
 
-async def test_what_is_pulled_is_a_version_like_any_other(
+async def test_pulled_adapter_becomes_ordinary_version(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, files: dict[str, bytes]
 ) -> None:
     begun = await begin(admin)
@@ -181,7 +181,7 @@ async def test_only_an_admin_pulls(acme: httpx2.AsyncClient, origin: Origin) -> 
         ("s3://KEY:SECRET@models/sql", ("*",), 400),
     ],
 )
-async def test_a_source_that_is_not_allowed_is_refused(
+async def test_disallowed_source_is_refused(
     admin: httpx2.AsyncClient,
     acme: httpx2.AsyncClient,
     services: Services,
@@ -196,7 +196,7 @@ async def test_a_source_that_is_not_allowed_is_refused(
     assert (await acme.get("/operations")).json()["data"] == []
 
 
-async def test_a_cancelled_pull_leaves_nothing(
+async def test_cancelled_pull_leaves_no_trace(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, store: LocalStore
 ) -> None:
     origin.gate.clear()
@@ -211,7 +211,7 @@ async def test_a_cancelled_pull_leaves_nothing(
     assert (await acme.delete(f"/operations/{begun.json()['id']}")).json()["state"] == "cancelled"
 
 
-async def test_another_server_is_told_to_cancel(
+async def test_cancellation_reaches_different_server(
     admin: httpx2.AsyncClient,
     acme: httpx2.AsyncClient,
     origin: Origin,
@@ -231,7 +231,7 @@ async def test_another_server_is_told_to_cancel(
     assert (await until_ended(acme, begun))["state"] == "cancelled"
 
 
-async def test_another_tenants_operation_is_absent(
+async def test_foreign_operation_is_absent(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, origin: Origin
 ) -> None:
     begun = await begin(admin)
@@ -244,7 +244,7 @@ async def test_another_tenants_operation_is_absent(
     assert (await admin.get("/operations")).json()["data"][0]["id"] == begun.json()["id"]
 
 
-async def test_a_source_that_sends_more_than_it_may_is_cut_off(
+async def test_source_exceeding_size_limit_is_cut_off(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
 ) -> None:
     origin.files = {CONFIG: b" " * (LIMITS.max_adapter_config_bytes + 1), WEIGHTS: b""}
@@ -253,16 +253,14 @@ async def test_a_source_that_sends_more_than_it_may_is_cut_off(
     assert "exceeds the limit" in ended["error"]["message"]
 
 
-async def test_a_source_that_ends_early_fails(
-    admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
-) -> None:
+async def test_truncated_source_fails(admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin) -> None:
     origin.told_size = 5000
     ended = await until_ended(acme, await begin(admin))
     assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
 
 
 @pytest.mark.parametrize(("piece_s", "state"), [(20.0, "failed"), (0.001, "done")])
-async def test_a_source_that_drips_is_given_up(
+async def test_dripping_source_is_abandoned(
     admin: httpx2.AsyncClient,
     acme: httpx2.AsyncClient,
     origin: Origin,
@@ -287,7 +285,7 @@ async def test_a_source_that_drips_is_given_up(
     assert list(store.iter_digests()) == []
 
 
-async def test_an_adapter_that_cannot_be_served_fails_with_its_reasons(
+async def test_unservable_adapter_fails_with_reasons(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
 ) -> None:
     origin.files[WEIGHTS] = b"no safetensors"
@@ -295,7 +293,7 @@ async def test_an_adapter_that_cannot_be_served_fails_with_its_reasons(
     assert (ended["state"], ended["error"]["code"]) == ("failed", "adapter_format")
 
 
-async def test_an_operation_whose_server_is_gone_has_failed(
+async def test_operation_of_lost_server_has_failed(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, services: Services
 ) -> None:
     ended = await until_ended(acme, await begin(admin))
@@ -307,7 +305,7 @@ async def test_an_operation_whose_server_is_gone_has_failed(
     assert (lost["state"], lost["error"]["code"]) == ("failed", "operation_lost")
 
 
-async def test_a_server_that_stops_says_so_of_what_it_did(
+async def test_stopping_server_marks_operations_stopped(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, services: Services
 ) -> None:
     origin.gate.clear()
@@ -320,7 +318,7 @@ async def test_a_server_that_stops_says_so_of_what_it_did(
     assert (ended["state"], ended["error"]["code"]) == ("failed", "operation_stopped")
 
 
-async def test_the_number_of_operations_at_a_time_is_bounded(
+async def test_number_of_running_operations_is_bounded(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin
 ) -> None:
     origin.gate.clear()
@@ -331,7 +329,7 @@ async def test_the_number_of_operations_at_a_time_is_bounded(
         await until_ended(acme, one)
 
 
-async def test_operations_that_begin_at_once_are_as_many_as_there_may_be(
+async def test_simultaneous_operations_stay_within_limit(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, services: Services
 ) -> None:
     origin.gate.clear()
@@ -365,7 +363,7 @@ def refuse_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> asyncio.Ev
     return refused
 
 
-async def test_an_end_that_cannot_be_written_is_written_at_the_next_try(
+async def test_unwritten_operation_end_is_written_on_retry(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def rest(*args: object) -> None:
@@ -380,7 +378,7 @@ async def test_an_end_that_cannot_be_written_is_written_at_the_next_try(
     assert refused.is_set()
 
 
-async def test_an_operation_is_renewed_also_after_a_failure_of_whatever_kind(
+async def test_operation_is_renewed_after_any_failure(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, origin: Origin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin.gate.clear()
@@ -489,7 +487,7 @@ def read(source: sources.Source, file: str) -> bytes:
     return data
 
 
-def test_a_repository_of_the_hub_is_read_at_one_commit(hub: Hub, files: dict[str, bytes]) -> None:
+def test_hub_repository_is_read_at_single_commit(hub: Hub, files: dict[str, bytes]) -> None:
     source = sources.parse_source("hf://acme/sql@main")
     assert {file: read(source, file) for file in files} == files
     assert source.revision == COMMIT
@@ -546,14 +544,14 @@ def test_redirect_behind_proxy_keeps_the_name(monkeypatch: pytest.MonkeyPatch) -
     assert (str(request.url), "sni_hostname" in request.extensions) == ("https://1.1.1.1/y", False)
 
 
-def test_a_file_that_the_hub_does_not_have_is_said_so(hub: Hub) -> None:
+def test_file_missing_on_hub_is_named(hub: Hub) -> None:
     del hub.files[WEIGHTS]
     source = sources.parse_source("hf://acme/sql")
     with pytest.raises(sources.AdapterFormatError, match=WEIGHTS):
         source.open(WEIGHTS)
 
 
-def test_bytes_of_the_hub_are_seen_as_they_come(hub: Hub, files: dict[str, bytes]) -> None:
+def test_hub_bytes_are_delivered_on_arrival(hub: Hub, files: dict[str, bytes]) -> None:
     hub.gate.clear()
     _, pieces = sources.parse_source("hf://acme/sql").open(WEIGHTS)
     first = next(pieces)
@@ -562,7 +560,7 @@ def test_bytes_of_the_hub_are_seen_as_they_come(hub: Hub, files: dict[str, bytes
     assert first + b"".join(pieces) == files[WEIGHTS]
 
 
-def test_what_the_hub_encodes_unasked_is_not_read(hub: Hub) -> None:
+def test_unrequested_hub_encoding_is_refused(hub: Hub) -> None:
     hub.encoding = "gzip"
     _, pieces = sources.parse_source("hf://acme/sql").open(CONFIG)
     with pytest.raises(StorageError, match=r"encoding that wasn.t requested \(gzip\)"):

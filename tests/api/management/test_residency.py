@@ -25,7 +25,7 @@ STATS = EngineStats(
 )
 
 
-async def test_an_admin_is_told_what_memory_holds_and_a_tenant_is_not(
+async def test_admin_sees_memory_use_and_tenant_does_not(
     acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any
 ) -> None:
     engine.stats = STATS
@@ -45,7 +45,7 @@ async def test_an_admin_is_told_what_memory_holds_and_a_tenant_is_not(
         }
 
 
-async def test_a_version_in_memory_says_how_it_is_held_and_used(
+async def test_version_in_memory_reports_storage_and_use(
     push: Any, acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any
 ) -> None:
     await push(acme)
@@ -62,7 +62,7 @@ async def test_a_version_in_memory_says_how_it_is_held_and_used(
     assert (told["dtype"], told["precision_loss"], told["uses_per_s"]) == ("int8", 0.01, None)
 
 
-async def test_what_uses_a_version_is_not_shown_of_another_of_the_same_bytes(
+async def test_use_of_version_is_hidden_from_identical_copies(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient, services: Services
 ) -> None:
     for tenant, name in ((acme, "a"), (acme, "copy"), (globex, "b")):
@@ -93,7 +93,7 @@ async def test_what_uses_a_version_is_not_shown_of_another_of_the_same_bytes(
     assert (await told(admin, "a"))["num_pins"] == 0
 
 
-async def test_a_pin_shows_on_the_version_that_is_pinned_alone(
+async def test_pin_shows_only_on_pinned_version(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient
 ) -> None:
     await push(acme, "a")

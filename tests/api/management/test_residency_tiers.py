@@ -26,7 +26,7 @@ def queries(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return asked
 
 
-async def test_all_who_look_share_one_question(
+async def test_concurrent_readers_share_single_engine_query(
     push: Any, acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any, queries: list[object]
 ) -> None:
     await push(acme)
@@ -38,7 +38,7 @@ async def test_all_who_look_share_one_question(
     assert len(queries) == 1
 
 
-async def test_a_tenant_sees_what_its_own_use_loaded(
+async def test_tenant_sees_only_adapters_loaded_by_own_use(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, engine: Any
 ) -> None:
     for tenant in (acme, globex):
@@ -49,7 +49,7 @@ async def test_a_tenant_sees_what_its_own_use_loaded(
     assert (await globex.get("/residency/tiers")).json()["device"] == []
 
 
-async def test_a_version_is_found_by_its_bytes(
+async def test_version_is_found_by_digest(
     push: Any, acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient, queries: list[object]
 ) -> None:
     digest = (await push(acme)).json()["digest"]
@@ -77,7 +77,7 @@ async def test_pages_of_a_list_ask_the_engine_once(push: Any, acme: httpx2.Async
     assert (names, len(queries)) == (["a", "b", "c"], 1)
 
 
-async def test_a_snapshot_is_asked_for_again_when_it_is_old(services: Services) -> None:
+async def test_stale_snapshot_is_queried_again(services: Services) -> None:
     now, asked = [0.0], []
 
     async def ask() -> list[AdapterResidency]:

@@ -62,7 +62,7 @@ async def test_pieces_of_any_length_make_the_blob(acme: httpx2.AsyncClient, stor
     assert bytes(store.read(upload["sha256"])) == data
 
 
-async def test_an_upload_of_json_is_the_version_that_multipart_makes(
+async def test_json_upload_publishes_same_version_as_multipart(
     acme: httpx2.AsyncClient, push: Any, files: Upload
 ) -> None:
     config, data = files
@@ -76,7 +76,7 @@ async def test_an_upload_of_json_is_the_version_that_multipart_makes(
     assert (await publish(acme, config, blob, params={"dry_run": "true"})).status_code == 200
 
 
-async def test_a_piece_that_begins_elsewhere_is_told_where_to_begin(acme: httpx2.AsyncClient, files: Upload) -> None:
+async def test_misplaced_piece_is_refused_with_expected_offset(acme: httpx2.AsyncClient, files: Upload) -> None:
     _, data = files
     upload = (await announce(acme, data)).json()
     await send(acme, upload, data, 0, 10)
@@ -86,7 +86,7 @@ async def test_a_piece_that_begins_elsewhere_is_told_where_to_begin(acme: httpx2
         assert (answer.json()["code"], answer.json()["received"]) == ("upload_offset_mismatch", 10)
 
 
-async def test_a_piece_that_is_there_already_is_taken_as_done(acme: httpx2.AsyncClient, files: Upload) -> None:
+async def test_repeated_piece_is_accepted_as_done(acme: httpx2.AsyncClient, files: Upload) -> None:
     _, data = files
     upload = (await announce(acme, data)).json()
     await send(acme, upload, data, 0, 10)
@@ -97,7 +97,7 @@ async def test_a_piece_that_is_there_already_is_taken_as_done(acme: httpx2.Async
     assert (last.status_code, last.json()["is_complete"]) == (200, True)
 
 
-async def test_announcing_the_same_bytes_again_goes_on_where_it_stopped(
+async def test_announcing_same_bytes_again_resumes_upload(
     acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, files: Upload
 ) -> None:
     _, data = files
@@ -111,7 +111,7 @@ async def test_announcing_the_same_bytes_again_goes_on_where_it_stopped(
     assert (others.status_code, others.json()["received"]) == (201, 0)
 
 
-async def test_other_bytes_than_announced_are_dropped_and_the_upload_starts_again(
+async def test_bytes_not_matching_announced_digest_restart_upload(
     acme: httpx2.AsyncClient, store: LocalStore, files: Upload
 ) -> None:
     _, data = files
@@ -126,7 +126,7 @@ async def test_other_bytes_than_announced_are_dropped_and_the_upload_starts_agai
     assert (await send(acme, upload, data)).json()["is_complete"]
 
 
-async def test_what_came_of_a_piece_that_broke_off_is_kept(acme: httpx2.AsyncClient) -> None:
+async def test_received_part_of_interrupted_piece_is_kept(acme: httpx2.AsyncClient) -> None:
     data = bytes(300 * KIB)
     upload = (await announce(acme, data)).json()
 
@@ -168,9 +168,7 @@ async def test_a_large_piece_is_durable_chunk_by_chunk(
     assert seen == [2 << 20, 4 << 20, len(data)]
 
 
-async def test_another_tenants_upload_is_absent(
-    acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, files: Upload
-) -> None:
+async def test_foreign_upload_is_absent(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, files: Upload) -> None:
     config, data = files
     upload = (await announce(acme, data)).json()
     await send(acme, upload, data)
@@ -201,7 +199,7 @@ async def test_an_incomplete_upload_cannot_be_published(acme: httpx2.AsyncClient
     assert (answer.status_code, answer.json()["code"]) == (404, "upload_not_found")
 
 
-async def test_bytes_that_were_damaged_since_must_come_again(
+async def test_bytes_damaged_after_upload_must_be_sent_again(
     acme: httpx2.AsyncClient, store: LocalStore, files: Upload
 ) -> None:
     config, data = files
@@ -231,7 +229,7 @@ async def test_a_refused_publish_leaves_the_upload(
     "content_range",
     ["", "bytes */10", "bytes 5-4/10", "bytes 0-10/10", "items 0-9/10", "bytes 0-9/*", "bytes 0-99999999999999999/9"],
 )
-async def test_a_range_that_makes_no_sense_is_refused(acme: httpx2.AsyncClient, content_range: str) -> None:
+async def test_nonsensical_range_is_refused(acme: httpx2.AsyncClient, content_range: str) -> None:
     data = bytes(10)
     upload = (await announce(acme, data)).json()
     answer = await acme.patch(
@@ -240,7 +238,7 @@ async def test_a_range_that_makes_no_sense_is_refused(acme: httpx2.AsyncClient, 
     assert (answer.status_code, answer.json()["errors"][0]["field"]) == (400, "Content-Range")
 
 
-async def test_a_body_of_another_length_than_its_range_is_refused(acme: httpx2.AsyncClient) -> None:
+async def test_body_length_differing_from_range_is_refused(acme: httpx2.AsyncClient) -> None:
     data = bytes(10)
     upload = (await announce(acme, data)).json()
     answer = await acme.patch(f"/uploads/{upload['id']}", content=data, headers={"Content-Range": "bytes 0-4/10"})
@@ -266,7 +264,9 @@ async def test_a_body_of_another_length_than_its_range_is_refused(acme: httpx2.A
         ({"sizes": 10}, 400),
     ],
 )
-async def test_what_can_be_no_upload_is_refused(acme: httpx2.AsyncClient, body: dict[str, Any], status: int) -> None:
+async def test_invalid_upload_announcement_is_refused(
+    acme: httpx2.AsyncClient, body: dict[str, Any], status: int
+) -> None:
     assert (await announce(acme, b"0123456789", **body)).status_code == status
 
 
@@ -282,7 +282,7 @@ async def test_what_can_be_no_upload_is_refused(acme: httpx2.AsyncClient, body: 
         ({"config": {"a": "x" * (2049 * KIB)}, "blob": "0" * 64}, 413),
     ],
 )
-async def test_what_cannot_be_published_is_refused(acme: httpx2.AsyncClient, body: Any, status: int) -> None:
+async def test_invalid_publish_request_is_refused(acme: httpx2.AsyncClient, body: Any, status: int) -> None:
     assert (await acme.post("/adapters/sql/versions", json=body)).status_code == status
 
 
@@ -295,7 +295,7 @@ async def test_the_same_idempotency_key_announces_once(acme: httpx2.AsyncClient,
     assert again.headers["idempotent-replayed"] == "true"
 
 
-async def test_the_same_idempotency_key_publishes_once_though_the_upload_has_gone(
+async def test_same_idempotency_key_publishes_once_despite_deleted_upload(
     acme: httpx2.AsyncClient, files: Upload
 ) -> None:
     config, data = files
@@ -309,7 +309,7 @@ async def test_the_same_idempotency_key_publishes_once_though_the_upload_has_gon
     assert (await publish(acme, config, blob)).status_code == 404
 
 
-async def test_a_publish_of_an_upload_takes_a_place_as_an_upload_does(
+async def test_publishing_upload_takes_upload_slot(
     acme: httpx2.AsyncClient, services: Services, files: Upload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, data = files
@@ -335,7 +335,7 @@ async def test_a_publish_of_an_upload_takes_a_place_as_an_upload_does(
     ]
 
 
-async def test_uploads_count_against_what_a_tenant_may_store(
+async def test_uploads_count_towards_tenant_storage_quota(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, files: Upload
 ) -> None:
     config, data = files
@@ -349,7 +349,7 @@ async def test_uploads_count_against_what_a_tenant_may_store(
     assert (await announce(acme, bytes(50))).status_code == 201
 
 
-async def test_an_upload_under_a_published_digest_counts_while_it_is_not_known_to_have_those_bytes(
+async def test_unverified_upload_under_published_digest_counts_towards_quota(
     admin: httpx2.AsyncClient, acme: httpx2.AsyncClient, push: Any, files: Upload
 ) -> None:
     config, data = files
@@ -369,7 +369,7 @@ async def test_the_number_of_open_uploads_is_bounded(acme: httpx2.AsyncClient) -
     assert (refused.status_code, refused.json()["code"]) == (429, "insufficient_quota")
 
 
-async def test_published_uploads_leave_room_for_others(
+async def test_published_uploads_free_slots_for_new_uploads(
     acme: httpx2.AsyncClient, make_upload: Callable[..., Upload]
 ) -> None:
     """A tenant that pushes all day isn't refused for what it has pushed,
@@ -384,7 +384,7 @@ async def test_published_uploads_leave_room_for_others(
             assert (await acme.delete("/adapters/sql")).status_code == 204
 
 
-async def test_two_replicas_take_turns_at_one_upload(
+async def test_two_replicas_alternate_on_same_upload(
     acme: httpx2.AsyncClient, services: Services, store: LocalStore, files: Upload
 ) -> None:
     """Neither keeps anything of it in memory: the second request might as well reach another

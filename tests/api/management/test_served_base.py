@@ -27,7 +27,7 @@ async def swapped(push: Any, acme: httpx2.AsyncClient, engine: Any) -> str:
     return before
 
 
-async def test_it_is_shown_as_another_bases_and_nothing_of_it_is_written(
+async def test_version_reports_other_base_and_stays_unchanged(
     acme: httpx2.AsyncClient, engine: Any, swapped: str
 ) -> None:
     version = (await acme.get("/adapters/sql/versions/1")).json()
@@ -46,7 +46,7 @@ async def test_it_is_shown_as_another_bases_and_nothing_of_it_is_written(
 
 
 @pytest.mark.parametrize("action", ["warm", "pin", "verify"])
-async def test_what_would_use_it_is_a_409_that_names_it(
+async def test_warm_pin_and_verify_get_409_naming_version(
     acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any, swapped: str, action: str
 ) -> None:
     refused = await admin.post(f"/adapters/sql/versions/1/{action}", headers={"X-Tenant": "acme"})
@@ -58,9 +58,7 @@ async def test_what_would_use_it_is_a_409_that_names_it(
     assert engine.resident == {}
 
 
-async def test_the_same_push_is_a_409_and_no_alias_leads_there(
-    push: Any, acme: httpx2.AsyncClient, swapped: str
-) -> None:
+async def test_repeated_push_and_alias_to_version_get_409(push: Any, acme: httpx2.AsyncClient, swapped: str) -> None:
     for params in (None, {"dry_run": "true"}):
         assert (await push(acme, params=params)).status_code == 409
     assert (await acme.put("/adapters/sql/aliases/canary", json={"version": 1})).json()["code"] == (
@@ -68,7 +66,7 @@ async def test_the_same_push_is_a_409_and_no_alias_leads_there(
     )
 
 
-async def test_a_pin_is_not_held_on_another_base(
+async def test_pin_is_not_held_on_different_base(
     services: Any, push: Any, acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, engine: Any
 ) -> None:
     await push(acme)
@@ -83,7 +81,9 @@ async def test_a_pin_is_not_held_on_another_base(
     assert (engine.resident, pins.num_wanted) == ({}, 0)
 
 
-async def test_an_explicit_word_moves_it_where_it_fits(acme: httpx2.AsyncClient, engine: Any, swapped: str) -> None:
+async def test_explicit_rebase_moves_version_to_fitting_base(
+    acme: httpx2.AsyncClient, engine: Any, swapped: str
+) -> None:
     certificate, engine.certificate = engine.certificate, AdapterBaseMismatch("q_proj is 2×8; this base has 16.")
     refused = await acme.post(VERIFY, params={"rebase": "true"})
     assert (refused.status_code, refused.json()["code"]) == (422, "adapter_base_mismatch")
@@ -98,14 +98,14 @@ async def test_an_explicit_word_moves_it_where_it_fits(acme: httpx2.AsyncClient,
     assert (entry["detail"]["base_before"], entry["detail"]["base_after"]) == (swapped, OTHER)
 
 
-async def test_another_tenants_version_cannot_be_moved(
+async def test_foreign_version_cannot_be_rebased(
     globex: httpx2.AsyncClient, acme: httpx2.AsyncClient, swapped: str
 ) -> None:
     assert (await globex.post(VERIFY, params={"rebase": "true"})).status_code == 404
     assert (await acme.get("/adapters/sql/versions/1")).json()["base_digest"] == swapped
 
 
-async def test_the_name_of_another_base_is_a_warning_in_the_201(acme: httpx2.AsyncClient, make_upload: Any) -> None:
+async def test_naming_different_base_adds_warning_to_201(acme: httpx2.AsyncClient, make_upload: Any) -> None:
     config, weights = make_upload()
     config = json.dumps({**json.loads(config), "base_model_name_or_path": "acme/other"}).encode()
     files = {"config": ("adapter_config.json", config), "weights": ("adapter_model.safetensors", weights)}

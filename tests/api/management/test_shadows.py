@@ -37,7 +37,7 @@ async def sql(acme: httpx2.AsyncClient, push: Any, services: Any) -> httpx2.Asyn
     return acme
 
 
-async def test_hours_are_listed_with_what_was_counted(sql: httpx2.AsyncClient) -> None:
+async def test_hours_are_listed_with_comparison_counts(sql: httpx2.AsyncClient) -> None:
     response = await sql.get(PATH)
     assert response.status_code == 200
     (row,) = response.json()["data"]
@@ -59,12 +59,12 @@ async def test_hours_are_listed_with_what_was_counted(sql: httpx2.AsyncClient) -
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=201", "limit=x", "cursor=x", "cursor=MSAy"])
-async def test_a_page_that_can_not_be_is_refused(sql: httpx2.AsyncClient, query: str) -> None:
+async def test_impossible_page_is_refused(sql: httpx2.AsyncClient, query: str) -> None:
     response = await sql.get(f"{PATH}?{query}")
     assert (response.status_code, response.headers["content-type"]) == (400, "application/problem+json")
 
 
-async def test_another_tenants_shadow_reads_byte_for_byte_as_an_absent_one(
+async def test_foreign_shadow_reads_byte_for_byte_as_absent(
     sql: httpx2.AsyncClient, globex: httpx2.AsyncClient
 ) -> None:
     answers = set()

@@ -45,7 +45,7 @@ async def test_a_tenant_is_made_read_listed_and_deleted(admin: httpx2.AsyncClien
         ({"name": "a", "prices": {"currency": "euro", "prompt": "1", "completion": "1"}}, "prices.currency"),
     ],
 )
-async def test_a_bad_tenant_is_a_400_that_names_the_field(
+async def test_bad_tenant_gets_400_naming_field(
     admin: httpx2.AsyncClient, body: dict[str, Any], field: str | None
 ) -> None:
     response = await admin.post("/tenants", json=body)
@@ -55,7 +55,7 @@ async def test_a_bad_tenant_is_a_400_that_names_the_field(
 PRICES = {"currency": "EUR", "prompt": "0.50", "completion": "1.50", "adapters": {"sql": {"completion": "2"}}}
 
 
-async def test_a_change_leaves_what_it_doesnt_name(admin: httpx2.AsyncClient) -> None:
+async def test_change_leaves_unnamed_fields_alone(admin: httpx2.AsyncClient) -> None:
     await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}, "weight": 2, "prices": PRICES})
     limits = {"requests_per_minute": 60, "max_kv_share": 0.5}
     changed = await admin.patch("/tenants/acme", json={"limits": limits})
@@ -73,7 +73,7 @@ async def test_a_change_leaves_what_it_doesnt_name(admin: httpx2.AsyncClient) ->
     assert (await admin.get("/tenants/acme")).json() == body
 
 
-async def test_null_takes_a_limit_a_weight_and_prices_away(admin: httpx2.AsyncClient) -> None:
+async def test_null_removes_limit_weight_and_prices(admin: httpx2.AsyncClient) -> None:
     await admin.post("/tenants", json={"name": "acme", "limits": {"max_adapters": 3}, "weight": 2, "prices": PRICES})
     one = await admin.patch("/tenants/acme", json={"limits": {"max_adapters": None}})
     assert set(one.json()["limits"].values()) == {None}
@@ -82,7 +82,7 @@ async def test_null_takes_a_limit_a_weight_and_prices_away(admin: httpx2.AsyncCl
     assert (body["weight"], body["prices"], set(body["limits"].values())) == (1, None, {None})
 
 
-async def test_a_change_of_what_changed_since_it_was_read_is_refused(admin: httpx2.AsyncClient) -> None:
+async def test_change_based_on_stale_state_is_refused(admin: httpx2.AsyncClient) -> None:
     read = (await admin.post("/tenants", json={"name": "acme"})).headers["etag"]
     first = await admin.patch("/tenants/acme", json={"weight": 2}, headers={"If-Match": read})
     assert (first.status_code, first.headers["etag"] != read) == (200, True)
@@ -91,7 +91,7 @@ async def test_a_change_of_what_changed_since_it_was_read_is_refused(admin: http
     assert (await admin.get("/tenants/acme")).json()["weight"] == 2
 
 
-async def test_a_change_is_audited_with_what_changed(admin: httpx2.AsyncClient) -> None:
+async def test_audit_entry_contains_changed_fields(admin: httpx2.AsyncClient) -> None:
     await admin.post("/tenants", json={"name": "acme"})
     await admin.patch("/tenants/acme", json={"weight": 2})
     await admin.patch("/tenants/acme", json={"weight": 2})
@@ -116,7 +116,7 @@ async def test_a_keys_secret_is_shown_once(admin: httpx2.AsyncClient, connect: C
     assert listed == [{name: value for name, value in key.items() if name != "key"}]
 
 
-async def test_a_retried_key_request_makes_one_key_and_shows_no_secret_twice(admin: httpx2.AsyncClient) -> None:
+async def test_retried_key_request_makes_key_and_secret_once(admin: httpx2.AsyncClient) -> None:
     await admin.post("/tenants", json={"name": "acme"})
     headers = {"Idempotency-Key": "k"}
     first = await admin.post("/tenants/acme/keys", json={"name": "ci"}, headers=headers)
@@ -145,13 +145,13 @@ async def test_a_revoked_key_works_no_more_at_once(admin: httpx2.AsyncClient, co
     assert (await admin.delete(f"/tenants/acme/keys/{key['id']}")).status_code == 204
 
 
-async def test_a_deleted_tenants_keys_work_no_more_at_once(acme: httpx2.AsyncClient, admin: httpx2.AsyncClient) -> None:
+async def test_keys_of_deleted_tenant_stop_working_at_once(acme: httpx2.AsyncClient, admin: httpx2.AsyncClient) -> None:
     assert (await acme.get("/adapters")).status_code == 200
     await admin.delete("/tenants/acme")
     assert (await acme.get("/adapters")).status_code == 401
 
 
-async def test_a_key_of_one_tenant_is_not_found_under_another(
+async def test_key_is_not_found_under_different_tenant(
     acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient
 ) -> None:
     key = (await admin.get("/tenants/acme/keys")).json()["data"][0]
@@ -177,9 +177,7 @@ async def test_a_key_of_one_tenant_is_not_found_under_another(
         ({"expires_at": "9999-12-31T23:59:59-14:00"}, "expires_at"),
     ],
 )
-async def test_a_bad_key_is_a_400_that_names_the_field(
-    admin: httpx2.AsyncClient, body: dict[str, Any], field: str
-) -> None:
+async def test_bad_key_gets_400_naming_field(admin: httpx2.AsyncClient, body: dict[str, Any], field: str) -> None:
     response = await admin.post("/tenants/default/keys", json=body)
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, field)
 
@@ -189,7 +187,7 @@ async def test_a_tenants_key_is_no_admin(acme: httpx2.AsyncClient, globex: httpx
     assert (await acme.get(path)).status_code == 403
 
 
-async def test_a_tenants_key_cannot_name_another_tenant(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
+async def test_tenant_key_cannot_name_different_tenant(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
     headers = {"x-request-id": "the-same"}
     foreign = await acme.get("/adapters", headers={"X-Tenant": "globex", **headers})
     absent = await acme.get("/adapters", headers={"X-Tenant": "nobody", **headers})
@@ -197,7 +195,7 @@ async def test_a_tenants_key_cannot_name_another_tenant(acme: httpx2.AsyncClient
     assert (await acme.get("/adapters", headers={"X-Tenant": "acme"})).status_code == 200
 
 
-async def test_a_database_that_is_away_is_a_503_that_says_when_to_come_back(
+async def test_unavailable_database_gets_503_with_retry_after(
     admin: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> Any:

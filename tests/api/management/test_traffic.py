@@ -34,7 +34,7 @@ async def sql(acme: httpx2.AsyncClient, push: Any, services: Any) -> httpx2.Asyn
     return acme
 
 
-async def test_versions_are_listed_with_what_each_answered(sql: httpx2.AsyncClient) -> None:
+async def test_versions_are_listed_with_answer_counts(sql: httpx2.AsyncClient) -> None:
     response = await sql.get(PATH)
     assert response.status_code == 200
     body = response.json()
@@ -52,12 +52,12 @@ async def test_versions_are_listed_with_what_each_answered(sql: httpx2.AsyncClie
 
 
 @pytest.mark.parametrize("query", ["minutes=9", "minutes=61", "minutes=x", "hours=1"])
-async def test_a_query_that_can_not_be_is_refused(sql: httpx2.AsyncClient, query: str) -> None:
+async def test_impossible_query_is_refused(sql: httpx2.AsyncClient, query: str) -> None:
     response = await sql.get(f"{PATH}?{query}")
     assert (response.status_code, response.headers["content-type"]) == (400, "application/problem+json")
 
 
-async def test_another_tenant_sees_nothing_of_it(
+async def test_other_tenant_sees_no_foreign_traffic(
     sql: httpx2.AsyncClient, globex: httpx2.AsyncClient, push: Any
 ) -> None:
     missing = await globex.get(PATH)

@@ -59,14 +59,14 @@ async def test_a_push_is_a_version_resource(push: Any, acme: httpx2.AsyncClient)
     assert found.headers["etag"] == response.headers["etag"]
 
 
-async def test_the_same_bytes_again_are_200_with_the_version_that_has_them(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_repeated_push_gets_200_with_existing_version(push: Any, acme: httpx2.AsyncClient) -> None:
     first = await push(acme)
     again = await push(acme)
     assert (first.status_code, again.status_code) == (201, 200)
     assert again.json() == first.json()
 
 
-async def test_a_dry_run_says_what_it_found_and_keeps_nothing(
+async def test_dry_run_reports_findings_and_keeps_no_bytes(
     push: Any, acme: httpx2.AsyncClient, store: LocalStore
 ) -> None:
     response = await push(acme, params={"dry_run": "true"})
@@ -80,7 +80,7 @@ async def test_without_promotion_no_alias_moves(push: Any, acme: httpx2.AsyncCli
     assert (await push(acme, params={"promote": "false"})).json()["aliases"] == []
 
 
-async def test_a_misspelt_parameter_publishes_nothing(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_misspelt_parameter_prevents_publishing(push: Any, acme: httpx2.AsyncClient) -> None:
     response = await push(acme, params={"dry-run": "true"})
     assert response.status_code == 400
     assert (await acme.get("/adapters")).json()["data"] == []
@@ -88,7 +88,7 @@ async def test_a_misspelt_parameter_publishes_nothing(push: Any, acme: httpx2.As
 
 @pytest.mark.parametrize("piece", [1, 7, 4096])
 @pytest.mark.parametrize("order", [("config", "weights"), ("weights", "config")])
-async def test_parts_come_in_any_order_and_in_any_pieces(
+async def test_parts_arrive_in_any_order_and_pieces(
     acme: httpx2.AsyncClient, make_upload: Any, piece: int, order: tuple[str, str]
 ) -> None:
     files = dict(zip(("config", "weights"), make_upload(), strict=True))
@@ -96,7 +96,7 @@ async def test_parts_come_in_any_order_and_in_any_pieces(
     assert response.status_code == 201
 
 
-async def test_a_large_body_is_flushed_to_the_store_while_it_is_read(
+async def test_large_body_is_flushed_to_store_while_read(
     acme: httpx2.AsyncClient, make_upload: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multipart, "_FLUSH_BYTES", 64)
@@ -125,7 +125,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED.keys())
-async def test_a_malformed_body_is_a_400_and_leaves_nothing(
+async def test_malformed_body_gets_400_and_leaves_no_bytes(
     acme: httpx2.AsyncClient, store: LocalStore, body: bytes
 ) -> None:
     response = await send(acme, body)
@@ -136,12 +136,12 @@ async def test_a_malformed_body_is_a_400_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("kind", ["text/json", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 71, ""])
-async def test_another_content_type_is_refused(acme: httpx2.AsyncClient, kind: str) -> None:
+async def test_unsupported_content_type_is_refused(acme: httpx2.AsyncClient, kind: str) -> None:
     response = await acme.post("/adapters/sql/versions", content=b"{}", headers={"Content-Type": kind})
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, "Content-Type")
 
 
-async def test_a_part_over_its_bound_is_refused_while_it_is_read(
+async def test_oversized_part_is_refused_while_read(
     acme: httpx2.AsyncClient, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multipart, "LIMITS", replace(LIMITS, max_upload_bytes=1000))
@@ -154,7 +154,7 @@ async def test_a_part_over_its_bound_is_refused_while_it_is_read(
     ("how", "code"),
     [({"fill": math.nan}, "adapter_not_finite"), ({"hidden_size": 16}, "adapter_base_mismatch")],
 )
-async def test_what_cannot_be_served_is_a_422_that_says_why(
+async def test_unservable_adapter_gets_422_with_reason(
     push: Any, acme: httpx2.AsyncClient, how: dict[str, Any], code: str
 ) -> None:
     response = await push(acme, **how)
@@ -162,16 +162,14 @@ async def test_what_cannot_be_served_is_a_422_that_says_why(
     assert response.json()["errors"][0]["detail"]
 
 
-async def test_pickled_weights_are_refused_by_their_first_bytes(acme: httpx2.AsyncClient, make_upload: Any) -> None:
+async def test_pickled_weights_are_refused_by_first_bytes(acme: httpx2.AsyncClient, make_upload: Any) -> None:
     config, _ = make_upload()
     response = await send(acme, body_of((part("config"), config), (part("weights"), pickle.dumps({"a": 1}))))
     assert (response.status_code, response.json()["code"]) == (422, "adapter_format")
 
 
 @pytest.mark.parametrize("name", ["SQL%2F", "a" * 129, "-x", "a%2F..%2Fb", "sql@1", "a%20b", "%F0%9F%98%80"])
-async def test_a_name_outside_the_pattern_is_a_400_that_names_the_field(
-    push: Any, acme: httpx2.AsyncClient, name: str
-) -> None:
+async def test_name_outside_pattern_gets_400_naming_field(push: Any, acme: httpx2.AsyncClient, name: str) -> None:
     response = await push(acme, name)
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, "name")
 
@@ -208,14 +206,14 @@ async def test_an_impossible_idempotency_key_is_refused(push: Any, acme: httpx2.
     assert (response.status_code, response.json()["errors"][0]["field"]) == (400, "Idempotency-Key")
 
 
-async def test_a_full_disk_is_a_507_and_the_next_push_works(push: Any, acme: httpx2.AsyncClient) -> None:
+async def test_full_disk_gets_507_and_next_push_works(push: Any, acme: httpx2.AsyncClient) -> None:
     for point in ("blob.write", "blob.fsync"):
         with faults.arm(point, "ENOSPC"):
             assert (await push(acme)).status_code == 507
     assert (await push(acme)).status_code == 201
 
 
-async def test_a_client_that_leaves_in_an_upload_leaves_nothing(
+async def test_client_leaving_during_upload_leaves_no_bytes(
     app: FastAPI, push: Any, acme: httpx2.AsyncClient, store: LocalStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     headers = {**acme.headers, "content-type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -247,7 +245,7 @@ async def test_a_client_that_leaves_in_an_upload_leaves_nothing(
     assert (await push(acme)).status_code == 201
 
 
-async def test_writing_needs_its_scope(
+async def test_pushing_requires_writing_scope(
     push: Any, admin: httpx2.AsyncClient, connect: Callable[[str], httpx2.AsyncClient]
 ) -> None:
     await admin.post("/tenants", json={"name": "acme"})
@@ -256,7 +254,7 @@ async def test_writing_needs_its_scope(
     assert (response.status_code, response.json()["code"]) == (403, "permission_denied")
 
 
-async def test_an_admin_pushes_for_the_tenant_it_names_or_the_default_one(
+async def test_admin_pushes_for_named_or_default_tenant(
     push: Any, admin: httpx2.AsyncClient, acme: httpx2.AsyncClient
 ) -> None:
     assert (await push(admin, "theirs", headers={"X-Tenant": "acme"})).status_code == 201
@@ -266,7 +264,7 @@ async def test_an_admin_pushes_for_the_tenant_it_names_or_the_default_one(
     assert [one["name"] for one in default.json()["data"]] == ["mine"]
 
 
-async def test_an_upload_pauses_between_its_pieces_while_processors_are_computing(
+async def test_upload_pauses_between_pieces_while_processors_compute(
     push: Any, acme: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_computing = False
@@ -288,7 +286,7 @@ async def test_an_upload_pauses_between_its_pieces_while_processors_are_computin
     assert len(taken) >= 6
 
 
-async def test_zeros_are_refused_at_their_beginning(acme: httpx2.AsyncClient, store: LocalStore) -> None:
+async def test_endless_zeros_are_refused_at_start(acme: httpx2.AsyncClient, store: LocalStore) -> None:
     """The body goes on for gigabytes that nobody reads."""
     num_sent = 0
 

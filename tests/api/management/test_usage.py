@@ -55,7 +55,7 @@ def brief(data: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(item[name] for name in (*names, "completion_tokens")) for item in data]
 
 
-async def test_without_groups_it_is_one_sum(acme: httpx2.AsyncClient, use: Use) -> None:
+async def test_usage_without_groups_is_single_sum(acme: httpx2.AsyncClient, use: Use) -> None:
     await use(undelivered_tokens=7, num_cached_requests=1, cached_completion_tokens=5)
     await use(completion_tokens=6, adapter="", version=0, hours=30)
     assert await ask(acme) == [
@@ -73,12 +73,12 @@ async def test_without_groups_it_is_one_sum(acme: httpx2.AsyncClient, use: Use) 
     ]
 
 
-async def test_nothing_used_is_no_sum(acme: httpx2.AsyncClient) -> None:
+async def test_no_usage_gives_no_sums(acme: httpx2.AsyncClient) -> None:
     assert await ask(acme) == []
     assert await ask(acme, group_by="hour") == []
 
 
-async def test_it_groups_by_what_is_asked(acme: httpx2.AsyncClient, use: Use) -> None:
+async def test_usage_is_grouped_by_requested_fields(acme: httpx2.AsyncClient, use: Use) -> None:
     await use(completion_tokens=1)
     await use(completion_tokens=2, version=2, hours=1)
     await use(completion_tokens=4, adapter="", version=0, hours=12)
@@ -113,7 +113,7 @@ async def test_from_and_to_choose_whole_hours(acme: httpx2.AsyncClient, use: Use
         assert brief(await ask(acme, **params)) == [(wanted,)], params
 
 
-async def test_a_tenant_sees_its_own_and_an_admin_everyones(
+async def test_tenant_sees_own_usage_and_admin_sees_all(
     acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, admin: httpx2.AsyncClient, use: Use
 ) -> None:
     await use("acme", 1)
@@ -128,7 +128,9 @@ async def test_a_tenant_sees_its_own_and_an_admin_everyones(
     assert brief(response.json()["data"]) == [(1,)]
 
 
-async def test_another_tenant_reads_like_none(acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, use: Use) -> None:
+async def test_foreign_tenant_reads_like_absent_tenant(
+    acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, use: Use
+) -> None:
     await use("globex", 2)
     answers = [await acme.get("/usage", params={"tenant": name}) for name in ("globex", "nobody", "default")]
     bodies = {answer.content.replace(answer.headers["x-request-id"].encode(), b"") for answer in answers}
@@ -136,7 +138,7 @@ async def test_another_tenant_reads_like_none(acme: httpx2.AsyncClient, globex: 
     assert len(bodies) == 1
 
 
-async def test_what_a_deleted_tenant_used_is_found_by_its_id(
+async def test_usage_of_deleted_tenant_is_found_by_id(
     acme: httpx2.AsyncClient, admin: httpx2.AsyncClient, use: Use
 ) -> None:
     await use("acme", 1)
@@ -147,7 +149,7 @@ async def test_what_a_deleted_tenant_used_is_found_by_its_id(
     assert brief(await ask(admin, tenant=ident, group_by="tenant"), "tenant") == [("acme", 1)]
 
 
-async def test_an_adapter_of_another_tenant_has_its_owners_name(
+async def test_granted_adapter_is_listed_under_owner_name(
     acme: httpx2.AsyncClient, globex: httpx2.AsyncClient, services: Services, use: Use
 ) -> None:
     owner = (await services.authenticator.tenants.get("globex")).id
@@ -158,14 +160,14 @@ async def test_an_adapter_of_another_tenant_has_its_owners_name(
     assert brief(await ask(acme, adapter="globex/sql")) == [(2,)]
 
 
-async def test_the_base_is_asked_for_by_its_id(acme: httpx2.AsyncClient, use: Use, engine: Any) -> None:
+async def test_usage_of_base_is_requested_by_base_id(acme: httpx2.AsyncClient, use: Use, engine: Any) -> None:
     await use(completion_tokens=1)
     await use(completion_tokens=2, adapter="", version=0)
     assert brief(await ask(acme, adapter=engine.base.id)) == [(2,)]
     assert await ask(acme, adapter="unknown") == []
 
 
-async def test_costs_are_exact_and_by_the_price_at_the_time_of_use(acme: httpx2.AsyncClient, use: Use) -> None:
+async def test_costs_are_exact_at_prices_of_time_used(acme: httpx2.AsyncClient, use: Use) -> None:
     await use(price=PRICE)
     await use(price="EUR 1 0.1 3")
     # (6·0.5 + 4·0.05 + 5·1.5 + 6·1 + 4·0.1 + 5·3) ÷ 10⁶
@@ -181,7 +183,7 @@ async def test_currencies_are_never_added_up(acme: httpx2.AsyncClient, use: Use)
     assert found == {("EUR", "0.0000107"), ("USD", "0.000015"), (None, None)}
 
 
-async def test_pages_go_on_where_the_last_one_ended(acme: httpx2.AsyncClient, use: Use) -> None:
+async def test_next_page_continues_after_last_sum(acme: httpx2.AsyncClient, use: Use) -> None:
     wanted = []
     for number in range(7):
         for version in (1, 2):
@@ -200,7 +202,7 @@ async def test_pages_go_on_where_the_last_one_ended(acme: httpx2.AsyncClient, us
     assert num_pages == 5
 
 
-async def test_csv_has_every_sum_with_its_columns(acme: httpx2.AsyncClient, use: Use) -> None:
+async def test_csv_contains_each_sum_with_all_columns(acme: httpx2.AsyncClient, use: Use) -> None:
     for number in range(60):
         await use(adapter=f"a-{number:02}", price=PRICE)
     for response in (
@@ -237,7 +239,7 @@ async def test_csv_has_every_sum_with_its_columns(acme: httpx2.AsyncClient, use:
         ({"cursor": "W10"}, "cursor"),
     ],
 )
-async def test_what_makes_no_sense_is_a_400_that_names_it(
+async def test_nonsensical_parameter_gets_400_naming_field(
     acme: httpx2.AsyncClient, params: dict[str, Any], field: str
 ) -> None:
     response = await acme.get("/usage", params=params)
@@ -245,5 +247,5 @@ async def test_what_makes_no_sense_is_a_400_that_names_it(
 
 
 @pytest.mark.parametrize("name", ["a\0b", "é", "x" * 300, ""])
-async def test_a_name_that_no_tenant_can_have_is_a_404(admin: httpx2.AsyncClient, name: str) -> None:
+async def test_impossible_tenant_name_gets_404(admin: httpx2.AsyncClient, name: str) -> None:
     assert (await admin.get("/usage", params={"tenant": name})).status_code == 404

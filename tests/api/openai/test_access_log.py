@@ -57,7 +57,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     structlog.reset_defaults()
 
 
-async def test_a_line_has_model_tenant_tokens_times_and_reason(client: httpx2.AsyncClient, lines: Lines) -> None:
+async def test_log_line_has_model_tenant_tokens_and_times(client: httpx2.AsyncClient, lines: Lines) -> None:
     response = await client.post("/v1/completions", json=BODY)
     [line] = await lines(1)
     assert line["request_id"] == response.headers["x-request-id"]
@@ -114,9 +114,7 @@ async def test_every_way_to_ask_has_the_same_line(
     assert "quick brown" not in json.dumps(line)
 
 
-async def test_the_base_and_a_sum_are_named_as_clients_name_them(
-    client: httpx2.AsyncClient, publish: Any, lines: Lines
-) -> None:
+async def test_base_and_adapter_sum_are_logged_by_name(client: httpx2.AsyncClient, publish: Any, lines: Lines) -> None:
     await publish("pirate", 1)
     for model in ("org/base:1", "sql+0.5*pirate"):
         assert (await client.post("/v1/completions", json=BODY | {"model": model})).status_code == 200
@@ -126,13 +124,13 @@ async def test_the_base_and_a_sum_are_named_as_clients_name_them(
     assert "version" not in added
 
 
-async def test_several_choices_are_one_line(client: httpx2.AsyncClient, lines: Lines) -> None:
+async def test_several_choices_are_logged_in_single_line(client: httpx2.AsyncClient, lines: Lines) -> None:
     await client.post("/v1/completions", json=BODY | {"n": 3})
     [line] = await lines(1)
     assert (line["completion_tokens"], line["finish_reason"]) == (24, "length")
 
 
-async def test_a_name_with_line_breaks_stays_one_line(client: httpx2.AsyncClient, lines: Lines) -> None:
+async def test_name_with_line_breaks_stays_on_single_line(client: httpx2.AsyncClient, lines: Lines) -> None:
     hostile = 'x"\n{"event": "request", "status": 200, "logger": "loraserve.access"}\r\n\x1b[31m\u2028' + "y" * 500
     response = await client.post("/v1/completions", json=BODY | {"model": hostile})
     assert response.status_code in (400, 404)
@@ -155,7 +153,7 @@ async def test_a_name_with_line_breaks_stays_one_line(client: httpx2.AsyncClient
         ({"prompt": "x" * 400}, 400, "context_length_exceeded"),
     ],
 )
-async def test_a_refusal_has_its_code_and_the_model_that_was_asked_for(
+async def test_refusal_is_logged_with_code_and_requested_model(
     client: httpx2.AsyncClient,
     lines: Lines,
     change: dict[str, Any],
@@ -169,9 +167,7 @@ async def test_a_refusal_has_its_code_and_the_model_that_was_asked_for(
     assert "finish_reason" not in line
 
 
-async def test_a_key_that_is_wrong_is_nowhere_in_the_line(
-    client: httpx2.AsyncClient, acme: Tenant, lines: Lines
-) -> None:
+async def test_wrong_key_never_appears_in_log_line(client: httpx2.AsyncClient, acme: Tenant, lines: Lines) -> None:
     await client.post("/v1/completions", json=BODY, headers={"authorization": "Bearer sk-lora-wrong"})
     [line] = await lines(1)
     assert (line["status"], line["code"], line["tenant"], line["key_id"]) == (401, "invalid_api_key", None, None)
@@ -180,7 +176,7 @@ async def test_a_key_that_is_wrong_is_nowhere_in_the_line(
     assert acme.key not in json.dumps(await lines(2))
 
 
-async def test_an_answer_that_fails_midway_has_the_error_and_what_was_made(
+async def test_answer_failing_midway_logs_error_and_tokens(
     client: httpx2.AsyncClient, engine: FakeEngine, lines: Lines
 ) -> None:
     engine.fail_after = 3
@@ -190,7 +186,7 @@ async def test_an_answer_that_fails_midway_has_the_error_and_what_was_made(
     assert line["completion_tokens"] == 3
 
 
-async def test_a_client_that_leaves_is_a_line_with_what_was_made(
+async def test_aborted_request_is_logged_with_generated_tokens(
     client: httpx2.AsyncClient, engine: FakeEngine, lines: Lines
 ) -> None:
     engine.step_s = 0.02

@@ -32,7 +32,7 @@ async def slow(client: httpx2.AsyncClient, query: str = "", **how: Any) -> Any:
     return answer.json()["data"]
 
 
-async def test_figures_follow_requests_from_the_queue_to_the_end(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_live_figures_follow_requests_from_queue_to_end(client: httpx2.AsyncClient, engine: Any) -> None:
     assert (await live(client))["num_ended"] == 0
     engine.steps = asyncio.Semaphore(0)
     asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
@@ -52,7 +52,7 @@ async def test_figures_follow_requests_from_the_queue_to_the_end(client: httpx2.
     assert len(now["first_token_counts"]) == len(now["per_token_counts"]) == len(now["bounds_s"]) + 1
 
 
-async def test_a_tenant_sees_its_own_alone(
+async def test_tenant_sees_only_own_activity(
     client: httpx2.AsyncClient, url: str, make_tenant: Callable[[str], Awaitable[Any]]
 ) -> None:
     other = await make_tenant("globex")
@@ -75,7 +75,7 @@ async def test_a_tenant_sees_its_own_alone(
     assert (everything["num_ended"], everything["engine"]["max_num_seqs"]) == (1, 64)
 
 
-async def test_slow_requests_say_where_their_time_went(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_slow_requests_report_time_of_each_stage(client: httpx2.AsyncClient, engine: Any) -> None:
     first = (await client.post("/v1/completions", json=BODY)).json()
     engine.step_s = 0.02
     second = (await client.post("/v1/completions", json=BODY)).json()
@@ -118,7 +118,7 @@ async def test_a_stream_of_figures_ends_with_the_key(client: httpx2.AsyncClient,
     assert (found[1]["error"]["status"], found[1]["error"]["code"]) == (401, "invalid_api_key")
 
 
-async def test_a_stream_of_figures_ends_as_the_server_drains(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_stream_of_figures_ends_when_server_drains(client: httpx2.AsyncClient, services: Services) -> None:
     asking = asyncio.create_task(client.get("/api/v1/live?interval_s=0.5", headers=EVENTS))
     await asyncio.sleep(0.2)
     services.is_draining = True

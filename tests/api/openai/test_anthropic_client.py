@@ -64,7 +64,7 @@ def is_valid(value: Any) -> None:
     TypeAdapter(type(value)).validate_python(value.to_dict())
 
 
-def test_a_message_is_what_its_types_say(client: Any) -> None:
+def test_message_conforms_to_anthropic_types(client: Any) -> None:
     message = client.messages.create(**options(metadata={"user_id": "ann"}))
     is_valid(message)
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
@@ -86,7 +86,7 @@ def test_a_stream_is_the_whole_message(client: Any) -> None:
         is_valid(event)
 
 
-def test_tools_are_called_and_their_results_read(client: Any) -> None:
+def test_tools_are_called_and_tool_results_read(client: Any) -> None:
     asked = options(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
     message = client.messages.create(**asked)
     is_valid(message)
@@ -106,7 +106,7 @@ def test_tools_are_called_and_their_results_read(client: Any) -> None:
     assert answer.content[0].text == FRAME.render("json")
 
 
-def test_its_errors_are_told_apart(client: Any, server: ServerProcess) -> None:
+def test_client_distinguishes_error_types(client: Any, server: ServerProcess) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(**options(model="none"))
     assert missing.value.body["error"]["type"] == "not_found_error"

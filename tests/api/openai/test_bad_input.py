@@ -313,7 +313,7 @@ async def test_bad_input_is_refused_by_name(client: httpx2.AsyncClient, engine: 
     assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "x"})).status_code == 200
 
 
-async def test_too_long_a_prompt_says_so_in_the_words_that_clients_look_for(client: httpx2.AsyncClient) -> None:
+async def test_overlong_prompt_error_uses_wording_clients_expect(client: httpx2.AsyncClient) -> None:
     response = await client.post("/v1/completions", json={"model": "sql", "prompt": "x" * 300})
     assert response.json()["error"]["message"].startswith("This model's maximum context length is 256 tokens.")
 

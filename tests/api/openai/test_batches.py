@@ -116,7 +116,7 @@ async def test_each_endpoint_takes_batches(client: httpx2.AsyncClient, engine: A
 
 
 @pytest.mark.usefixtures("lines")
-async def test_lines_are_the_last_to_run_and_in_no_clients_way(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_batch_lines_run_last_and_in_background(client: httpx2.AsyncClient, engine: Any) -> None:
     # an admin's priority has no place in a batch
     await end(client, await create(client, line_of("a", BODY | {"priority": 3})))
     assert [(request.priority, request.is_background) for request in engine.seen] == [(LAST_PRIORITY, True)]
@@ -124,7 +124,7 @@ async def test_lines_are_the_last_to_run_and_in_no_clients_way(client: httpx2.As
     assert (engine.seen[-1].priority, engine.seen[-1].is_background) == (3, False)
 
 
-async def test_no_line_begins_while_clients_wait_or_the_engine_is_busy(lines: BatchLines, engine: Any) -> None:
+async def test_lines_wait_for_clients_and_busy_engine(lines: BatchLines, engine: Any) -> None:
     assert lines.is_open()
     engine.stats = EngineStats(num_waiting=2)
     assert lines.is_open()  # its own lines wait
@@ -139,7 +139,7 @@ async def test_no_line_begins_while_clients_wait_or_the_engine_is_busy(lines: Ba
 
 
 @pytest.mark.usefixtures("lines")
-async def test_what_is_billed_is_what_the_output_says(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_billed_usage_matches_batch_output(client: httpx2.AsyncClient, services: Services) -> None:
     ended = await end(client, await create(client, *(line_of(f"c{number}") for number in range(9))))
     output = await content(client, ended["output_file_id"])
     usages = [line["response"]["body"]["usage"] for line in output.values()]
@@ -167,9 +167,7 @@ async def test_a_refusal_for_now_is_waited_out(client: httpx2.AsyncClient, engin
 
 
 @pytest.mark.usefixtures("lines")
-async def test_a_batch_waits_for_its_tenants_rate_and_leaves_half_of_it(
-    client: httpx2.AsyncClient, services: Services
-) -> None:
+async def test_batch_respects_tenant_rate_and_leaves_half(client: httpx2.AsyncClient, services: Services) -> None:
     change = TenantChange(limits={"requests_per_minute": 10, "max_concurrent_requests": 1})
     await services.authenticator.tenants.update("acme", change, actor="test")
     batch = await create(client, *(line_of(f"c{number}") for number in range(8)))
@@ -186,7 +184,7 @@ async def test_a_batch_waits_for_its_tenants_rate_and_leaves_half_of_it(
 
 
 @pytest.mark.usefixtures("lines")
-async def test_a_request_that_can_never_pass_fails_alone(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_impossible_request_fails_alone(client: httpx2.AsyncClient, services: Services) -> None:
     await services.authenticator.tenants.update("acme", TenantChange(limits={"tokens_per_minute": 60}), actor="test")
     ended = await end(client, await create(client, line_of("large", BODY | {"max_tokens": 100}), line_of("small")))
     assert ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
@@ -195,7 +193,7 @@ async def test_a_request_that_can_never_pass_fails_alone(client: httpx2.AsyncCli
 
 
 @pytest.mark.usefixtures("lines")
-async def test_a_batch_goes_on_when_its_key_is_revoked(
+async def test_batch_continues_after_key_is_revoked(
     client: httpx2.AsyncClient, services: Services, acme: Any, engine: Any
 ) -> None:
     engine.fail_after, engine.failure = 0, Overloaded("Later.", retry_after_s=0.05)
@@ -229,7 +227,7 @@ LINES = {
 
 
 @pytest.mark.usefixtures("lines")
-async def test_a_line_that_is_no_request_fails_the_batch_and_is_named(
+async def test_malformed_line_fails_batch_and_is_named(
     client: httpx2.AsyncClient, engine: Any, subtests: pytest.Subtests
 ) -> None:
     for name, (line, param) in LINES.items():
@@ -297,7 +295,7 @@ async def test_bad_input_is_refused_by_name(client: httpx2.AsyncClient, subtests
     assert (await client.post("/v1/batches", json=NEW)).status_code == 404
 
 
-async def test_a_file_is_what_was_sent(client: httpx2.AsyncClient, acme: Any, services: Services) -> None:
+async def test_file_is_returned_as_sent(client: httpx2.AsyncClient, acme: Any, services: Services) -> None:
     data = b"x" * (3 * MIB) + b"\n" + bytes(range(256))
     answer = await client.post("/v1/files", files={"file": ("a/b\\in.jsonl", data)}, data={"purpose": "batch"})
     file = answer.json()
@@ -341,7 +339,7 @@ async def test_a_files_bytes_are_bounded_and_counted(
     assert (large.status_code, large.json()["error"]["code"]) == (429, "insufficient_quota")
 
 
-async def test_a_full_disk_is_507_and_leaves_nothing(client: httpx2.AsyncClient) -> None:
+async def test_full_disk_gets_507_and_leaves_no_file(client: httpx2.AsyncClient) -> None:
     with faults.arm("blob.fsync", "ENOSPC"):
         full = await upload(client, b"x" * 50)
     assert (full.status_code, full.json()["error"]["code"]) == (507, "storage_full")
@@ -349,7 +347,7 @@ async def test_a_full_disk_is_507_and_leaves_nothing(client: httpx2.AsyncClient)
     assert (await upload(client, b"x" * 50)).status_code == 200
 
 
-async def test_what_is_a_tenants_is_absent_for_another(client: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
+async def test_foreign_files_and_batches_read_as_absent(client: httpx2.AsyncClient, globex: httpx2.AsyncClient) -> None:
     batch = await create(client, line_of("a"))
     file_id, batch_id = batch["input_file_id"], batch["id"]
     for method, path, theirs, absent in (
@@ -369,7 +367,7 @@ async def test_what_is_a_tenants_is_absent_for_another(client: httpx2.AsyncClien
     assert after["data"] == []
 
 
-async def test_a_batch_is_cancelled_once_and_not_after_its_end(
+async def test_batch_is_cancelled_once_and_never_after_end(
     client: httpx2.AsyncClient, services: Services, app: FastAPI
 ) -> None:
     batch = await create(client, line_of("a"))
@@ -410,5 +408,5 @@ async def test_a_key_without_the_scope_makes_no_batch(
         ("données 東京.jsonl", "données 東京.jsonl"),
     ],
 )
-def test_file_name_keeps_nothing_but_visible_letters(given: str, kept: str) -> None:
+def test_file_name_keeps_only_visible_characters(given: str, kept: str) -> None:
     assert _plain_name(given.encode()) == kept

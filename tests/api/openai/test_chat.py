@@ -60,7 +60,7 @@ async def test_max_tokens_is_the_old_name(client: httpx2.AsyncClient, engine: An
     assert [request.params.max_tokens for request in engine.seen] == [3, 5]
 
 
-async def test_a_stream_opens_with_the_role_and_ends_with_the_reason(client: httpx2.AsyncClient) -> None:
+async def test_stream_opens_with_role_and_ends_with_reason(client: httpx2.AsyncClient) -> None:
     options = {"include_usage": True}
     *chunks, last = events_of(await chat(client, seed=2, stream=True, max_tokens=8, stream_options=options))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -124,7 +124,7 @@ async def test_stream_options_without_a_stream_are_refused(client: httpx2.AsyncC
     assert (await chat(client, stream=stream, stream_options=None)).status_code == 200
 
 
-async def test_tools_that_may_not_be_called_are_ignored_and_said_so(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_uncallable_tools_are_ignored_and_reported(client: httpx2.AsyncClient, engine: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     plain, answered = await chat(client), await chat(client, tools=tools, tool_choice="none")
     assert answered.status_code == 200
@@ -138,7 +138,7 @@ async def test_tools_that_may_not_be_called_are_ignored_and_said_so(client: http
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
-async def test_a_reasoning_effort_that_the_template_does_not_read_is_said_to_be_ignored(
+async def test_reasoning_effort_unread_by_template_is_reported_ignored(
     client: httpx2.AsyncClient,
 ) -> None:
     response = await chat(client, reasoning_effort="high")

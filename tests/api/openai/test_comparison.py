@@ -35,7 +35,7 @@ def of_index(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     return [event for event in events if event.get("index") == index]
 
 
-async def test_each_answer_is_as_if_it_had_been_asked_for_alone(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_each_compared_answer_matches_separate_request(client: httpx2.AsyncClient, engine: Any) -> None:
     base = engine.base.id
     answer = await client.post(PATH, json=compared("sql", base, "nothing"))
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -65,7 +65,9 @@ async def test_all_are_in_the_engine_at_once(client: httpx2.AsyncClient, engine:
     assert (await asking).status_code == 200
 
 
-async def test_all_are_billed_as_if_they_had_come_alone(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_compared_answers_are_billed_like_separate_requests(
+    client: httpx2.AsyncClient, services: Services
+) -> None:
     meter = services.usage
     assert meter is not None
     await client.post(PATH, json=compared("sql", "sql", "nothing"))
@@ -83,14 +85,16 @@ async def test_a_chat_is_compared_too(client: httpx2.AsyncClient) -> None:
     assert "".join(choice["delta"].get("content") or "" for one in chunks for choice in one["choices"])
 
 
-async def test_an_error_on_the_way_ends_its_own_answer_alone(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_error_midway_ends_only_failing_answer(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 2, AdapterNumerics("Not finite.")
     events = events_of((await client.post(PATH, json=compared("sql"))).text)
     assert [event["type"] for event in of_index(events, 0)] == ["start", "chunk", "chunk", "error", "done"]
     assert of_index(events, 0)[-2]["error"]["code"] == "adapter_numerics"
 
 
-async def test_a_client_that_leaves_ends_all(client: httpx2.AsyncClient, url: str, acme: Any, engine: Any) -> None:
+async def test_disconnect_ends_all_compared_answers(
+    client: httpx2.AsyncClient, url: str, acme: Any, engine: Any
+) -> None:
     engine.step_s, engine.script = 0.01, "word " * 40
     _, writer = await connect(url)
     writer.write(request_bytes(url, acme.key, compared("sql", "sql", "sql", max_tokens=200), PATH))
@@ -101,7 +105,7 @@ async def test_a_client_that_leaves_ends_all(client: httpx2.AsyncClient, url: st
     assert engine.num_aborted == 3
 
 
-async def test_another_tenants_adapter_reads_like_an_absent_one(
+async def test_foreign_adapter_reads_like_absent_adapter(
     client: httpx2.AsyncClient, url: str, make_tenant: Callable[[str], Awaitable[Any]]
 ) -> None:
     other = await make_tenant("globex")
@@ -138,6 +142,6 @@ async def test_an_unknown_field_is_refused(client: httpx2.AsyncClient) -> None:
     assert "Known fields: endpoint, requests" in answer.json()["detail"]
 
 
-async def test_a_wrong_request_is_told_in_its_place(client: httpx2.AsyncClient) -> None:
+async def test_invalid_model_request_is_reported_at_own_index(client: httpx2.AsyncClient) -> None:
     events = events_of((await client.post(PATH, json=compared("sql", temperature=-1))).text)
     assert (events[1]["type"], events[1]["status"], events[1]["error"]["param"]) == ("error", 400, "temperature")

@@ -47,7 +47,7 @@ async def test_a_completion_has_openai_shape(client: httpx2.AsyncClient) -> None
     }
 
 
-async def test_headers_name_the_request_the_adapter_and_the_times(client: httpx2.AsyncClient) -> None:
+async def test_headers_name_request_adapter_and_timings(client: httpx2.AsyncClient) -> None:
     response = await client.post(
         "/v1/completions", json={"model": "sql", "prompt": "x"}, headers={"x-request-id": "mine-1"}
     )
@@ -62,7 +62,7 @@ async def test_sixteen_tokens_unless_asked(client: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("model", ["sql", "sql@live", "sql@1", "org/base:1:sql", "org/base:1:sql@1"])
-async def test_an_adapter_is_reached_by_each_of_its_names(client: httpx2.AsyncClient, model: str) -> None:
+async def test_adapter_is_reached_by_each_name(client: httpx2.AsyncClient, model: str) -> None:
     response = await complete(client, model=model)
     assert response.json()["choices"][0]["text"].startswith("sql says")
     assert response.json()["model"] == model
@@ -102,7 +102,7 @@ async def test_usage_counts_up_when_asked(client: httpx2.AsyncClient) -> None:
     assert counts[0] == 1
 
 
-async def test_choices_are_ordered_prompt_by_prompt_and_differ_by_seed(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_choices_are_in_prompt_order_with_different_seeds(client: httpx2.AsyncClient, engine: Any) -> None:
     body = (await complete(client, prompt=["a", "bb"], n=3, seed=5, max_tokens=12)).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3, 4, 5]
     assert body["usage"]["prompt_tokens"] == 3
@@ -130,9 +130,7 @@ async def test_requests_without_a_seed_differ(client: httpx2.AsyncClient, engine
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105], [[104, 105]]])
-async def test_a_prompt_is_text_or_tokens_or_lists_of_them(
-    client: httpx2.AsyncClient, engine: Any, prompt: Any
-) -> None:
+async def test_prompt_accepts_text_tokens_or_lists(client: httpx2.AsyncClient, engine: Any, prompt: Any) -> None:
     response = await complete(client, prompt=prompt, max_tokens=1)
     assert response.status_code == 200
     assert len(engine.seen[0].prompt_token_ids) == 2
@@ -144,7 +142,7 @@ async def test_echo_begins_with_the_prompt(client: httpx2.AsyncClient) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "listsql"
 
 
-async def test_echo_of_tokens_is_their_text(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_echo_of_tokens_returns_text(client: httpx2.AsyncClient, engine: Any) -> None:
     prompt = engine.tokenizer.encode("é!")
     assert (await complete(client, prompt=prompt, echo=True, max_tokens=1)).json()["choices"][0]["text"] == "é!s"
 
@@ -194,13 +192,13 @@ async def test_echo_without_new_tokens_scores_the_prompt(client: httpx2.AsyncCli
     assert body["usage"]["completion_tokens"] == 0
 
 
-async def test_a_prompt_as_long_as_the_context_can_be_scored(client: httpx2.AsyncClient) -> None:
+async def test_prompt_filling_context_can_be_scored(client: httpx2.AsyncClient) -> None:
     response = await complete(client, prompt="x" * 256, echo=True, max_tokens=0, logprobs=0)
     assert len(response.json()["choices"][0]["logprobs"]["tokens"]) == 256
 
 
 @pytest.mark.parametrize("stop", ["fox", ["zebra", "fox"]])
-async def test_a_stop_string_ends_the_text_before_it(client: httpx2.AsyncClient, stop: Any) -> None:
+async def test_stop_string_ends_text_before_match(client: httpx2.AsyncClient, stop: Any) -> None:
     choice = (await complete(client, stop=stop, max_tokens=100, seed=1)).json()["choices"][0]
     assert choice["text"] == "sql says 1: the quick brown "
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "fox")
@@ -250,7 +248,7 @@ async def test_harmless_unknown_fields_are_named(client: httpx2.AsyncClient) -> 
     assert response.headers["x-loraserve-ignored"] == "store, metadata, (1 more)"
 
 
-async def test_misspelt_fields_are_named_with_what_may_be_meant(client: httpx2.AsyncClient) -> None:
+async def test_misspelt_fields_are_named_with_suggestions(client: httpx2.AsyncClient) -> None:
     response = await complete(client, temprature=0.5, top_kk=3, store=True)
     assert response.status_code == 200
     assert response.headers["x-loraserve-ignored"] == "temprature, top_kk, store"
@@ -268,12 +266,12 @@ async def test_many_long_unknown_fields_are_answered_at_once(client: httpx2.Asyn
     assert response.headers["x-loraserve-ignored"].endswith("(482 more)")
 
 
-async def test_fields_that_say_what_happens_anyway_are_fine(client: httpx2.AsyncClient) -> None:
+async def test_fields_stating_default_behaviour_are_accepted(client: httpx2.AsyncClient) -> None:
     response = await complete(client, best_of=1, response_format={"type": "text"}, tools=[], use_beam_search=False, n=1)
     assert response.status_code == 200
 
 
-async def test_a_failure_before_the_first_token_has_a_status(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_failure_before_first_token_has_error_status(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after = 0
     for is_stream in (False, True):
         response = await complete(client, stream=is_stream)
@@ -282,7 +280,7 @@ async def test_a_failure_before_the_first_token_has_a_status(client: httpx2.Asyn
         assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("1", "50")
 
 
-async def test_a_failure_after_the_first_token_is_an_event(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_failure_after_first_token_is_error_event(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after = 3
     response = await complete(client, stream=True)
     *chunks, last = events_of(response)
@@ -291,14 +289,14 @@ async def test_a_failure_after_the_first_token_is_an_event(client: httpx2.AsyncC
     assert last["error"]["code"] == "overloaded"
 
 
-async def test_our_own_bug_mid_stream_is_an_event_that_tells_nothing(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_internal_bug_mid_stream_sends_event_without_details(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 3, KeyError("secret")
     response = await complete(client, stream=True)
     assert events_of(response)[-1]["error"]["code"] == "internal_error"
     assert "secret" not in response.text
 
 
-async def test_our_own_bug_is_a_500_with_an_id(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_internal_bug_gets_500_with_request_id(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 0, KeyError("secret")
     response = await complete(client)
     assert response.status_code == 500
@@ -307,9 +305,7 @@ async def test_our_own_bug_is_a_500_with_an_id(client: httpx2.AsyncClient, engin
     assert response.headers["x-request-id"]
 
 
-async def test_one_failing_choice_fails_the_request_and_frees_the_others(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_failing_choice_fails_request_and_frees_other_choices(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.step_s = 2, 0.001
     assert (await complete(client, n=4, max_tokens=50)).status_code == 503
     assert engine.live == set()

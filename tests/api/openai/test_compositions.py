@@ -35,7 +35,7 @@ SUMS: list[dict[str, Any]] = [
 ]
 
 
-async def test_a_part_may_have_the_longest_name_there_is(
+async def test_part_accepts_longest_possible_name(
     client: httpx2.AsyncClient, url: str, services: Any, make_tenant: Callable[..., Any], publish: Callable[..., Any]
 ) -> None:
     longest, name = "x" * LIMITS.max_name_length, "y" * LIMITS.max_adapter_name_length
@@ -51,7 +51,7 @@ async def test_a_part_may_have_the_longest_name_there_is(
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_a_sum_is_one_adapter_with_its_parts(two: httpx2.AsyncClient, engine: Any, path: str) -> None:
+async def test_adapter_sum_runs_as_single_adapter_with_parts(two: httpx2.AsyncClient, engine: Any, path: str) -> None:
     for body in SUMS:
         response = await ask(two, path, **body)
         assert response.status_code == 200
@@ -61,7 +61,7 @@ async def test_a_sum_is_one_adapter_with_its_parts(two: httpx2.AsyncClient, engi
         assert [(part.adapter.name, part.weight) for part in adapter.parts] == [("pirate", 0.5), ("sql", 1.0)]
 
 
-async def test_a_sum_of_one_is_that_adapter_and_a_sum_of_none_the_base(two: httpx2.AsyncClient, engine: Any) -> None:
+async def test_single_part_sum_is_adapter_and_empty_base(two: httpx2.AsyncClient, engine: Any) -> None:
     for body in ({"model": "1.0*sql"}, {"adapters": [{"name": "sql"}]}, {"model": "sql+pirate+-1*pirate"}):
         assert (await ask(two, **body)).headers["x-loraserve-adapter"] == "sql@1"
     for body in (
@@ -94,7 +94,7 @@ NO_SUMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_a_sum_that_is_none_is_a_400_that_names_the_field(two: httpx2.AsyncClient, engine: Any) -> None:
+async def test_invalid_sum_gets_400_naming_field(two: httpx2.AsyncClient, engine: Any) -> None:
     for body, param in NO_SUMS:
         for path in ("completions", "chat/completions"):
             response = await ask(two, path, **body)
@@ -102,7 +102,7 @@ async def test_a_sum_that_is_none_is_a_400_that_names_the_field(two: httpx2.Asyn
     assert engine.seen == []
 
 
-async def test_another_tenants_part_reads_byte_for_byte_as_an_absent_one(
+async def test_foreign_part_reads_byte_for_byte_as_absent(
     two: httpx2.AsyncClient, make_tenant: Callable[[str], Awaitable[Any]], publish: Callable[..., Any]
 ) -> None:
     await publish("theirs", 2, tenant=await make_tenant("globex"))
@@ -115,13 +115,13 @@ async def test_another_tenants_part_reads_byte_for_byte_as_an_absent_one(
     assert len(answers) == 1
 
 
-async def test_a_sum_is_no_model_of_its_own(two: httpx2.AsyncClient) -> None:
+async def test_adapter_sum_is_not_listed_as_model(two: httpx2.AsyncClient) -> None:
     for model in ("sql+pirate", "0.5*sql", "1*sql"):
         response = await two.get(f"/v1/models/{model}")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_parts_that_do_not_add_up_are_a_400_of_the_model(two: httpx2.AsyncClient, engine: Any) -> None:
+async def test_incompatible_parts_get_400_naming_model(two: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after = 0
     for failure in (InvalidRequest("DoRA."), AdapterUnsupported("IA3."), AdapterTooLarge("Too many ranks.")):
         engine.failure = failure
@@ -131,7 +131,7 @@ async def test_parts_that_do_not_add_up_are_a_400_of_the_model(two: httpx2.Async
             assert (response.status_code, error["param"], error["message"]) == (400, "model", str(failure))
 
 
-async def test_a_part_that_does_not_add_up_is_named_as_its_owner_knows_it(two: httpx2.AsyncClient, engine: Any) -> None:
+async def test_incompatible_part_is_named_as_owner_named_part(two: httpx2.AsyncClient, engine: Any) -> None:
     await ask(two, model="sql+pirate")
     pirate = engine.seen[0].adapter.parts[0].adapter
     assert pirate.name == "pirate"
@@ -158,7 +158,7 @@ async def test_routers_are_told_of_each_part(two: httpx2.AsyncClient, services: 
     assert services.metrics.adapter_load.running_names() == []
 
 
-async def test_a_version_in_quarantine_is_a_409_that_is_not_tried_again(
+async def test_quarantined_version_gets_409_without_retry(
     client: httpx2.AsyncClient, services: Any, acme: Any, make_certificate: Callable[..., Any]
 ) -> None:
     async def certify(ref: Any) -> Any:

@@ -41,7 +41,7 @@ def statuses(answer: bytes) -> list[int]:
 @pytest.mark.parametrize(
     "name", [name for name in attack.NAMES if name not in ("tiny-chunks", "pipelined", "unread-body")]
 )
-async def test_what_has_no_end_is_refused_and_closed(url: str, name: str) -> None:
+async def test_endless_input_is_refused_and_connection_closed(url: str, name: str) -> None:
     async with attack.watch(url) as seen:
         outcome = await attack.send(url, attack.endless(name), max_bytes=64 * MIB, max_s=10, rest_s=2)
     # What the kernel holds of both sides is sent before the sender can know.
@@ -66,7 +66,7 @@ async def test_what_has_no_end_is_refused_and_closed(url: str, name: str) -> Non
         ],
     ],
 )
-async def test_trailers_over_their_bound_are_refused_in_words(url: str, acme: Any, sent: bytes, code: str) -> None:
+async def test_oversized_trailers_are_refused_with_error_message(url: str, acme: Any, sent: bytes, code: str) -> None:
     head = attack.head("/tokenize", transfer_encoding="chunked", authorization=f"Bearer {acme.key}")
     outcome = await attack.send(url, [head, sent], rest_s=3)
     assert outcome.is_closed
@@ -114,7 +114,7 @@ def seen_headers(services: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[by
 
 
 @pytest.mark.parametrize("num_pieces", [1, 3, 1000])
-async def test_a_trailer_is_no_header_of_its_request_nor_of_the_next(
+async def test_trailer_becomes_header_of_no_request(
     url: str, acme: Any, seen_headers: list[dict[bytes, bytes]], num_pieces: int
 ) -> None:
     trailers = "".join(f"{name}: {acme.key}\r\n" for name in TRAILER_NAMES).encode()
@@ -127,13 +127,13 @@ async def test_a_trailer_is_no_header_of_its_request_nor_of_the_next(
         assert not headers.keys() & {name.encode() for name in TRAILER_NAMES[1:]}
 
 
-async def test_a_key_in_a_trailer_is_none(url: str, acme: Any) -> None:
+async def test_key_in_trailer_does_not_authenticate(url: str, acme: Any) -> None:
     trailers = f"Authorization: Bearer {acme.key}\r\n".encode()
     assert statuses(await talk(url, chunked(b'{"prompt": "x"}', trailers))) == [401]
     assert statuses(await talk(url, chunked(b'{"prompt": "x"}', authorization=f"Bearer {acme.key}"))) == [200]
 
 
-async def test_a_body_in_tiny_chunks_is_read_and_disturbs_nobody(url: str, acme: Any) -> None:
+async def test_body_in_tiny_chunks_does_not_delay_clients(url: str, acme: Any) -> None:
     body = json.dumps({"prompt": "x" * 60_000}).encode()
     head = attack.head("/tokenize", transfer_encoding="chunked", authorization=f"Bearer {acme.key}", connection="close")
     data = head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -144,9 +144,7 @@ async def test_a_body_in_tiny_chunks_is_read_and_disturbs_nobody(url: str, acme:
     assert seen.longest_s < 1.0
 
 
-async def test_what_takes_long_to_parse_is_parsed_in_turns(
-    url: str, acme: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_input_slow_to_parse_is_parsed_in_turns(url: str, acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_TURN_S", -1.0)
     turns = 0
     pump = connection.BoundedProtocol._pump
@@ -196,7 +194,7 @@ async def test_requests_sent_ahead_are_answered_in_order(url: str, acme: Any) ->
     assert [int(part.split(b",")[0]) for part in answer.split(b'"count":')[1:]] == list(range(1, 40))
 
 
-async def test_a_body_that_nobody_waits_for_comes_to_its_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_body_is_consumed_only_up_to_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = await attack.send(url, attack.endless("unread-body"), max_bytes=256 * MIB, max_s=20, rest_s=2)
     assert outcome.is_closed
     assert outcome.num_sent_bytes < 48 * MIB
@@ -209,9 +207,7 @@ async def test_a_body_that_nobody_waits_for_comes_to_its_end(url: str, monkeypat
 
 @pytest.mark.parametrize("first", [b"", LIVE], ids=["the first", "a later"])
 @pytest.mark.parametrize("drip", [b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 1000, b"\r\n" * 500])
-async def test_a_head_that_drips_is_closed(
-    url: str, monkeypatch: pytest.MonkeyPatch, first: bytes, drip: bytes
-) -> None:
+async def test_dripping_head_is_closed(url: str, monkeypatch: pytest.MonkeyPatch, first: bytes, drip: bytes) -> None:
     monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.3))
     pieces = [first] if first else []
     outcome = await attack.send(url, [*pieces, *attack.bytewise(drip)], pause_s=0.02, max_s=10)
@@ -219,7 +215,7 @@ async def test_a_head_that_drips_is_closed(
     assert outcome.seconds < 5
 
 
-async def test_a_wish_for_another_protocol_leaves_the_body_a_body(url: str, acme: Any) -> None:
+async def test_upgrade_request_leaves_body_as_body(url: str, acme: Any) -> None:
     """A body read as the next request would be one that no proxy has seen."""
     smuggled = json.dumps({"prompt": "\r\n\r\n" + LIVE.decode()}).encode()
     wish = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "authorization": f"Bearer {acme.key}"}
@@ -244,7 +240,7 @@ async def test_a_wish_for_another_protocol_leaves_the_body_a_body(url: str, acme
     ],
     ids=["connect", "two lengths", "a trailer of framing", "a trailer of length", "http2", "tls"],
 )
-async def test_what_another_would_read_otherwise_ends_the_connection(url: str, sent: bytes) -> None:
+async def test_ambiguously_framed_request_ends_connection(url: str, sent: bytes) -> None:
     outcome = await attack.send(url, [sent], rest_s=3)
     assert outcome.is_closed
     # the route may have answered before the body's end came
@@ -252,7 +248,7 @@ async def test_what_another_would_read_otherwise_ends_the_connection(url: str, s
     assert statuses(outcome.answer).count(200) == 0
 
 
-async def test_a_client_that_asks_to_go_on_is_told_to(url: str, acme: Any) -> None:
+async def test_client_expecting_100_continue_gets_response(url: str, acme: Any) -> None:
     body = b'{"prompt": "x"}'
     head = attack.head(
         "/tokenize", content_length=str(len(body)), expect="100-continue", authorization=f"Bearer {acme.key}"
@@ -268,7 +264,7 @@ async def test_a_client_that_asks_to_go_on_is_told_to(url: str, acme: Any) -> No
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/nowhere"])
-async def test_a_body_that_was_never_asked_for_isnt_waited_for(url: str, path: str) -> None:
+async def test_unrequested_body_is_not_awaited(url: str, path: str) -> None:
     """The client may go on with its next request, whose bytes aren't this one's body."""
     outcome = await attack.send(
         url, [attack.head(path, content_length="50", expect="100-continue"), LIVE], pause_s=0.2, rest_s=2
@@ -278,7 +274,7 @@ async def test_a_body_that_was_never_asked_for_isnt_waited_for(url: str, path: s
     assert outcome.is_closed
 
 
-async def test_rubbish_behind_a_request_never_enters_its_answer(client: Any, url: str, acme: Any, engine: Any) -> None:
+async def test_garbage_after_request_never_enters_answer(client: Any, url: str, acme: Any, engine: Any) -> None:
     engine.step_s, engine.script = 0.01, "word " * 40
     body = {"model": "sql", "prompt": "x", "stream": True, "max_tokens": 200}
     ask = attack.post("/v1/completions", body, authorization=f"Bearer {acme.key}")

@@ -100,7 +100,7 @@ async def test_connection_without_hello_has_no_tls_object(
 
 
 @pytest.mark.parametrize("tls", [False, True], indirect=True)
-async def test_stalled_bodies_leave_their_address_to_tenants(
+async def test_stalled_bodies_leave_shared_address_to_other_tenants(
     url: str, acme: Any, make_tenant: Any, base: Any, services: Services, tls: Any, tmp_path: Path
 ) -> None:
     """Behind a proxy or a NAT, one tenant's requests would take the connections of all."""
@@ -133,7 +133,7 @@ async def test_idle_connection_is_the_last_tenants(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_unproven_requests=4)])
-async def test_forwarded_address_of_trusted_proxy_has_its_share(
+async def test_forwarded_address_of_trusted_proxy_has_own_share(
     acme: Any, services: Services, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     services.proxies = TrustedProxies(["127.0.0.1"])
@@ -215,7 +215,7 @@ async def test_accepting_pauses_while_the_system_has_no_descriptor(
     assert num_failures < 10
 
 
-async def test_an_address_leaves_connections_to_others(
+async def test_single_address_leaves_connections_to_other_addresses(
     url: str, globex: httpx2.AsyncClient, base: Any, services: Services
 ) -> None:
     services.rooms.connections.capacity = 8
@@ -226,7 +226,7 @@ async def test_an_address_leaves_connections_to_others(
     await until(lambda: services.rooms.connections.total <= 1)
 
 
-async def test_compressed_body_is_refused_by_its_encoding(url: str, globex: httpx2.AsyncClient) -> None:
+async def test_compressed_body_is_refused_by_encoding(url: str, globex: httpx2.AsyncClient) -> None:
     body = gzip.compress(b'{"prompt": "x"}')
     for path in ("/tokenize", "/api/v1/uploads"):
         answer = await globex.post(path, content=body, headers={"Content-Encoding": "gzip"})

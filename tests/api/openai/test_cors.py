@@ -35,7 +35,7 @@ def cors(answer: httpx2.Response) -> dict[str, str]:
     return {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
 
 
-async def test_a_preflight_of_a_named_origin_needs_no_key(url: str) -> None:
+async def test_preflight_of_named_origin_needs_no_key(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as stranger:
         for path in ("/v1/chat/completions", "/generate_stream", "/api/v1/adapters", "/t/acme/v1/models"):
             answer = await stranger.options(path, headers={"origin": APP, **PREFLIGHT})
@@ -63,9 +63,7 @@ async def test_other_origins_hold_from_the_next_request_on(client: httpx2.AsyncC
     assert (await allowed(APP), await allowed(OTHER)) == (None, None)
 
 
-async def test_answers_streams_and_errors_of_every_kind_carry_the_headers(
-    url: str, client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_answers_streams_and_errors_carry_cors_headers(url: str, client: httpx2.AsyncClient, engine: Any) -> None:
     headers = {"origin": APP}
     answers = [
         await client.post("/v1/completions", json=BODY, headers=headers),
@@ -87,7 +85,7 @@ async def test_answers_streams_and_errors_of_every_kind_carry_the_headers(
         assert "access-control-allow-credentials" not in told
 
 
-async def test_a_page_of_another_origin_gets_no_headers(client: httpx2.AsyncClient) -> None:
+async def test_unlisted_origin_gets_no_cors_headers(client: httpx2.AsyncClient) -> None:
     for headers in ({}, {"origin": OTHER}, {"origin": "null"}, {"origin": APP + ".evil.example"}):
         answer = await client.post("/v1/completions", json=BODY, headers=headers)
         assert answer.status_code == 200
@@ -95,7 +93,7 @@ async def test_a_page_of_another_origin_gets_no_headers(client: httpx2.AsyncClie
 
 
 @pytest.mark.parametrize("origins", ["*"])
-async def test_a_star_is_for_all_and_never_with_credentials(client: httpx2.AsyncClient, origins: str) -> None:
+async def test_star_allows_all_origins_without_credentials(client: httpx2.AsyncClient, origins: str) -> None:
     answer = await client.post("/v1/completions", json=BODY, headers={"origin": OTHER, "cookie": "a=b"})
     assert cors(answer)["access-control-allow-origin"] == "*"
     assert "access-control-allow-credentials" not in cors(answer)

@@ -48,7 +48,7 @@ async def streamed(client: httpx2.AsyncClient, path: str, **fields: Any) -> list
     [("/v1/completions", {"prompt": "x", **fields}) for fields in COMPLETIONS]
     + [("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **fields}) for fields in CHATS],
 )
-async def test_a_stream_has_the_same_events_whichever_way_its_tokens_go(
+async def test_stream_events_are_identical_with_direct_delivery(
     client: httpx2.AsyncClient, engine: Any, path: str, fields: dict[str, Any], monkeypatch: Any
 ) -> None:
     given = await streamed(client, path, **fields)
@@ -60,7 +60,7 @@ async def test_a_stream_has_the_same_events_whichever_way_its_tokens_go(
     assert given == others or "n" in fields
 
 
-async def test_an_error_on_the_way_is_told_after_what_was_written(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_error_midway_follows_text_written_directly(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 8, EngineUnavailable("It is gone.")
     answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "x", "stream": True})
     lines = [line for line in answer.text.split("\n\n") if line]
@@ -68,9 +68,7 @@ async def test_an_error_on_the_way_is_told_after_what_was_written(client: httpx2
     assert lines[-1] == "data: [DONE]"
 
 
-async def test_a_client_that_leaves_ends_a_stream_that_is_written_directly(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_disconnect_ends_directly_written_stream(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script, engine.step_s = "word " * 40, 0.005
     async with client.stream("POST", "/v1/completions", json={"model": "sql", "prompt": "x", "stream": True}) as answer:
         await anext(answer.aiter_bytes())
@@ -81,14 +79,14 @@ async def test_a_client_that_leaves_ends_a_stream_that_is_written_directly(
 
 
 @pytest.mark.parametrize("text", ["", " word", 'a "b"\n\u2028', "é\U0001f600", "\x00\x7f", "\ufffd"])
-def test_a_template_makes_the_bytes_that_the_whole_event_would_have(text: str) -> None:
+def test_event_template_makes_same_bytes_as_whole_event(text: str) -> None:
     def payload(text: str) -> dict[str, Any]:
         return {"model": 'a"b', "choices": ({"text": text, "n": None},)}
 
     assert EventTemplate(payload).event(text) == event(payload(text))
 
 
-async def test_an_ended_stream_leaves_no_cycle_that_holds_its_adapter(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_ended_stream_leaves_no_cycle_holding_adapter(client: httpx2.AsyncClient, engine: Any) -> None:
     """An ephemeral adapter's memory is freed with the last request, not with a later collection."""
     gc.collect()
     gc.disable()

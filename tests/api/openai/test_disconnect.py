@@ -38,7 +38,7 @@ async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"n": 4, "stream": True}, {"n": 4}])
-async def test_a_client_that_leaves_frees_its_requests(
+async def test_disconnecting_client_frees_requests(
     client: httpx2.AsyncClient, url: str, acme: Any, engine: Any, body: dict[str, Any]
 ) -> None:
     engine.step_s, engine.script = 0.01, "word " * 40
@@ -61,7 +61,7 @@ async def test_a_client_that_leaves_frees_its_requests(
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200}),
     ],
 )
-async def test_a_client_that_leaves_a_chat_in_another_form_frees_it(
+async def test_disconnect_frees_chat_in_alternative_api_form(
     client: httpx2.AsyncClient, url: str, acme: Any, engine: Any, path: str, fields: dict[str, Any], is_stream: bool
 ) -> None:
     engine.step_s, engine.script = 0.01, "word " * 40
@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_a_chat_in_another_form_frees_it(
     assert engine.num_aborted == 1
 
 
-async def test_a_client_that_leaves_before_the_first_token_frees_its_place(
+async def test_disconnect_before_first_token_frees_slot(
     client: httpx2.AsyncClient, url: str, acme: Any, engine: Any
 ) -> None:
     engine.step_s = 60
@@ -86,7 +86,9 @@ async def test_a_client_that_leaves_before_the_first_token_frees_its_place(
         await until(lambda: not engine.live)
 
 
-async def test_one_leaving_disturbs_nobody_else(client: httpx2.AsyncClient, url: str, acme: Any, engine: Any) -> None:
+async def test_disconnect_does_not_disturb_other_requests(
+    client: httpx2.AsyncClient, url: str, acme: Any, engine: Any
+) -> None:
     engine.step_s = 0.005
     others = [
         asyncio.create_task(
@@ -102,7 +104,7 @@ async def test_one_leaving_disturbs_nobody_else(client: httpx2.AsyncClient, url:
     assert texts == {"sql says 1: the quick brown fox jumps ov"}
 
 
-async def test_a_reader_that_stops_reading_is_dropped(
+async def test_stalled_reader_is_dropped(
     client: httpx2.AsyncClient, url: str, acme: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.3))
@@ -121,7 +123,7 @@ async def test_a_reader_that_stops_reading_is_dropped(
 
 
 @pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.2)])
-async def test_a_body_that_stops_coming_is_answered_and_closed(url: str, acme: Any, limits: Limits) -> None:
+async def test_stalled_body_is_answered_and_closed(url: str, acme: Any, limits: Limits) -> None:
     reader, writer = await connect(url)
     data = request_bytes(url, acme.key, {"model": "sql", "prompt": "x"})
     writer.write(data[:-5])
@@ -132,7 +134,7 @@ async def test_a_body_that_stops_coming_is_answered_and_closed(url: str, acme: A
 
 
 @pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.5)])
-async def test_a_body_that_trickles_in_holds_no_place(url: str, acme: Any, limits: Limits) -> None:
+async def test_trickling_body_holds_no_slot(url: str, acme: Any, limits: Limits) -> None:
     reader, writer = await connect(url)
     data = request_bytes(url, acme.key, {"model": "sql", "prompt": "x" * 60})
     writer.write(data[:-60])
@@ -170,7 +172,7 @@ async def test_slow_body_above_least_pace_is_read(
     assert response.status_code == 200
 
 
-async def test_a_head_that_stops_coming_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_head_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.2))
     for start in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nA: "):
         reader, writer = await connect(url)
@@ -196,12 +198,12 @@ async def test_a_head_without_end_is_cut(url: str) -> None:
 @pytest.mark.parametrize(
     "headers", [{f"x-{i}": "1" for i in range(101)}, {"x-long": "y" * (17 << 10)}], ids=["too many", "too long"]
 )
-async def test_headers_over_their_bound_are_refused(client: httpx2.AsyncClient, headers: dict[str, str]) -> None:
+async def test_oversized_headers_are_refused(client: httpx2.AsyncClient, headers: dict[str, str]) -> None:
     response = await client.get("/v1/models", headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (431, "headers_too_large")
 
 
-async def test_a_declared_length_over_the_bound_is_refused_before_a_byte_is_read(url: str, acme: Any) -> None:
+async def test_oversized_declared_length_is_refused_before_reading_body(url: str, acme: Any) -> None:
     reader, writer = await connect(url)
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {acme.key}\r\n"
@@ -223,7 +225,7 @@ async def test_a_body_without_a_length_is_bounded_too(client: httpx2.AsyncClient
 
 
 @pytest.mark.parametrize("limits", [Limits(max_live_requests=4)])
-async def test_more_requests_than_there_is_room_for_are_refused_at_once(
+async def test_requests_beyond_capacity_are_refused_at_once(
     client: httpx2.AsyncClient, engine: Any, limits: Limits
 ) -> None:
     engine.step_s = 60

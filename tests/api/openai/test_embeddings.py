@@ -47,9 +47,7 @@ async def test_each_form_of_input_is_pooled_in_order(client: httpx2.AsyncClient,
     }
 
 
-async def test_an_answer_names_its_model_and_adapter_and_counts_prompt_tokens(
-    client: httpx2.AsyncClient, services: Any
-) -> None:
+async def test_answer_names_model_and_adapter_and_counts_tokens(client: httpx2.AsyncClient, services: Any) -> None:
     response = await embed(client, input=["hello", "hi"])
     body = response.json()
     assert (body["object"], body["model"]) == ("list", "sql")
@@ -84,7 +82,7 @@ async def test_fields_reach_the_engine(client: httpx2.AsyncClient, engine: Any) 
     assert (label(engine.seen[-1].adapter), engine.seen[-1].priority) == ("1.5*sql@1", 3)
 
 
-async def test_a_long_input_is_cut_where_the_request_says(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_long_input_is_truncated_as_request_specifies(client: httpx2.AsyncClient, engine: Any) -> None:
     tokens = engine.tokenizer.encode("abcdefgh")
     for value in ("abcdefgh", [tokens]):
         for fields, kept in (
@@ -100,7 +98,7 @@ async def test_a_long_input_is_cut_where_the_request_says(client: httpx2.AsyncCl
         assert len(engine.seen[-1].prompt_token_ids) == engine.base.max_model_len
 
 
-async def test_many_inputs_pass_the_engine_a_few_at_a_time(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_many_inputs_pass_through_engine_in_small_groups(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.step_s = 0.001
     texts = [f"text {i}" for i in range(300)]
     many = await vectors(client, input=texts)
@@ -108,7 +106,7 @@ async def test_many_inputs_pass_the_engine_a_few_at_a_time(client: httpx2.AsyncC
     np.testing.assert_array_equal(many[257], (await vectors(client, input=texts[257]))[0])
 
 
-async def test_no_more_inputs_are_in_the_engine_than_the_tenant_may_have_waiting(
+async def test_inputs_in_engine_stay_within_tenant_queue_limit(
     client: httpx2.AsyncClient, engine: Any, services: Any
 ) -> None:
     change = TenantChange({"max_queued_requests": 3})
@@ -118,16 +116,14 @@ async def test_no_more_inputs_are_in_the_engine_than_the_tenant_may_have_waiting
     assert engine.most_live == 3
 
 
-async def test_a_failure_is_one_answer_and_bills_nothing(
-    client: httpx2.AsyncClient, engine: Any, services: Any
-) -> None:
+async def test_failure_is_single_answer_and_not_billed(client: httpx2.AsyncClient, engine: Any, services: Any) -> None:
     engine.fail_after, engine.failure = 0, AdapterNumerics("The hidden states were not finite.")
     response = await embed(client, input=["a"] * 100)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "adapter_numerics")
     assert await UsageReports(services.usage).all(UsageQuery(group_by=())) == []
 
 
-async def test_inputs_are_counted_by_pooling_and_not_as_completions(client: httpx2.AsyncClient, services: Any) -> None:
+async def test_inputs_are_counted_by_pooling_not_as_completions(client: httpx2.AsyncClient, services: Any) -> None:
     await vectors(client, input=["a", "b"], pooling="mean")
     value = services.metrics.registry.get_sample_value
     assert value("loraserve_pooled_inputs_total", {"pooling": "mean", "reason": "stop"}) == 2
@@ -170,7 +166,7 @@ BAD: list[tuple[str, dict[str, Any], int, str, str]] = [
 ]
 
 
-async def test_bad_input_is_a_4xx_that_names_the_field(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_bad_input_gets_4xx_naming_field(client: httpx2.AsyncClient, engine: Any) -> None:
     for what, fields, status, param, code in BAD:
         response = await embed(client, **fields)
         error = response.json()["error"]
@@ -178,7 +174,7 @@ async def test_bad_input_is_a_4xx_that_names_the_field(client: httpx2.AsyncClien
     assert engine.seen == []
 
 
-async def test_anothers_model_reads_as_an_absent_one(
+async def test_foreign_model_reads_as_absent(
     client: httpx2.AsyncClient, make_tenant: Callable[..., Any], publish: Callable[..., Any]
 ) -> None:
     await publish("theirs", 2, tenant=await make_tenant("globex"))

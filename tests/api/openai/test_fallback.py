@@ -50,7 +50,7 @@ class _Strikes:
         self.versions.append(adapter.version)
 
 
-async def test_a_fallback_that_isnt_finite_either_has_a_strike_of_its_own(
+async def test_non_finite_fallback_gets_own_strike(
     client: httpx2.AsyncClient,
     services: Any,
     versions: Any,
@@ -91,7 +91,7 @@ def bind(services: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Binding], 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_the_fallback_answers_for_an_adapter_that_can_not(
+async def test_fallback_answers_for_unready_adapter(
     client: httpx2.AsyncClient, engine: Any, versions: Any, bind: Any, failing: Any, path: str, is_stream: bool
 ) -> None:
     bind(Binding(versions[3], fallback=Fallback(versions[1])))
@@ -118,7 +118,7 @@ async def test_the_base_can_be_a_fallback(
     assert services.metrics.registry.get_sample_value("loraserve_fallbacks_total", {"reason": "adapter_corrupt"}) == 1
 
 
-async def test_a_version_in_quarantine_is_answered_for_by_its_fallback_at_once(
+async def test_fallback_answers_at_once_for_quarantined_version(
     client: httpx2.AsyncClient, engine: Any, versions: Any, bind: Any, services: Any
 ) -> None:
     bind(Binding(versions[2], fell_back_from=versions[3], fell_back_for="adapter_quarantined"))
@@ -130,7 +130,7 @@ async def test_a_version_in_quarantine_is_answered_for_by_its_fallback_at_once(
 
 
 @pytest.mark.parametrize("second", [AdapterNotReady("Nor is this one."), AdapterCorrupt("Damaged.")])
-async def test_where_both_fail_the_one_that_was_asked_for_is_told_of(
+async def test_requested_adapter_is_reported_if_fallback_also_fails(
     client: httpx2.AsyncClient, engine: Any, versions: Any, bind: Any, failing: Any, second: AdapterUnavailable
 ) -> None:
     bind(Binding(versions[3], fallback=Fallback(versions[1])))
@@ -141,7 +141,7 @@ async def test_where_both_fail_the_one_that_was_asked_for_is_told_of(
     assert [request.adapter.version for request in engine.seen] == [3, 1], "each is tried once"
 
 
-async def test_a_fallback_that_is_not_taken_now_says_so(
+async def test_overloaded_fallback_is_reported_with_retry_after(
     client: httpx2.AsyncClient, engine: Any, versions: Any, bind: Any, failing: Any
 ) -> None:
     bind(Binding(versions[3], fallback=Fallback(None)))
@@ -160,7 +160,7 @@ async def test_without_a_fallback_the_error_stands(
     assert (response.status_code, response.json()["error"]["code"]) == (503, "adapter_not_ready")
 
 
-async def test_what_fails_for_other_reasons_is_no_business_of_the_fallback(
+async def test_unrelated_failure_does_not_trigger_fallback(
     client: httpx2.AsyncClient, engine: Any, versions: Any, bind: Any, failing: Any
 ) -> None:
     bind(Binding(versions[3], fallback=Fallback(versions[1])))
@@ -169,7 +169,7 @@ async def test_what_fails_for_other_reasons_is_no_business_of_the_fallback(
     assert len(engine.seen) == 1
 
 
-async def test_after_the_first_token_nobody_takes_over(
+async def test_no_fallback_occurs_after_first_token(
     client: httpx2.AsyncClient, engine: Any, versions: Any, bind: Any
 ) -> None:
     bind(Binding(versions[3], fallback=Fallback(versions[1])))
@@ -187,7 +187,7 @@ def test_a_fallback_is_taken_once() -> None:
     assert [target.fall_back(error), target.fall_back(error)] == [True, False]
 
 
-def test_a_granted_adapter_and_its_fallback_are_named_with_their_owner() -> None:
+def test_granted_adapter_and_fallback_are_named_with_owner() -> None:
     ref = AdapterRef(tenant="t", name="sql", version=3, digest="", config_blob="", weights_blob="")  # type: ignore[arg-type]
     spare = msgspec.structs.replace(ref, version=1)
     target = TargetSelector(Binding(ref, fallback=Fallback(spare), owners={ref.tenant: "acme"}), "base")
@@ -208,7 +208,7 @@ def test_a_base_of_any_name_fits_the_header() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_answer_that_is_not_finite_is_one_strike_whatever_n_is(
+async def test_non_finite_answer_is_single_strike_per_request(
     client: httpx2.AsyncClient, engine: Any, services: Any, acme: Any, is_stream: bool
 ) -> None:
     engine.fail_after, engine.failure = 2, AdapterNumerics("Its logits were not finite.")

@@ -35,9 +35,7 @@ def prompt_of(engine: Any) -> str:
     return text
 
 
-async def test_sglangs_and_loraxs_fields_name_the_adapter_beside_the_base(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_sglang_and_lorax_fields_name_adapter_with_base(client: httpx2.AsyncClient, engine: Any) -> None:
     for fields in (
         {"model": BASE, "lora_path": "sql"},
         {"model": BASE, "lora_path": ["sql"]},
@@ -107,7 +105,7 @@ async def test_the_prompts_log_probabilities_are_by_id(client: httpx2.AsyncClien
     assert len(both["prompt_logprobs"][1]) == 4
 
 
-async def test_more_log_probabilities_of_prompts_than_an_answer_may_have_are_refused(
+async def test_excessive_prompt_logprobs_are_refused(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = dataclasses.replace(LIMITS, max_prompt_candidates=2 * 4 * 3)
@@ -149,7 +147,7 @@ async def test_many_log_probabilities_are_rendered_on_a_thread(
     assert sizes.pop() == 0
 
 
-async def test_loglikelihoods_are_read_as_lm_eval_reads_them(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_loglikelihoods_are_readable_by_lm_eval(client: httpx2.AsyncClient, engine: Any) -> None:
     context, continuations = "list", ("s", "sql")
     encode = engine.tokenizer.encode
     prompts = [encode(context + continuation, False) for continuation in continuations]
@@ -166,7 +164,7 @@ async def test_loglikelihoods_are_read_as_lm_eval_reads_them(client: httpx2.Asyn
         assert all(value <= max(likeliest.values()) for value, likeliest in zip(own, top, strict=True))
 
 
-async def test_the_best_of_several_are_answered_and_all_are_billed(
+async def test_best_candidates_are_answered_and_all_are_billed(
     client: httpx2.AsyncClient, engine: Any, services: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, log_probabilities = engine._steps, (-2.0, -0.1, -3.0, -0.4, -5.0, -1.0)
@@ -189,7 +187,7 @@ async def test_the_best_of_several_are_answered_and_all_are_billed(
     assert [choice["logprobs"] for choice in plain["choices"]] == [None]
 
 
-async def test_tokens_without_text_keep_keys_of_their_own(
+async def test_tokens_without_text_keep_distinct_keys(
     client: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = type(engine)._logprobs

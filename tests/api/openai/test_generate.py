@@ -71,9 +71,7 @@ async def events(
     return [StreamEvent(**json.loads(line.lstrip("data:").rstrip("/n"))) for line in lines]  # noqa: B005 (as the client does)
 
 
-async def test_generate_answers_with_the_adapter_and_with_details_if_asked(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_generate_answers_with_adapter_and_requested_details(client: httpx2.AsyncClient, engine: Any) -> None:
     answer = await client.post("/generate", json=generate_body(max_new_tokens=3))
     assert answer.json() == {"generated_text": "sql"}
     assert answer.headers["x-loraserve-adapter"] == answer.headers["x-adapter-id"] == "sql@1"
@@ -100,7 +98,7 @@ async def test_the_base_answers_without_an_adapter(client: httpx2.AsyncClient) -
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_stream_has_an_event_per_token_and_ends_without_a_word(client: httpx2.AsyncClient, path: str) -> None:
+async def test_stream_has_event_per_token_without_done_marker(client: httpx2.AsyncClient, path: str) -> None:
     found = await events(client, path=path, details=True)
     assert [one.index for one in found] == list(range(1, len(found) + 1))
     assert {one.generated_text for one in found[:-1]} == {None}
@@ -115,12 +113,12 @@ async def test_a_stream_has_an_event_per_token_and_ends_without_a_word(client: h
     assert last.details.prompt_tokens == last.details.input_length == 4
 
 
-async def test_the_root_answers_with_a_list_of_one(client: httpx2.AsyncClient) -> None:
+async def test_root_route_answers_with_single_item_list(client: httpx2.AsyncClient) -> None:
     answer = await client.post("/", json=generate_body(max_new_tokens=3))
     assert answer.json() == [{"generated_text": "sql"}]
 
 
-async def test_tokens_of_one_character_have_its_text_together(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_tokens_of_single_character_share_text(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "é!"
     found = await events(client)
     assert [one.token.text for one in found] == ["", "é", "!", "<|eos|>"]
@@ -137,7 +135,7 @@ DRAWN: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-async def test_tokens_are_drawn_only_if_a_parameter_asks_for_it(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_tokens_are_sampled_only_if_parameter_requests(client: httpx2.AsyncClient, engine: Any) -> None:
     for parameters, expected in DRAWN:
         details = (await generate(client, details=True, max_new_tokens=1, **parameters))["details"]
         params = engine.seen[-1].params
@@ -167,12 +165,12 @@ async def test_parameters_reach_the_engine(client: httpx2.AsyncClient, engine: A
     assert (request.stop, params.logprobs) == (("fox",), None)
 
 
-async def test_without_a_limit_the_answer_may_fill_the_context(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_answer_without_limit_may_fill_context(client: httpx2.AsyncClient, engine: Any) -> None:
     await generate(client, inputs="x" * 6)
     assert engine.seen[-1].params.max_tokens == engine.base.max_model_len - 6
 
 
-async def test_a_stop_sequence_ends_the_text_and_stays_in_it(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_stop_sequence_ends_text_and_is_included(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "one two three"
     whole = await generate(client, stop=["two"], details=True)
     assert whole["generated_text"] == "one two"
@@ -180,7 +178,7 @@ async def test_a_stop_sequence_ends_the_text_and_stays_in_it(client: httpx2.Asyn
     assert (await events(client, stop=["two"]))[-1].generated_text == "one two"
 
 
-async def test_the_prompt_is_scored_cut_and_repeated_if_asked(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_prompt_is_scored_truncated_and_repeated_on_request(client: httpx2.AsyncClient, engine: Any) -> None:
     scored = await generate(client, inputs="abc", decoder_input_details=True, max_new_tokens=1)
     prefill = scored["details"]["prefill"]
     assert [(token["text"], token["logprob"] is None) for token in prefill] == [("a", True), ("b", False), ("c", False)]
@@ -189,7 +187,7 @@ async def test_the_prompt_is_scored_cut_and_repeated_if_asked(client: httpx2.Asy
     assert cut["generated_text"] == "abc" * 200 + "s"
 
 
-async def test_likeliest_tokens_are_beside_each_in_both_forms(client: httpx2.AsyncClient) -> None:
+async def test_likeliest_tokens_are_listed_in_two_forms(client: httpx2.AsyncClient) -> None:
     details = (await generate(client, max_new_tokens=2, details=True, return_k_alternatives=2, top_n_tokens=3))[
         "details"
     ]
@@ -201,7 +199,7 @@ async def test_likeliest_tokens_are_beside_each_in_both_forms(client: httpx2.Asy
     assert (len(last.token.alternative_tokens), len(last.top_tokens)) == (1, 2)
 
 
-async def test_the_best_of_several_is_answered_and_the_others_are_details(
+async def test_best_candidate_is_answered_with_rest_in_details(
     client: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, log_probabilities = engine._steps, (-2.0, -0.1, -3.0)
@@ -257,7 +255,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
 ]
 
 
-async def test_bad_input_is_refused_by_name_in_the_clients_form(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_bad_input_is_refused_in_client_error_form(client: httpx2.AsyncClient, engine: Any) -> None:
     for body, status, param, kind in REFUSED:
         answer = await client.post("/generate", json=body)
         error = answer.json()
@@ -267,7 +265,7 @@ async def test_bad_input_is_refused_by_name_in_the_clients_form(client: httpx2.A
     assert engine.seen == []
 
 
-async def test_neutral_and_unknown_fields_are_accepted_and_the_unknown_named(client: httpx2.AsyncClient) -> None:
+async def test_neutral_fields_are_accepted_and_unknown_fields_named(client: httpx2.AsyncClient) -> None:
     body = generate_body(
         max_new_tokens=1,
         adapter_source="local",
@@ -284,9 +282,7 @@ async def test_neutral_and_unknown_fields_are_accepted_and_the_unknown_named(cli
     assert answer.headers["x-loraserve-ignored"] == "options, no_such_field"
 
 
-async def test_a_failure_in_a_stream_is_an_event_that_clients_take_for_an_error(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_failure_in_stream_is_recognised_as_error_event(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 2, EngineUnavailable("The engine is away.")
     answer = await client.post("/generate_stream", json=generate_body())
     lines = [line for line in answer.text.split("\n") if line]
@@ -296,7 +292,7 @@ async def test_a_failure_in_a_stream_is_an_event_that_clients_take_for_an_error(
     assert error["error"].startswith("The engine is away.")
 
 
-async def test_a_stream_that_ends_without_a_token_still_ends_with_an_event(
+async def test_stream_ending_without_token_still_ends_with_event(
     client: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = engine._steps
@@ -316,7 +312,7 @@ async def test_a_stream_that_ends_without_a_token_still_ends_with_an_event(
     assert (last.details.finish_reason, last.details.generated_tokens) == ("length", 1)
 
 
-async def test_keys_tenants_and_quotas_are_those_of_every_route(
+async def test_keys_tenants_and_quotas_apply_on_all_routes(
     url: str, client: httpx2.AsyncClient, services: Any, acme: Any, make_tenant: Callable[[str], Awaitable[Any]]
 ) -> None:
     globex = await make_tenant("globex")
@@ -336,7 +332,7 @@ async def test_keys_tenants_and_quotas_are_those_of_every_route(
     assert "retry-after" in statuses[-1].headers
 
 
-async def test_what_is_delivered_is_billed_as_a_completion(client: httpx2.AsyncClient, services: Any) -> None:
+async def test_delivered_tokens_are_billed_as_completion(client: httpx2.AsyncClient, services: Any) -> None:
     before = services.usage.recorded
     await generate(client, max_new_tokens=5)
     whole = services.usage.recorded

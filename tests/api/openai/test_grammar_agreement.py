@@ -313,7 +313,7 @@ MARKED_CASES = {
 
 @pytest.mark.parametrize(("case", "markers"), MARKED_CASES.values(), ids=MARKED_CASES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_special_tokens_follow_text_that_is_forced(
+async def test_special_tokens_follow_forced_text(
     client: httpx2.AsyncClient,
     services: Services,
     engine: EngineHere,

@@ -36,7 +36,7 @@ async def ask(client: httpx2.AsyncClient, model: str) -> httpx2.Response:
     return await client.post("/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 4})
 
 
-async def test_a_granted_adapter_answers_under_its_owners_name(
+async def test_granted_adapter_answers_under_owner_name(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, engine: Any, acme: Any
 ) -> None:
     await grant()
@@ -51,12 +51,12 @@ async def test_a_granted_adapter_answers_under_its_owners_name(
     assert request.tenant != acme.caller.tenant
 
 
-async def test_an_owner_finds_its_own_adapter_under_its_plain_name(client: httpx2.AsyncClient) -> None:
+async def test_owner_reaches_own_adapter_by_plain_name(client: httpx2.AsyncClient) -> None:
     for model in ("sql", "acme/sql"):
         assert (await ask(client, model)).headers["x-loraserve-adapter"] == "sql@1"
 
 
-async def test_a_sum_names_the_owners_of_its_parts(
+async def test_adapter_sum_names_owners_of_parts(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grantee: Any, grant: Any, engine: Any, publish: Any
 ) -> None:
     await grant()
@@ -68,7 +68,7 @@ async def test_a_sum_names_the_owners_of_its_parts(
     assert (await ask(globex, "0.5*acme/sql+own")).json()["error"]["message"].endswith("… is acme/sql@1.")
 
 
-async def test_without_a_grant_its_absent_word_for_word(
+async def test_adapter_without_grant_reads_as_absent(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any
 ) -> None:
     await grant()
@@ -81,7 +81,7 @@ async def test_without_a_grant_its_absent_word_for_word(
     assert (await ask(client, "globex/sql")).text.replace("globex/sql", "MODEL") in texts
 
 
-async def test_a_grant_that_is_taken_back_counts_at_once(
+async def test_revoked_grant_takes_effect_at_once(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services, acme: Any
 ) -> None:
     assert (await ask(globex, "acme/sql")).status_code == 404
@@ -91,7 +91,7 @@ async def test_a_grant_that_is_taken_back_counts_at_once(
     assert (await ask(globex, "acme/sql")).status_code == 404
 
 
-async def test_a_restored_adapter_is_granted_as_it_was(
+async def test_restored_adapter_keeps_grants(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services, acme: Any
 ) -> None:
     await grant()
@@ -101,7 +101,7 @@ async def test_a_restored_adapter_is_granted_as_it_was(
     assert (await ask(globex, "acme/sql")).status_code == 200
 
 
-async def test_what_a_deleted_tenant_granted_is_absent_at_once(
+async def test_grants_of_deleted_tenant_end_at_once(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any, services: Services
 ) -> None:
     await grant()
@@ -110,7 +110,7 @@ async def test_what_a_deleted_tenant_granted_is_absent_at_once(
     assert (await ask(globex, "acme/sql")).status_code == 404
 
 
-async def test_granted_adapters_are_listed_under_their_owners_name(
+async def test_granted_adapters_are_listed_under_owner_name(
     client: httpx2.AsyncClient, globex: httpx2.AsyncClient, grant: Any
 ) -> None:
     async def models(one: httpx2.AsyncClient) -> list[tuple[str, str]]:

@@ -45,7 +45,7 @@ def encoded_in(services: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("chat/completions", {"messages": MESSAGES}),
     ],
 )
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+async def test_overlong_text_is_refused_before_tokenization(
     client: httpx2.AsyncClient, encoded_in: list[str], path: str, body: dict[str, Any]
 ) -> None:
     response = await client.post(f"/v1/{path}", json={"model": "sql", **body})
@@ -71,7 +71,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         ("tokenize", {"prompt": "y" * 4000}, False),
     ],
 )
-async def test_a_request_is_read_off_the_loop_by_its_total(
+async def test_total_text_size_moves_tokenization_off_event_loop(
     client: httpx2.AsyncClient, encoded_in: list[str], path: str, body: dict[str, Any], is_on_loop: bool
 ) -> None:
     response = await client.post(f"/{path}", json={"model": "sql", "max_tokens": 1, **body})
@@ -111,7 +111,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_eight_long_texts_of_one_tenant_hold_up_nobody_and_leave_no_memory(
+async def test_long_texts_delay_no_tenant_and_release_memory(
     client: httpx2.AsyncClient, url: str, acme: Any, make_tenant: Any, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_threads, "_TRIM_DELAY_S", 0.2)

@@ -139,7 +139,7 @@ async def test_sampling_fields_reach_the_engine(client: httpx2.AsyncClient, engi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_why_it_stopped_is_said(client: httpx2.AsyncClient, engine: Any, stream: bool) -> None:
+async def test_stop_reason_is_reported(client: httpx2.AsyncClient, engine: Any, stream: bool) -> None:
     async def end(**fields: Any) -> tuple[str, str | None]:
         answer = await ask(client, stream=stream, **fields)
         last = events_of(answer)[-2]["delta"] if stream else answer.json()
@@ -163,7 +163,7 @@ async def test_thinking_text_and_calls_are_blocks(client: httpx2.AsyncClient, en
     assert weather["id"] != time["id"]
 
 
-async def test_a_call_that_was_cut_off_keeps_its_text(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_truncated_tool_call_keeps_text(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = CALL
     body = await answer_of(client, tools=[WEATHER], max_tokens=50)
     assert body["stop_reason"] == "max_tokens"
@@ -207,7 +207,7 @@ async def test_a_forced_call_has_a_grammar(client: httpx2.AsyncClient, engine: A
     assert ("get_weather" in engine.seen[-1].params.grammar) == (choice["type"] == "any")
 
 
-async def test_no_tools_are_shown_if_none_may_be_called(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_tools_are_hidden_if_tool_choice_is_disabled(client: httpx2.AsyncClient, engine: Any) -> None:
     answer = await ask(client, tools=[TIME], tool_choice={"type": "none"})
     assert answer.headers["x-loraserve-ignored"] == "tools"
     assert "get_time" not in prompt_of(engine)
@@ -340,7 +340,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_a_thread_is_refused_so_that_the_clients_loop_goes_on_without_one(client: httpx2.AsyncClient) -> None:
+async def test_thread_is_refused_with_code_clients_handle(client: httpx2.AsyncClient) -> None:
     error = (await ask(client, thread={"type": "continue", "previous_message_id": "msg_1"})).json()["error"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     assert "details" not in (await ask(client, container="c")).json()["error"]
@@ -389,7 +389,7 @@ async def test_every_refusal_has_anthropics_envelope(
     assert answer.headers["retry-after-ms"]
 
 
-async def test_an_error_in_a_stream_is_its_last_event(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_error_in_stream_is_last_event(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 3, EngineCrashed("The engine died twice under this request.")
     events = events_of(await ask(client, stream=True))
     assert events[-1]["type"] == "error"

@@ -25,7 +25,7 @@ async def borrower(url: str, make_tenant: MakeTenant) -> Any:
         yield client
 
 
-async def test_a_granted_adapter_is_listed_and_answers_as_its_owners(
+async def test_granted_adapter_is_listed_and_answers_like_original(
     client: httpx2.AsyncClient, borrower: httpx2.AsyncClient, services: Services, acme: Any
 ) -> None:
     before = await borrower.post("/v1/completions", json=COMPLETION | {"model": "acme/sql"})
@@ -47,7 +47,7 @@ async def test_a_granted_adapter_is_listed_and_answers_as_its_owners(
     assert (await borrower.post("/v1/completions", json=COMPLETION | {"model": "acme/sql"})).text == before.text
 
 
-async def test_a_split_model_is_always_the_same_one_when_it_is_looked_at(
+async def test_split_model_is_always_shown_with_same_version(
     client: httpx2.AsyncClient, services: Services, acme: Any, publish: Any
 ) -> None:
     await publish(seed=7)

@@ -46,12 +46,12 @@ def client(server: ServerProcess, key: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_it_lists_models(client: openai.OpenAI) -> None:
+def test_client_lists_models(client: openai.OpenAI) -> None:
     assert {"sql", "pirate"} < {model.id for model in client.models.list()}
     assert client.models.retrieve("sql@1").id == "sql@1"
 
 
-def test_it_chats_with_an_adapter(client: openai.OpenAI) -> None:
+def test_client_chats_with_adapter(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="sql", messages=MESSAGES, temperature=0)  # type: ignore[arg-type]
     assert answer.choices[0].message.content == SQL
     assert answer.choices[0].finish_reason == "stop"
@@ -68,7 +68,7 @@ def test_adapters_answer_differently(client: openai.OpenAI) -> None:
     assert len(set(answers.values())) == 3
 
 
-def test_it_streams_a_chat(client: openai.OpenAI) -> None:
+def test_client_streams_chat(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="sql@live", messages=MESSAGES, temperature=0, stream=True, stream_options={"include_usage": True}
     )  # type: ignore[call-overload]
@@ -80,7 +80,7 @@ def test_it_streams_a_chat(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_it_completes_n_choices_with_logprobs(client: openai.OpenAI) -> None:
+def test_client_completes_n_choices_with_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="sql", prompt=QUESTION, max_tokens=6, n=3, seed=1, logprobs=2, echo=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     logprobs = answer.choices[0].logprobs
@@ -103,7 +103,7 @@ def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
     assert sample(1) != sample(2)
 
 
-def test_a_scored_prompt_has_the_same_logprobs_as_when_it_was_made(client: openai.OpenAI) -> None:
+def test_scored_prompt_has_same_logprobs_as_generated_text(client: openai.OpenAI) -> None:
     made = client.completions.create(
         model="sql", prompt=QUESTION, max_tokens=8, temperature=0, logprobs=0, extra_body={"return_token_ids": True}
     )
@@ -116,7 +116,7 @@ def test_a_scored_prompt_has_the_same_logprobs_as_when_it_was_made(client: opena
     assert again == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-3)
 
 
-def test_vllms_fields_change_what_the_engine_does(client: openai.OpenAI) -> None:
+def test_vllm_fields_change_engine_behaviour(client: openai.OpenAI) -> None:
     def complete(**fields: object) -> dict[str, Any]:
         answer = client.completions.create(
             model="sql",
@@ -155,7 +155,7 @@ def test_vllms_fields_change_what_the_engine_does(client: openai.OpenAI) -> None
         ({"extra_body": {"guided_regex": "("}}, openai.BadRequestError, "invalid_value"),
     ],
 )
-def test_its_errors_are_of_the_right_class(
+def test_client_errors_have_expected_class(
     client: openai.OpenAI, body: dict[str, object], error: type[openai.APIStatusError], code: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -164,7 +164,7 @@ def test_its_errors_are_of_the_right_class(
     assert caught.value.request_id is not None
 
 
-def test_a_bad_key_is_its_authentication_error(server: ServerProcess) -> None:
+def test_bad_key_raises_authentication_error(server: ServerProcess) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-lora-bad", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError) as caught:
         client.models.list()
@@ -194,7 +194,7 @@ async def test_many_streams_at_once_are_each_right(server: ServerProcess, key: s
     assert right >= 13
 
 
-def test_it_runs_a_batch(client: openai.OpenAI) -> None:
+def test_client_runs_batch(client: openai.OpenAI) -> None:
     body = {"model": "sql", "messages": MESSAGES, "temperature": 0}
     line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
     file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")

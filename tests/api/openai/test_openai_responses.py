@@ -71,7 +71,7 @@ def is_valid(value: BaseModel) -> None:
     TypeAdapter(type(value)).validate_python(value.to_dict())  # type: ignore[attr-defined]
 
 
-def test_a_response_is_what_its_types_say(client: openai.OpenAI) -> None:
+def test_response_conforms_to_openai_types(client: openai.OpenAI) -> None:
     answer = ask(client, metadata={"a": "b"}, user="ann", instructions="")
     is_valid(answer)
     assert (answer.status, answer.output_text) == ("completed", FRAME.render("json"))
@@ -104,7 +104,7 @@ def test_a_stream_ends_with_the_whole_response(client: openai.OpenAI) -> None:
     assert {len(entry.top_logprobs) for entry in logprobs} == {2}
 
 
-def test_its_own_helpers_parse_what_has_a_schema(client: openai.OpenAI) -> None:
+def test_client_helpers_parse_output_with_schema(client: openai.OpenAI) -> None:
     options: Any = {"model": "json", "input": FRAME.prompt, "temperature": 0, "text_format": Query}
     parsed = client.responses.parse(**options)
     assert isinstance(parsed.output_parsed, Query)
@@ -131,7 +131,7 @@ def test_an_agents_second_step_continues_the_first(client: openai.OpenAI) -> Non
     assert (again.output_text, again.store) == (second.output_text, False)
 
 
-def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_streamed_call_equals_complete_call(client: openai.OpenAI) -> None:
     options: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "query"}}
     events = list(ask(client, stream=True, parallel_tool_calls=False, **options))
     for event in events:
@@ -171,7 +171,7 @@ def test_a_stored_response_is_read_listed_and_deleted(client: openai.OpenAI) -> 
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema.not"),
     ],
 )
-def test_its_errors_name_the_place(client: openai.OpenAI, fields: Any, param: str) -> None:
+def test_client_errors_name_wrong_parameter(client: openai.OpenAI, fields: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert caught.value.param == param

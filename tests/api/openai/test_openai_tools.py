@@ -65,7 +65,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("tool", [QUERY, LOOSE], ids=["strict", "loose"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "query"}}])
-def test_a_forced_call_has_arguments_that_fit(client: openai.OpenAI, tool: Any, choice: Any) -> None:
+def test_forced_call_has_arguments_matching_schema(client: openai.OpenAI, tool: Any, choice: Any) -> None:
     answer = ask(client, tools=[tool], tool_choice=choice, parallel_tool_calls=False)
     (call,) = answer.choices[0].message.tool_calls
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -74,7 +74,7 @@ def test_a_forced_call_has_arguments_that_fit(client: openai.OpenAI, tool: Any, 
     Query.model_validate_json(call.function.arguments)
 
 
-def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_streamed_call_equals_complete_call(client: openai.OpenAI) -> None:
     options = {"tools": [QUERY], "tool_choice": "required", "parallel_tool_calls": False}
     chunks = list(ask(client, **options, stream=True, stream_options={"include_usage": True}))
     pieces = [piece for chunk in chunks if chunk.choices for piece in chunk.choices[0].delta.tool_calls or ()]
@@ -87,7 +87,7 @@ def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens > 0
 
 
-def test_its_own_helpers_parse_the_call(client: openai.OpenAI) -> None:
+def test_client_helpers_parse_tool_call(client: openai.OpenAI) -> None:
     options: Any = {"model": "json", "messages": MESSAGES, "temperature": 0, "max_tokens": 120}
     options |= {"tools": [QUERY], "tool_choice": "required", "parallel_tool_calls": False}
     parsed = client.chat.completions.parse(**options).choices[0].message.tool_calls
@@ -99,7 +99,7 @@ def test_its_own_helpers_parse_the_call(client: openai.OpenAI) -> None:
     assert final[0].function.parsed_arguments == parsed[0].function.parsed_arguments
 
 
-def test_choices_call_for_themselves(client: openai.OpenAI) -> None:
+def test_each_choice_makes_separate_call(client: openai.OpenAI) -> None:
     answer = ask(client, tools=[CLOCK], tool_choice="required", n=2, temperature=1, seed=1, parallel_tool_calls=False)
     calls = [choice.message.tool_calls[0] for choice in answer.choices]
     assert [call.function.name for call in calls] == ["clock", "clock"]
@@ -119,7 +119,7 @@ def test_an_agents_second_step_has_the_result(client: openai.OpenAI) -> None:
     assert second.message.content == FRAME.render("json")
 
 
-def test_a_model_that_may_choose_answers_in_words(client: openai.OpenAI) -> None:
+def test_model_free_to_choose_answers_in_text(client: openai.OpenAI) -> None:
     answer = ask(client, tools=[LOOSE]).choices[0]
     assert answer.finish_reason == "stop"
     assert answer.message.tool_calls is None
@@ -143,7 +143,7 @@ def test_a_model_that_may_choose_answers_in_words(client: openai.OpenAI) -> None
         ),
     ],
 )
-def test_its_errors_name_the_place(client: openai.OpenAI, fields: Any, param: str) -> None:
+def test_client_errors_name_wrong_parameter(client: openai.OpenAI, fields: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert caught.value.param == param

@@ -76,7 +76,7 @@ async def test_a_stream_says_how_the_tenant_stands(client: httpx2.AsyncClient, l
     assert (await complete(client, stream=True)).headers["x-ratelimit-remaining-requests"] == "2"
 
 
-async def test_over_the_rate_is_a_429_that_says_when_it_passes(client: httpx2.AsyncClient, limit: Limit) -> None:
+async def test_exceeded_rate_gets_429_with_retry_after(client: httpx2.AsyncClient, limit: Limit) -> None:
     await limit(requests_per_minute=1)
     await complete(client)
     response = await complete(client)
@@ -87,9 +87,7 @@ async def test_over_the_rate_is_a_429_that_says_when_it_passes(client: httpx2.As
     assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-async def test_the_rate_is_asked_before_the_body_is_looked_at(
-    client: httpx2.AsyncClient, limit: Limit, engine: Any
-) -> None:
+async def test_rate_is_checked_before_body_is_parsed(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
     await limit(requests_per_minute=1)
     await complete(client)
     response = await client.post("/v1/completions", content=b"{no json")
@@ -98,7 +96,7 @@ async def test_the_rate_is_asked_before_the_body_is_looked_at(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/detokenize", "/t/acme/v1/completions"])
-async def test_every_call_that_computes_counts(client: httpx2.AsyncClient, limit: Limit, path: str) -> None:
+async def test_each_computing_route_counts_towards_rate(client: httpx2.AsyncClient, limit: Limit, path: str) -> None:
     await limit(requests_per_minute=1)
     await complete(client)
     assert (await client.post(path, json={})).status_code == 429
@@ -111,7 +109,7 @@ async def test_listing_models_doesnt_count(client: httpx2.AsyncClient, limit: Li
     assert (await complete(client)).status_code == 200
 
 
-async def test_another_tenants_requests_use_nothing_of_mine(
+async def test_requests_of_other_tenant_use_no_quota(
     url: str, client: httpx2.AsyncClient, limit: Limit, make_tenant: Any, publish: Any
 ) -> None:
     globex = await make_tenant("globex")
@@ -124,7 +122,7 @@ async def test_another_tenants_requests_use_nothing_of_mine(
         assert (await complete(other)).status_code == 429
 
 
-async def test_tokens_that_werent_used_are_given_back(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
+async def test_unused_reserved_tokens_are_returned(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
     engine.script = "four"
     await limit(tokens_per_minute=100)
     assert (await complete(client, max_tokens=90)).json()["usage"]["total_tokens"] == 15
@@ -147,7 +145,7 @@ async def test_tokens_are_reserved_while_a_request_runs(
     assert services.admissions.num_running(acme.caller.tenant) == 0
 
 
-async def test_every_choice_reserves_its_own_answer(client: httpx2.AsyncClient, limit: Limit) -> None:
+async def test_each_choice_reserves_separate_answer_tokens(client: httpx2.AsyncClient, limit: Limit) -> None:
     await limit(tokens_per_minute=100)
     response = await complete(client, n=5)
     error = response.json()["error"]
@@ -156,7 +154,7 @@ async def test_every_choice_reserves_its_own_answer(client: httpx2.AsyncClient, 
     assert response.headers["x-should-retry"] == "false"
 
 
-async def test_more_choices_than_the_tenant_may_have_waiting_never_pass(
+async def test_choices_beyond_tenant_queue_limit_never_pass(
     client: httpx2.AsyncClient, limit: Limit, engine: Any
 ) -> None:
     await limit(max_queued_requests=3)
@@ -195,7 +193,7 @@ async def test_so_many_requests_at_once(client: httpx2.AsyncClient, limit: Limit
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"max_tokens": 0, "echo": True}, {"n": 3}])
-async def test_a_client_that_leaves_frees_its_place_and_its_tokens_but_the_prompts(
+async def test_disconnect_frees_slot_and_tokens_except_prompt_tokens(
     client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, body: dict[str, Any]
 ) -> None:
     engine.step_s = 60
@@ -216,7 +214,7 @@ async def remaining_tokens(services: Services, acme: Any) -> int:
 
 
 @pytest.mark.parametrize("failure", [DeadlineExceeded("Its time was over."), AdapterNumerics("Not finite.")])
-async def test_a_prompt_that_was_computed_in_vain_is_of_the_rate(
+async def test_failed_request_still_charges_computed_prompt(
     client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, failure: Exception
 ) -> None:
     engine.fail_after, engine.failure = 0, failure
@@ -226,7 +224,7 @@ async def test_a_prompt_that_was_computed_in_vain_is_of_the_rate(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_request_that_the_engine_doesnt_take_uses_no_tokens(
+async def test_request_rejected_by_engine_uses_no_tokens(
     client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any, n: int, monkeypatch: Any
 ) -> None:
     generate = engine.generate
@@ -247,7 +245,7 @@ async def test_a_request_that_the_engine_doesnt_take_uses_no_tokens(
     assert await remaining_tokens(services, acme) == 100
 
 
-async def test_tokens_that_were_made_for_a_client_that_left_are_charged(
+async def test_tokens_generated_before_disconnect_are_charged(
     client: httpx2.AsyncClient, limit: Limit, engine: Any, services: Services, acme: Any
 ) -> None:
     engine.step_s = 0.005
@@ -261,7 +259,7 @@ async def test_tokens_that_were_made_for_a_client_that_left_are_charged(
     assert 970 <= int(services.admissions.headers(caller)["x-ratelimit-remaining-tokens"]) < 990
 
 
-def test_what_was_made_and_never_read_is_charged_when_the_request_ends(services: Services, acme: Any) -> None:
+def test_unread_generated_tokens_are_charged_at_request_end(services: Services, acme: Any) -> None:
     caller = replace(acme.caller, policy=TenantPolicy(limits=TenantLimits(tokens_per_minute=100)))
     admitted = services.admissions.enter(caller)
     admitted.reserve(10, 50)
@@ -273,7 +271,7 @@ def test_what_was_made_and_never_read_is_charged_when_the_request_ends(services:
 
 
 @pytest.mark.parametrize("changed", [{"model": "nothing"}, {"prompt": 3}, {"temperature": "x"}, {"max_tokens": 10**6}])
-async def test_a_refused_request_frees_its_place(
+async def test_refused_request_frees_slot(
     client: httpx2.AsyncClient, limit: Limit, services: Services, acme: Any, changed: dict[str, Any]
 ) -> None:
     await limit(tokens_per_minute=100)
@@ -283,7 +281,7 @@ async def test_a_refused_request_frees_its_place(
     assert response.headers["x-ratelimit-remaining-tokens"] == "100"
 
 
-async def test_a_failure_of_the_engine_frees_its_place(
+async def test_engine_failure_frees_slot(
     client: httpx2.AsyncClient, engine: Any, services: Services, acme: Any
 ) -> None:
     engine.fail_after = 0
@@ -291,7 +289,7 @@ async def test_a_failure_of_the_engine_frees_its_place(
     assert services.admissions.num_running(acme.caller.tenant) == 0
 
 
-async def test_the_engine_is_told_the_tenants_weight_and_shares(
+async def test_engine_receives_tenant_weight_and_shares(
     client: httpx2.AsyncClient, services: Services, engine: Any, limit: Limit
 ) -> None:
     await complete(client)
@@ -302,9 +300,7 @@ async def test_the_engine_is_told_the_tenants_weight_and_shares(
     assert facts == [(1.0, 1.0, 0), (2.5, 0.25, 7)]
 
 
-async def test_an_admin_for_a_tenant_uses_that_tenants_share(
-    client: httpx2.AsyncClient, url: str, limit: Limit
-) -> None:
+async def test_admin_acting_for_tenant_uses_tenant_rate(client: httpx2.AsyncClient, url: str, limit: Limit) -> None:
     await limit(requests_per_minute=1)
     await complete(client)
     headers = {"authorization": "Bearer admin-key-of-the-tests-" + "x" * 20, "x-tenant": "acme"}
@@ -312,7 +308,7 @@ async def test_an_admin_for_a_tenant_uses_that_tenants_share(
         assert (await complete(admin)).status_code == 429
 
 
-async def test_unserved_requests_use_nothing_of_the_rate(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
+async def test_unserved_requests_use_no_rate(client: httpx2.AsyncClient, limit: Limit, engine: Any) -> None:
     await limit(requests_per_minute=3)
     engine.fail_after = 0
     for _ in range(5):

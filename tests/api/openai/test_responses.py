@@ -90,7 +90,7 @@ async def test_a_complete_response_says_so(client: httpx2.AsyncClient) -> None:
     assert (body["status"], body["incomplete_details"], body["output"][0]["status"]) == ("completed", None, "completed")
 
 
-async def test_items_reach_the_prompt_in_their_order(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_input_items_reach_prompt_in_order(client: httpx2.AsyncClient, engine: Any) -> None:
     items = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -192,7 +192,7 @@ def names_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["type"] for event in events]
 
 
-async def test_a_stream_that_was_cut_off_is_incomplete(client: httpx2.AsyncClient) -> None:
+async def test_truncated_stream_is_incomplete(client: httpx2.AsyncClient) -> None:
     events = events_of(await ask(client, stream=True, max_output_tokens=4))
     assert events[-1]["type"] == "response.incomplete"
     assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -212,7 +212,7 @@ async def test_an_answer_without_text_is_an_empty_message(client: httpx2.AsyncCl
     ]
 
 
-async def test_logprobs_are_those_of_the_text(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_logprobs_match_output_text(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "<think>\nHm.\n</think>é!"
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     message = (await answer_of(client, **fields))["output"][1]
@@ -256,7 +256,7 @@ async def test_a_forced_call_has_a_grammar(client: httpx2.AsyncClient, engine: A
     assert "get_weather" in engine.seen[-1].params.grammar
 
 
-async def test_what_changes_nothing_is_named_in_the_header(client: httpx2.AsyncClient) -> None:
+async def test_fields_without_effect_are_named_in_header(client: httpx2.AsyncClient) -> None:
     answer = await ask(
         client,
         include=["reasoning.encrypted_content"],
@@ -384,14 +384,14 @@ async def test_bad_fields_are_named(client: httpx2.AsyncClient, subtests: pytest
     assert engine.seen == []
 
 
-async def test_too_long_an_input_says_so_in_the_words_that_clients_look_for(client: httpx2.AsyncClient) -> None:
+async def test_overlong_input_error_uses_wording_clients_expect(client: httpx2.AsyncClient) -> None:
     error = (await ask(client, input="x" * 9000)).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith("This model's maximum context length is 4096 tokens.")
     assert error["message"].endswith("reduce the length of the input.")
 
 
-async def test_an_error_in_a_stream_is_told_by_two_events(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_error_in_stream_is_reported_by_two_events(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 3, EngineCrashed("The engine died twice under this request.")
     events = events_of(await ask(client, stream=True))
     error, failed = events[-2:]
@@ -401,14 +401,14 @@ async def test_an_error_in_a_stream_is_told_by_two_events(client: httpx2.AsyncCl
     assert (await ask(client)).status_code == 500
 
 
-async def test_an_error_before_the_first_byte_has_a_status(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_error_before_first_byte_has_error_status(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after = 0
     answer = await ask(client, stream=True)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
     assert answer.headers["retry-after-ms"]
 
 
-async def test_a_response_continues_those_before_it(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_response_continues_previous_responses(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = THOUGHT
     first = await answer_of(client, input="Which?", instructions="be brief", tools=[WEATHER, TIME])
     engine.script = "Rain."
@@ -432,7 +432,7 @@ async def test_a_response_continues_those_before_it(client: httpx2.AsyncClient, 
     )
 
 
-async def test_a_stream_is_stored_before_it_says_that_it_is_complete(client: httpx2.AsyncClient) -> None:
+async def test_streamed_response_is_stored_before_completion_event(client: httpx2.AsyncClient) -> None:
     final = events_of(await ask(client, stream=True))[-1]["response"]
     assert final["store"] is True
     assert (await client.get(f"/v1/responses/{final['id']}")).json() == final
@@ -445,7 +445,7 @@ async def test_stored_response_has_time_of_answer(client: httpx2.AsyncClient, se
     assert (await client.get(f"/v1/responses/{answer['id']}")).json() == answer
 
 
-async def test_what_isnt_to_be_stored_isnt(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_response_with_store_false_is_not_stored(client: httpx2.AsyncClient, services: Services) -> None:
     body = await answer_of(client, store=False)
     final = events_of(await ask(client, store=False, stream=True))[-1]["response"]
     assert (body["store"], final["store"]) == (False, False)
@@ -455,7 +455,7 @@ async def test_what_isnt_to_be_stored_isnt(client: httpx2.AsyncClient, services:
     assert (answer.status_code, error["code"], error["param"]) == (404, "response_not_found", "previous_response_id")
 
 
-async def test_an_answer_comes_when_the_database_is_away_and_says_that_it_isnt_stored(
+async def test_answer_without_database_reports_store_false(
     client: httpx2.AsyncClient, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = await answer_of(client)
@@ -475,7 +475,7 @@ async def test_an_answer_comes_when_the_database_is_away_and_says_that_it_isnt_s
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")
 
 
-async def test_another_tenants_response_reads_like_an_absent_one(
+async def test_foreign_response_reads_like_absent_response(
     client: httpx2.AsyncClient,
     url: str,
     make_tenant: Callable[[str], Awaitable[Any]],

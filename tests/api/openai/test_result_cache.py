@@ -71,7 +71,7 @@ def without_what_may_differ(response: httpx2.Response) -> str:
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_a_kept_answer_is_the_same_but_for_id_time_and_details_of_usage(
+async def test_cached_answer_differs_only_in_id_and_usage(
     client: httpx2.AsyncClient, engine: Any, subtests: pytest.Subtests
 ) -> None:
     streamed = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -100,7 +100,7 @@ async def test_a_kept_answer_is_the_same_but_for_id_time_and_details_of_usage(
             assert without_what_may_differ(first) == without_what_may_differ(second)
 
 
-async def test_nothing_is_kept_unless_request_and_tenant_ask_for_it(
+async def test_caching_needs_consent_of_request_and_tenant(
     client: httpx2.AsyncClient, allow: Callable[..., Awaitable[None]], services: Any
 ) -> None:
     assert [await outcome(client) for _ in range(2)] == ["off", "off"]
@@ -115,7 +115,7 @@ async def test_nothing_is_kept_unless_request_and_tenant_ask_for_it(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_whatever_changes_the_answer_is_another_answer(
+async def test_each_field_affecting_answer_changes_cache_key(
     client: httpx2.AsyncClient, subtests: pytest.Subtests
 ) -> None:
     await outcome(client)
@@ -150,7 +150,7 @@ async def test_whatever_changes_the_answer_is_another_answer(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_another_tenant_never_gets_a_kept_answer(
+async def test_cached_answer_never_reaches_other_tenant(
     client: httpx2.AsyncClient,
     url: str,
     make_tenant: Callable[[str], Awaitable[Any]],
@@ -173,7 +173,7 @@ async def test_another_tenant_never_gets_a_kept_answer(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_a_new_version_is_another_answer_and_a_deleted_one_is_none(
+async def test_new_version_misses_cache_and_deletion_clears_answers(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, acme: Any
 ) -> None:
     assert [await outcome(client) for _ in range(2)] == ["miss", "hit"]
@@ -186,7 +186,7 @@ async def test_a_new_version_is_another_answer_and_a_deleted_one_is_none(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_what_is_made_while_its_version_is_deleted_is_not_kept(
+async def test_answer_generated_during_version_deletion_is_not_cached(
     client: httpx2.AsyncClient, services: Any, acme: Any, engine: Any
 ) -> None:
     engine.step_s = 0.02
@@ -200,7 +200,7 @@ async def test_what_is_made_while_its_version_is_deleted_is_not_kept(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_a_deleted_tenants_answers_and_a_revoked_key_are_gone(
+async def test_tenant_deletion_clears_cache_and_revoked_key_fails(
     client: httpx2.AsyncClient, services: Any, acme: Any
 ) -> None:
     assert await outcome(client) == "miss"
@@ -213,7 +213,7 @@ async def test_a_deleted_tenants_answers_and_a_revoked_key_are_gone(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_answers_that_failed_or_were_cut_short_are_not_kept(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_failed_or_truncated_answers_are_not_cached(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.fail_after, engine.failure = 3, EngineCrashed("gone")
     assert (await ask(client)).status_code == 500
     failed = await ask(client, stream=True)
@@ -223,7 +223,7 @@ async def test_answers_that_failed_or_were_cut_short_are_not_kept(client: httpx2
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_a_reader_that_leaves_does_not_leave_half_an_answer(
+async def test_disconnect_leaves_no_partial_answer_in_cache(
     client: httpx2.AsyncClient, engine: Any, services: Any
 ) -> None:
     engine.step_s = 0.02
@@ -265,7 +265,7 @@ async def test_bad_fields_are_named(client: httpx2.AsyncClient, engine: Any, sub
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_a_kept_answer_costs_the_price_of_cached_tokens(
+async def test_cached_answer_costs_price_of_cached_tokens(
     client: httpx2.AsyncClient, services: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = PriceTable("EUR", Price(prompt=Decimal(10), cached=Decimal(1), completion=Decimal(100)))
@@ -299,7 +299,7 @@ async def test_a_kept_answer_costs_the_price_of_cached_tokens(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_a_hit_is_in_its_tenants_usage_once_whatever_its_form(
+async def test_cache_hit_is_counted_once_in_tenant_usage(
     client: httpx2.AsyncClient, services: Any, subtests: pytest.Subtests
 ) -> None:
     async def amounts() -> Amounts:
@@ -327,7 +327,7 @@ async def test_a_hit_is_in_its_tenants_usage_once_whatever_its_form(
 
 
 @pytest.mark.usefixtures("_allowed")
-async def test_routes_without_the_field_name_it_as_ignored(
+async def test_routes_without_cache_field_report_field_as_ignored(
     client: httpx2.AsyncClient, services: Any, subtests: pytest.Subtests
 ) -> None:
     messages = [{"role": "user", "content": "hi"}]

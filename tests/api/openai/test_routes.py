@@ -33,13 +33,13 @@ async def test_models_are_the_base_and_the_tenants_adapters(client: httpx2.Async
 
 
 @pytest.mark.parametrize("model", ["org/base:1", "sql", "sql@1", "sql@live", "org/base:1:sql"])
-async def test_a_model_is_found_by_any_of_its_names(client: httpx2.AsyncClient, model: str) -> None:
+async def test_model_is_found_by_each_name(client: httpx2.AsyncClient, model: str) -> None:
     response = await client.get(f"/v1/models/{model}")
     assert response.status_code == 200
     assert response.json()["id"] == model
 
 
-async def test_another_tenants_adapter_reads_like_one_that_is_absent(
+async def test_foreign_adapter_reads_like_absent_adapter(
     client: httpx2.AsyncClient, make_tenant: Callable[[str], Awaitable[Any]], publish: Callable[..., Any]
 ) -> None:
     globex = await make_tenant("globex")
@@ -138,7 +138,7 @@ async def test_an_admin_acts_for_a_tenant(client: httpx2.AsyncClient) -> None:
     assert len((await client.get("/v1/models", headers=ADMIN)).json()["data"]) == 1
 
 
-async def test_an_admin_that_names_two_tenants_acts_for_neither(
+async def test_admin_naming_two_tenants_is_refused(
     client: httpx2.AsyncClient, make_tenant: Callable[[str], Awaitable[Any]]
 ) -> None:
     await make_tenant("globex")
@@ -158,7 +158,7 @@ async def test_a_key_without_the_scope_is_forbidden(client: httpx2.AsyncClient, 
     assert (await client.get("/metrics")).status_code == 403
 
 
-async def test_metrics_count_what_happened(client: httpx2.AsyncClient) -> None:
+async def test_metrics_count_served_requests(client: httpx2.AsyncClient) -> None:
     await client.post("/v1/completions", json={"model": "sql", "prompt": "list", "max_tokens": 5})
     text = (await client.get("/metrics", headers=ADMIN)).text
     for line in (
@@ -174,7 +174,7 @@ async def test_metrics_count_what_happened(client: httpx2.AsyncClient) -> None:
         assert line in text
 
 
-async def test_lora_requests_info_names_what_waits_and_what_runs_as_routers_send_it(
+async def test_lora_requests_info_names_waiting_and_running_adapters(
     client: httpx2.AsyncClient,
     services: Services,
     engine: Any,
@@ -223,7 +223,7 @@ async def test_lora_requests_info_names_what_waits_and_what_runs_as_routers_send
     await says("", "", max_lora=40)
 
 
-async def test_adapters_in_memory_are_named_as_they_are_requested(
+async def test_adapters_in_memory_are_named_as_requested(
     client: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loraserve.api.metrics.routing.MAX_AGE_S", 0.0)
@@ -250,7 +250,7 @@ async def test_adapters_in_memory_are_named_as_they_are_requested(
     assert engine.num_residency_queries == 3
 
 
-async def test_one_name_of_two_tenants_is_two_adapters_in_memory(
+async def test_same_name_of_two_tenants_is_two_adapters(
     client: httpx2.AsyncClient,
     engine: Any,
     acme: Any,
@@ -304,7 +304,7 @@ async def test_a_continued_message_can_be_tokenized(client: httpx2.AsyncClient, 
     assert services.tokenizer.decode(tokens, skip_special_tokens=False) == "<|user|>list\n<|assistant|>The tickets: "
 
 
-async def test_no_such_route_and_no_such_method_have_envelopes(client: httpx2.AsyncClient) -> None:
+async def test_unknown_route_and_wrong_method_get_error_envelopes(client: httpx2.AsyncClient) -> None:
     absent = await client.get("/v1/nothing?SECRETMARKER", headers={"x-any": "SECRETMARKER"})
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
     assert "SECRETMARKER" not in absent.text
@@ -331,7 +331,7 @@ NEAREST = {
 }
 
 
-async def test_an_unknown_route_is_named_with_the_nearest_one(client: httpx2.AsyncClient) -> None:
+async def test_unknown_route_is_reported_with_nearest_route(client: httpx2.AsyncClient) -> None:
     for route, nearest in NEAREST.items():
         method, path = route.split()
         answer = await client.request(method, path)
@@ -351,7 +351,7 @@ async def test_an_unknown_route_is_shown_plain_and_short(client: httpx2.AsyncCli
     assert "xxx…" in long
 
 
-async def test_ping_takes_both_methods_and_the_version_takes_a_key(url: str, client: httpx2.AsyncClient) -> None:
+async def test_ping_accepts_post_and_version_requires_key(url: str, client: httpx2.AsyncClient) -> None:
     assert (await client.post("/ping", content=b"{}")).json() == {"status": "ok"}
     assert (await client.get("/version")).json() == {"version": __version__}
     async with httpx2.AsyncClient(base_url=url) as stranger:
@@ -359,7 +359,7 @@ async def test_ping_takes_both_methods_and_the_version_takes_a_key(url: str, cli
             assert (await stranger.get(path)).status_code == 401
 
 
-async def test_tokenizer_info_is_the_config_with_plain_tokens_and_the_template(
+async def test_tokenizer_info_contains_config_plain_tokens_and_template(
     client: httpx2.AsyncClient, services: Services
 ) -> None:
     services.tokenizer.config = {
@@ -387,7 +387,7 @@ async def test_the_frameworks_own_routes_are_not_there(client: httpx2.AsyncClien
     assert (await client.get(path)).status_code == 404
 
 
-async def test_an_application_with_a_bare_route_does_not_start(
+async def test_application_with_unscoped_route_does_not_start(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = APIRouter()
@@ -402,7 +402,7 @@ async def test_an_application_with_a_bare_route_does_not_start(
         create_app(services)
 
 
-async def test_every_route_declares_one_scope(services: Services) -> None:
+async def test_each_route_declares_single_scope(services: Services) -> None:
     declared = {path: found for path, _, found in scopes.declared_scopes(create_app(services))}
     assert declared["/v1/completions"] == {"inference"}
     assert declared["/t/{tenant}/v1/chat/completions"] == {"inference"}

@@ -42,7 +42,7 @@ async def head(client: httpx2.AsyncClient, services: Any, acme: Any, make_upload
     await uploads.release(acme.caller.tenant, staged)
 
 
-async def test_a_score_is_the_cosine_of_the_texts_vectors(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_score_is_cosine_of_text_vectors(client: httpx2.AsyncClient, engine: Any) -> None:
     for fields in ({}, {"pooling": "mean"}):
         a, b, c = await vectors(client, "one", "two", "three", **fields)
         engine.seen.clear()
@@ -56,7 +56,7 @@ async def test_a_score_is_the_cosine_of_the_texts_vectors(client: httpx2.AsyncCl
         assert answer["usage"]["prompt_tokens"] == 11
 
 
-async def test_pairs_come_under_each_of_their_names(client: httpx2.AsyncClient) -> None:
+async def test_pairs_are_accepted_under_each_field_name(client: httpx2.AsyncClient) -> None:
     sides = (["a", "b"], ["c", "d"])
     names = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
     answers = [(await ask(client, "/v1/score", **dict(zip(pair, sides, strict=True))))["data"] for pair in names]
@@ -67,7 +67,7 @@ async def test_pairs_come_under_each_of_their_names(client: httpx2.AsyncClient) 
     assert one["score"] == answers[0][0]["score"]
 
 
-async def test_documents_are_ordered_by_their_score(client: httpx2.AsyncClient) -> None:
+async def test_documents_are_ordered_by_score(client: httpx2.AsyncClient) -> None:
     documents = ["one", "two", "three", "two"]
     q, *rest = await vectors(client, "query", *documents)
     wanted = sorted(range(4), key=lambda i: (-(q @ rest[i]), i))
@@ -85,7 +85,7 @@ async def test_documents_are_ordered_by_their_score(client: httpx2.AsyncClient) 
 
 
 @pytest.mark.usefixtures("head")
-async def test_an_adapters_head_scores_each_pair_as_one_text(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_classification_head_scores_each_pair_as_single_text(client: httpx2.AsyncClient, engine: Any) -> None:
     answer = await ask(client, "/v1/score", text_1="ab", text_2=["cd", "e"])
     assert answer["scoring"] == "classification_head"
     assert [engine.tokenizer.decode(request.prompt_token_ids) for request in engine.seen] == ["abcd", "abe"]
@@ -114,7 +114,7 @@ async def test_a_head_of_three_labels_makes_no_score(
 
 
 @pytest.mark.usefixtures("head")
-async def test_a_long_pair_loses_its_longer_text_first(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_long_pair_has_longer_text_truncated_first(client: httpx2.AsyncClient, engine: Any) -> None:
     await ask(client, "/v1/score", text_1="abc", text_2="0123456789", truncate_prompt_tokens=8)
     assert engine.tokenizer.decode(engine.seen[-1].prompt_token_ids) == "abc01234"
     long = {"query": "abc", "documents": ["0" * 300], "truncate_prompt_tokens": -1}
@@ -156,7 +156,7 @@ BAD: list[tuple[str, str, dict[str, Any], int, str]] = [
 ]
 
 
-async def test_bad_input_is_a_4xx_that_names_the_field(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_bad_input_gets_4xx_naming_field(client: httpx2.AsyncClient, engine: Any) -> None:
     for what, path, fields, status, param in BAD:
         response = await client.post(path, json={"model": "sql", **fields})
         assert (response.status_code, response.json()["error"]["param"]) == (status, param), what

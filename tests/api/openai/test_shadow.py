@@ -124,7 +124,7 @@ def outcomes(services: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_copy_runs_on_the_shadow_version_and_its_answer_is_dropped(
+async def test_copy_runs_on_shadow_version_without_reaching_client(
     client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, scripts: Any, is_stream: bool
 ) -> None:
     scripts.update({1: "the answer of one", 2: "the answer of two"})
@@ -174,7 +174,7 @@ async def test_a_copy_waits_until_the_answer_has_begun(
     await compared(services, acme)
 
 
-async def test_the_share_says_how_many_requests_have_a_copy(
+async def test_share_determines_number_of_copied_requests(
     client: httpx2.AsyncClient,
     services: Any,
     engine: Any,
@@ -193,7 +193,7 @@ async def test_the_share_says_how_many_requests_have_a_copy(
     await compared(services, acme)
 
 
-async def test_a_shadow_that_fails_fails_nobody(
+async def test_failing_shadow_does_not_fail_request(
     client: httpx2.AsyncClient, services: Any, acme: Any, shadow: Shadow, scripts: Any
 ) -> None:
     scripts[2] = AdapterCorrupt("Damaged.")
@@ -205,7 +205,7 @@ async def test_a_shadow_that_fails_fails_nobody(
     assert [(tally.num_requests, tally.num_failed) for tally in traffic.values()] == [(1, 0), (1, 1)]
 
 
-async def test_a_shadows_answer_that_is_not_finite_is_a_strike_against_it(
+async def test_non_finite_shadow_answer_is_strike_against_shadow(
     client: httpx2.AsyncClient, services: Any, acme: Any, shadow: Shadow, scripts: Any
 ) -> None:
     scripts[2] = AdapterNumerics("Its logits were not finite.")
@@ -217,7 +217,7 @@ async def test_a_shadows_answer_that_is_not_finite_is_a_strike_against_it(
         assert [check["strikes"] for check in version.checks if check["name"] == "numerics"] == strikes
 
 
-async def test_an_engine_that_has_no_place_for_a_copy_is_no_failure_of_the_version(
+async def test_copy_refused_by_full_engine_is_not_failure(
     client: httpx2.AsyncClient, services: Any, acme: Any, shadow: Shadow, scripts: Any
 ) -> None:
     scripts[2] = Overloaded("The queue is full.")
@@ -227,7 +227,7 @@ async def test_an_engine_that_has_no_place_for_a_copy_is_no_failure_of_the_versi
 
 
 @pytest.mark.parametrize("limits", [Limits(shadow_timeout_s=0.05)])
-async def test_a_copy_that_takes_too_long_is_given_up_and_counts_as_failed(
+async def test_slow_copy_is_abandoned_and_counts_as_failed(
     client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, limits: Limits
 ) -> None:
     engine.step_s = 0.01
@@ -252,7 +252,7 @@ async def test_a_busy_server_makes_no_copies(
     assert outcomes(services) == {"dropped": 1}
 
 
-async def test_a_copy_gives_way_to_requests_that_wait(
+async def test_copy_yields_to_waiting_requests(
     client: httpx2.AsyncClient,
     services: Any,
     engine: Any,
@@ -274,7 +274,7 @@ async def test_a_copy_gives_way_to_requests_that_wait(
     assert await compared(services, acme) == ()
 
 
-async def test_a_client_that_leaves_takes_the_copy_along(
+async def test_disconnect_ends_shadow_copy(
     client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, gate: asyncio.Event
 ) -> None:
     engine.step_s = 0.05
@@ -287,7 +287,7 @@ async def test_a_client_that_leaves_takes_the_copy_along(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_shadow_requests=3, max_shadow_requests_per_tenant=2)])
-async def test_copies_are_few_and_no_tenant_has_them_all(
+async def test_copies_are_bounded_in_total_and_per_tenant(
     client: httpx2.AsyncClient,
     services: Any,
     acme: Any,
@@ -316,7 +316,7 @@ async def test_copies_are_few_and_no_tenant_has_them_all(
     assert services.shadows._num_by_tenant == {}
 
 
-async def test_who_uses_a_granted_adapter_runs_no_copies_for_its_owner(
+async def test_grantee_request_runs_no_copy_for_owner(
     client: httpx2.AsyncClient, services: Any, engine: Any, acme: Any, shadow: Shadow, make_tenant: Any, url: str
 ) -> None:
     globex = await make_tenant("globex")
@@ -353,7 +353,7 @@ async def test_copies_are_in_nobodys_figures(
     assert read("loraserve_shadow_tokens_total") == 12
 
 
-async def test_a_server_that_closes_runs_no_copies(
+async def test_closing_server_runs_no_copies(
     client: httpx2.AsyncClient, services: Any, engine: Any, shadow: Shadow
 ) -> None:
     engine.step_s = 0.01

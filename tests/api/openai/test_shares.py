@@ -63,7 +63,7 @@ def half_sent(key: str, num_bytes: int = 100, of: int = 1000, path: str = "/v1/c
 
 
 @pytest.mark.parametrize("limits", [Limits(max_live_requests=16)])
-async def test_one_tenants_stalled_bodies_leave_others_their_part(
+async def test_stalled_bodies_leave_capacity_to_other_tenants(
     url: str, acme: Any, globex: httpx2.AsyncClient, base: Any, services: Services, limits: Limits
 ) -> None:
     async with stalled(url, half_sent(acme.key), 24) as connections:
@@ -82,7 +82,7 @@ async def test_one_tenants_stalled_bodies_leave_others_their_part(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_live_requests=8)])
-async def test_one_tenants_waiting_requests_leave_others_their_part(
+async def test_waiting_requests_leave_capacity_to_other_tenants(
     url: str, acme: Any, globex: httpx2.AsyncClient, base: Any, engine: Any, limits: Limits
 ) -> None:
     engine.step_s = 60
@@ -98,7 +98,7 @@ async def test_one_tenants_waiting_requests_leave_others_their_part(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_body_bytes_in_flight=400 * KIB)])
-async def test_half_sent_bodies_hold_a_bounded_number_of_bytes(
+async def test_half_sent_bodies_hold_bounded_bytes(
     url: str, acme: Any, globex: httpx2.AsyncClient, base: Any, services: Services, limits: Limits
 ) -> None:
     held = services.rooms.body_bytes
@@ -116,7 +116,7 @@ async def test_half_sent_bodies_hold_a_bounded_number_of_bytes(
 
 
 @pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.5)])
-async def test_a_body_that_began_fast_and_stalls_frees_its_place_as_soon_as_any(
+async def test_body_stalling_after_fast_start_frees_slot_promptly(
     url: str, acme: Any, services: Services, limits: Limits
 ) -> None:
     # at 16 KiB a second this much once bought another 64 seconds
@@ -132,7 +132,7 @@ async def test_a_body_that_began_fast_and_stalls_frees_its_place_as_soon_as_any(
     await until(lambda: services.rooms.live.total == 0)
 
 
-async def test_a_reader_that_takes_a_little_now_and_then_is_dropped(
+async def test_reader_below_minimum_pace_is_dropped(
     url: str, acme: Any, base: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.5, min_read_bytes_per_s=1024 * KIB))
@@ -183,7 +183,7 @@ async def read_in_steps(url: str, data: bytes, step_bytes: int, pause_s: float) 
         return num_bytes
 
 
-async def test_large_answer_is_held_to_its_readers_pace(url: str, acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_answer_is_delivered_at_reader_pace(url: str, acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LIMITS", Limits(stalled_reader_s=0.5, min_read_bytes_per_s=32 * KIB))
     whole = await read_in_steps(url, large_answer(acme), 1024 * KIB, 0)
     assert whole > 3_000_000
@@ -208,7 +208,7 @@ async def test_requests_without_a_good_key_hold_no_place(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_unproven_requests=4)])
-async def test_keys_that_are_looked_up_hold_their_address_share_of_places(
+async def test_unproven_keys_hold_only_address_share_of_slots(
     url: str,
     globex: httpx2.AsyncClient,
     base: Any,
@@ -230,7 +230,7 @@ async def test_keys_that_are_looked_up_hold_their_address_share_of_places(
 
 
 @pytest.mark.parametrize("limits", [Limits(max_management_requests=8)])
-async def test_management_requests_leave_others_their_part_and_completions_all_of_theirs(
+async def test_management_requests_leave_capacity_for_tenants_and_completions(
     url: str, acme: Any, globex: httpx2.AsyncClient, base: Any, services: Services, limits: Limits
 ) -> None:
     keys = services.authenticator.keys
@@ -258,7 +258,7 @@ def half_sent_upload(key: str, num_bytes: int) -> bytes:
     return head("POST", "/api/v1/adapters/stalled/versions", headers, length=64 << 20) + part + bytes(num_bytes)
 
 
-async def test_stalled_uploads_of_two_tenants_leave_places_to_a_third(
+async def test_stalled_uploads_leave_slots_to_third_tenant(
     url: str,
     acme: Any,
     globex: httpx2.AsyncClient,
@@ -284,7 +284,7 @@ async def test_stalled_uploads_of_two_tenants_leave_places_to_a_third(
 
 
 @pytest.mark.parametrize("kind", ["push", "piece"])
-async def test_a_stalled_upload_gives_its_place_to_a_tenant_that_has_none(
+async def test_stalled_upload_yields_slot_to_tenant_without_slot(
     url: str,
     acme: Any,
     globex: httpx2.AsyncClient,
@@ -321,7 +321,7 @@ async def test_a_stalled_upload_gives_its_place_to_a_tenant_that_has_none(
 
 
 @pytest.mark.parametrize("name", ["Authorization", "X-Tenant", "Idempotency-Key", "Content-Type", "Host", "Expect"])
-async def test_a_header_of_which_there_is_one_may_not_come_twice(url: str, acme: Any, name: str) -> None:
+async def test_duplicate_singleton_header_is_refused(url: str, acme: Any, name: str) -> None:
     headers = [("Host", "x"), ("Authorization", f"Bearer {acme.key}"), ("Connection", "close")]
     headers += [(name, "x")] * (1 if name in ("Host", "Authorization") else 2)
     lines = "".join(f"{key}: {value}\r\n" for key, value in headers)

@@ -61,7 +61,7 @@ SAME_SCHEMA = {
 
 @pytest.mark.parametrize("fields", SAME_SCHEMA.values(), ids=SAME_SCHEMA)
 @pytest.mark.parametrize("ask", [chat, complete])
-async def test_a_schema_reaches_the_engine_however_it_is_sent(
+async def test_schema_reaches_engine_from_each_request_form(
     client: httpx2.AsyncClient, engine: Any, fields: dict[str, Any], ask: Callable[..., Awaitable[httpx2.Response]]
 ) -> None:
     assert (await ask(client, **fields)).status_code == 200
@@ -87,7 +87,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("fields", "expected"), OTHERS.values(), ids=OTHERS)
-async def test_other_kinds_of_answers_reach_it_too(
+async def test_regex_choice_and_grammar_requests_reach_engine(
     client: httpx2.AsyncClient, engine: Any, fields: dict[str, Any], expected: str
 ) -> None:
     assert (await chat(client, **fields)).status_code == 200
@@ -106,7 +106,7 @@ TAG = {"triggers": ["<f="], "structures": [{"begin": "<f=a>", "schema": SCHEMA, 
         {"structural_tag": TAG},
     ],
 )
-async def test_structural_tags_reach_it(client: httpx2.AsyncClient, engine: Any, fields: dict[str, Any]) -> None:
+async def test_structural_tags_reach_engine(client: httpx2.AsyncClient, engine: Any, fields: dict[str, Any]) -> None:
     assert (await chat(client, **fields)).status_code == 200
     assert '"</f>"' in grammar_of(engine)["lark_grammar"]
 
@@ -152,7 +152,7 @@ async def test_numbers_are_bounded_unless_asked_otherwise(
     assert "maximum" not in grammar_of(engine)["json_schema"]
 
 
-async def test_operator_chooses_white_space_that_requests_leave_open(
+async def test_operator_chooses_unspecified_json_whitespace(
     client: httpx2.AsyncClient, engine: Any, services: Services
 ) -> None:
     await chat(client, **json_schema())
@@ -175,9 +175,7 @@ async def test_operator_chooses_white_space_that_requests_leave_open(
     assert grammar_of(engine)["json_schema"]["x-guidance"]["whitespace_pattern"] == " "
 
 
-async def test_what_cannot_be_enforced_is_refused_unless_strict_is_false(
-    client: httpx2.AsyncClient, engine: Any
-) -> None:
+async def test_unenforceable_schema_is_refused_unless_strict_is_false(client: httpx2.AsyncClient, engine: Any) -> None:
     schema = {"type": "array", "uniqueItems": True}
     for strict in (True, None):
         refused = await chat(client, **json_schema(schema, strict=strict))
@@ -312,7 +310,7 @@ async def test_a_known_grammar_is_not_compiled_again(client: httpx2.AsyncClient,
     assert services.grammars.check_s.num == 2
 
 
-async def test_a_client_that_leaves_ends_the_compilation(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_disconnect_ends_grammar_compilation(client: httpx2.AsyncClient, services: Services) -> None:
     await chat(client, regex="a")
     (process,) = services.grammars._processes._all
     with pytest.raises(httpx2.TimeoutException):

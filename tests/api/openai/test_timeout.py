@@ -43,7 +43,7 @@ def timing_out(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_the_engine_is_told_and_its_end_is_marked(
+async def test_timeout_reaches_engine_and_marks_stop_reason(
     client: httpx2.AsyncClient, engine: Any, timing_out: None, path: str
 ) -> None:
     choice = (await ask(client, path, timeout=2.5, return_token_ids=True)).json()["choices"][0]
@@ -55,14 +55,14 @@ async def test_the_engine_is_told_and_its_end_is_marked(
 
 
 @pytest.mark.parametrize("timeout", [0, -1, LIMITS.max_request_timeout_s + 1, "2", True])
-async def test_a_timeout_that_is_none_is_refused(client: httpx2.AsyncClient, engine: Any, timeout: Any) -> None:
+async def test_invalid_timeout_is_refused(client: httpx2.AsyncClient, engine: Any, timeout: Any) -> None:
     for path in ("completions", "chat/completions"):
         response = await ask(client, path, timeout=timeout)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
     assert engine.seen == []
 
 
-async def test_a_fallback_has_what_is_left_of_the_time(
+async def test_fallback_gets_remaining_time(
     client: httpx2.AsyncClient, engine: Any, services: Any, acme: Any, publish: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish(seed=1)
@@ -89,7 +89,7 @@ async def test_a_fallback_has_what_is_left_of_the_time(
     assert 0 < engine.seen[1].timeout_s <= 0.001, "it is the engine that says so"
 
 
-async def test_an_answer_that_was_cut_short_is_no_measure_for_a_shadow(
+async def test_timed_out_answer_is_not_compared_with_shadow(
     client: httpx2.AsyncClient,
     engine: Any,
     services: Any,

@@ -88,7 +88,7 @@ async def test_a_call_alone_has_null_content(client: httpx2.AsyncClient, engine:
     assert len(message["tool_calls"]) == 1
 
 
-async def test_an_answer_without_a_call_is_as_without_tools(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_answer_without_call_is_unchanged_by_tools(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "No <tool is> needed. "
     for extra in ({}, {"tools": [WEATHER]}):
         choice = (await chat(client, **extra)).json()["choices"][0]
@@ -116,7 +116,7 @@ async def test_calls_are_streamed_as_openai_does(client: httpx2.AsyncClient, eng
     assert last["usage"]["completion_tokens"] > 20
 
 
-async def test_each_choice_has_calls_of_its_own(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_each_choice_has_separate_calls(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = CALL
     whole = (await chat(client, tools=[WEATHER], n=3)).json()["choices"]
     response = await chat(client, tools=[WEATHER], n=3, stream=True)
@@ -126,7 +126,7 @@ async def test_each_choice_has_calls_of_its_own(client: httpx2.AsyncClient, engi
     assert {one["calls"][0][2] for one in streamed} == {'{"city": "Ångström"}'}
 
 
-async def test_one_call_is_left_where_several_may_not_be(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_single_call_remains_if_parallel_calls_are_off(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = f"{CALL}\n{TIME_CALL}"
     options = {"tools": [WEATHER, TIME], "parallel_tool_calls": False}
     (call,) = (await chat(client, **options)).json()["choices"][0]["message"]["tool_calls"]
@@ -134,7 +134,7 @@ async def test_one_call_is_left_where_several_may_not_be(client: httpx2.AsyncCli
     assert len(message_of(deltas_of(await chat(client, **options, stream=True)))["calls"]) == 1
 
 
-async def test_a_call_that_was_cut_off_says_length(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_truncated_call_finishes_with_length(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = CALL
     choice = (await chat(client, tools=[WEATHER], max_tokens=50)).json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -152,13 +152,13 @@ async def test_logprobs_and_token_ids_are_of_all_tokens(client: httpx2.AsyncClie
     assert [id_ for choice in choices for id_ in choice.get("token_ids", ())] == whole["token_ids"]
 
 
-async def test_a_stop_string_ends_the_text_before_it_is_read(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_stop_string_ends_text_before_tool_parsing(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = CALL
     message = (await chat(client, tools=[WEATHER], stop=["stroem", "ström"])).json()["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Ång'
 
 
-async def test_special_tokens_that_mark_nothing_stay_hidden(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_special_tokens_without_tool_meaning_stay_hidden(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = f"Hm.<|im_start|></tool_call>\n{CALL}<|im_end|>"
     message = (await chat(client, tools=[WEATHER])).json()["choices"][0]["message"]
     assert message["content"] == "Hm."
@@ -219,19 +219,19 @@ async def test_a_forced_call_has_a_grammar(client: httpx2.AsyncClient, engine: A
     assert ("get_weather" in prompt_of(engine)) == (choice == "required")
 
 
-async def test_tools_that_are_left_to_the_model_have_none(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_optional_tools_have_no_grammar(client: httpx2.AsyncClient, engine: Any) -> None:
     for choice in ("auto", None, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TIME]}}):
         assert (await chat(client, tools=[WEATHER, TIME], tool_choice=choice)).status_code == 200
         assert engine.seen[-1].params.grammar == ""
 
 
-async def test_a_strict_tool_has_one_behind_its_marker(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_strict_tool_has_grammar_after_marker(client: httpx2.AsyncClient, engine: Any) -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     assert (await chat(client, tools=[strict, TIME])).status_code == 200
     assert "get_weather" in engine.seen[-1].params.grammar
 
 
-async def test_a_response_format_is_for_answers_that_are_no_calls(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_response_format_applies_to_answers_without_calls(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = '{"n": 5}'
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -245,7 +245,7 @@ async def test_a_response_format_is_for_answers_that_are_no_calls(client: httpx2
     assert "@answer" not in engine.seen[-1].params.grammar
 
 
-async def test_tools_that_may_not_be_called_are_ignored_and_said_so(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_uncallable_tools_are_ignored_and_reported(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = CALL
     plain, answered = await chat(client), await chat(client, tools=[WEATHER], tool_choice="none")
     assert answered.status_code == 200
@@ -257,7 +257,7 @@ async def test_tools_that_may_not_be_called_are_ignored_and_said_so(client: http
     assert "x-loraserve-ignored" not in nothing.headers
 
 
-async def test_what_the_model_thinks_is_apart_from_its_answer(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_reasoning_is_separate_from_answer(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = f"<think>\nRain < sun?\n</think>\n\nLook:\n{CALL}"
     choice = (await chat(client, tools=[WEATHER])).json()["choices"][0]
     message = choice["message"]
@@ -271,20 +271,20 @@ async def test_what_the_model_thinks_is_apart_from_its_answer(client: httpx2.Asy
     assert without_tools["content"].startswith("Look:")
 
 
-async def test_a_prompt_that_closed_the_reasoning_has_none(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_prompt_closing_reasoning_yields_no_reasoning(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "<think>literally"
     message = (await chat(client, chat_template_kwargs={"enable_thinking": False})).json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "literally", "refusal": None}
 
 
-async def test_a_prompt_that_was_cut_still_closes_the_reasoning(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_truncated_prompt_still_closes_reasoning(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "<think>literally"
     how: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}, "truncate_prompt_tokens": 20}
     message = (await chat(client, **how)).json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "literally", "refusal": None}
 
 
-async def test_reasoning_that_was_cut_off_has_no_content(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_truncated_reasoning_has_no_content(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = "<think>\nRain < sun?"
     choice = (await chat(client, max_tokens=6)).json()["choices"][0]
     assert choice["message"]["content"] is None
@@ -398,12 +398,12 @@ async def test_a_bad_field_is_named(
     assert not engine.seen
 
 
-async def test_old_fields_say_what_took_their_place(client: httpx2.AsyncClient) -> None:
+async def test_deprecated_fields_name_replacements(client: httpx2.AsyncClient) -> None:
     for name, value in (("functions", [{"name": "f"}]), ("function_call", {"name": "f"})):
         assert "Send tools" in (await chat(client, **{name: value})).json()["error"]["message"]
 
 
-async def test_arguments_that_are_no_json_are_shown_as_they_are(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_arguments_without_valid_json_are_shown_verbatim(client: httpx2.AsyncClient, engine: Any) -> None:
     messages = called(function={"name": "f", "arguments": "{oops"})
     assert (await chat(client, messages=messages)).status_code == 200
     assert '"arguments": {oops}' in prompt_of(engine)
@@ -413,7 +413,7 @@ async def test_arguments_that_are_no_json_are_shown_as_they_are(client: httpx2.A
     "value",
     ['"\\ud800"', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 33 + "]" * 33, "[" * 900 + "]" * 900, "[" * 1500],
 )
-async def test_arguments_that_no_template_could_write_are_shown_as_they_are(
+async def test_arguments_unwritable_by_templates_are_shown_verbatim(
     client: httpx2.AsyncClient, engine: Any, value: str
 ) -> None:
     # most were a 500: they can't be encoded, or written within the depth of the interpreter
@@ -424,7 +424,7 @@ async def test_arguments_that_no_template_could_write_are_shown_as_they_are(
         assert f'"arguments": {arguments}' in prompt_of(engine)
 
 
-async def test_a_template_without_tools_refuses_them(client: httpx2.AsyncClient, services: Services) -> None:
+async def test_template_without_tool_support_refuses_tools(client: httpx2.AsyncClient, services: Services) -> None:
     template = services.chat_format.template
     template._read.discard("tools")
     response = await chat(client, tools=[TIME])

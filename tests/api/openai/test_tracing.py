@@ -81,7 +81,7 @@ def num_spans(services: Services, outcome: str) -> float:
     return services.metrics.registry.get_sample_value("loraserve_trace_spans_total", {"outcome": outcome}) or 0.0
 
 
-async def test_a_request_is_a_part_of_its_clients_trace_and_its_stages_are_parts_of_it(
+async def test_request_joins_client_trace_and_contains_stage_spans(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     response = await client.post("/v1/completions", json=BODY | {"stream": True}, headers=TRACEPARENT)
@@ -101,7 +101,7 @@ async def test_a_request_is_a_part_of_its_clients_trace_and_its_stages_are_parts
     assert collector.paths[0] == "/v1/traces"
 
 
-async def test_durations_are_those_of_server_timing_and_add_up(
+async def test_span_durations_match_server_timing_and_add_up(
     client: httpx2.AsyncClient, engine: FakeEngine, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     engine.step_s = 0.01
@@ -127,7 +127,7 @@ async def test_durations_are_those_of_server_timing_and_add_up(
     assert abs(root.start_ns / 1e9 - time.time()) < 60
 
 
-async def test_attributes_are_of_the_conventions_and_say_what_the_log_says(
+async def test_span_attributes_follow_conventions_and_match_log(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     response = await client.post("/v1/completions", json=BODY, headers=TRACEPARENT)
@@ -176,7 +176,7 @@ async def test_attributes_are_of_the_conventions_and_say_what_the_log_says(
         ("/v1/rerank", {"model": "sql", "query": SECRET, "documents": ["b"]}, "rerank sql"),
     ],
 )
-async def test_no_span_holds_a_prompt_an_answer_or_a_key(
+async def test_spans_contain_no_prompt_answer_or_key(
     client: httpx2.AsyncClient,
     acme: Tenant,
     tracer: SpanTracer,
@@ -195,7 +195,7 @@ async def test_no_span_holds_a_prompt_an_answer_or_a_key(
         assert secret.encode() not in posted, secret
 
 
-async def test_fastapi_records_nothing_of_its_own_whatever_the_environment_says(
+async def test_fastapi_records_no_telemetry_in_any_environment(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTAPI_OTEL_AUTO_CONFIGURE", "true")
@@ -203,7 +203,7 @@ async def test_fastapi_records_nothing_of_its_own_whatever_the_environment_says(
     assert not any(config[name] for name in ("tracing", "metrics", "logs", "auto_configure"))
 
 
-async def test_several_choices_have_their_own_stages_up_to_a_bound(
+async def test_choices_have_separate_stages_up_to_bound(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     prompts = ["a", "b", "c", "d"]
@@ -218,7 +218,7 @@ async def test_several_choices_have_their_own_stages_up_to_a_bound(
     assert answer.attributes["gen_ai.usage.output_tokens"] == 160
 
 
-async def test_a_refused_request_is_one_span_with_the_errors_code(
+async def test_refused_request_is_single_span_with_error_code(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     await client.post("/v1/completions", json=BODY | {"model": "absent"}, headers=TRACEPARENT)
@@ -228,7 +228,7 @@ async def test_a_refused_request_is_one_span_with_the_errors_code(
     assert root.status == 0
 
 
-async def test_an_answer_that_fails_is_an_error_with_its_stages(
+async def test_failing_answer_is_error_span_with_stages(
     client: httpx2.AsyncClient, engine: FakeEngine, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     engine.fail_after = 3
@@ -239,7 +239,7 @@ async def test_an_answer_that_fails_is_an_error_with_its_stages(
     assert decode.attributes["loraserve.finish_reason"] == "overloaded"
 
 
-async def test_a_request_that_got_no_token_has_only_waited(
+async def test_request_without_token_has_only_wait_span(
     client: httpx2.AsyncClient, engine: FakeEngine, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     engine.fail_after = 0
@@ -261,7 +261,7 @@ async def test_a_request_that_got_no_token_has_only_waited(
         "00-" + "\xff" * 32 + f"-{PARENT}-01",
     ],
 )
-async def test_a_traceparent_that_is_none_begins_a_new_trace(
+async def test_invalid_traceparent_begins_new_trace(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector, value: str
 ) -> None:
     sent = [*client.headers.raw, (b"traceparent", value.encode("latin-1"))]
@@ -275,7 +275,7 @@ async def test_a_traceparent_that_is_none_begins_a_new_trace(
     assert (root.name, root.parent_id, root.trace_id != TRACE) == ("GET /v1/models", "", True)
 
 
-async def test_two_traceparents_are_none_and_a_long_tracestate_is_dropped(
+async def test_duplicate_traceparent_is_ignored_and_long_tracestate_dropped(
     client: httpx2.AsyncClient, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     parent = (b"traceparent", TRACEPARENT["traceparent"].encode())
@@ -296,7 +296,7 @@ async def test_two_traceparents_are_none_and_a_long_tracestate_is_dropped(
 
 
 @pytest.mark.parametrize("sample", [0.0])
-async def test_a_share_of_the_requests_is_traced_and_a_client_that_decided_is_followed(
+async def test_sampling_follows_share_unless_client_decided(
     client: httpx2.AsyncClient, services: Services, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     await client.get("/v1/models")
@@ -319,7 +319,7 @@ async def test_probes_and_scrapes_are_no_traces(
 
 
 @pytest.mark.alone
-async def test_a_collector_that_doesnt_answer_costs_requests_nothing_and_its_queue_is_bounded(
+async def test_stalled_collector_delays_no_request_and_bounds_queue(
     client: httpx2.AsyncClient, services: Services, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:
     collector.may_answer.clear()
@@ -344,7 +344,7 @@ async def test_a_collector_that_doesnt_answer_costs_requests_nothing_and_its_que
 
 
 @pytest.mark.alone
-async def test_a_collector_that_is_away_costs_requests_nothing_and_is_told_once(
+async def test_unreachable_collector_delays_no_request_and_logs_once(
     services: Services, publish: Any, acme: Tenant, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as unused:

@@ -36,7 +36,7 @@ async def two(client: httpx2.AsyncClient, publish: Callable[..., Any]) -> httpx2
     return client
 
 
-async def test_a_user_stays_on_one_version_of_a_split_and_others_are_spread(two: httpx2.AsyncClient) -> None:
+async def test_user_stays_on_same_version_of_split(two: httpx2.AsyncClient) -> None:
     await put_alias(two, split=[{"version": 1, "weight": 50}, {"version": 2, "weight": 50}])
     chosen = {user: await ask(two, user=user) for user in map(str, range(12))}
     assert set(chosen.values()) == {"sql@1", "sql@2"}
@@ -45,7 +45,7 @@ async def test_a_user_stays_on_one_version_of_a_split_and_others_are_spread(two:
     assert anyone == {"sql@1", "sql@2"}
 
 
-async def test_a_request_keeps_its_version_while_the_alias_moves(two: httpx2.AsyncClient, engine: Any) -> None:
+async def test_running_request_keeps_version_when_alias_moves(two: httpx2.AsyncClient, engine: Any) -> None:
     engine.step_s = 0.02
     await put_alias(two, version=1)
     asking = asyncio.create_task(ask(two, max_tokens=10))
@@ -56,7 +56,7 @@ async def test_a_request_keeps_its_version_while_the_alias_moves(two: httpx2.Asy
     assert await asking == "sql@1"
 
 
-async def test_an_aliases_shadow_has_copies_and_its_page_says_how_it_did(
+async def test_alias_shadow_gets_copies_and_reports_comparison(
     two: httpx2.AsyncClient, engine: Any, services: Any
 ) -> None:
     await put_alias(two, version=1, shadow={"version": 2, "share": 1})
@@ -69,7 +69,7 @@ async def test_an_aliases_shadow_has_copies_and_its_page_says_how_it_did(
     assert (row["version"], row["shadow_version"], row["num_requests"], row["num_tokens"]) == (1, 2, 1, 4)
 
 
-async def test_a_quarantined_version_is_answered_for_by_the_fallback_of_its_adapter(
+async def test_fallback_of_adapter_answers_for_quarantined_version(
     two: httpx2.AsyncClient, services: Any, acme: Any
 ) -> None:
     response = await two.patch("/api/v1/adapters/sql", json={"fallback": 1})
@@ -85,7 +85,7 @@ async def test_a_quarantined_version_is_answered_for_by_the_fallback_of_its_adap
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_quarantined")
 
 
-async def test_a_load_that_misses_its_deadline_falls_back(
+async def test_load_missing_deadline_falls_back(
     two: httpx2.AsyncClient, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await two.patch("/api/v1/adapters/sql", json={"fallback": 1})

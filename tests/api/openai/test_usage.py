@@ -105,7 +105,7 @@ class Leaver:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_whole_answer_is_billed_as_it_says(
+async def test_complete_answer_is_billed_as_reported(
     client: httpx2.AsyncClient, services: Any, path: str, is_stream: bool
 ) -> None:
     usage = await complete(client, path, n=2, stream=is_stream)
@@ -115,7 +115,7 @@ async def test_a_whole_answer_is_billed_as_it_says(
     assert await billed(services) == Amounts(1, usage["prompt_tokens"], cached, 16)
 
 
-def test_the_cached_count_is_billed_with_the_prompt_whichever_choice_is_first(services: Any, acme: Any) -> None:
+def test_cached_count_is_billed_regardless_of_choice_order(services: Any, acme: Any) -> None:
     events: list[UsageEvent] = []
     meter = SimpleNamespace(record=events.append, expect=lambda source: source.record(), persist=lambda: None)
     kept = SimpleNamespace(usage=meter, clock=time.time, admissions=services.admissions)
@@ -157,7 +157,7 @@ async def test_a_scored_prompt_is_billed_without_an_answer(client: httpx2.AsyncC
     assert await billed(services) == Amounts(1, 20, 16, 0)
 
 
-async def test_a_stream_that_is_left_is_billed_for_what_its_client_was_given(
+async def test_abandoned_stream_is_billed_for_delivered_tokens(
     client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
 ) -> None:
     engine.step_s = 0.002
@@ -172,7 +172,7 @@ async def test_a_stream_that_is_left_is_billed_for_what_its_client_was_given(
     assert engine.num_aborted > 0
 
 
-async def test_a_reader_that_stops_reading_is_billed_for_what_its_connection_took(
+async def test_stalled_reader_is_billed_for_tokens_sent(
     client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
 ) -> None:
     engine.script = "word " * 45
@@ -206,7 +206,7 @@ async def test_a_reader_that_stops_reading_is_billed_for_what_its_connection_too
     assert found.undelivered_tokens > 0
 
 
-async def test_who_leaves_before_a_whole_answer_is_billed_for_nothing_and_what_was_made_is_kept(
+async def test_disconnect_before_complete_answer_records_only_undelivered_tokens(
     client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
 ) -> None:
     engine.step_s = 0.02
@@ -221,7 +221,7 @@ def replace_undelivered(amounts: Amounts) -> Amounts:
     return Amounts(amounts.num_requests, amounts.prompt_tokens, amounts.cached_tokens, amounts.completion_tokens)
 
 
-async def test_text_that_was_held_back_is_billed_once_it_is_given(
+async def test_withheld_text_is_billed_only_after_delivery(
     client: httpx2.AsyncClient, url: str, acme: Any, services: Any, engine: Any
 ) -> None:
     engine.script, engine.step_s = "ab" + "c" * 95, 0.01
@@ -237,7 +237,7 @@ async def test_text_that_was_held_back_is_billed_once_it_is_given(
 
 
 @pytest.mark.parametrize(("is_stream", "given", "lost"), [(True, 5, 0), (False, 0, 5)])
-async def test_an_answer_that_fails_is_billed_for_what_was_given_of_it(
+async def test_failing_answer_is_billed_for_delivered_tokens(
     client: httpx2.AsyncClient, services: Any, engine: Any, is_stream: bool, given: int, lost: int
 ) -> None:
     engine.fail_after, engine.failure = 5, EngineCrashed("The engine died twice under this request.")
@@ -247,7 +247,7 @@ async def test_an_answer_that_fails_is_billed_for_what_was_given_of_it(
     assert (found.completion_tokens, found.undelivered_tokens, found.prompt_tokens) == (given, lost, 4 * given)
 
 
-async def test_a_request_that_is_refused_is_not_billed(client: httpx2.AsyncClient, services: Any) -> None:
+async def test_refused_request_is_not_billed(client: httpx2.AsyncClient, services: Any) -> None:
     for body in ({"model": "nobody"}, {"max_tokens": -1}):
         whole = {"model": "sql", "prompt": "x", **body}
         assert (await client.post("/v1/completions", json=whole)).status_code >= 400
@@ -268,7 +268,7 @@ async def test_usage_is_kept_by_adapter_and_version(
     assert len(await sums(services, "adapter", "version")) == 5
 
 
-async def test_a_sum_with_a_long_name_is_kept_apart_from_others_that_begin_alike(
+async def test_long_named_sums_with_same_prefix_stay_separate(
     client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any]
 ) -> None:
     names = [f"{letter}{'x' * 60}" for letter in "abcdefg"]
@@ -302,7 +302,7 @@ def prices(services: Any, acme: Any, monkeypatch: pytest.MonkeyPatch) -> PriceTa
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_answer_says_what_it_cost_and_the_sum_is_the_same(
+async def test_answer_reports_cost_matching_usage_sum(
     client: httpx2.AsyncClient, services: Any, prices: PriceTable, is_stream: bool
 ) -> None:
     usage = await complete(client, stream=is_stream)
@@ -312,7 +312,7 @@ async def test_an_answer_says_what_it_cost_and_the_sum_is_the_same(
     assert (whole.cost, whole.currency) == (Decimal("0.0000148"), "EUR")
 
 
-async def test_an_adapter_has_a_price_of_its_own(
+async def test_adapter_has_specific_price(
     client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any], prices: PriceTable
 ) -> None:
     await publish("law")
@@ -324,7 +324,7 @@ async def test_an_adapter_has_a_price_of_its_own(
     # 4 prompt tokens computed, 16 cached, 8 made
     [("0.999999*law", "0.000028"), ("law+0.000001*sql", "0.000032"), ("0.5*sql", "0.0000148")],
 )
-async def test_a_sum_costs_what_the_dearest_of_its_parts_does(
+async def test_sum_costs_as_much_as_dearest_part(
     client: httpx2.AsyncClient,
     services: Any,
     publish: Callable[..., Any],
@@ -340,9 +340,7 @@ async def test_without_prices_an_answer_says_no_cost(client: httpx2.AsyncClient)
     assert "cost" not in await complete(client)
 
 
-async def test_the_end_of_an_answer_is_in_the_journal_before_it_goes_out(
-    client: httpx2.AsyncClient, services: Any
-) -> None:
+async def test_end_of_answer_is_journaled_before_delivery(client: httpx2.AsyncClient, services: Any) -> None:
     def written() -> int:
         number: int = services.usage.journal_bytes
         return number
@@ -359,7 +357,7 @@ async def test_the_end_of_an_answer_is_in_the_journal_before_it_goes_out(
     assert written() > before
 
 
-async def test_what_a_fallback_answers_is_billed_as_its_own(
+async def test_fallback_answer_is_billed_to_fallback_version(
     client: httpx2.AsyncClient, services: Any, publish: Callable[..., Any], engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await publish("sql", 1) == 2
@@ -387,7 +385,7 @@ async def test_what_a_fallback_answers_is_billed_as_its_own(
         {"adapters": [{"name": "globex/sql"}]},
     ],
 )
-async def test_who_uses_a_granted_adapter_pays_by_its_own_prices_under_the_owners_name(
+async def test_grantee_pays_own_prices_under_owner_name(
     url: str,
     client: httpx2.AsyncClient,
     services: Any,

@@ -38,7 +38,7 @@ def prompts_of(engine: Any) -> list[str]:
     return [engine.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=False) for one in engine.seen]
 
 
-async def test_each_version_has_the_prompt_of_its_own_template(
+async def test_each_version_uses_own_chat_template(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
 ) -> None:
     one = await publish("sql", chat_template=TEMPLATE.encode())
@@ -56,7 +56,7 @@ async def test_each_version_has_the_prompt_of_its_own_template(
     assert by_version[1] == by_version[None] == "<|user|>hi\n<|assistant|>"
 
 
-async def test_the_same_template_is_read_once_for_requests_at_once(
+async def test_template_is_read_once_for_concurrent_requests(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = await publish("sql", chat_template=TEMPLATE.encode())
@@ -82,7 +82,7 @@ async def test_tokenize_shows_the_versions_own_prompt(
     assert "[user]" not in engine.tokenizer.decode(answer.json()["tokens"])
 
 
-async def test_a_last_message_is_continued_by_the_versions_own_template(
+async def test_last_message_is_continued_by_version_template(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
 ) -> None:
     version = await publish("sql", chat_template=TEMPLATE.encode())
@@ -136,7 +136,7 @@ async def test_reserved_template_variable_is_refused(client: httpx2.AsyncClient,
     assert f"can't set {name}" in answer.json()["error"]["message"]
 
 
-async def test_a_sum_uses_the_bases_template_unless_its_parts_have_the_same(
+async def test_sum_uses_base_template_unless_parts_agree(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
 ) -> None:
     await publish("one", 1, chat_template=TEMPLATE.encode())
@@ -147,7 +147,7 @@ async def test_a_sum_uses_the_bases_template_unless_its_parts_have_the_same(
     assert prompts_of(engine) == ["[user] hi\n", *["<|user|>hi\n<|assistant|>"] * 2]
 
 
-async def test_a_versions_tool_parser_reads_its_answers(
+async def test_version_tool_parser_parses_answers(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
 ) -> None:
     tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}]
@@ -188,7 +188,7 @@ async def test_a_messages_thinking_follows_the_versions_own_template(
     assert prompts_of(engine)[-1] == "hi"
 
 
-async def test_the_defaults_of_a_version_are_used_where_a_request_says_nothing(
+async def test_version_defaults_apply_where_request_is_silent(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any, base: Any
 ) -> None:
     config = {
@@ -225,7 +225,7 @@ async def test_the_defaults_of_a_version_are_used_where_a_request_says_nothing(
     assert params.stop_token_ids == (5, base.eos_token_ids[0])
 
 
-async def test_a_version_that_does_not_sample_is_greedy_by_default(
+async def test_version_without_sampling_is_greedy_by_default(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
 ) -> None:
     version = await publish("sql", generation_config=b'{"do_sample": false, "temperature": 0.7}')
@@ -234,7 +234,7 @@ async def test_a_version_that_does_not_sample_is_greedy_by_default(
     assert [one.params.temperature for one in engine.seen] == [0, 0.5]
 
 
-async def test_another_tenant_has_neither_the_template_nor_a_trace_of_it(
+async def test_template_is_invisible_to_other_tenant(
     client: httpx2.AsyncClient, publish: Callable[..., Any], make_tenant: Any, engine: Any, url: str
 ) -> None:
     globex = await make_tenant("globex")
@@ -249,7 +249,7 @@ async def test_another_tenant_has_neither_the_template_nor_a_trace_of_it(
     assert absent.status_code == missing.status_code == 404
 
 
-async def test_a_template_that_refuses_messages_is_named_with_its_version(
+async def test_template_refusing_messages_is_named_with_version(
     client: httpx2.AsyncClient, publish: Callable[..., Any]
 ) -> None:
     strict = "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}x"
@@ -263,7 +263,7 @@ async def test_a_template_that_refuses_messages_is_named_with_its_version(
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
 
 
-async def test_a_renderer_that_was_killed_is_started_again(
+async def test_killed_renderer_is_restarted(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, engine: Any
 ) -> None:
     version = await publish("sql", chat_template=TEMPLATE.encode())
@@ -274,7 +274,7 @@ async def test_a_renderer_that_was_killed_is_started_again(
     assert services.templates.num_starts == 2
 
 
-async def test_a_template_that_hangs_ends_alone_while_streams_go_on(
+async def test_hanging_template_ends_alone_while_streams_continue(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, make_tenant: Any, url: str
 ) -> None:
     # one step of many seconds: no look at the clock ends it
@@ -296,7 +296,7 @@ async def test_a_template_that_hangs_ends_alone_while_streams_go_on(
     assert services.templates.num_by_outcome["killed"] == 1
 
 
-async def test_a_tenant_whose_templates_always_hang_delays_no_other(
+async def test_hanging_templates_of_tenant_delay_no_other_tenant(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any, make_tenant: Any, url: str
 ) -> None:
     bomb = "{% if messages[0].content == 'bomb' %}{{ ([[0] * 100] * 10000) | sum(start=[]) }}{% endif %}x"
@@ -322,7 +322,7 @@ async def test_a_tenant_whose_templates_always_hang_delays_no_other(
     assert services.templates.num_starts <= 4
 
 
-async def test_damaged_bytes_of_a_template_quarantine_their_version(
+async def test_damaged_template_bytes_quarantine_version(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Any
 ) -> None:
     version = await publish("sql", chat_template=TEMPLATE.encode())
@@ -338,7 +338,7 @@ async def test_damaged_bytes_of_a_template_quarantine_their_version(
     assert (await chat(client, f"sql@{version}")).status_code == 200
 
 
-async def test_a_server_that_starts_again_has_them_still(
+async def test_restarted_server_keeps_version_templates_and_defaults(
     client: httpx2.AsyncClient, publish: Callable[..., Any], services: Services, engine: Any, acme: Any
 ) -> None:
     version = await publish("sql", chat_template=TEMPLATE.encode(), generation_config=b'{"top_k": 3}')

@@ -34,12 +34,12 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_request, "TIMEOUT_GRACE_S", 0.0)
 
 
-async def test_who_has_no_token_when_its_time_is_over_is_told() -> None:
+async def test_request_without_tokens_raises_at_deadline() -> None:
     with pytest.raises(DeadlineExceeded):
         await make(0.01).next(600.0)
 
 
-async def test_who_has_tokens_when_its_time_is_over_ends_with_them() -> None:
+async def test_request_with_tokens_ends_at_deadline() -> None:
     live = make(0.01)
     live.receive(TokenOutput(request_id=RequestId("r"), token_ids=(5,)))
     assert (await live.next()).token_ids == (5,)
@@ -47,7 +47,7 @@ async def test_who_has_tokens_when_its_time_is_over_ends_with_them() -> None:
     assert (output.token_ids, output.finish_reason, output.stop_reason) == ((), FinishReason.LENGTH, "timeout")
 
 
-async def test_another_bound_on_the_wait_is_not_taken_for_its_own_time() -> None:
+async def test_other_wait_bound_is_not_request_deadline() -> None:
     with pytest.raises(TimeoutError):
         await make(600.0).next(0.01)
 
@@ -56,7 +56,7 @@ def output(token_id: int, finish_reason: FinishReason | None = None) -> TokenOut
     return TokenOutput(request_id=RequestId("r"), token_ids=(token_id,), finish_reason=finish_reason)
 
 
-async def test_a_taker_gets_outputs_only_while_the_reader_waits_for_them() -> None:
+async def test_taker_gets_outputs_only_while_reader_waits() -> None:
     live, taken = make(600.0), []
     live.taker = lambda output: taken.append(output.token_ids) or True
     live.receive(output(1))
@@ -76,7 +76,7 @@ async def test_a_taker_gets_outputs_only_while_the_reader_waits_for_them() -> No
     assert live.output_token_ids == [1, 2, 3, 4, 5]
 
 
-async def test_what_a_taker_refuses_and_all_after_it_goes_to_the_reader() -> None:
+async def test_reader_gets_refused_output_and_later_outputs() -> None:
     live, taken = make(600.0), []
     live.taker = lambda output: taken.append(output.token_ids) or len(taken) < 2
     waiting = asyncio.create_task(live.next())

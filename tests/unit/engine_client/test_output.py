@@ -36,7 +36,7 @@ def test_the_text_ends_before_the_first_stop_string(stop, deltas, expected):
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.lists(st.text("ab", max_size=3)))
-def test_the_cut_does_not_depend_on_how_the_text_arrives(stop, deltas):
+def test_stop_cut_is_independent_of_delta_boundaries(stop, deltas):
     text, found = feed(stop, deltas)
     whole = "".join(deltas)
     places = [(whole.find(s) + len(s), s) for s in stop if s in whole]
@@ -49,7 +49,7 @@ def test_the_cut_does_not_depend_on_how_the_text_arrives(stop, deltas):
         assert not any(s in text for s in stop)
 
 
-def test_no_more_is_held_back_than_could_begin_a_stop_string():
+def test_held_text_is_only_possible_stop_prefix():
     strings = StopStrings(["STOP"])
     assert strings.push("hello ST") == ("hello ", None)
     assert strings.push("A") == ("STA", None)
@@ -68,7 +68,7 @@ def byte_fallback(tmp_path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("ending", [FinishReason.LENGTH, FinishReason.STOP])
-def test_a_stop_string_in_the_text_that_the_end_sets_free_is_found(byte_fallback, ending):
+def test_stop_string_in_finally_released_text_is_found(byte_fallback, ending):
     request = GenerateRequest(
         request_id=RequestId("r"),
         tenant=TenantId("t"),

@@ -35,7 +35,7 @@ def enter(bounds: QueueBounds, tenant: TenantId, count: int, max_queued: int = 0
     return num_entered
 
 
-def test_a_tenant_has_no_more_waiting_than_it_may_once_every_place_is_taken() -> None:
+def test_tenant_queue_bound_applies_once_batch_is_full() -> None:
     bounds = QueueBounds(4, 100)
     assert enter(bounds, A, 10, max_queued=3) == 4
     with pytest.raises(
@@ -49,7 +49,7 @@ def test_a_tenant_has_no_more_waiting_than_it_may_once_every_place_is_taken() ->
     assert enter(bounds, B, 10) == 10
 
 
-def test_the_refusal_says_when_one_of_the_tenants_will_have_begun() -> None:
+def test_refusal_estimates_when_tenants_next_request_begins() -> None:
     now = 0.0
     bounds = QueueBounds(1, 100, clock=lambda: now)
     enter(bounds, A, 50, max_queued=50)
@@ -62,21 +62,21 @@ def test_the_refusal_says_when_one_of_the_tenants_will_have_begun() -> None:
     assert caught.value.retry_after_s == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_full_queue_takes_those_of_a_tenant_that_has_less_than_its_part() -> None:
+def test_full_queue_admits_tenant_below_fair_share() -> None:
     bounds = QueueBounds(4, 20)
     assert enter(bounds, A, 30) == 20
     assert enter(bounds, B, 30) == 10
     assert enter(bounds, A, 1) == 0
 
 
-def test_no_number_of_tenants_overfills_the_queue_beyond_its_last_bound() -> None:
+def test_many_tenants_never_exceed_overfill_bound() -> None:
     bounds = QueueBounds(4, 20)
     assert enter(bounds, A, 30) == 20
     num_entered = sum(enter(bounds, TenantId(f"t{number}"), 30) for number in range(100))
     assert 20 + num_entered <= MAX_OVERFILL * 20
 
 
-def test_whose_requests_are_over_is_forgotten() -> None:
+def test_tenant_without_requests_is_forgotten() -> None:
     bounds = QueueBounds(4, 20)
     enter(bounds, A, 20)
     bounds.note_began(A)

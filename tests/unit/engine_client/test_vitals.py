@@ -30,13 +30,13 @@ def pass_time(clock: StoppedClock, vitals: Vitals, seconds: float, tick_s: float
         vitals.tick()
 
 
-def test_a_process_that_says_nothing_is_quiet(clock: StoppedClock, vitals: Vitals) -> None:
+def test_silent_process_counts_as_quiet(clock: StoppedClock, vitals: Vitals) -> None:
     pass_time(clock, vitals, 3)
     assert vitals.quiet_s == 3
     assert not vitals.has_spoken
 
 
-def test_a_pulse_whose_count_stands_still_does_not_end_the_quiet(clock: StoppedClock, vitals: Vitals) -> None:
+def test_pulse_without_progress_keeps_process_quiet(clock: StoppedClock, vitals: Vitals) -> None:
     vitals.note_pulse(7, "computing a step", "computing a step")
     for _ in range(4):
         pass_time(clock, vitals, 1)
@@ -53,9 +53,7 @@ def test_a_message_of_the_working_thread_is_progress(clock: StoppedClock, vitals
 
 
 @pytest.mark.parametrize("away_s", [30, 86_400])
-def test_time_in_which_the_watcher_itself_stood_still_does_not_count(
-    clock: StoppedClock, vitals: Vitals, away_s: float
-) -> None:
+def test_watcher_pause_does_not_count_as_quiet(clock: StoppedClock, vitals: Vitals, away_s: float) -> None:
     """A laptop sleeps, or a container with both processes is frozen:
     the engine had no chance to speak either.
     """
@@ -104,7 +102,7 @@ def test_core_wait_counts_process_without_core() -> None:
     assert core_wait_s(None) == core_wait_s(waiting.pid) == 0.0
 
 
-def test_progress_says_what_is_done_and_how_far_it_is() -> None:
+def test_progress_names_task_and_amount_done() -> None:
     progress = Progress()
     moves = [progress.num_moves]
     progress.begin("loading shard 1 of 2, tensors", 1200)
@@ -121,7 +119,7 @@ def test_progress_says_what_is_done_and_how_far_it_is() -> None:
     assert moves == sorted(set(moves))
 
 
-def test_progress_goes_on_with_what_it_was_at_after_something_aside() -> None:
+def test_progress_resumes_previous_task_after_interruption() -> None:
     progress, told = Progress(), []
     progress.on_begin = lambda: told.append(progress.what)
     progress.begin("loading shard 1 of 2, tensors", 1200)

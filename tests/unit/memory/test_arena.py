@@ -34,7 +34,7 @@ class Tenant:
         self.client.free(thing[0])
 
 
-def test_the_least_valuable_leaves_first_whoever_has_it() -> None:
+def test_least_valuable_memory_is_evicted_first_across_renters() -> None:
     arena = Arena(10, 4096)
     kv = Tenant(arena.client(Owner.KV), (2, 3.0), (2, 1.0))
     adapters = Tenant(arena.client(Owner.ADAPTERS), (3, 2.0), (1, 5.0))
@@ -47,7 +47,7 @@ def test_the_least_valuable_leaves_first_whoever_has_it() -> None:
     assert arena.check() == []
 
 
-def test_room_that_cannot_be_made_costs_nobody_anything() -> None:
+def test_impossible_request_evicts_no_memory() -> None:
     arena = Arena(10, 4096)
     kv = Tenant(arena.client(Owner.KV), (2, 3.0))
     arena.client(Owner.ADAPTERS).allocate(5)
@@ -56,7 +56,7 @@ def test_room_that_cannot_be_made_costs_nobody_anything() -> None:
     assert arena.client(Owner.ADAPTERS).make_room(5)
 
 
-def test_pages_with_places_are_of_one_renter() -> None:
+def test_indexed_pages_belong_to_single_renter() -> None:
     arena = Arena(4, 4096, is_indexed=True)
     kv, adapters = arena.client(Owner.KV), arena.client(Owner.ADAPTERS)
     first, second = kv.allocate_pages(2), adapters.allocate_pages(2)
@@ -83,7 +83,7 @@ def test_pages_are_counted_or_have_places() -> None:
         counted.free(1)
 
 
-def test_check_sees_what_is_lost_shared_or_overstated() -> None:
+def test_check_finds_lost_shared_and_overstated_pages() -> None:
     arena = Arena(4, 4096, is_indexed=True)
     kv, adapters = arena.client(Owner.KV), arena.client(Owner.ADAPTERS)
     adapters.pages.add(kv.allocate_pages(1)[0])
@@ -99,7 +99,7 @@ def test_check_sees_what_is_lost_shared_or_overstated() -> None:
     assert overstated.check() == ["arena: kv counts more idle pages than it holds"]
 
 
-def test_a_renter_that_counts_as_idle_what_it_keeps_is_our_own_bug() -> None:
+def test_renter_overstating_idle_memory_raises_invariant_violation() -> None:
     arena = Arena(4, 4096)
     tenant = Tenant(arena.client(Owner.KV), (4, 1.0))
     tenant.evict_victim = lambda cause, num_pages: None  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def test_a_renter_that_counts_as_idle_what_it_keeps_is_our_own_bug() -> None:
         arena.client(Owner.ADAPTERS).make_room(1)
 
 
-def test_a_pace_is_that_of_the_last_measurements() -> None:
+def test_pace_follows_latest_measurements() -> None:
     pace = CostEstimate(0.5)
     assert pace.seconds_per_unit == 0.5
     pace.note(10, 1.0)

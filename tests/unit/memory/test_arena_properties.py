@@ -262,9 +262,7 @@ def placed_machine(make: Any) -> type[Machine]:
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
 @pytest.mark.parametrize(("machine", "num_examples"), [(counted_machine, 80), (placed_machine, 60)])
-def test_what_is_held_stays_and_each_page_has_one_owner_after_any_operations(
-    make: Any, machine: Any, num_examples: int
-) -> None:
+def test_random_operations_keep_held_memory_and_unique_owners(make: Any, machine: Any, num_examples: int) -> None:
     run_state_machine_as_test(
         machine(make),
         settings=settings(

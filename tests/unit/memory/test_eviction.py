@@ -10,7 +10,7 @@ import pytest
 from loraserve.memory.eviction import USE_DECAY_S, Popularity
 
 
-def test_a_use_counts_less_with_its_age(make: Any) -> None:
+def test_use_counts_less_with_age(make: Any) -> None:
     popularity, a = Popularity(), make.digest("a")
     popularity.use(a, 100.0)
     assert popularity.per_second(a, 100.0) == pytest.approx(1 / USE_DECAY_S)
@@ -22,7 +22,7 @@ def test_a_use_counts_less_with_its_age(make: Any) -> None:
     assert popularity.per_second(make.digest("b"), 100.0) == 0.0
 
 
-def test_steady_use_comes_to_its_rate(make: Any) -> None:
+def test_steady_use_approaches_true_rate(make: Any) -> None:
     popularity, a = Popularity(), make.digest("a")
     for second in range(3000):
         popularity.use(a, float(second))

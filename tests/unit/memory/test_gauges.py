@@ -116,7 +116,7 @@ def check(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [1_000, pytest.param(10_000, marks=pytest.mark.campaign)])
-def test_gauges_are_what_the_allocator_gives_after_any_operations(make: Any, num_samples: int) -> None:
+def test_gauges_match_allocator_after_any_operations(make: Any, num_samples: int) -> None:
     memory = Memory(make, seed=19)
     has_been_full = has_had_adapters = False
     for _ in range(num_samples):
@@ -131,7 +131,7 @@ def test_gauges_are_what_the_allocator_gives_after_any_operations(make: Any, num
     assert has_been_full
 
 
-def test_as_many_adapters_of_one_size_fit_as_are_told(make: Any) -> None:
+def test_reported_number_of_equal_adapters_fits(make: Any) -> None:
     for rank in RANKS:
         arena = Arena(360, PAGE)
         device = CpuDevice(make.base, 360 * PAGE, arena_client=arena.client(Owner.ADAPTERS))

@@ -70,7 +70,7 @@ def shared(make: Any, clock: Any) -> Shared:
     return Shared(make, clock)
 
 
-def test_an_idle_adapter_that_is_worth_less_makes_way_for_kv(shared: Shared, clock: Any) -> None:
+def test_less_valuable_idle_adapter_yields_to_kv(shared: Shared, clock: Any) -> None:
     shared.admit("old")
     clock.advance(100.0)
     shared.cache(0, 10)
@@ -81,7 +81,7 @@ def test_an_idle_adapter_that_is_worth_less_makes_way_for_kv(shared: Shared, clo
     assert shared.kv.check() == shared.pool.check() == []
 
 
-def test_kv_that_is_worth_less_makes_way_for_kv(shared: Shared, clock: Any) -> None:
+def test_less_valuable_kv_yields_to_kv(shared: Shared, clock: Any) -> None:
     shared.cache(0, 10)
     clock.advance(100.0)
     shared.admit("new")
@@ -91,7 +91,7 @@ def test_kv_that_is_worth_less_makes_way_for_kv(shared: Shared, clock: Any) -> N
     assert shared.kv.check() == shared.pool.check() == []
 
 
-def test_kv_that_is_worth_less_makes_way_for_an_adapter_and_is_freed(shared: Shared, clock: Any) -> None:
+def test_less_valuable_kv_is_freed_for_adapter(shared: Shared, clock: Any) -> None:
     blocks = shared.cache(0, 14)
     clock.advance(100.0)
     assert shared.admit("new") == []
@@ -101,7 +101,7 @@ def test_kv_that_is_worth_less_makes_way_for_an_adapter_and_is_freed(shared: Sha
     assert shared.kv.check() == shared.pool.check() == []
 
 
-def test_an_adapter_that_is_worth_less_makes_way_for_an_adapter(shared: Shared, clock: Any) -> None:
+def test_less_valuable_adapter_yields_to_adapter(shared: Shared, clock: Any) -> None:
     shared.admit("old")
     clock.advance(100.0)
     shared.cache(0, 12)
@@ -110,7 +110,7 @@ def test_an_adapter_that_is_worth_less_makes_way_for_an_adapter(shared: Shared, 
     assert shared.kv.num_idle == 12
 
 
-def test_what_was_cached_and_never_hit_is_worth_little_where_little_is_hit(shared: Shared, clock: Any) -> None:
+def test_unhit_cache_is_cheap_at_low_hit_rate(shared: Shared, clock: Any) -> None:
     shared.admit("old")
     clock.advance(100.0)
     shared.cache(0, 12, is_hit=False)
@@ -118,7 +118,7 @@ def test_what_was_cached_and_never_hit_is_worth_little_where_little_is_hit(share
     assert (shared.left, shared.kv.num_evictions_for) == ([], {Owner.KV: 4})
 
 
-def test_what_was_cached_is_expected_to_be_hit_where_much_is(shared: Shared, clock: Any) -> None:
+def test_unhit_cache_is_valuable_at_high_hit_rate(shared: Shared, clock: Any) -> None:
     shared.cache(0, 4)
     for _ in range(50):
         shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0, 2, 0, 3, 0], 8)[0])
@@ -129,7 +129,7 @@ def test_what_was_cached_is_expected_to_be_hit_where_much_is(shared: Shared, clo
     assert (shared.left, shared.kv.num_evictions_for) == ([shared.make.digest("old")], {})
 
 
-def test_what_costs_more_to_have_again_is_kept(shared: Shared, clock: Any) -> None:
+def test_costlier_to_restore_memory_is_kept(shared: Shared, clock: Any) -> None:
     shared.cache(0, 12)
     shared.admit("same age")
     shared.kv.prefix_cache.prefill_cost.note(1000, 100.0)
@@ -137,7 +137,7 @@ def test_what_costs_more_to_have_again_is_kept(shared: Shared, clock: Any) -> No
     assert shared.left == [shared.make.digest("same age")]
 
 
-def test_free_blocks_are_freed_before_anything_is_evicted(shared: Shared) -> None:
+def test_free_blocks_are_freed_before_any_eviction(shared: Shared) -> None:
     shared.admit("a")
     blocks = shared.kv.allocate(12)
     assert blocks is not None
@@ -147,7 +147,7 @@ def test_free_blocks_are_freed_before_anything_is_evicted(shared: Shared) -> Non
     assert shared.pool.num_evictions == shared.kv.num_evictions_for.total() == 0
 
 
-def test_a_page_of_several_blocks_is_freed_once_none_of_them_is_held() -> None:
+def test_page_is_freed_once_no_block_is_held() -> None:
     arena = Arena(2, 1024, is_indexed=True)
     kv = BlockPool(4, 2, layout=BlockLayout(arena.client(Owner.KV), 512, blocks_per_group=2))
     adapters = arena.client(Owner.ADAPTERS)
@@ -168,7 +168,7 @@ def test_a_page_of_several_blocks_is_freed_once_none_of_them_is_held() -> None:
     assert kv.check() == arena.check() == []
 
 
-def test_pages_that_are_kvs_alone_are_not_given_up() -> None:
+def test_pages_owned_by_kv_alone_are_not_surrendered() -> None:
     arena = Arena(1, 1024, is_indexed=True)
     kv = BlockPool(3, 2, layout=BlockLayout(arena.client(Owner.KV), 1024))
     blocks = kv.allocate(3)
@@ -185,7 +185,7 @@ def test_pages_that_are_kvs_alone_are_not_given_up() -> None:
     assert kv.check() == arena.check() == []
 
 
-def test_a_page_with_a_held_block_is_not_offered_before_one_without() -> None:
+def test_page_without_held_block_is_offered_first() -> None:
     arena = Arena(2, 1024, is_indexed=True)
     kv = BlockPool(4, 2, layout=BlockLayout(arena.client(Owner.KV), 512, blocks_per_group=2))
     blocks = kv.allocate(3) or []
@@ -198,7 +198,7 @@ def test_a_page_with_a_held_block_is_not_offered_before_one_without() -> None:
     assert kv.check() == arena.check() == []
 
 
-def test_what_was_held_and_not_used_is_worth_no_more(shared: Shared) -> None:
+def test_holding_block_without_use_adds_no_value(shared: Shared) -> None:
     shared.cache(0, 2)
     before = shared.kv.victim_value()
     shared.kv.release(shared.kv.match_prefix(ROOT, [0, 0, 1, 0], 4)[0], is_use=False)
@@ -207,7 +207,7 @@ def test_what_was_held_and_not_used_is_worth_no_more(shared: Shared) -> None:
     assert (shared.kv.victim_value() or 0.0) > (before or 0.0)
 
 
-def test_an_adapters_use_is_its_pin(shared: Shared, clock: Any) -> None:
+def test_pinning_counts_as_adapter_use(shared: Shared, clock: Any) -> None:
     shared.admit("a")
     before = shared.pool.victim_value()
     for _ in range(3):
@@ -218,7 +218,7 @@ def test_an_adapters_use_is_its_pin(shared: Shared, clock: Any) -> None:
     assert shared.pool.victim_value() == pytest.approx(3 * (before or 0.0))
 
 
-def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
+def test_adapters_leave_memory_for_single_sequence(shared: Shared) -> None:
     for name in "abc":
         shared.admit(name)
         shared.pool.set_operator_pin(shared.make.digest(name), True)
@@ -230,7 +230,7 @@ def test_adapters_have_what_all_but_one_sequence_leaves(shared: Shared) -> None:
     assert shared.kv.allocate(1) is None
 
 
-def test_whoever_is_awaited_is_not_given_up_for_kv(shared: Shared) -> None:
+def test_awaited_adapter_is_not_evicted_for_kv(shared: Shared) -> None:
     shared.admit("a")
     shared.pool.protect([shared.make.digest("a")])
     assert shared.kv.num_available == 12
@@ -239,7 +239,7 @@ def test_whoever_is_awaited_is_not_given_up_for_kv(shared: Shared) -> None:
     assert len(shared.kv.allocate(13) or []) == 13
 
 
-def test_thousands_of_adapters_of_all_sizes_come_and_go_and_no_page_is_lost_between_them(make: Any) -> None:
+def test_random_adapter_churn_loses_no_page(make: Any) -> None:
     pool, rng = make.pool(num_pages=96, max_tiles=400, max_slots=97), random.Random(0)
     arena = Arena(96, make.page_bytes, is_indexed=True)
     kv = BlockPool(96, 2, layout=BlockLayout(arena.client(Owner.KV), make.page_bytes))
@@ -296,7 +296,7 @@ def test_memory_is_freed_with_the_blocks(make: Any, clock: Any) -> None:
     assert all(int(memory.data[b * block]) == 1 for b in kept)
 
 
-def test_a_budget_is_divided_into_pages_that_are_counted() -> None:
+def test_cpu_budget_is_divided_into_pages() -> None:
     division = plan_cpu_memory(100 * 4096 + 5, 3 * 4096 - 7, num_needed_blocks=10, page_num_bytes=4096)
     assert (division.num_pages, division.pages_per_block, division.block_num_bytes) == (100, 3, 3 * 4096)
     assert (division.num_blocks, division.max_adapter_pages) == (33, 70)
@@ -304,7 +304,7 @@ def test_a_budget_is_divided_into_pages_that_are_counted() -> None:
         plan_cpu_memory(100 * 4096, 3 * 4096, num_needed_blocks=34, page_num_bytes=4096)
 
 
-def test_a_budget_is_divided_into_pages_of_whole_blocks_and_rows() -> None:
+def test_gpu_pages_hold_whole_blocks_and_rows() -> None:
     small = plan_gpu_memory(1000 * 512, 500, 10, widest_row_bytes=1200, max_pool_bytes=1 << 30)
     assert (small.block_num_bytes, small.blocks_per_page, small.page_num_bytes) == (512, 3, 1536)
     assert (small.num_pages, small.num_blocks, small.max_adapter_pages) == (333, 999, 329)

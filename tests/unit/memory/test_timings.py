@@ -17,7 +17,7 @@ from loraserve.types import TIME_BOUNDS_S, EngineStats
     ("seconds", "bucket"),
     [(0.0, 0), (-1.0, 0), (0.001, 6), (0.001_000_1, 7), (600.0, 23), (601.0, 24)],
 )
-def test_a_bucket_counts_up_to_and_with_its_bound(seconds: float, bucket: int) -> None:
+def test_bucket_includes_upper_bound(seconds: float, bucket: int) -> None:
     timings = Timings()
     timings.add(seconds)
     counts = timings.histogram.counts
@@ -25,7 +25,7 @@ def test_a_bucket_counts_up_to_and_with_its_bound(seconds: float, bucket: int) -
     assert [i for i, count in enumerate(counts) if count] == [bucket]
 
 
-def test_time_that_runs_backwards_takes_nothing_off_the_sum() -> None:
+def test_backward_time_subtracts_no_seconds() -> None:
     timings = Timings()
     timings.add(2.0)
     timings.add(-1.0)
@@ -43,7 +43,7 @@ def test_histograms_cross_between_processes() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats
 
 
-def test_a_stopwatch_counts_a_block_within_another_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_counts_nested_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 4.0, 10.0, 11.0])
     monkeypatch.setattr(timings_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     watch = Stopwatch()
@@ -55,7 +55,7 @@ def test_a_stopwatch_counts_a_block_within_another_once(monkeypatch: pytest.Monk
     assert watch.take_s() == 0.0
 
 
-def test_a_timed_method_is_timed_when_it_raises_too() -> None:
+def test_timed_method_is_timed_when_raising() -> None:
     class Owner:
         stopwatch = Stopwatch()
 

@@ -160,7 +160,7 @@ def test_each_kind_in_a_mixed_batch_equals_peft(base: str, tmp_path: Path) -> No
     assert float((expected[1] - base_logits).abs().max()) > 0.01
 
 
-def test_lora_that_peft_ties_acts_on_both_sides(tmp_path: Path) -> None:
+def test_tied_lora_acts_on_embedding_and_head(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "qwen2", {"tie_word_embeddings": True})
     config = {"r": 3, "lora_alpha": 4, "target_modules": ["embed_tokens", "k_proj"], "ensure_weight_tying": True}
     packed, model = serving.adapter(config)
@@ -171,9 +171,7 @@ def test_lora_that_peft_ties_acts_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_initialisation_that_changed_the_base_is_served_once_peft_has_converted_it(
-    init: str, tmp_path: Path
-) -> None:
+def test_base_changing_initialisation_is_served_after_peft_conversion(init: str, tmp_path: Path) -> None:
     serving = Serving(tmp_path, "llama", {})
     config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=["q_proj", "up_proj"], init_lora_weights=init)
     model = peft.get_peft_model(open_model(serving.base_dir), config)
@@ -199,9 +197,7 @@ def test_an_initialisation_that_changed_the_base_is_served_once_peft_has_convert
     [{"quantize": "nf4"}, {"quantize": "int4", "activation_dtype": "float"}, {"quantize": "fp8"}],
     ids=lambda o: o["quantize"],
 )
-def test_dora_on_a_quantized_base_equals_peft_on_its_dequantised_weights(
-    loading: dict[str, Any], tmp_path: Path
-) -> None:
+def test_dora_equals_peft_on_dequantized_base_weights(loading: dict[str, Any], tmp_path: Path) -> None:
     serving = Serving(tmp_path, "qwen2", {"hidden_size": 64, "intermediate_size": 128}, **loading)
     config = {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": LINEARS}
     packed, model = serving.adapter(config)
@@ -222,7 +218,7 @@ def rounded_weight(weight: Tensor, format: str) -> Tensor:
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4", "nf4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_base_hands_out_the_weights_that_it_computes_with(quantize: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_base_exposes_weights_used_in_computation(quantize: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = build_model("qwen2", hidden_size=64, intermediate_size=128)
     decoder = load(save_model(model, tmp_path), quantize=quantize, dtype=dtype)
     for layer in range(decoder.spec.num_layers):
@@ -240,9 +236,7 @@ def test_a_base_hands_out_the_weights_that_it_computes_with(quantize: str, dtype
 
 
 @pytest.mark.parametrize("format", [None, "int8", "int4", "nf4", "fp8"])
-def test_a_gpus_linear_hands_out_any_rows_of_what_it_multiplies(
-    format: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_linear_returns_any_range_of_rows(format: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_backend = pytest.importorskip("loraserve.model.backends.gpu_backend", reason="needs Triton")
     matrix = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
     weight = matrix.half() if format is None else quantize(matrix, format, has_zeros=format == "int4").to("cpu")
@@ -253,7 +247,7 @@ def test_a_gpus_linear_hands_out_any_rows_of_what_it_multiplies(
     assert torch.equal(torch.cat(rows), expected[3:29])
 
 
-def test_joined_linears_hand_out_rows_and_biases_as_one() -> None:
+def test_joined_linears_return_rows_and_biases_across_parts() -> None:
     generator = torch.Generator().manual_seed(0)
     first, second, third = (torch.randn(n, 64, generator=generator) for n in (20, 9, 13))
     parts = [
@@ -292,7 +286,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["outside", "dora outside", "embedding alone"])
 @pytest.mark.parametrize("change", COPIES)
-def test_what_was_saved_of_the_base_stands_in_its_place_as_in_peft(
+def test_saved_base_copy_replaces_weight_as_in_peft(
     change: str, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """PEFT loads the copy, cast to the base's dtype; of a tied base, into both."""
@@ -316,7 +310,7 @@ def test_what_was_saved_of_the_base_stands_in_its_place_as_in_peft(
     assert float((plain - expected).abs().max()) < 1e-4 * max(1, float(expected.abs().max()))
 
 
-def test_an_embedding_saved_in_another_dtype_is_still_the_bases(tmp_path: Path) -> None:
+def test_unchanged_embedding_in_any_dtype_is_accepted(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "llama", {}, dtype=torch.bfloat16)
     serving.adapter(KINDS["outside"])
     path = tmp_path / "adapter-0" / "adapter_model.safetensors"
@@ -325,7 +319,7 @@ def test_an_embedding_saved_in_another_dtype_is_still_the_bases(tmp_path: Path) 
         serving.load(tmp_path / "adapter-0")
 
 
-def test_a_row_that_dora_would_divide_by_zero_is_refused(tmp_path: Path) -> None:
+def test_zero_norm_dora_row_is_refused(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "llama", {})
     serving.adapter({"r": 2, "lora_alpha": 2, "use_dora": True, "target_modules": ["q_proj"]})
     path = tmp_path / "adapter-0" / "adapter_model.safetensors"

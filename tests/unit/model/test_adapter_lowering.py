@@ -142,7 +142,7 @@ def composition(parts: list[AdapterPart]) -> AdapterRef:
 
 
 @torch.no_grad()
-def test_a_composition_is_the_base_and_the_weighted_differences_from_it(tmp_path: Path) -> None:
+def test_composition_adds_weighted_differences_to_base(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "qwen2", {})
     model = open_model(serving.base_dir)
     base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -159,7 +159,7 @@ def test_a_composition_is_the_base_and_the_weighted_differences_from_it(tmp_path
     torch.testing.assert_close(logits(serving, packed, prompt), expected, atol=2e-4, rtol=0)
 
 
-def test_a_composition_whose_weights_cancel_is_the_base(tmp_path: Path) -> None:
+def test_composition_with_cancelling_weights_equals_base(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "qwen2", {})
     save(serving, KINDS["every bias"], "adapter")
     adapter = publish(tmp_path / "adapter", serving.store)
@@ -174,9 +174,7 @@ def test_a_composition_whose_weights_cancel_is_the_base(tmp_path: Path) -> None:
     ("rank_error", "dtype"),
     default_and_campaign([(None, "int8"), (0.4, "float32"), (0.4, "int8")], default=[(0.4, "int8")]),
 )
-def test_what_is_lost_of_the_answers_is_of_the_size_of_what_is_lost_of_the_modules(
-    rank_error: float | None, dtype: str, tmp_path: Path
-) -> None:
+def test_answer_loss_is_comparable_to_module_loss(rank_error: float | None, dtype: str, tmp_path: Path) -> None:
     serving = Serving(tmp_path, "llama", {})
     config = peft.LoraConfig(r=6, lora_alpha=5, target_modules=LINEARS, use_dora=True, task_type="CAUSAL_LM")
     model = save(serving, config, "adapter")

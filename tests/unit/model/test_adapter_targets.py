@@ -72,7 +72,7 @@ def name_of(m: ModuleIR, names: BaseTensorNames) -> str:
 
 
 @pytest.mark.parametrize("reach", REACHES)
-def test_a_config_reaches_what_peft_reaches(reach: str, base: tuple[Any, BaseSpec], tmp_path: Path) -> None:
+def test_config_targets_same_modules_as_peft(reach: str, base: tuple[Any, BaseSpec], tmp_path: Path) -> None:
     model, spec = base
     config, tensors = adapter_files(model, tmp_path, REACHES[reach])
     if spec.experts is not None and reach == "a regex":
@@ -88,7 +88,7 @@ def test_a_config_reaches_what_peft_reaches(reach: str, base: tuple[Any, BaseSpe
     assert ours == theirs
 
 
-def test_norms_that_are_no_input_of_linears_are_refused_by_name(base: tuple[Any, BaseSpec], tmp_path: Path) -> None:
+def test_norms_not_feeding_linears_are_refused_by_name(base: tuple[Any, BaseSpec], tmp_path: Path) -> None:
     model, spec = base
     norms = {name.rpartition(".")[2] for name, _ in model.named_modules() if name.endswith("norm")}
     for norm in norms - {path.rpartition(".")[2] for path in spec.norm_paths.values()}:

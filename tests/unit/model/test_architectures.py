@@ -48,7 +48,7 @@ def merged(model: Any, adapter: PackedAdapter) -> Any:
     return model
 
 
-def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[Any, Path]) -> None:
+def test_adapted_rows_equal_merged_models(saved: tuple[Any, Path]) -> None:
     model, directory = saved
     run = PagedRun(load(directory))
     first, second = random_adapter(run.decoder, 4), random_adapter(run.decoder, 13, seed=1)

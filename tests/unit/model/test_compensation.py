@@ -41,7 +41,7 @@ def correlated_rows(num_rows: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rotation", [0, 64])
 @pytest.mark.parametrize("width", [64, 192])
-def test_compensated_products_err_less_than_plain_ones(width: int, rotation: int) -> None:
+def test_compensated_products_err_less_than_plain_products(width: int, rotation: int) -> None:
     x, weight = correlated_rows(500, width), torch.randn(61, width)
     turned = rotate(x, rotation)
     compensated = compensate(weight, inverse_factor(turned), rotation)
@@ -53,7 +53,7 @@ def test_compensated_products_err_less_than_plain_ones(width: int, rotation: int
     assert errors[0] < 0.7 * errors[1]
 
 
-def test_inputs_of_one_row_are_no_hindrance() -> None:
+def test_single_row_inputs_can_be_compensated() -> None:
     x, weight = torch.randn(1, 64), torch.randn(8, 64)
     rounded = compensate(weight, inverse_factor(x), 0).dequantize(torch.float32)
     assert (rounded - weight).norm() < 0.3 * weight.norm()
@@ -210,7 +210,7 @@ def test_other_transforms_are_refused(tmp_path: Path, change: dict[str, Any], me
         load(tmp_path / "out")
 
 
-def test_interrupted_checkpoint_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_quantization_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from loraserve.demo.pack import base_dir
 
     def interrupt(*_: object) -> None:
@@ -222,7 +222,7 @@ def test_interrupted_checkpoint_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_calibrated_is_said(tmp_path: Path) -> None:
+def test_impossible_calibration_is_refused_with_reason(tmp_path: Path) -> None:
     from loraserve.demo.pack import base_dir
 
     text = tmp_path / "short.txt"

@@ -100,7 +100,7 @@ def test_half_precision_weights_stay_near_float32(saved: tuple[Any, Path], optio
     assert decoder.spec.size_bytes < load(directory).spec.size_bytes * 0.7
 
 
-def test_each_row_gets_its_own_adapter(saved: tuple[Any, Path]) -> None:
+def test_each_row_gets_assigned_adapter(saved: tuple[Any, Path]) -> None:
     """Base rows and rows of two adapters in one step equal models with the updates merged; only the
     wanted rows' logits are computed.
     """
@@ -117,7 +117,7 @@ def test_each_row_gets_its_own_adapter(saved: tuple[Any, Path]) -> None:
         torch.testing.assert_close(ours, reference_logits(reference, token_ids)[-2:], rtol=0, atol=1e-4)
 
 
-def test_wanted_rows_are_the_same_bits_whether_others_are_wanted_or_not(decoder: Decoder) -> None:
+def test_wanted_row_bits_are_independent_of_unwanted_rows(decoder: Decoder) -> None:
     adapter = random_adapter(decoder, 8)
     results = []
     for last_rows_only in (False, True):
@@ -128,7 +128,7 @@ def test_wanted_rows_are_the_same_bits_whether_others_are_wanted_or_not(decoder:
     assert all(torch.equal(all_rows, one) for all_rows, one in zip(*results, strict=True))
 
 
-def test_step_without_wanted_rows_writes_the_same_keys_and_values(decoder: Decoder) -> None:
+def test_step_without_wanted_rows_writes_same_cache(decoder: Decoder) -> None:
     adapter = random_adapter(decoder, 8)
     caches = []
     for no_logits in (False, True):
@@ -149,7 +149,7 @@ def test_only_the_rows_own_slots_are_written(decoder: Decoder) -> None:
         assert int(layer.isnan().all(-1).all(1).sum()) == written.numel() - 29
 
 
-def test_adapter_that_is_not_finite_harms_no_other_row(decoder: Decoder) -> None:
+def test_non_finite_adapter_harms_no_other_row(decoder: Decoder) -> None:
     bad, good = random_adapter(decoder, 4), random_adapter(decoder, 4, seed=1)
     bad.data[100] = float("nan")
     results = []
@@ -165,7 +165,7 @@ def test_adapter_that_is_not_finite_harms_no_other_row(decoder: Decoder) -> None
     assert torch.equal(results[0], results[1])
 
 
-def test_rows_of_logits_must_ascend_where_adapters_are_trimmed(saved: tuple[Any, Path]) -> None:
+def test_trimmed_adapters_require_ascending_logit_rows(saved: tuple[Any, Path]) -> None:
     run = PagedRun(load(saved[1]))
     adapter = random_adapter(run.decoder, 2)
     a = run.add(random_tokens(5))
@@ -185,7 +185,7 @@ def test_rows_of_logits_must_ascend_where_adapters_are_trimmed(saved: tuple[Any,
         run.decoder.forward(inputs, run.kv)
 
 
-def test_trimmed_plan_keeps_each_wanted_row_with_its_adapter(saved: tuple[Any, Path]) -> None:
+def test_trimmed_plan_keeps_wanted_rows_with_adapters(saved: tuple[Any, Path]) -> None:
     decoder = load(saved[1])
     first, second = random_adapter(decoder, 2), random_adapter(decoder, 3)
     plan = make_plan([(first, 2, 5), (second, 5, 9)], 12)

@@ -216,7 +216,7 @@ def own_error(row: Row) -> float:
         for seed in range(-(-NUM_CASES // PER_BASE))
     ],
 )
-def test_any_adapters_in_one_batch_equal_peft(seed: int, tmp_path: Path) -> None:
+def test_random_adapters_in_mixed_batch_equal_peft(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(seed, tmp_path)
     rows = drawn.rows()
     for row, difference in zip(rows, differences(drawn, rows), strict=True):
@@ -236,7 +236,7 @@ def test_adapters_on_stored_weights_equal_peft(seed: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3", "olmo2"])
-def test_norms_that_outputs_pass_equal_pefts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_norms_equal_peft(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = ["post_attention_layernorm", "post_feedforward_layernorm"]
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
     monkeypatch.setitem(globals(), "draw_base", lambda rng: (kind, dict(BASES)[kind]))

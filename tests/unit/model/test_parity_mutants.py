@@ -106,7 +106,7 @@ def test_a_mutant_is_caught(mutant: str, draws: list[Drawn], monkeypatch: pytest
     )
 
 
-def test_without_a_mutant_nothing_is_found(draws: list[Drawn]) -> None:
+def test_unmutated_decoder_shows_no_difference(draws: list[Drawn]) -> None:
     torch.manual_seed(0)
     for drawn in draws:
         rows = drawn.rows()

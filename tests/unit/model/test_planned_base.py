@@ -52,7 +52,7 @@ def assert_planned(directory: Path, device: str = "cpu", *, dtype: str = "auto",
     ],
     ids=str,
 )
-def test_any_architecture_takes_what_was_planned(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+def test_architecture_memory_matches_plan(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     assert_planned(save_model(build_model(kind, **options), tmp_path))
 
 
@@ -64,7 +64,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4", "nf4", "fp8"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_any_format_takes_what_was_planned(wide: Path, device: str, quantize: str) -> None:
+def test_format_memory_matches_plan(wide: Path, device: str, quantize: str) -> None:
     planned = assert_planned(wide, device, quantize=quantize)
     formats = {part.name: part.format for part in planned.parts}
     assert (quantize if quantize != "none" else planned.dtype) in {
@@ -74,7 +74,7 @@ def test_any_format_takes_what_was_planned(wide: Path, device: str, quantize: st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_any_dtype_takes_what_was_planned(wide: Path, dtype: str) -> None:
+def test_dtype_memory_matches_plan(wide: Path, dtype: str) -> None:
     assert_planned(wide, dtype=dtype)
 
 
@@ -88,14 +88,14 @@ def test_any_dtype_takes_what_was_planned(wide: Path, dtype: str) -> None:
     ids=["int4 with zeros", "int8", "mixed"],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_checkpoint_that_is_quantized_already_takes_what_was_planned(
+def test_quantized_checkpoint_memory_matches_plan(
     tmp_path: Path, groups: list[dict[str, Any]], format: str, device: str
 ) -> None:
     save_compressed(build_model(**WIDE), tmp_path, groups, format=format)
     assert_planned(tmp_path, device)
 
 
-def test_nf4_of_bitsandbytes_takes_what_was_planned(tmp_path: Path) -> None:
+def test_bitsandbytes_nf4_memory_matches_plan(tmp_path: Path) -> None:
     save_nf4(tmp_path)
     assert_planned(tmp_path)
 
@@ -117,7 +117,7 @@ def test_checkpoint_of_words_takes_planned_memory(tmp_path: Path, kind: str, dev
     assert_planned(tmp_path, device)
 
 
-def test_what_the_loader_refuses_is_refused_in_its_words(tmp_path: Path, wide: Path) -> None:
+def test_plan_refuses_with_loader_message(tmp_path: Path, wide: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len is 4096; expected at most 128"):
         plan(wide, max_model_len=4096)
     with pytest.raises(ConfigError, match="float32 isn't available on a GPU"):
@@ -135,7 +135,7 @@ def test_what_the_loader_refuses_is_refused_in_its_words(tmp_path: Path, wide: P
         plan(odd)
 
 
-def test_experts_are_refused_on_a_gpu_and_codes_are_not_rounded_again(tmp_path: Path) -> None:
+def test_gpu_experts_and_requantization_are_refused(tmp_path: Path) -> None:
     experts = save_model(build_model("mixtral", num_local_experts=4, num_experts_per_tok=2), tmp_path / "experts")
     with pytest.raises(ConfigError, match="aren't served on GPUs"):
         plan(experts, "cuda")
@@ -144,7 +144,7 @@ def test_experts_are_refused_on_a_gpu_and_codes_are_not_rounded_again(tmp_path: 
         plan(tmp_path / "int8", quantize="int4")
 
 
-def test_a_router_is_planned_in_float32_whatever_the_dtype(tmp_path: Path) -> None:
+def test_router_is_planned_in_float32_for_any_dtype(tmp_path: Path) -> None:
     model = build_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
     planned = assert_planned(save_model(model, tmp_path), dtype="bfloat16")
     assert {part.format for part in planned.parts if part.name == "routers"} == {"float32"}

@@ -51,9 +51,7 @@ def test_float32_equals_transformers(base: Path, windows: list[list[int]]) -> No
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
-def test_words_of_codes_equal_the_weights_they_mean(
-    layout: str, base: Path, windows: list[list[int]], tmp_path: Path
-) -> None:
+def test_word_codes_equal_encoded_weights(layout: str, base: Path, windows: list[list[int]], tmp_path: Path) -> None:
     """4 bits in groups of 32 with zeros; GPTQ's with inputs in another order (desc_act)."""
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     meant = save_gptq(model, tmp_path, desc_act=True) if layout == "gptq" else save_awq(model, tmp_path)
@@ -103,7 +101,7 @@ def test_formats_keep_the_distributions(base: Path, windows: list[list[int]]) ->
         pytest.param(("v_proj", "o_proj", "down_proj"), 0.045, 6, marks=pytest.mark.campaign),
     ],
 )
-def test_calibrated_base_keeps_another_text(
+def test_calibrated_base_preserves_uncalibrated_text(
     int8_modules: tuple[str, ...] | None, divergence: float, bits: float, base: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

@@ -50,7 +50,7 @@ def compile_saved(directory: Path, base: BaseSpec) -> AdapterIR:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_base_is_what_transformers_computes(case: str, tmp_path: Path) -> None:
+def test_base_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     kind, options = CASES[case]
     model = build_model(kind, **options)
     evaluation = evaluate_alone(load(save_model(model, tmp_path)), PROMPTS, [])
@@ -88,7 +88,7 @@ CONFIGS: dict[str, peft.PeftConfig] = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_adapter_is_what_peft_computes(kind: str, tmp_path: Path) -> None:
+def test_adapter_logits_equal_peft(kind: str, tmp_path: Path) -> None:
     model = build_model("qwen2", num_hidden_layers=2)
     save_model(model, tmp_path / "base")
     save_random(peft.get_peft_model(open_model(tmp_path / "base"), CONFIGS[kind]), tmp_path / "adapter")
@@ -131,7 +131,7 @@ def test_terms_of_a_composition_add_up(tmp_path: Path) -> None:
         torch.testing.assert_close(own, reference_logits(merged, prompt), atol=TOLERANCE, rtol=0)
 
 
-def test_quantized_base_is_evaluated_on_the_weights_that_it_computes_with(tmp_path: Path) -> None:
+def test_quantized_base_is_evaluated_with_computed_weights(tmp_path: Path) -> None:
     model = build_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
     decoder = load(save_model(model, tmp_path), quantize="nf4")
     with torch.no_grad():
@@ -155,7 +155,7 @@ def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
     return rotate(torch.round(turned / step) * step, 64) / 8
 
 
-def test_activations_are_rounded_where_products_round_them(tmp_path: Path) -> None:
+def test_activations_are_rounded_like_served_products(tmp_path: Path) -> None:
     model = build_model("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=1)
     decoder = load(save_model(model, tmp_path), quantize="int8")
     with torch.no_grad():
@@ -191,7 +191,7 @@ def rounded_in_groups(x: torch.Tensor) -> torch.Tensor:
     return (torch.round(groups / step) * step).flatten(-2)
 
 
-def test_floats_are_nudged_by_nothing(small_llama: tuple[Any, Path]) -> None:
+def test_float_evaluation_nudges_no_activations(small_llama: tuple[Any, Path]) -> None:
     assert evaluate_alone(load(small_llama[1]), PROMPTS, []).nudged == ()
 
 
@@ -211,7 +211,7 @@ def test_beginning_is_computed_once_for_all_sequences(tmp_path: Path) -> None:
             torch.testing.assert_close(base, reference_logits(model, prompt)[start:], atol=TOLERANCE, rtol=0)
 
 
-def test_what_is_evaluated_together_is_what_each_gets_alone(tmp_path: Path) -> None:
+def test_joint_evaluation_equals_separate_evaluations(tmp_path: Path) -> None:
     model = build_model("qwen2", num_hidden_layers=2)
     save_model(model, tmp_path / "base")
     decoder = load(tmp_path / "base")
@@ -244,7 +244,7 @@ def test_the_bases_answers_are_computed_once_for_all(small_llama: tuple[Any, Pat
     assert [len(rows) for rows in both._sequences] == [5, 17, 5, 17, 17]
 
 
-def test_evaluation_that_nobody_wants_stops(small_llama: tuple[Any, Path]) -> None:
+def test_unwanted_evaluation_is_stopped(small_llama: tuple[Any, Path]) -> None:
     answers = iter([True, True, False])
     with pytest.raises(Stopped):
         evaluate(load(small_llama[1]), [Subject(PROMPTS, [])], is_wanted=lambda: next(answers))
@@ -260,7 +260,7 @@ def test_each_linears_weight_is_read_once(small_llama: tuple[Any, Path], monkeyp
     assert read == [("embed_tokens",), *layer * decoder.config.num_layers, ("lm_head",)]
 
 
-def test_modules_are_read_together_that_follow_each_other_alone(small_llama: tuple[Any, Path]) -> None:
+def test_only_consecutive_modules_are_read_together(small_llama: tuple[Any, Path]) -> None:
     with pytest.raises(InvariantViolation, match="v_proj doesn't follow"):
         next(load(small_llama[1]).weight_rows(0, "q_proj", "v_proj"))
 
@@ -268,5 +268,5 @@ def test_modules_are_read_together_that_follow_each_other_alone(small_llama: tup
 @pytest.mark.parametrize(
     ("invocation", "start"), [((), 0), ((1,), 3), ((3, 1), 2), ((1, 3), 1), ((1, 2), None), ((1, 3, 1, 1, 1), None)]
 )
-def test_activated_adapter_begins_with_its_last_invocation(invocation: tuple[int, ...], start: int | None) -> None:
+def test_activated_adapter_starts_at_last_invocation(invocation: tuple[int, ...], start: int | None) -> None:
     assert invocation_start([5, 1, 3, 1], invocation) == start

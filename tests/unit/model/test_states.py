@@ -56,7 +56,7 @@ def test_step_computed_again_reads_state_before(commit: bool) -> None:
     assert seen(states, 0, 9) == 4.0
 
 
-def test_new_sequence_reads_nothing_of_slot() -> None:
+def test_new_sequence_ignores_previous_slot_state() -> None:
     states = RecurrentStates(SHAPES, 1)
     advance(states, 0, 0, 5, 1.0)
     advance(states, 0, 0, 3, 2.0)

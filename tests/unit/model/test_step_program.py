@@ -84,7 +84,7 @@ def mixed_logits(decoder: Decoder, adapters: list[PackedAdapter]) -> torch.Tenso
 
 # longrope's factors are as many as half of the small heads' elements
 @pytest.mark.parametrize("case", [name for name in CASES if name not in ("mistral-window-of-one", "phi3-longrope")])
-def test_each_architecture_equals_transformers_and_its_own_layers(case: str, tmp_path: Path) -> None:
+def test_each_architecture_equals_transformers_and_layered_decoder(case: str, tmp_path: Path) -> None:
     kind, overrides = CASES[case]
     sizes = WHOLE if kind in ("phi3", "olmoe", "helium") else WIDTHS
     model = build_model(kind, **{**overrides, **sizes})
@@ -101,7 +101,7 @@ def test_each_architecture_equals_transformers_and_its_own_layers(case: str, tmp
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.usefixtures("two_threads")
-def test_each_format_equals_its_own_layers(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_format_equals_layered_decoder(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two threads, however small the model is."""
     monkeypatch.setattr(step_program, "_MIN_PARALLEL_WEIGHTS", 0)
     save_model(build_model("qwen2", **GROUPED), tmp_path)
@@ -118,7 +118,7 @@ def test_each_format_equals_its_own_layers(format: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.usefixtures("two_threads")
-def test_stored_codes_equal_their_own_layers(
+def test_stored_codes_equal_layered_decoder(
     bits: int, is_symmetric: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are rounded in groups of 32 inputs by the kernels of norms and gates."""
@@ -135,7 +135,7 @@ def test_stored_codes_equal_their_own_layers(
     assert error.median() < 1e-3
 
 
-def test_rows_are_normed_by_their_own_adapters_norms(tmp_path: Path) -> None:
+def test_rows_use_norms_of_assigned_adapter(tmp_path: Path) -> None:
     """gemma's four norms, the last layer's among kept rows and the final one."""
     kind, overrides = CASES["gemma3"]
     save_model(build_model(kind, **{**overrides, **WIDTHS}), tmp_path)
@@ -235,7 +235,7 @@ def test_pooled_rows_and_logits_share_a_step(directory: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_slots_and_positions_that_there_arent_are_refused(directory: Path) -> None:
+def test_nonexistent_slots_and_positions_are_refused(directory: Path) -> None:
     decoder = load(directory, max_model_len=64)
     kv = cache_of(decoder)
     with pytest.raises(InvalidPlan, match="1 slots aren't within the cache's 4 blocks of 16"):
@@ -248,7 +248,7 @@ def test_slots_and_positions_that_there_arent_are_refused(directory: Path) -> No
     assert decoder.forward(step_inputs(3), kv).isfinite().all()
 
 
-def test_results_stay_when_the_next_step_runs_also_after_a_larger_one(directory: Path) -> None:
+def test_step_results_survive_later_steps(directory: Path) -> None:
     decoder = load(directory)
     kv = cache_of(decoder)
     first = decoder.forward(step_inputs(3), kv)
@@ -261,9 +261,7 @@ def test_results_stay_when_the_next_step_runs_also_after_a_larger_one(directory:
 
 @pytest.mark.parametrize("num_rows", [1, 17, 60, 1000])
 @pytest.mark.parametrize(("format", "sizes"), [("float32", WIDTHS), ("int8", GROUPED), ("int4-rounded", GROUPED)])
-def test_buffers_are_no_larger_than_planned_for_the_rows_there_were(
-    tmp_path: Path, format: str, sizes: dict[str, Any], num_rows: int
-) -> None:
+def test_buffers_stay_within_planned_size(tmp_path: Path, format: str, sizes: dict[str, Any], num_rows: int) -> None:
     """The plan is for processors of the widest vectors, and of two bytes for each code."""
     save_model(build_model("qwen2", **sizes), tmp_path)
     decoder = load(tmp_path, **FORMATS[format])
@@ -277,7 +275,7 @@ def test_buffers_are_no_larger_than_planned_for_the_rows_there_were(
     assert program.num_bytes <= planned, "a step of fewer rows makes no more"
 
 
-def test_room_is_made_for_at_most_a_quarter_more_rows_than_there_are() -> None:
+def test_row_capacity_exceeds_rows_by_at_most_quarter() -> None:
     sizes = [capacity_of(num_rows) for num_rows in range(1, 5000)]
     assert all(num_rows <= size <= max(16, 1.25 * num_rows + 16) for num_rows, size in enumerate(sizes, 1))
     assert all(size < 1.25 * num_rows for num_rows, size in enumerate(sizes, 1) if num_rows > 128)
@@ -305,7 +303,7 @@ def test_a_long_step_marks_each_layer(directory: Path, monkeypatch: pytest.Monke
     assert len(hits) > decoder.spec.num_layers
 
 
-def test_no_step_compiles_what_the_engines_start_warms_up(directory: Path) -> None:
+def test_step_compiles_no_kernel_after_warmup(directory: Path) -> None:
     kernel.cache_clear()
     warm_up(torch.float32)
     num_compiled = kernel.cache_info().misses

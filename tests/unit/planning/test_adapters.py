@@ -92,7 +92,7 @@ def test_a_gpu_packs_random_adapters_as_planned(make: Any, seed: int, held: str)
     assert (planned.num_pages, planned.num_tiles) == (pages.num_pages, pages.num_tiles)
 
 
-def test_what_a_gpu_has_not_is_refused_there_alone(make: Any) -> None:
+def test_gpu_limitation_refuses_adapter_only_on_gpu(make: Any) -> None:
     modules = [m for m in random_modules(4, ODD, torch.float32) if m.module == "q_proj"]
     shape = Shape(tuple(map(size_of, modules)), "F32", 200)
     on_gpu = plan_shape("one", 1, 0, shape, make.base("cuda", modules=ODD), make.config(), make.arena())
@@ -117,7 +117,7 @@ def test_extra_rows_are_refused_on_gpu_alone(make: Any) -> None:
     assert refusal is not None and "serve the adapter on a CPU" in refusal  # noqa: PT018
 
 
-def test_adapters_of_ranks_are_those_of_every_layer_in_equal_parts(make: Any) -> None:
+def test_adapters_of_ranks_cover_every_layer_equally(make: Any) -> None:
     planned = plan_ranks([4, 8], ["q_proj", "v_proj"], 5, "BF16", make.base(modules=ODD), make.config(), make.arena())
     assert [(p.count, p.held) for p in planned] == [(3, "bf16"), (2, "bf16")]
     for rank, one in zip((4, 8), planned, strict=True):
@@ -130,7 +130,7 @@ def test_adapters_of_ranks_are_those_of_every_layer_in_equal_parts(make: Any) ->
         assert one.packed_bytes == packed.num_bytes
 
 
-def test_ranks_and_modules_that_are_not_served_are_refused(make: Any) -> None:
+def test_unsupported_ranks_and_modules_are_refused(make: Any) -> None:
     where = (make.base(modules=ODD), make.config(), make.arena())
     with pytest.raises(ConfigError, match="expected a rank from 1 to 512"):
         plan_ranks([513], ["all"], 1, "F32", *where)
@@ -138,7 +138,7 @@ def test_ranks_and_modules_that_are_not_served_are_refused(make: Any) -> None:
         plan_ranks([8], ["c_attn"], 1, "F32", *where)
 
 
-def test_an_adapter_larger_than_all_but_one_sequence_can_never_fit(make: Any) -> None:
+def test_adapter_leaving_no_sequence_memory_is_refused(make: Any) -> None:
     pages = plan_ranks([64], ["all"], 1, "F32", make.base(modules=ODD), make.config(), make.arena(10**6))[0].num_pages
     fitting, too_small = make.arena(pages + 8), make.arena(pages + 7)
     assert plan_ranks([64], ["all"], 1, "F32", make.base(modules=ODD), make.config(), fitting)[0].refusal is None
@@ -146,7 +146,7 @@ def test_an_adapter_larger_than_all_but_one_sequence_can_never_fit(make: Any) ->
     assert refusal is not None and "beside the KV of one sequence" in refusal  # noqa: PT018
 
 
-def test_an_adapter_that_a_gpus_tables_cannot_hold_can_never_fit(make: Any) -> None:
+def test_adapter_beyond_gpu_tables_is_refused(make: Any) -> None:
     def refusal(max_tiles: int) -> str | None:
         arena = make.arena(10**6, page_bytes=8192, max_tiles=max_tiles)
         config, base = make.config(), make.base("cuda", modules=ODD)
@@ -174,7 +174,7 @@ def save_peft(folder: Path, rank: int = 4, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_a_directory_takes_what_packing_its_modules_takes(make: Any, tmp_path: Path, use_dora: bool) -> None:
+def test_directory_plan_equals_packed_modules(make: Any, tmp_path: Path, use_dora: bool) -> None:
     folder = save_peft(tmp_path / "one", use_dora=use_dora)
     planned = plan_directory(folder, make.base(modules=ODD), make.config(), make.arena())
     delta = torch.ones(72) if use_dora else None
@@ -185,7 +185,7 @@ def test_a_directory_takes_what_packing_its_modules_takes(make: Any, tmp_path: P
     assert planned.file_bytes == sum(file.stat().st_size for file in folder.iterdir())
 
 
-def test_an_adapter_of_another_base_is_refused_in_the_uploads_words(make: Any, tmp_path: Path) -> None:
+def test_adapter_of_other_base_is_refused_like_upload(make: Any, tmp_path: Path) -> None:
     folder = save_peft(tmp_path / "other", r=8)
     assert "the config says 8" in (
         plan_directory(folder, make.base(modules=ODD), make.config(), make.arena()).refusal or ""
@@ -219,7 +219,7 @@ def test_directories_of_adapters_are_looked_into(tmp_path: Path) -> None:
         find_adapters([tmp_path])
 
 
-def test_a_gpu_holds_adapters_in_its_activations_dtype_or_int8(make: Any) -> None:
+def test_gpu_holds_adapters_in_activation_dtype_or_int8(make: Any) -> None:
     assert [held_dtype(name, make.base("cuda", modules=ODD), "F32") for name in ("auto", "bf16", "int8")] == [
         "bf16",
         "bf16",
@@ -260,7 +260,7 @@ def view(*shape: int) -> TensorView:
     ],
     ids=lambda fields: " ".join(fields),
 )
-def test_what_a_module_has_is_planned_as_it_is_lowered(make: Any, fields: dict[str, Any]) -> None:
+def test_planned_module_sizes_equal_lowered_modules(make: Any, fields: dict[str, Any]) -> None:
     base = structs.replace(make.base(modules=ODD).spec, biased_modules=("q_proj",))
     ir = AdapterIR((ModuleIR(0, **fields),), "F32", norms=(NormIR(1, "mlp_norm", view(200)),))
     lowered = lower(ir, base, Weights())
@@ -270,6 +270,6 @@ def test_what_a_module_has_is_planned_as_it_is_lowered(make: Any, fields: dict[s
     assert shape.is_upper_bound is ("weight" in fields)
 
 
-def test_a_module_that_changes_nothing_takes_nothing(make: Any) -> None:
+def test_module_without_changes_takes_no_memory(make: Any) -> None:
     ir = AdapterIR((ModuleIR(0, "v_proj", rank=0, lora_a=view(0, 200), lora_b=view(23, 0)),), "F32")
     assert shape_of(ir, make.base(modules=ODD).spec).sizes == ()

@@ -40,7 +40,7 @@ def test_planned_format_has_the_bytes_of_the_plan(changes: dict[str, str], plann
     assert formats[planned].num_bytes == plan_base(msgspec.structs.replace(CONFIG, **changes), "cpu").num_bytes
 
 
-def test_recommended_format_reads_least_of_those_that_keep_answers() -> None:
+def test_recommended_format_reads_least_while_keeping_answers() -> None:
     formats = formats_of()
     (best,) = [one for one in formats.values() if one.is_recommended]
     assert not is_low(best.agreement, best.divergence)

@@ -46,7 +46,7 @@ def test_adapters_of_mean_size_fit_beside_sequences(make: Any) -> None:
     assert plan.fits[2].adapter_bytes == 68 * 4096
 
 
-def test_sequences_that_cannot_run_at_once_leave_no_number(make: Any) -> None:
+def test_sequences_exceeding_memory_have_no_adapter_count(make: Any) -> None:
     plan = plan_of(make, adapter(1, 1), num_pages=20)
     assert [(f.num_sequences, f.adapter_bytes, f.num_adapters) for f in plan.fits] == [
         (1, 12 * 4096, 1),
@@ -55,25 +55,25 @@ def test_sequences_that_cannot_run_at_once_leave_no_number(make: Any) -> None:
     assert "kv_below_max_num_seqs" in codes(plan)
 
 
-def test_adapters_that_all_fit_beside_all_sequences_are_not_warned_of(make: Any) -> None:
+def test_adapters_fitting_with_all_sequences_raise_no_warning(make: Any) -> None:
     assert codes(plan_of(make, adapter(10, 6))) == []
     assert codes(plan_of(make, adapter(10, 7))) == ["adapters_yield_to_kv"]
     assert codes(plan_of(make, adapter(10, 10))) == ["adapters_take_turns"]
 
 
-def test_adapters_that_memory_cannot_hold_come_from_disk(make: Any) -> None:
+def test_adapters_beyond_host_memory_come_from_disk(make: Any) -> None:
     assert codes(plan_of(make, adapter(20, 10))) == ["adapters_take_turns", "adapters_exceed_host"]
     assert codes(plan_of(make, adapter(19, 10))) == ["adapters_take_turns"]
     # what is on a GPU may have its copy in the host's memory
     assert "adapters_exceed_host" in codes(plan_of(make, adapter(19, 10), device="cuda"))
 
 
-def test_tables_may_run_out_before_pages_on_a_gpu(make: Any) -> None:
+def test_gpu_tables_may_fill_before_pages(make: Any) -> None:
     plan = plan_of(make, adapter(50, 1, num_tiles=30), device="cuda")
     assert plan.fits[0].num_adapters == 1000 // 30
 
 
-def test_a_load_is_reading_and_hashing_and_on_a_gpu_a_copy(make: Any) -> None:
+def test_load_time_includes_reading_hashing_and_gpu_copy(make: Any) -> None:
     parts = (adapter(1, 10, file_bytes=1000), adapter(3, 10, file_bytes=3000))
     loads = plan_of(make, *parts, disk_bytes_per_s=1e6).loads
     assert loads is not None
@@ -85,7 +85,7 @@ def test_a_load_is_reading_and_hashing_and_on_a_gpu_a_copy(make: Any) -> None:
     assert on_gpu.host_s == pytest.approx(40960 / LINK_BYTES_PER_S)
 
 
-def test_one_refused_adapter_refuses_the_plan_and_counts_nowhere(make: Any) -> None:
+def test_refused_adapter_refuses_plan_and_is_not_counted(make: Any) -> None:
     large = adapter(1, 93, refusal="It takes too much.")
     odd = adapter(1, 0, held=None, refusal="It is odd.")
     plan = plan_of(make, adapter(1, 1), large, odd)
@@ -95,7 +95,7 @@ def test_one_refused_adapter_refuses_the_plan_and_counts_nowhere(make: Any) -> N
     assert (facts["count"], facts["num_served"], facts["num_refused"], facts["total_bytes"]) == (3, 1, 2, 4096)
 
 
-def test_kv_is_what_adapters_leave_and_one_sequence_at_least(make: Any) -> None:
+def test_kv_gets_remaining_memory_or_single_sequence(make: Any) -> None:
     def beside_all(count: int) -> int:
         return int(plan_of(make, adapter(count, 10)).as_dict()["kv"]["tokens_beside_all_adapters"])
 
@@ -117,14 +117,14 @@ def test_a_plan_is_json(make: Any) -> None:
     assert not facts["is_refused"]
 
 
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_disk_measurement_leaves_no_files(tmp_path: Path) -> None:
     assert disk_rate(tmp_path, 2 * MIB) > 0
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StorageError, match="can't be written"):
         disk_rate(tmp_path / "absent")
 
 
-def test_the_machine_is_asked_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_reports_available_and_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (machine.available_memory() or 0) > MIB
     assert machine.nearest_folder(tmp_path / "not" / "there") == tmp_path
     program = tmp_path / "nvidia-smi"

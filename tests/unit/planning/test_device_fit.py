@@ -51,7 +51,7 @@ def test_adapter_is_refused_over_budget(base: BaseSpec) -> None:
     check(ir, base, num_bytes // 2, "int8")
 
 
-def test_adapter_is_left_to_load_where_shape_says_too_little(base: BaseSpec) -> None:
+def test_adapter_with_inconclusive_shape_is_left_to_load(base: BaseSpec) -> None:
     ir = make_ir(base, 8)
     check(ir, base, 0)
     check(ir, base, 1, has_one_process=False)

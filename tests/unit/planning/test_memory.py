@@ -19,7 +19,7 @@ from loraserve.planning.memory import ArenaPlan, plan_arena, plan_step
 from loraserve_kernels.gpu.paged.pool import PagedPool
 
 
-def test_automatic_values_are_those_that_the_engine_resolves(make: Any) -> None:
+def test_automatic_values_match_engine_resolution(make: Any) -> None:
     resolved = assembly.resolve(make.config(device="cpu"))
     assert (resolved.dtype, resolved.memory_budget_bytes) == (AUTO_DTYPES["cpu"], CPU_BUDGET_BYTES)
 
@@ -38,7 +38,7 @@ def test_a_cpu_rents_a_block_in_small_pages(make: Any) -> None:
 
 @pytest.mark.parametrize("budget", [MIB, 100 * MIB, 3 * GIB])
 @pytest.mark.parametrize("width", [1058, 4000])
-def test_a_gpu_is_divided_as_its_engine_divides_it(make: Any, budget: int, width: int) -> None:
+def test_gpu_memory_division_matches_engine(make: Any, budget: int, width: int) -> None:
     base, config = make.base("cuda", intermediate_size=width), make.config(memory_budget_bytes=budget)
     arena = plan_arena(base, config, plan_step(base, config), None)
     pages = PagedPool(
@@ -56,7 +56,7 @@ def test_a_gpu_is_divided_as_its_engine_divides_it(make: Any, budget: int, width
     assert pages.records.nbytes <= left < pages.records.nbytes + arena.page_bytes
 
 
-def test_blocks_that_share_a_page_are_rented_together(make: Any) -> None:
+def test_blocks_sharing_page_are_rented_together(make: Any) -> None:
     base, config = make.base("cuda", intermediate_size=2000), make.config(memory_budget_bytes=MIB)
     arena = plan_arena(base, config, plan_step(base, config), None)
     assert arena.division.blocks_per_page == 2
@@ -72,7 +72,7 @@ def test_pages_of_the_caches_own_are_taken_first(make: Any) -> None:
     assert arena.kv_tokens_beside(100) == 160
 
 
-def test_a_gpus_budget_is_what_base_and_steps_leave(make: Any) -> None:
+def test_gpu_budget_excludes_base_and_step_memory(make: Any) -> None:
     base, config = make.base("cuda", num_bytes=2 * GIB), make.config(memory_utilization=0.5)
     step = plan_step(base, config)
     arena = plan_arena(base, config, step, 8 * GIB)
@@ -83,7 +83,7 @@ def test_a_gpus_budget_is_what_base_and_steps_leave(make: Any) -> None:
         plan_arena(base, config, step, None)
 
 
-def test_a_budget_below_one_sequence_is_refused(make: Any) -> None:
+def test_budget_below_single_sequence_is_refused(make: Any) -> None:
     base = make.base()
     needed = 24 * 4096
     config = make.config(memory_budget_bytes=needed)
@@ -93,7 +93,7 @@ def test_a_budget_below_one_sequence_is_refused(make: Any) -> None:
         plan_arena(base, config, plan_step(base, config), None)
 
 
-def test_adapters_have_what_running_sequences_leave_and_never_all(make: Any) -> None:
+def test_adapters_share_memory_left_by_running_sequences(make: Any) -> None:
     arena = make.arena(100, sequence_blocks=8)
     assert arena.adapter_pages_beside(1, 128) == 92
     # less than one sequence is kept free for another of full length
@@ -104,14 +104,14 @@ def test_adapters_have_what_running_sequences_leave_and_never_all(make: Any) -> 
     assert arena.max_sequences(128) == 12
 
 
-def test_a_cpu_holds_back_what_steps_keep_too(make: Any) -> None:
+def test_cpu_reserves_step_buffers(make: Any) -> None:
     step = plan_step(make.base(), make.config(max_num_batched_tokens=2048))
     assert step.buffers_bytes == buffer_bytes(make.base().config, 2048)
     assert step.reserved_bytes == step.activations_bytes + step.buffers_bytes
     assert plan_step(make.base("cuda"), make.config()).buffers_bytes == 0
 
 
-def test_more_rows_and_more_sequences_take_more_of_a_step(make: Any) -> None:
+def test_step_memory_grows_with_rows_and_sequences(make: Any) -> None:
     def bytes_of(**fields: Any) -> int:
         return int(plan_step(make.base("cuda"), make.config(**fields)).activations_bytes)
 

@@ -34,7 +34,7 @@ def test_interrupted_command_leaves_no_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_problem_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subprocess_problem_is_reported_with_original_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="can't be read"):
         quantizing.quantize(
             QuantizeRequest(str(base_dir()), str(tmp_path / "out"), text_file=str(tmp_path / "none")), lambda *_: None

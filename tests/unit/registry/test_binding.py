@@ -51,7 +51,7 @@ def never() -> float:
     raise AssertionError("nothing is drawn for who is known")
 
 
-def test_a_user_stays_on_one_version_while_the_split_stands() -> None:
+def test_user_keeps_version_while_split_is_unchanged() -> None:
     route = make_split(v3=90, v4=10)
     chosen = {user: route.choose(user, never).ref.version for user in map(str, range(200))}
     assert {user: route.choose(user, never).ref.version for user in chosen} == chosen
@@ -67,7 +67,7 @@ def test_users_are_spread_by_the_weights() -> None:
     ] * 3
 
 
-def test_a_growing_canary_takes_users_and_gives_none_back() -> None:
+def test_growing_canary_only_gains_users() -> None:
     users = list(map(str, range(500)))
     on_canary = [
         {user for user in users if make_split(v3=100 - share, v4=share).choose(user, never).ref.version == 4}
@@ -76,7 +76,7 @@ def test_a_growing_canary_takes_users_and_gives_none_back() -> None:
     assert all(before < after for before, after in pairwise(on_canary))
 
 
-def test_of_two_aliases_and_of_two_adapters_a_user_is_placed_apart() -> None:
+def test_user_assignment_differs_across_aliases_and_adapters() -> None:
     route = make_split(v1=50, v2=50)
 
     def placed(route: Route) -> list[int]:
@@ -90,7 +90,7 @@ def test_without_a_user_each_request_is_drawn() -> None:
     assert [route.choose(None, lambda x=x: x).ref.version for x in (0.0, 0.89, 0.91, 0.999_999)] == [3, 3, 4, 4]
 
 
-def test_a_version_in_quarantine_gives_way_to_the_fallback_which_says_from_what() -> None:
+def test_quarantined_version_yields_to_fallback_naming_version() -> None:
     route = Route("a", "", make_target(2, QUARANTINED), fallback=make_target(1), shadow=make_target(3))
     binding = route.bind(None, never)
     assert (binding.adapter, binding.fell_back_from) == (make_target(1).ref, make_target(2).ref)
@@ -107,21 +107,21 @@ def test_a_quarantine_without_a_usable_fallback_is_refused(fallback: Target | No
     assert not route.has_fallback
 
 
-def test_a_servable_version_keeps_its_fallback_for_a_load_that_fails() -> None:
+def test_servable_version_keeps_fallback_for_failed_load() -> None:
     route = Route("a", "", make_target(2), fallback=make_target(1))
     assert route.bind(None, never).fallback == Fallback(make_target(1).ref)
     assert replace(route, fallback=make_target(2)).bind(None, never).fallback is None
     assert replace(route, is_base_fallback=True).bind(None, never).fallback == Fallback(None)
 
 
-def test_a_shadow_is_another_version_and_not_in_quarantine() -> None:
+def test_shadow_is_different_version_outside_quarantine() -> None:
     route = Route("a", "live", make_target(2), shadow=make_target(3), shadow_share=0.25)
     assert route.bind(None, never).shadow == Shadow(make_target(3).ref, "a", "live", 0.25)
     assert replace(route, shadow=make_target(3, QUARANTINED)).bind(None, never).shadow is None
     assert replace(route, shadow=make_target(2)).bind(None, never).shadow is None
 
 
-def test_a_version_of_another_base_gives_way_to_the_fallback_which_says_so() -> None:
+def test_version_of_other_base_yields_to_fallback() -> None:
     route = Route("a", "", make_target(2, base=OTHER), fallback=make_target(1), shadow=make_target(3))
     binding = route.bind(None, never)
     assert (binding.adapter, binding.fell_back_from) == (make_target(1).ref, make_target(2).ref)
@@ -130,13 +130,13 @@ def test_a_version_of_another_base_gives_way_to_the_fallback_which_says_so() -> 
 
 
 @pytest.mark.parametrize("state", [READY, QUARANTINED])
-def test_another_base_is_refused_before_what_was_found_on_it(state: str) -> None:
+def test_base_mismatch_is_reported_before_version_state(state: str) -> None:
     for fallback in (None, make_target(1, base=OTHER)):
         with pytest.raises(AdapterOfAnotherBase, match="sql@2"):
             Route("a", "", make_target(2, state, base=OTHER), fallback=fallback).bind(None, never)
 
 
-def test_neither_a_fallback_nor_a_shadow_is_of_another_base() -> None:
+def test_fallback_and_shadow_of_other_base_are_ignored() -> None:
     other = make_target(3, base=OTHER)
     binding = Route("a", "live", make_target(2), fallback=other, shadow=other, shadow_share=1.0).bind(None, never)
     assert (binding.adapter, binding.fallback, binding.shadow) == (make_target(2).ref, None, None)

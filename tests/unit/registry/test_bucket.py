@@ -45,7 +45,7 @@ async def piece(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-async def test_an_upload_that_two_servers_took_is_published_and_its_chunks_go(
+async def test_upload_across_two_servers_is_published_without_chunks(
     stores: list[BlobStore], database: Database, small_base: BaseSpec, acme: TenantId, make_upload: Any
 ) -> None:
     config, data = make_upload()

@@ -24,7 +24,7 @@ async def text_of(awaitable: Any) -> tuple[type[LoraserveError], str]:
     return type(caught.value), str(caught.value)
 
 
-async def test_a_sum_names_its_versions_and_weights(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_sum_names_versions_and_weights(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish("b", seed=1)
     await publish("a", seed=2)
     await publish("a", seed=3)
@@ -41,9 +41,7 @@ async def test_a_sum_names_its_versions_and_weights(publish: Any, registry: Regi
     assert ref.parts[1].adapter == (await registry.get_version(acme, "b", 1)).ref
 
 
-async def test_what_is_left_of_a_sum_may_be_one_adapter_or_the_base(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_sum_may_reduce_to_adapter_or_base(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish("a", seed=1)
     await publish("b", seed=2)
     plain = (await registry.get_version(acme, "a", 1)).ref
@@ -57,7 +55,7 @@ async def test_what_is_left_of_a_sum_may_be_one_adapter_or_the_base(
     assert half.digest != plain.digest
 
 
-async def test_the_same_bytes_under_two_names_are_one_version(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_same_bytes_under_two_names_count_once(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish("a", seed=1)
     await publish("z", seed=1)
     assert await composed(registry, acme, "a+-1*z") is None
@@ -66,16 +64,14 @@ async def test_the_same_bytes_under_two_names_are_one_version(publish: Any, regi
     assert twice.name == "2*a@1"
 
 
-async def test_weights_of_a_version_add_up_to_no_more_than_one_may_have(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_total_weight_per_version_is_bounded(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish("a")
     with pytest.raises(InvalidRequest):
         await composed(registry, acme, "10*a+0.5*a")
     assert await composed(registry, acme, "10*a+0.5*a+-1*a") is not None
 
 
-async def test_each_part_is_seen_as_it_is_now(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_sum_uses_current_version_of_each_part(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish("a", seed=1)
     await publish("b", seed=2)
     before = await composed(registry, acme, "a+b")
@@ -89,7 +85,7 @@ async def test_each_part_is_seen_as_it_is_now(publish: Any, registry: Registry, 
         await composed(registry, acme, "a+b")
 
 
-async def test_another_tenants_part_reads_as_an_absent_one(
+async def test_other_tenants_part_reads_as_absent(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     await publish("mine", seed=1)

@@ -85,13 +85,13 @@ BAD += [
 
 
 @pytest.mark.parametrize("model", BAD)
-def test_what_has_no_form_cannot_exist(model: str) -> None:
+def test_malformed_model_name_is_not_found(model: str) -> None:
     with pytest.raises(ModelNotFound) as caught:
         parse_model(model, BASE)
     assert len(str(caught.value)) < 250
 
 
-def test_a_base_that_could_be_an_adapters_name_wins_over_it() -> None:
+def test_base_name_takes_precedence_over_adapter_name() -> None:
     assert parse_model("tiny", "tiny").is_base
     with pytest.raises(InvalidRequest, match="base model"):
         check_adapter_name("tiny", "tiny")
@@ -182,13 +182,13 @@ def test_own_name_comes_before_granted(model: str, own: tuple[str, ...], granted
 
 
 @pytest.mark.parametrize("alias", ["12", "latest", "base", "UP", "", "a" * 64, "-x"])
-def test_an_alias_that_reads_as_something_else_is_refused(alias: str) -> None:
+def test_ambiguous_alias_name_is_refused(alias: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_alias_name(alias)
     assert caught.value.param == "alias"
 
 
-def test_a_bare_name_and_its_live_alias_are_refused_in_the_callers_words() -> None:
+def test_refusal_repeats_callers_spelling_of_name() -> None:
     assert '"sql"' in str(model_not_found(parse_model("sql", BASE)))
     assert '"sql@3"' in str(model_not_found(parse_model("sql@3", BASE)))
 
@@ -222,26 +222,26 @@ SUMS += [f"a+{BASE}:b", "a+org//c", "a+/b", "a+org/"]
 
 
 @pytest.mark.parametrize("model", SUMS)
-def test_what_is_no_sum_is_refused(model: str) -> None:
+def test_malformed_sum_is_refused_as_model_parameter(model: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_terms(model, BASE)
     assert caught.value.param == "model"
 
 
 @pytest.mark.parametrize("model", ["a+_MARKER", "MARKER*a", "a*MARKER+b", "a@MARKER+b", "+".join(["MARKER"] * 99)])
-def test_the_refusal_of_a_sum_repeats_nothing_of_it(model: str) -> None:
+def test_sum_refusal_repeats_no_input(model: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_terms(model, BASE)
     assert "MARKER" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model", BAD)
-def test_what_is_one_adapter_is_found_or_not_as_ever(model: str) -> None:
+def test_malformed_single_term_is_not_found(model: str) -> None:
     with pytest.raises(ModelNotFound):
         parse_terms(model, BASE)
 
 
-def test_a_version_that_cannot_be_is_not_found_in_a_sum_either() -> None:
+def test_impossible_version_in_sum_is_not_found() -> None:
     with pytest.raises(ModelNotFound):
         parse_terms("a+b@0", BASE)
 
@@ -256,7 +256,7 @@ def test_any_text_is_a_sum_or_refused(model: str) -> None:
     assert all(abs(term.weight) <= LIMITS.max_composition_weight for term in terms)
 
 
-def test_adapters_and_weights_are_the_same_sum_as_the_text() -> None:
+def test_adapter_list_equals_textual_sum() -> None:
     assert terms_of([("a", 1.0), ("b@3", -0.1)]) == parse_terms("a+-0.1*b@3", BASE)
     with pytest.raises(InvalidRequest) as caught:
         terms_of([("a", 1.0), ("b", 10.5)])

@@ -35,7 +35,9 @@ async def test_name_is_found_in_any_case(publish: Publish, registry: Registry, a
     assert [row.name for row in (await registry.list_owned(acme, limit=9, cursor=None, digests=None)).items] == [name]
 
 
-async def test_push_in_another_case_names_the_adapter(publish: Publish, registry: Registry, acme: TenantId) -> None:
+async def test_push_differing_only_in_case_names_existing_adapter(
+    publish: Publish, registry: Registry, acme: TenantId
+) -> None:
     await publish("Policy")
     for seed, is_dry_run in ((0, False), (1, False), (0, True), (1, True)):
         with pytest.raises(Conflict, match='adapter "Policy"'):
@@ -122,7 +124,7 @@ async def test_own_path_comes_before_owners_short_name(publish: Publish, registr
     assert (await resolve(registry, acme, "x")).name == "x"
 
 
-async def test_name_of_another_base_keeps_its_meaning(publish: Publish, registry: Registry, acme: TenantId) -> None:
+async def test_name_with_other_base_prefix_keeps_meaning(publish: Publish, registry: Registry, acme: TenantId) -> None:
     await publish("tiny:x", seed=1)
     await publish("x", seed=2)
     # after the server's base was called tiny

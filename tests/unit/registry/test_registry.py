@@ -33,7 +33,7 @@ async def text_of(awaitable: Any) -> tuple[type[LoraserveError], str]:
     return type(caught.value), str(caught.value)
 
 
-async def test_another_tenants_things_read_byte_for_byte_as_absent(
+async def test_other_tenants_objects_read_exactly_as_absent(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     await publish("sql")
@@ -109,7 +109,7 @@ async def test_a_moved_alias_is_resolved_at_once(publish: Any, registry: Registr
     assert (await registry.resolve(acme, parse_model("sql@canary", "base"))).version == 2
 
 
-async def test_of_two_who_read_the_same_state_one_moves_the_alias(
+async def test_concurrent_conditional_moves_let_single_move_succeed(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     for seed in range(3):
@@ -125,7 +125,7 @@ async def test_of_two_who_read_the_same_state_one_moves_the_alias(
     assert sorted(type(result).__name__ for result in results) == ["PreconditionFailed", "tuple"]
 
 
-async def test_an_alias_that_moved_away_and_back_is_not_the_state_that_was_read(
+async def test_alias_moved_away_and_back_fails_old_precondition(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish(seed=1)
@@ -159,7 +159,7 @@ async def test_an_alias_names_existing_versions_only(publish: Any, registry: Reg
         await registry.aliases.get(acme, "sql", "canary")
 
 
-async def test_a_version_with_an_alias_is_not_deleted_and_the_refusal_names_it(
+async def test_deleting_aliased_version_is_refused_naming_aliases(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish(seed=1)
@@ -189,7 +189,7 @@ async def test_a_deleted_adapter_resolves_no_more(publish: Any, registry: Regist
     assert await registry.list_servable(acme) == []
 
 
-async def test_a_name_used_again_gives_no_number_twice_and_brings_nothing_back(
+async def test_reused_name_restores_no_alias_or_version_number(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish(seed=1)
@@ -226,16 +226,14 @@ async def test_every_change_leaves_an_audit_row(
     assert {entry.tenant for entry in (await registry.list_audit(None)).items} == {"acme", "globex", "default"}
 
 
-async def test_servable_adapters_are_those_that_a_bare_name_reaches(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_servable_adapters_are_reachable_by_bare_name(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish("b", seed=1)
     await publish("a", seed=2, is_promoting=False)
     await publish("c", seed=3)
     assert [(one.name, one.version) for one in await registry.list_servable(acme)] == [("b", 1), ("c", 1)]
 
 
-async def test_owned_versions_are_found_by_digest_with_their_owners(
+async def test_owned_versions_are_found_by_digest_with_owners(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     first = await publish("a", seed=1)
@@ -248,7 +246,7 @@ async def test_owned_versions_are_found_by_digest_with_their_owners(
     assert [one.tenant_name for one in mine.items] == ["acme"]
 
 
-async def test_names_in_use_go_on_while_the_database_is_away(
+async def test_known_names_resolve_during_database_outage(
     publish: Any, database: Database, small_base: BaseSpec, acme: TenantId, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -270,7 +268,7 @@ async def test_names_in_use_go_on_while_the_database_is_away(
     assert (await text_of(registry.resolve(acme, SQL)))[0].code == "database_unavailable"
 
 
-async def test_another_processs_change_is_seen_within_the_caches_time(
+async def test_other_processs_change_is_seen_within_cache_lifetime(
     publish: Any, database: Database, small_base: BaseSpec, registry: Registry, acme: TenantId, store: Any
 ) -> None:
     now = 0.0

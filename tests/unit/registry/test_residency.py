@@ -68,7 +68,7 @@ async def walk(registry: Registry, tenant: TenantId, limit: int) -> list[list[tu
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 60, 200])
-async def test_pages_hold_each_live_version_once_by_name_and_number(
+async def test_pages_list_each_live_version_once_in_order(
     database: Database, registry: Registry, acme: TenantId, globex: TenantId, limit: int
 ) -> None:
     sizes = {"trainer": 150, "b.1": 2, "a": 1, "a-b": 9, "zz": 1, "a_b": 3, "m": 61, "n": 60, "none": 4, "gone": 5}
@@ -94,7 +94,7 @@ async def test_pages_hold_each_live_version_once_by_name_and_number(
     assert 1 <= len(pages[-1]) <= limit
 
 
-async def test_pages_go_on_where_they_were_while_versions_come_and_go(
+async def test_pages_resume_in_order_despite_version_changes(
     database: Database, registry: Registry, acme: TenantId
 ) -> None:
     await add(database, acme, {"c": 30, "a": 2, "b": 3, "d": 1, "e": 2, "f": 1})
@@ -126,7 +126,7 @@ async def test_pages_go_on_where_they_were_while_versions_come_and_go(
     assert len(shown) == len(set(shown))
 
 
-async def test_a_cursor_outlives_its_adapter(database: Database, registry: Registry, acme: TenantId) -> None:
+async def test_cursor_outlives_deleted_adapter(database: Database, registry: Registry, acme: TenantId) -> None:
     await add(database, acme, {"a": 9, "b": 1})
     page = await registry.list_owned(acme, limit=3, cursor=None, digests=None)
     await registry.delete(acme, "a", actor=ACTOR)
@@ -134,7 +134,7 @@ async def test_a_cursor_outlives_its_adapter(database: Database, registry: Regis
     assert (named(left.items), left.next_cursor) == ([("b", 1)], None)
 
 
-async def test_a_page_is_full_behind_many_adapters_without_a_version(
+async def test_page_is_full_despite_adapters_without_versions(
     database: Database, registry: Registry, acme: TenantId
 ) -> None:
     empty = [f"m{number:02d}" for number in range(12)]
@@ -144,7 +144,7 @@ async def test_a_page_is_full_behind_many_adapters_without_a_version(
     assert await walk(registry, acme, 2) == [[("a", 1), ("z", 1)], [("z", 2)]]
 
 
-async def test_an_operators_pin_shows_on_its_version(database: Database, registry: Registry, acme: TenantId) -> None:
+async def test_operator_pin_shows_on_pinned_version(database: Database, registry: Registry, acme: TenantId) -> None:
     await add(database, acme, {"a": 1, "b": 9})
     async with database.write() as session:
         adapter = await AdapterRepository(session, acme).adapter("b")
@@ -158,7 +158,7 @@ async def test_an_operators_pin_shows_on_its_version(database: Database, registr
 @pytest.mark.parametrize(
     "position", ["a", "a ", "a x", "A 1", "a 1 2", "a -1", "a 9999999999", "01J0000000000000000000000"]
 )
-async def test_a_cursor_of_another_list_is_refused(registry: Registry, acme: TenantId, position: str) -> None:
+async def test_cursor_of_other_list_is_refused(registry: Registry, acme: TenantId, position: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await registry.list_owned(acme, limit=10, cursor=encode_cursor(position), digests=None)
     assert caught.value.param == "cursor"
@@ -196,7 +196,7 @@ def num_steps(path: str, statements: Sequence[tuple[str, Any]]) -> int:
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_a_page_is_read_without_others_versions_and_without_those_behind_it(
+async def test_page_reads_only_listed_versions_of_tenant(
     database: Database, database_url: str, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     """On PostgreSQL, `tests/benchmarks/test_million.py` counts the rows."""

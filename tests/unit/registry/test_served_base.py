@@ -66,7 +66,7 @@ async def bind(registry: Registry, tenant: TenantId, model: str, **how: Any) -> 
     return await registry.bind(tenant, [Term(named(model))], sticky=how.get("sticky"))
 
 
-async def test_a_version_is_served_on_the_base_that_it_was_made_for_alone(
+async def test_version_is_served_only_on_original_base(
     publish: Any, here: Registry, there: Registry, acme: TenantId
 ) -> None:
     await publish(via=here)
@@ -86,7 +86,9 @@ async def test_a_version_is_served_on_the_base_that_it_was_made_for_alone(
     assert await there.list_servable(acme) == []
 
 
-async def test_nothing_of_it_is_written(publish: Any, here: Registry, there: Registry, acme: TenantId) -> None:
+async def test_mismatched_version_is_never_written(
+    publish: Any, here: Registry, there: Registry, acme: TenantId
+) -> None:
     version = (await publish(via=here)).version
     audit = (await here.list_audit(acme)).items
     for attempt in (
@@ -105,7 +107,7 @@ async def test_nothing_of_it_is_written(publish: Any, here: Registry, there: Reg
     assert (await here.list_audit(acme)).items == audit
 
 
-async def test_its_fallback_answers_and_says_for_which_error(
+async def test_fallback_of_mismatched_version_answers_and_names_error(
     publish: Any, here: Registry, there: Registry, acme: TenantId
 ) -> None:
     await publish(seed=1, via=here)
@@ -160,9 +162,7 @@ async def _bound(registry: Registry, tenant: TenantId, user: str) -> int | str:
         return error.code
 
 
-async def test_a_shadow_of_another_base_shadows_nothing(
-    publish: Any, here: Registry, there: Registry, acme: TenantId
-) -> None:
+async def test_shadow_of_other_base_is_ignored(publish: Any, here: Registry, there: Registry, acme: TenantId) -> None:
     await publish(seed=1, via=here)
     await publish(seed=2, via=here, is_promoting=False)
     await here.aliases.set(acme, "sql", "live", AliasTarget(1), ShadowPart(2, 1.0), actor="x")
@@ -172,7 +172,9 @@ async def test_a_shadow_of_another_base_shadows_nothing(
     assert (await bind(here, acme, "sql")).shadow is None
 
 
-async def test_no_alias_is_led_or_led_back_to_it(publish: Any, here: Registry, there: Registry, acme: TenantId) -> None:
+async def test_alias_never_moves_or_returns_to_mismatched_version(
+    publish: Any, here: Registry, there: Registry, acme: TenantId
+) -> None:
     await publish(seed=1, via=here)
     await publish(seed=2, via=there)
     for target, shadow in (
@@ -187,7 +189,7 @@ async def test_no_alias_is_led_or_led_back_to_it(publish: Any, here: Registry, t
     assert (await here.aliases.rollback(acme, "sql", "live", actor="x")).version == 1
 
 
-async def test_the_same_bytes_of_a_new_version_need_the_old_one_gone(
+async def test_same_bytes_for_new_base_require_deleted_version(
     publish: Any, here: Registry, there: Registry, acme: TenantId
 ) -> None:
     await publish(via=here)
@@ -198,7 +200,7 @@ async def test_the_same_bytes_of_a_new_version_need_the_old_one_gone(
     assert (version.version, version.base_digest, version.state) == (2, B, "ready")
 
 
-async def test_an_explicit_word_moves_a_version_that_passes(
+async def test_explicit_rebase_moves_passing_version(
     publish: Any, here: Registry, there: Registry, acme: TenantId, certifying: Any
 ) -> None:
     before = (await publish(via=here)).version
@@ -223,7 +225,7 @@ async def test_an_explicit_word_moves_a_version_that_passes(
 
 
 @pytest.mark.parametrize("how", ["shapes", "certificate", "engine away", "engine dead"])
-async def test_one_that_does_not_pass_stays_as_it_was(
+async def test_failing_rebase_leaves_version_unchanged(
     publish: Any, here: Registry, there: Registry, acme: TenantId, certifying: Any, make_certificate: Make, how: str
 ) -> None:
     before = (await publish(via=here)).version
@@ -243,7 +245,7 @@ async def test_one_that_does_not_pass_stays_as_it_was(
     assert (await here.list_audit(acme)).items == audit
 
 
-async def test_of_two_who_move_it_one_is_told(
+async def test_concurrent_rebases_let_single_rebase_succeed(
     publish: Any, here: Registry, there: Registry, acme: TenantId, certifying: Any
 ) -> None:
     await publish(via=here)
@@ -258,7 +260,7 @@ async def test_of_two_who_move_it_one_is_told(
     assert sorted(type(result) for result in results if isinstance(result, LoraserveError)) == [Conflict]
 
 
-async def test_a_quarantine_ends_with_a_move_that_passes(
+async def test_quarantine_ends_with_passing_rebase(
     publish: Any, here: Registry, there: Registry, acme: TenantId, certifying: Any, make_certificate: Make
 ) -> None:
     certifying.outcome = make_certificate(verdict="failed", max_difference=0.31)
@@ -273,9 +275,7 @@ async def test_a_quarantine_ends_with_a_move_that_passes(
     assert moved.state == "ready"
 
 
-async def test_an_adapter_knows_how_many_of_its_versions_are_of_which_base(
-    publish: Any, here: Registry, there: Registry, acme: TenantId
-) -> None:
+async def test_adapter_counts_versions_per_base(publish: Any, here: Registry, there: Registry, acme: TenantId) -> None:
     for seed in range(2):
         await publish(seed=seed, via=here)
     await publish(seed=2, via=there)
@@ -284,7 +284,7 @@ async def test_an_adapter_knows_how_many_of_its_versions_are_of_which_base(
         assert record.num_versions_by_base == {A: 2, B: 1}
 
 
-async def test_while_the_base_is_not_loaded_nothing_is_judged_and_nothing_is_served(
+async def test_unloaded_base_serves_and_judges_no_version(
     publish: Any, here: Registry, database: Database, store: LocalStore, acme: TenantId
 ) -> None:
     await publish(via=here)
@@ -298,7 +298,7 @@ async def test_while_the_base_is_not_loaded_nothing_is_judged_and_nothing_is_ser
     assert (await loading.aliases.set(acme, "sql", "canary", AliasTarget(1), actor="x"))[1]
 
 
-async def test_the_base_is_compared_without_a_statement_of_its_own(
+async def test_base_comparison_needs_no_extra_statement(
     publish: Any, here: Registry, there: Registry, database: Database, acme: TenantId
 ) -> None:
     await publish(via=here)

@@ -135,7 +135,7 @@ def fail() -> None:
     raise Fault
 
 
-async def test_after_any_changes_and_failures_the_totals_are_what_counting_gives(
+async def test_totals_match_recount_after_random_changes_and_failures(
     database: Database, store: LocalStore, small_base: BaseSpec, publish: Any, acme: TenantId, globex: TenantId
 ) -> None:
     calendar, rng = Calendar(), random.Random(3)
@@ -167,7 +167,7 @@ async def test_after_any_changes_and_failures_the_totals_are_what_counting_gives
     assert {"Fault", "CancelledError"} <= outcomes.keys()
 
 
-async def test_two_servers_that_change_one_tenant_at_once_count_everything_once(
+async def test_concurrent_servers_count_each_change_once(
     database: Database, database_url: str, store: LocalStore, small_base: BaseSpec, publish: Any, acme: TenantId
 ) -> None:
     other_database = Database(database_url)
@@ -195,7 +195,7 @@ async def test_two_servers_that_change_one_tenant_at_once_count_everything_once(
         await other_database.dispose()
 
 
-async def test_deleted_bytes_count_from_the_day_of_an_instant(
+async def test_deleted_bytes_count_from_given_day(
     database: Database, publish: Any, store: LocalStore, small_base: BaseSpec, acme: TenantId
 ) -> None:
     calendar = Calendar()
@@ -211,9 +211,7 @@ async def test_deleted_bytes_count_from_the_day_of_an_instant(
     assert await totals(database, acme, first + timedelta(days=3)) == StorageTotals(0, 0, 0)
 
 
-async def test_deleted_bytes_that_are_counted_twice_do_not_fill_the_quota(
-    publish: Any, registry: Registry, database: Database
-) -> None:
+async def test_deleted_duplicate_bytes_do_not_fill_quota(publish: Any, registry: Registry, database: Database) -> None:
     """The totals count equal versions each; a quota refuses only what is kept once."""
     size = (await publish("probe", is_dry_run=True)).version.size_bytes
     authenticator = Authenticator(database, admin_key="a" * 32)
@@ -230,7 +228,7 @@ async def test_deleted_bytes_that_are_counted_twice_do_not_fill_the_quota(
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
-async def test_no_push_waits_for_a_delete_of_another_adapter(
+async def test_push_does_not_wait_for_other_adapters_delete(
     database: Database, registry: Registry, publish: Any, acme: TenantId
 ) -> None:
     await publish("sql")
@@ -280,7 +278,7 @@ async def test_wrong_totals_are_found_set_right_and_told(
     assert collector.num_wrong_totals == 3
 
 
-async def test_two_servers_that_set_totals_right_add_what_lacks_once(
+async def test_concurrent_total_corrections_add_difference_once(
     database: Database, database_url: str, publish: Any, acme: TenantId
 ) -> None:
     await publish()
@@ -303,7 +301,7 @@ async def test_two_servers_that_set_totals_right_add_what_lacks_once(
     assert await totals(database, acme) == right
 
 
-async def test_rows_of_a_tenant_that_went_stay_counted(
+async def test_deleted_tenants_rows_stay_counted(
     database: Database, registry: Registry, publish: Any, globex: TenantId
 ) -> None:
     await publish(tenant=globex)

@@ -67,7 +67,7 @@ async def test_a_grant_is_made_once(world: World) -> None:
     assert world.told == [(world.acme, "sql")]
 
 
-async def test_a_grant_that_is_taken_back_is_gone(world: World) -> None:
+async def test_revoked_grant_is_not_found(world: World) -> None:
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     await world.grants.delete(world.acme, "sql", "globex", actor="test")
     with pytest.raises(GrantNotFound):
@@ -88,7 +88,7 @@ async def test_only_the_owner_grants(world: World) -> None:
             await call()
 
 
-async def test_who_isnt_there_cant_be_told_from_who_has_no_grant(world: World) -> None:
+async def test_absent_tenant_reads_like_tenant_without_grant(world: World) -> None:
     texts = set()
     for name in ("globex", "nobody"):
         with pytest.raises(GrantNotFound) as caught:
@@ -97,7 +97,7 @@ async def test_who_isnt_there_cant_be_told_from_who_has_no_grant(world: World) -
     assert len(texts) == 1
 
 
-async def test_a_grant_says_nothing_of_whether_there_is_a_tenant(world: World) -> None:
+async def test_grant_does_not_reveal_tenant_existence(world: World) -> None:
     said = []
     for name in ("globex", "nobody"):
         made, is_new = await world.grants.create(world.acme, "sql", name, actor="test")
@@ -115,7 +115,7 @@ async def test_a_grant_says_nothing_of_whether_there_is_a_tenant(world: World) -
     assert "nobody" not in [record.name for record in (await world.authenticator.tenants.list()).items]
 
 
-async def test_a_tenant_that_is_made_later_has_what_was_granted_to_its_name(world: World) -> None:
+async def test_tenant_created_later_receives_grants_by_name(world: World) -> None:
     await world.push(world.globex, "own")
     await world.grants.create(world.acme, "sql", "umbrella", actor="test")
     await world.grants.create(world.globex, "own", "umbrella", actor="test")
@@ -152,12 +152,12 @@ async def test_grants_to_names_leave_no_rows_behind(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["no name\n", "ACME"])
-async def test_what_is_no_name_is_refused(world: World, name: str) -> None:
+async def test_invalid_tenant_name_is_refused(world: World, name: str) -> None:
     with pytest.raises(TenantNotFound, match="There is no such tenant"):
         await world.grants.create(world.acme, "sql", name, actor="test")
 
 
-async def test_a_tenant_needs_no_grant_of_its_own(world: World) -> None:
+async def test_tenant_cannot_grant_adapter_to_same_tenant(world: World) -> None:
     with pytest.raises(InvalidRequest):
         await world.grants.create(world.acme, "sql", "acme", actor="test")
 
@@ -171,7 +171,7 @@ async def test_grants_are_listed_by_name_over_pages(world: World) -> None:
     assert second.next_cursor is None
 
 
-async def test_a_deleted_tenants_grant_isnt_its_names_next_holders(world: World) -> None:
+async def test_deleted_tenants_grant_is_not_inherited_by_name(world: World) -> None:
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     await world.authenticator.tenants.delete("globex", actor="test")
     # its owner doesn't learn of the delete
@@ -185,7 +185,7 @@ async def test_a_deleted_tenants_grant_isnt_its_names_next_holders(world: World)
     assert await world.holders("sql") == [new]
 
 
-async def test_grants_to_two_tenants_of_one_name_are_one(world: World) -> None:
+async def test_grants_to_tenants_of_same_name_appear_once(world: World) -> None:
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     await world.authenticator.tenants.delete("globex", actor="test")
     new = (await world.authenticator.tenants.create("globex", actor="test")).id
@@ -201,7 +201,7 @@ async def test_grants_to_two_tenants_of_one_name_are_one(world: World) -> None:
     assert await world.holders("sql") == []
 
 
-async def test_an_adapter_that_is_pushed_anew_after_its_delete_has_no_grants(world: World) -> None:
+async def test_adapter_republished_after_delete_has_no_grants(world: World) -> None:
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     await world.remove(world.acme, "sql")
     with pytest.raises(AdapterNotFound):
@@ -210,7 +210,7 @@ async def test_an_adapter_that_is_pushed_anew_after_its_delete_has_no_grants(wor
     assert await world.names() == []
 
 
-async def test_grants_have_their_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grants_per_adapter_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraserve.registry.catalog.grants.LIMITS", LIMITS.__class__(max_grants_per_adapter=1))
     await world.grants.create(world.acme, "sql", "globex", actor="test")
     with pytest.raises(InvalidRequest, match="1 grants"):
@@ -232,9 +232,7 @@ async def test_grants_are_audited_as_the_owners(world: World) -> None:
     ]
 
 
-async def test_one_owner_cant_fill_another_tenants_list_of_models(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_owner_cannot_fill_other_tenants_model_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraserve.registry.catalog.grants.LIMITS", LIMITS.__class__(max_grants_per_tenant=1))
     await world.push(world.acme, "law")
     await world.push(world.globex, "own")

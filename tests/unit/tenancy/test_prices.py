@@ -26,7 +26,7 @@ def table(**changed: Any) -> PriceTable:
     return read
 
 
-def test_tokens_cost_their_kinds_price_exactly() -> None:
+def test_tokens_cost_exact_price_of_kind() -> None:
     cost = table().price_of("").cost(prompt_tokens=10, cached_tokens=4, completion_tokens=3)
     assert cost == Decimal("0.0000077")
 
@@ -42,11 +42,11 @@ def test_an_adapters_own_price_fills_in_the_tables() -> None:
     assert (price.prompt, price.cached, price.completion) == (Decimal("0.50"), Decimal("0.05"), Decimal("2.5"))
 
 
-def test_an_adapter_with_its_own_prompt_price_has_its_cached_tokens_cost_as_much() -> None:
+def test_adapter_prompt_price_also_applies_to_cached_tokens() -> None:
     assert table().price_of("acme/shared").cached == 1
 
 
-def test_cached_tokens_cost_what_others_do_where_nothing_is_said() -> None:
+def test_cached_tokens_default_to_prompt_price() -> None:
     given = {name: value for name, value in TABLE.items() if name != "cached"}
     read = read_prices(given)
     assert read is not None
@@ -60,11 +60,11 @@ def test_price_is_found_in_any_case(name: str) -> None:
     assert list(prices.as_json()["adapters"]) == [name]
 
 
-def test_an_empty_table_is_none() -> None:
+def test_empty_table_means_no_prices() -> None:
     assert read_prices({}) is None
 
 
-def test_a_table_survives_its_json() -> None:
+def test_table_survives_json_round_trip() -> None:
     assert read_prices(table().as_json()) == table()
 
 
@@ -85,7 +85,7 @@ def test_a_table_survives_its_json() -> None:
         ({"adapters": {f"a{i}": {} for i in range(LIMITS.max_priced_adapters + 1)}}, "prices.adapters"),
     ],
 )
-def test_what_cant_be_a_price_is_refused_by_name(changed: dict[str, Any], param: str) -> None:
+def test_invalid_price_is_refused_by_field(changed: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_prices({**TABLE, **changed})
     assert caught.value.param == param

@@ -27,7 +27,7 @@ def make_format(make_model_dir: Callable[..., Path]) -> Callable[..., ChatFormat
     return make
 
 
-def test_neighbours_of_one_kind_are_one_delta(make_format: Callable[..., ChatFormat]) -> None:
+def test_adjacent_pieces_of_same_kind_become_single_delta(make_format: Callable[..., ChatFormat]) -> None:
     answer_format = make_format().answer_format("", ToolUse(TOOLS, ()))
     assert answer_format is not None
     parser = answer_format.parser()
@@ -42,7 +42,7 @@ def test_neighbours_of_one_kind_are_one_delta(make_format: Callable[..., ChatFor
     ]
 
 
-def test_calls_beyond_the_first_are_left_out_where_one_is_allowed(make_format: Callable[..., ChatFormat]) -> None:
+def test_extra_calls_are_dropped_without_parallel_calls(make_format: Callable[..., ChatFormat]) -> None:
     answer_format = make_format().answer_format("", ToolUse(TOOLS, (), is_parallel=False))
     assert answer_format is not None
     text = f"{CALL}\n{CALL}"
@@ -55,7 +55,7 @@ def test_calls_in_reasoning_are_thoughts(make_format: Callable[..., ChatFormat])
     assert answer_of(answer_format.parser(), [f"<think>{CALL}</think>No."]) == {"reasoning": CALL, "content": "No."}
 
 
-def test_an_answer_that_is_nothing_but_text_has_no_parser(make_format: Callable[..., ChatFormat]) -> None:
+def test_plain_text_answer_has_no_parser(make_format: Callable[..., ChatFormat]) -> None:
     without = make_format(reasoning_parser="none")
     assert without.answer_format("", None) is None
     assert make_format("llama3_json").answer_format("", None) is None

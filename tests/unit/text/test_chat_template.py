@@ -38,7 +38,7 @@ def make_template(path: Path, source: str, **kwargs: object) -> ChatTemplate:
     return ChatTemplate(path, now=lambda: datetime(2031, 1, 1), **kwargs)  # type: ignore[arg-type]
 
 
-def test_it_renders_as_transformers_does(make_model_dir: MakeDir) -> None:
+def test_rendering_equals_transformers(make_model_dir: MakeDir) -> None:
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
     path = make_model_dir("byte_level", {"bos_token": "<|bos|>"})
     tools = [{"type": "function", "function": {"name": "é<>&", "z": 1, "a": [1, None, True]}}]
@@ -67,7 +67,7 @@ def test_a_last_message_is_continued_as_transformers_does(make_model_dir: MakeDi
     assert ChatTemplate(path).render_continued(messages) == theirs[0]
 
 
-def test_a_last_message_that_the_template_leaves_out_is_not_continued(tmp_path: Path) -> None:
+def test_last_message_omitted_by_template_is_not_continued(tmp_path: Path) -> None:
     template = make_template(tmp_path, "{{ messages[0].content }}")
     with pytest.raises(InvalidRequest, match="leaves out the last message") as caught:
         template.render_continued(MESSAGES)
@@ -80,7 +80,7 @@ def test_the_generation_prompt_is_optional(tmp_path: Path) -> None:
     assert "<|assistant|>" not in template.render(MESSAGES, False)
 
 
-def test_a_generation_block_is_its_content(tmp_path: Path) -> None:
+def test_generation_block_renders_as_content(tmp_path: Path) -> None:
     template = make_template(tmp_path, "{% generation %}{{ messages[0].content }}{% endgeneration %}!")
     assert template.render([{"role": "user", "content": "hi"}]) == "hi!"
 
@@ -127,7 +127,7 @@ def test_first_requests_variables_decide_no_format(tmp_path: Path) -> None:
     assert template.render([{"role": "user", "content": "Hi"}]) == "USER: Hi ASSISTANT:"
 
 
-def test_template_gets_parts_for_its_system_message(tmp_path: Path) -> None:
+def test_system_message_is_passed_as_parts_when_needed(tmp_path: Path) -> None:
     source = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content[0].text }}{% else %}"
     source += "{{ m.content if m.content is string else m.content[0].text }}{% endif %}{% endfor %}"
     messages = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}]
@@ -157,7 +157,7 @@ def test_messages_cannot_be_overridden_by_a_variable(tmp_path: Path) -> None:
         make_template(tmp_path, "x").render([], variables={"tools": []})
 
 
-def test_a_model_without_a_template_says_where_to_go(tmp_path: Path) -> None:
+def test_model_without_template_suggests_completions_endpoint(tmp_path: Path) -> None:
     with pytest.raises(NoChatTemplate, match=r"no chat template.*/v1/completions"):
         ChatTemplate(tmp_path).render([])
 
@@ -167,7 +167,7 @@ def test_the_templates_own_refusal_is_passed_on(tmp_path: Path) -> None:
         make_template(tmp_path, LLAMA_LIKE).render([{"role": "bad", "content": ""}])
 
 
-def test_a_template_that_fails_on_the_messages_is_a_bad_request(tmp_path: Path) -> None:
+def test_template_failing_on_messages_is_a_bad_request(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't render"):
         make_template(tmp_path, "{{ messages[0].content + 1 }}").render([{"role": "user", "content": "x"}])
 
@@ -205,7 +205,7 @@ def test_an_invalid_template_is_refused_at_the_start(tmp_path: Path) -> None:
         make_template(tmp_path, "{% for %}")
 
 
-def test_it_knows_which_variables_a_template_reads(make_model_dir: MakeDir) -> None:
+def test_template_reports_variables_read(make_model_dir: MakeDir) -> None:
     source = "{% set seen = reasoning_effort %}{{ messages[0].content }}{{ seen }}{# verbosity #}"
     template = make_template(make_model_dir("byte_level", {}), source)
     assert template.reads("reasoning_effort")

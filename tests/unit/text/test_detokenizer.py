@@ -49,14 +49,14 @@ def tokens_and_sizes(draw: st.DrawFn) -> tuple[str, list[int], list[int], bool]:
 
 @given(tokens_and_sizes())
 @settings(max_examples=600, deadline=None)
-def test_deltas_add_up_to_decoding_everything_at_once(case: tuple[str, list[int], list[int], bool]) -> None:
+def test_deltas_add_up_to_full_decoding(case: tuple[str, list[int], list[int], bool]) -> None:
     kind, ids, sizes, skip = case
     tokenizer = tokenizer_of(kind)
     assert "".join(stream(tokenizer, ids, sizes, skip)) == tokenizer.decode(ids, skip)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma", "metaspace"])
-def test_special_tokens_can_be_shown_one_by_one(kind: str) -> None:
+def test_special_tokens_can_be_shown_individually(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     special = sorted(tokenizer.special_token_ids)
     token_ids = [*special, tokenizer.vocab_size - 1, *special]
@@ -86,7 +86,7 @@ def test_runs_of_fallback_bytes_decode_as_a_whole(ids: list[int], skip: bool) ->
 
 @given(st.text(max_size=40), st.text(min_size=1, max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(prompt: str, text: str) -> None:
+def test_completion_text_extends_decoded_prompt(prompt: str, text: str) -> None:
     for kind in ("byte_level", "llama2", "gemma"):
         tokenizer = tokenizer_of(kind)
         prompt_ids, ids = tokenizer.encode(prompt), tokenizer.encode(text, add_special_tokens=False)
@@ -109,18 +109,18 @@ def test_invalid_utf8_streams_without_waiting_for_the_end(data: bytes) -> None:
     assert text + detokenizer.finish() == data.decode("utf-8", "replace")
 
 
-def test_an_emoji_appears_only_when_its_last_byte_has_come() -> None:
+def test_emoji_appears_only_after_last_byte() -> None:
     tokenizer = tokenizer_of("llama2")
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "👩".encode()]
     assert stream(tokenizer, [*ids, tokenizer.token_to_id("a")], [1], True) == ["", "", "", "", "👩a", ""]
 
 
-def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
+def test_first_word_after_prompt_keeps_space() -> None:
     tokenizer = tokenizer_of("llama2")
     assert "".join(stream(tokenizer, [tokenizer.token_to_id("▁b")], [1], True, tokenizer.encode("a"))) == " b"
 
 
-def test_a_character_begun_by_the_prompt_belongs_to_the_completion() -> None:
+def test_character_begun_by_prompt_belongs_to_completion() -> None:
     for kind in ("byte_level", "llama2"):
         tokenizer = tokenizer_of(kind)
         byte = {tokenizer.token_bytes(id_): id_ for id_ in range(tokenizer.vocab_size)}
@@ -128,12 +128,12 @@ def test_a_character_begun_by_the_prompt_belongs_to_the_completion() -> None:
         assert "".join(stream(tokenizer, ids[2:], [1], True, [*tokenizer.encode("a"), *ids[:2]])) == "👩"
 
 
-def test_a_whole_character_at_the_prompts_end_is_not_repeated() -> None:
+def test_complete_character_at_prompt_end_is_not_repeated() -> None:
     tokenizer = tokenizer_of("llama2")
     assert "".join(stream(tokenizer, [tokenizer.token_to_id("a")], [1], True, tokenizer.encode("b👩"))) == "a"
 
 
-def test_a_space_survives_any_number_of_skipped_tokens_before_it() -> None:
+def test_space_survives_any_number_of_skipped_tokens() -> None:
     tokenizer = tokenizer_of("llama2")
     ids = [tokenizer.token_to_id("a"), *[1] * 40, tokenizer.token_to_id("▁b")]
     assert "".join(stream(tokenizer, ids, [1], True)) == "a b"

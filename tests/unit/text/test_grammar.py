@@ -102,7 +102,7 @@ def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str, text:
         ),
     ],
 )
-def test_a_format_takes_its_answers_and_no_others(
+def test_format_accepts_only_conforming_answers(
     compiler: GrammarCompiler, tokenizer: Tokenizer, format: AnswerFormat, answers: list[str], others: list[str]
 ) -> None:
     grammar = grammar_of(format)
@@ -113,7 +113,7 @@ def test_a_format_takes_its_answers_and_no_others(
 
 
 @pytest.mark.parametrize("format", [wanted("choice", ["<|user|>"]), wanted("json_schema", {"const": "<|user|>"})])
-def test_the_name_of_a_special_token_is_text_in_a_literal(
+def test_special_token_name_in_literal_is_text(
     compiler: GrammarCompiler, tokenizer: Tokenizer, format: AnswerFormat
 ) -> None:
     matcher, answer = compiler.compile(grammar_of(format)), b""
@@ -126,7 +126,7 @@ def test_the_name_of_a_special_token_is_text_in_a_literal(
     assert not matcher.is_error()
 
 
-def test_alternatives_that_refer_to_each_other_are_followed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_mutually_referring_alternatives_are_followed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """As pydantic writes a union of classes with fields of that union."""
     union = {"oneOf": [{"$ref": "#/$defs/node"}, {"$ref": "#/$defs/leaf"}]}
     node = {"properties": {"kind": {"const": "node"}, "child": union}, "required": ["kind", "child"], "type": "object"}
@@ -250,7 +250,7 @@ def test_numbers_of_tools_are_bounded(compiler: GrammarCompiler, tokenizer: Toke
         (wanted("json_schema", {"not": {"const": MARK}}), UnsupportedParameter),
     ],
 )
-def test_a_wrong_format_is_refused_by_its_place(format: AnswerFormat, error: type[InvalidRequest]) -> None:
+def test_invalid_format_is_refused_by_field(format: AnswerFormat, error: type[InvalidRequest]) -> None:
     with pytest.raises(error) as caught:
         grammar_of(format)
     assert str(caught.value.param).startswith("field")
@@ -274,7 +274,7 @@ def test_a_wrong_format_is_refused_by_its_place(format: AnswerFormat, error: typ
         (wanted("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000), GrammarTooComplex, "too complex"),
     ],
 )
-def test_a_grammar_that_cannot_be_compiled_says_why_in_our_words(
+def test_uncompilable_grammar_is_explained_without_client_text(
     compiler: GrammarCompiler, format: AnswerFormat, error: type[InvalidRequest], says: str
 ) -> None:
     with pytest.raises(error, match=says) as caught:
@@ -283,11 +283,11 @@ def test_a_grammar_that_cannot_be_compiled_says_why_in_our_words(
     assert MARK.lower() not in str(caught.value).lower()
 
 
-def test_what_llguidance_may_say_one_day_is_never_repeated() -> None:
+def test_unknown_llguidance_message_is_never_repeated() -> None:
     assert MARK not in str(grammar_error(f"some new message about {MARK}"))
 
 
-def test_a_panic_that_llguidance_caught_is_called_a_crash() -> None:
+def test_panic_caught_by_llguidance_is_reported_as_crash() -> None:
     for message in ("panic: too many of something\nat x.rs:1", "Parser Error: panic: secret"):
         error = grammar_error(message)
         assert isinstance(error, GrammarCrashed)
@@ -302,7 +302,7 @@ def allowed(compiler: GrammarCompiler, grammar: str) -> set[int]:
 
 
 @pytest.mark.parametrize("width", [1000, 1536, 1700])
-def test_the_logits_may_be_wider_or_narrower_than_the_tokenizer(tokenizer: Tokenizer, width: int) -> None:
+def test_logits_width_may_differ_from_tokenizer_size(tokenizer: Tokenizer, width: int) -> None:
     compiler = GrammarCompiler(base_dir(), width, [tokenizer.eos_token_id])
     found = allowed(compiler, grammar_of(wanted("regex", "[0-9]+")))
     digits = {i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).isdigit()}
@@ -310,19 +310,19 @@ def test_the_logits_may_be_wider_or_narrower_than_the_tokenizer(tokenizer: Token
     assert compiler.load().vocab_size == max(width, tokenizer.vocab_size)
 
 
-def test_every_end_of_text_token_may_end_an_answer(tokenizer: Tokenizer) -> None:
+def test_every_end_of_text_token_may_end_answer(tokenizer: Tokenizer) -> None:
     ends = [tokenizer.eos_token_id, tokenizer.token_to_id("<|pad|>")]
     compiler = GrammarCompiler(base_dir(), tokenizer.vocab_size, ends)
     matcher = compiler.compile(grammar_of(wanted("regex", "a*")))
     assert {token_id for token_id in ends if matcher.deep_copy().consume_token(token_id)} == set(ends)
 
 
-def test_a_base_without_an_end_of_text_token_is_refused() -> None:
+def test_base_without_end_of_text_token_is_refused() -> None:
     with pytest.raises(UnsupportedParameter, match="end-of-text"):
         GrammarCompiler(base_dir(), 1536, []).compile('start: "a"')
 
 
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_unsupported_tokenizer_kind_is_refused(tmp_path: Path) -> None:
     definition = json.loads((base_dir() / "tokenizer.json").read_text())
     definition["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
@@ -330,7 +330,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
         GrammarCompiler(tmp_path, 1536, [3]).compile('start: "a"')
 
 
-def test_without_llguidance_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_error_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match="pip install llguidance"):
         GrammarCompiler(base_dir(), 1536, [3]).load()

@@ -25,7 +25,7 @@ def answer(compiler: GrammarCompiler, kind: str, value: Any) -> Checked:
     return check(compiler, AnswerFormat(kind=AnswerKind(kind), value=value, param="field"))
 
 
-def test_a_good_grammar_is_returned_with_its_size(compiler: GrammarCompiler) -> None:
+def test_valid_grammar_is_returned_with_size(compiler: GrammarCompiler) -> None:
     checked = answer(compiler, "json_schema", {"type": "object"})
     assert checked.error_code is None
     assert '"json_schema"' in checked.grammar
@@ -33,17 +33,13 @@ def test_a_good_grammar_is_returned_with_its_size(compiler: GrammarCompiler) -> 
     assert checked.seconds > 0
 
 
-def test_a_grammar_that_keeps_too_much_memory_is_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_using_too_much_memory_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_worker, "MAX_GRAMMAR_BYTES", 1000)
     checked = answer(compiler, "regex", "[a-z]{3}|[0-9]{9}")
     assert (checked.error_code, checked.grammar) == ("grammar_too_complex", "")
 
 
-def test_a_grammar_that_is_slow_to_follow_is_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_with_slow_masks_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_worker, "MAX_MASK_S", -1.0)
     assert answer(compiler, "regex", "[a-z]+").error_code == "grammar_too_complex"
 
@@ -67,16 +63,14 @@ def test_the_place_at_fault_is_named(compiler: GrammarCompiler, schema: dict[str
     assert checked.message.startswith(param)
 
 
-def test_a_grammar_in_text_is_at_fault_as_a_whole(compiler: GrammarCompiler) -> None:
+def test_textual_grammar_fault_names_whole_field_and_position(compiler: GrammarCompiler) -> None:
     checked = answer(compiler, "lark", "start: b")
     assert (checked.param, checked.error_code) == ("field", "invalid_value")
     assert "line 1, column 8" in checked.message
 
 
 @pytest.mark.parametrize(("kind", "value"), [("regex", "(a"), ("grammar", 'root ::= "a" [[:foo:]]')])
-def test_no_place_is_named_in_a_grammar_that_was_made_of_the_text(
-    compiler: GrammarCompiler, kind: str, value: str
-) -> None:
+def test_converted_grammar_fault_names_no_position(compiler: GrammarCompiler, kind: str, value: str) -> None:
     checked = answer(compiler, kind, value)
     assert checked.error_code == "invalid_value"
     assert "column" not in checked.message
@@ -103,7 +97,7 @@ def test_an_attribute_without_effect_is_refused_by_name(compiler: GrammarCompile
         assert f"the attribute {name} of a rule is not supported" in checked.message
 
 
-def test_words_that_are_no_attributes_are_not_refused(compiler: GrammarCompiler) -> None:
+def test_attribute_names_used_as_text_are_accepted(compiler: GrammarCompiler) -> None:
     text = """start: temperature capture? [stop_capture] "a[temperature=1]" /[capture=]/ // b[temperature=1]: "x"
         temperature: "temperature=0.5"
         capture: %json {"properties": {"temperature": {"const": 1}}}
@@ -111,7 +105,7 @@ def test_words_that_are_no_attributes_are_not_refused(compiler: GrammarCompiler)
     assert answer(compiler, "grammar", text).error_code is None
 
 
-def test_a_panic_on_the_compiling_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panic_on_compiling_thread_ends_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
         """As llguidance's are."""
 
@@ -151,7 +145,7 @@ def test_the_other_attributes_are_followed(compiler: GrammarCompiler, rule: str,
 
 
 @pytest.mark.parametrize(("trigger", "is_special"), [("<|assistant|>", True), ("<tool>", False)])
-def test_triggers_are_special_tokens_where_the_tokenizer_has_them(
+def test_triggers_become_special_tokens_when_available(
     compiler: GrammarCompiler, trigger: str, is_special: bool
 ) -> None:
     tag = {"triggers": [trigger], "structures": [{"begin": trigger, "schema": {"type": "integer"}, "end": "!"}]}

@@ -43,7 +43,7 @@ def parser(name: str, is_open: bool | None) -> ReasoningParser:
 
 
 @pytest.mark.parametrize(("name", "is_open", "text", "expected"), CASES)
-def test_reasoning_is_told_from_the_answer_however_it_is_cut(
+def test_reasoning_is_separated_at_any_chunk_boundary(
     name: str, is_open: bool | None, text: str, expected: dict[str, Any]
 ) -> None:
     assert answer_of(parser(name, is_open), [text]) == expected

@@ -39,7 +39,7 @@ def check(tmp_path: Path, draft: Any, base: Any = BPE) -> None:
     check_same_tokenizer(tmp_path / "base", tmp_path / "draft")
 
 
-def test_a_tokenizer_is_the_same_as_itself_whatever_is_put_around_its_texts(tmp_path: Path) -> None:
+def test_equal_tokenizers_may_differ_in_surrounding_settings(tmp_path: Path) -> None:
     check_same_tokenizer(base_dir(), base_dir())
     around = {"post_processor": {"type": "ByteLevel"}, "padding": {"length": 5}, "truncation": {"max_length": 9}}
     check(tmp_path, changed(**around))
@@ -82,7 +82,7 @@ def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], 
         '{"model": {"vocab": {"a": 0, "b": 1, "ab": 2, "<end>": "x"}}}',
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+def test_unreadable_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(TokenizerMismatch):
         check(tmp_path, text)
 
@@ -92,7 +92,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         check_same_tokenizer(base_dir(), tmp_path)
 
 
-def test_tokens_with_scores_are_numbered_in_their_order(tmp_path: Path) -> None:
+def test_scored_tokens_are_compared_in_order(tmp_path: Path) -> None:
     scored = changed(vocab=[["a", -1.0], ["b", -2.0], ["ab", -3.0]], type="Unigram", merges=[])
     check(tmp_path, scored, base=scored)
     with pytest.raises(TokenizerMismatch, match="the token 'b' has the id 1"):

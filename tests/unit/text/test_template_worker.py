@@ -31,7 +31,7 @@ def ask(templates: Templates, source: str, *args: Any, **kwargs: Any) -> Templat
     return templates.answer(msgspec.json.decode(question, type=RenderMessages))
 
 
-def test_it_renders_as_transformers_does(templates: Templates) -> None:
+def test_rendering_equals_transformers(templates: Templates) -> None:
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
     tools = [{"type": "function", "function": {"name": "é<>&", "z": 1, "a": [1, None, True, 1 << 70, 1.0]}}]
     theirs, _ = transformers.render_jinja_template(
@@ -40,7 +40,7 @@ def test_it_renders_as_transformers_does(templates: Templates) -> None:
     assert ask(templates, TEMPLATE, MESSAGES, True, tools).text == theirs[0]
 
 
-def test_it_tells_what_a_template_reads(templates: Templates) -> None:
+def test_inspection_reports_variables_read_by_template(templates: Templates) -> None:
     answer = templates.answer(InspectTemplate(source=TEMPLATE, tenant="acme"))
     assert (answer.problems, answer.error) == ((), None)
     assert set(answer.read) == {"messages", "bos_token", "tools", "add_generation_prompt", "mood"}
@@ -52,7 +52,7 @@ def test_a_message_is_continued(templates: Templates) -> None:
     assert answer.text.endswith("<|assistant|>\nwell,")
 
 
-def test_variables_reach_it_and_fields_do_not(templates: Templates) -> None:
+def test_template_variables_are_passed_but_fields_are_protected(templates: Templates) -> None:
     assert not ask(templates, TEMPLATE, MESSAGES, variables={"mood": 1}).text.endswith("<|assistant|>")
     with pytest.raises(InvalidRequest, match="can't set tools"):
         ask(templates, TEMPLATE, MESSAGES, variables={"tools": []})
@@ -65,7 +65,7 @@ def test_a_refusal_names_the_version(templates: Templates) -> None:
     assert (answer.error or "").startswith("These messages make the chat template of sql@3 exceed its limits")
 
 
-def test_tenants_share_no_compiled_template_and_no_tenant_has_all(templates: Templates, monkeypatch) -> None:
+def test_compiled_templates_are_neither_shared_nor_monopolized(templates: Templates, monkeypatch) -> None:
     made = []
     compile = template_worker.CompiledTemplate
 
@@ -84,7 +84,7 @@ def test_tenants_share_no_compiled_template_and_no_tenant_has_all(templates: Tem
     assert made == []
 
 
-def test_one_rendering_leaves_nothing_for_the_next(templates: Templates) -> None:
+def test_rendering_leaves_no_state_for_next_rendering(templates: Templates) -> None:
     source = "{% set seen = namespace(n=0) %}{% set seen.n = seen.n + 1 %}{{ seen.n }}{{ range.mark }}"
     assert [ask(templates, source, MESSAGES).text for _ in range(2)] == ["1", "1"]
     for attack in ("{{ messages.append(1) }}", "{{ tools.clear() }}", "{{ range.__init__.__globals__ }}"):

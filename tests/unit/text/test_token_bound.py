@@ -101,7 +101,7 @@ def of(name: str) -> tuple[tokenizers.Tokenizer, TokenBound]:
 @pytest.mark.parametrize("name", PROVEN)
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
-def test_no_text_has_fewer_tokens_than_its_bound(name: str, text: str) -> None:
+def test_text_never_has_fewer_tokens_than_bound(name: str, text: str) -> None:
     tokenizer, bound = of(name)
     assert bound.is_proven
     assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -113,7 +113,7 @@ def test_a_long_text_has_a_bound_worth_having(name: str) -> None:
     assert bound.least_tokens("The quick brown fox jumps over the lazy dog. " * 1000) > 1000
 
 
-def test_a_token_alone_weighs_no_more_than_one() -> None:
+def test_single_token_never_weighs_more_than_encoded() -> None:
     for name in PROVEN:
         tokenizer, bound = of(name)
         for token in tokenizer.get_vocab():
@@ -156,13 +156,13 @@ def dropping_template() -> tokenizers.Tokenizer:
         lambda: tokenizers.Tokenizer(models.BPE({"a": 0}, [])),
     ],
 )
-def test_what_may_drop_text_has_no_bound(make: Callable[[], tokenizers.Tokenizer]) -> None:
+def test_text_dropping_tokenizer_has_no_bound(make: Callable[[], tokenizers.Tokenizer]) -> None:
     bound = TokenBound(json.loads(make().to_str()))
     assert not bound.is_proven
     assert bound.least_tokens("a b c " * 1000) == 0
 
 
-def test_a_text_is_encoded_as_before_whether_short_or_long(tmp_path: Path) -> None:
+def test_short_and_long_texts_are_encoded_as_before(tmp_path: Path) -> None:
     tokenizer = Tokenizer(base_dir())
     plain = tokenizers.Tokenizer.from_file(str(base_dir() / "tokenizer.json"))
     for text in ("", "a", "list the tickets with age over 81", *CORPUS, "".join(CORPUS) * 20):

@@ -20,27 +20,27 @@ def test_encoding_and_decoding_are_inverse(make_model_dir: MakeDir) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_post_processor_decides_on_bos_when_the_config_says_nothing(make_model_dir: MakeDir) -> None:
+def test_post_processor_decides_bos_without_config(make_model_dir: MakeDir) -> None:
     tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": "<|bos|>"}))
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 0
     assert 0 not in tokenizer.encode("a", add_special_tokens=False)
 
 
-def test_add_bos_token_false_takes_the_template_bos_away(make_model_dir: MakeDir) -> None:
+def test_add_bos_token_false_removes_template_bos(make_model_dir: MakeDir) -> None:
     tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": "<|bos|>", "add_bos_token": False}))
     assert 0 not in tokenizer.encode("a")
     # what the caller wrote stays
     assert tokenizer.encode("<|bos|>a")[0] == 0
 
 
-def test_add_bos_token_true_never_doubles_it(make_model_dir: MakeDir) -> None:
+def test_add_bos_token_true_never_doubles_bos(make_model_dir: MakeDir) -> None:
     tokenizer = Tokenizer(make_model_dir("byte_level", {"bos_token": {"content": "<|bos|>"}, "add_bos_token": True}))
     assert tokenizer.encode("a").count(0) == 1
 
 
 @pytest.mark.parametrize("config", [{}, {"bos_token": "<|bos|>", "add_bos_token": False}])
 @pytest.mark.parametrize("kind", ["byte_level", "llama2"])
-def test_texts_and_pairs_are_cut_as_tokenizers_cuts_them(
+def test_texts_and_pairs_are_truncated_like_tokenizers_library(
     make_model_dir: MakeDir, kind: str, config: dict[str, object]
 ) -> None:
     path = make_model_dir(kind, config)
@@ -63,7 +63,7 @@ def test_texts_and_pairs_are_cut_as_tokenizers_cuts_them(
 
 @pytest.mark.parametrize("keeps_end", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 3, 999, 1000, 1001])
-def test_what_is_cut_off_is_not_kept_in_pieces(make_model_dir: MakeDir, length: int, keeps_end: bool) -> None:
+def test_truncated_text_is_not_kept_in_pieces(make_model_dir: MakeDir, length: int, keeps_end: bool) -> None:
     tokenizer = Tokenizer(make_model_dir("byte_level"))
     text = "0 1 2 3 4 5 6 7 8 9 " * 100
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -87,7 +87,7 @@ def test_an_id_outside_the_vocabulary_has_no_bytes(make_model_dir: MakeDir) -> N
     assert tokenizer.id_to_token(10**6) is None
 
 
-def test_a_directory_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)
 

@@ -91,7 +91,7 @@ def make(evaluator: ReferenceEvaluator, world: World, names: Sequence[str] = NAM
     return made
 
 
-def test_those_together_take_one_pass_and_get_what_each_gets_alone(
+def test_adapters_evaluated_together_match_single_evaluations(
     evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]]
 ) -> None:
     together = make(evaluator, world)
@@ -103,7 +103,7 @@ def test_those_together_take_one_pass_and_get_what_each_gets_alone(
             torch.testing.assert_close(own, other, atol=1e-5, rtol=0)
 
 
-def test_one_that_cannot_be_read_is_the_only_one_without(evaluator: ReferenceEvaluator, world: World) -> None:
+def test_unreadable_adapter_alone_gets_no_reference(evaluator: ReferenceEvaluator, world: World) -> None:
     gone = msgspec.structs.replace(world.refs["rs"], weights_blob=Digest("0" * 64))
     made = [Reference(world.refs["r8"]), Reference(gone), Reference(world.refs["r1"])]
     evaluator.make(made, {})
@@ -113,7 +113,7 @@ def test_one_that_cannot_be_read_is_the_only_one_without(evaluator: ReferenceEva
     assert all(made[i].evaluation.result(0) for i in (0, 2))
 
 
-def test_one_that_cannot_be_evaluated_is_the_only_one_without(
+def test_failing_evaluation_leaves_sibling_adapters_evaluated(
     evaluator: ReferenceEvaluator, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate = module.evaluate
@@ -128,7 +128,7 @@ def test_one_that_cannot_be_evaluated_is_the_only_one_without(
     assert [name for name in NAMES if made[name].evaluation.exception(0) is not None] == ["r8"]
 
 
-def test_large_ones_are_read_and_evaluated_one_by_one(
+def test_large_adapters_are_evaluated_separately(
     evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 0)
@@ -152,7 +152,7 @@ def test_unfolded_bytes_count_as_held(
     assert [count for count, _ in passes] == [2, 2]
 
 
-def test_what_nobody_wants_is_neither_read_nor_evaluated(
+def test_unwanted_references_are_neither_read_nor_evaluated(
     evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]]
 ) -> None:
     made = [Reference(world.refs[name]) for name in NAMES]
@@ -162,7 +162,7 @@ def test_what_nobody_wants_is_neither_read_nor_evaluated(
     assert [count for count, _ in passes] == [2]
 
 
-def test_evaluation_ends_when_the_last_one_who_wanted_it_is_gone(evaluator: ReferenceEvaluator, world: World) -> None:
+def test_evaluation_stops_once_reference_is_unwanted(evaluator: ReferenceEvaluator, world: World) -> None:
     made = Reference(world.refs["r8"])
     evaluator._when_read = lambda: setattr(made, "is_wanted", False)
     evaluator.make([made], {})
@@ -170,7 +170,7 @@ def test_evaluation_ends_when_the_last_one_who_wanted_it_is_gone(evaluator: Refe
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
-def test_thread_that_gets_no_time_hands_over_to_one_that_gets_a_little(
+def test_starved_evaluation_moves_to_normal_priority_thread(
     evaluator: ReferenceEvaluator, world: World, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STARVED_AFTER_S", 0.0)
@@ -182,7 +182,7 @@ def test_thread_that_gets_no_time_hands_over_to_one_that_gets_a_little(
     assert (os.sched_getscheduler(starved), os.sched_getscheduler(other)) == (os.SCHED_IDLE, os.SCHED_OTHER)
 
 
-def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
+def test_brief_work_runs_in_idle_time_or_immediately(
     evaluator: ReferenceEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert evaluator.in_idle_time(threading.get_native_id) != threading.get_native_id()
@@ -199,7 +199,7 @@ def test_what_takes_a_moment_is_done_in_idle_time_or_else_at_once(
         evaluator.in_idle_time(lambda: 1 // 0)
 
 
-def test_everything_is_throttled(
+def test_evaluation_reading_and_verdict_are_throttled(
     evaluator: ReferenceEvaluator, engine: Engine, world: World, pauses: list[str]
 ) -> None:
     """Evaluations between their products, readings and verdicts between one and the next;
@@ -239,14 +239,14 @@ def test_pauses_are_no_starvation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share.is_starved()
 
 
-def test_nobody_waits_for_what_never_comes(evaluator: ReferenceEvaluator, world: World) -> None:
+def test_failed_reading_resolves_every_pending_future(evaluator: ReferenceEvaluator, world: World) -> None:
     made = [Reference(world.refs[name]) for name in NAMES]
     evaluator._when_read = lambda: 1 / 0
     evaluator.make(made, {})
     assert all(reference.sequences.done() and reference.evaluation.done() for reference in made)
 
 
-def test_thread_that_works_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_thread_is_not_starved(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = {"monotonic": 100.0, "thread_time": 1.0}
     for name in clocks:
         monkeypatch.setattr(module, name, lambda name=name: clocks[name])

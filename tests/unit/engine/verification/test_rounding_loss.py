@@ -25,16 +25,16 @@ BASE, EFFECT = logits(2.0), logits(3.0)
 ADAPTED = plus(BASE, EFFECT)
 
 
-def test_same_logits_lose_nothing() -> None:
+def test_identical_logits_have_zero_loss() -> None:
     found = measure(BASE, ADAPTED, BASE, ADAPTED)
     assert found == RoundingLoss(1.0, 0.0, 1.0, 0.0, 1.0, 17)
 
 
-def test_adapter_that_changes_nothing_has_no_effect() -> None:
+def test_adapter_without_changes_has_no_effect() -> None:
     assert measure(BASE, BASE, BASE, BASE).effect_kept is None
 
 
-def test_missing_effect_keeps_nothing() -> None:
+def test_lost_effect_is_measured_as_zero() -> None:
     found = measure(BASE, BASE, BASE, ADAPTED)
     assert found.effect_kept == pytest.approx(0.0, abs=1e-6)
     assert found.divergence > 1
@@ -54,7 +54,7 @@ def test_loss_of_base_alone_is_not_adapters() -> None:
     assert found.base_agreement < 1
 
 
-def test_constant_on_all_logits_changes_nothing() -> None:
+def test_constant_added_to_logits_loses_no_effect() -> None:
     moved = [rows + 7 for rows in ADAPTED]
     assert measure(BASE, moved, BASE, ADAPTED).effect_kept == pytest.approx(1.0, abs=1e-6)
 

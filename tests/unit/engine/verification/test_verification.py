@@ -151,7 +151,7 @@ def certificate(engine: Engine, ref: AdapterRef) -> Certificate:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapter_that_is_served_right_passes(name: str, world: World, engine: Engine) -> None:
+def test_correctly_served_adapter_passes(name: str, world: World, engine: Engine) -> None:
     found = certificate(engine, world.refs[name])
     assert (found.verdict, found.reason, found.top1_agreement) == ("passed", "", 1.0)
     assert found.max_difference <= found.tolerance
@@ -178,7 +178,7 @@ def test_rounding_is_no_failure(changes: dict[str, object], world: World, make_e
     assert found.verdict == ("degraded" if changes == {"quantize": "fp8"} else "passed"), found.reason
 
 
-def test_certificate_names_the_base_and_how_it_is_computed(world: World, make_engine: Callable[..., Engine]) -> None:
+def test_certificate_names_base_and_arithmetic(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(quantize="int8")
     found, base = certificate(engine, world.refs["r8"]), engine.base
     assert found.base_digest == base.digest
@@ -210,7 +210,7 @@ def test_certificate_is_not_possible_beside_wrong_base(
     assert said in caplog.text
 
 
-def test_what_the_base_alone_answers_is_computed_once(
+def test_base_logits_are_computed_once(
     world: World, make_engine: Callable[..., Engine], evaluated: list[Sequence[Subject]]
 ) -> None:
     engine = make_engine()
@@ -221,7 +221,7 @@ def test_what_the_base_alone_answers_is_computed_once(
     assert again.max_difference == pytest.approx(first.max_difference, rel=0.5)
 
 
-def test_adapter_that_changes_nothing_passes(world: World, engine: Engine) -> None:
+def test_adapter_without_changes_passes(world: World, engine: Engine) -> None:
     found = certificate(engine, edited(world, "r8", scaled(0.0)))
     assert (found.verdict, found.max_effect) == ("passed", 0.0)
 
@@ -283,7 +283,7 @@ def break_packing(monkeypatch: pytest.MonkeyPatch, mutant: Callable[[Modules], M
 
 @pytest.mark.parametrize("factor", [1.0, 1e-3], ids=["strong", "weak"])
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_adapter_that_is_packed_wrong_fails(
+def test_wrongly_packed_adapter_fails(
     mutant: str, factor: float, world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_packing(monkeypatch, MUTANTS[mutant])
@@ -295,7 +295,7 @@ def test_adapter_that_is_packed_wrong_fails(
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"quantize": "int8"}], ids=["bfloat16", "int8"])
-def test_base_that_rounds_hides_no_grave_mistake(
+def test_rounded_base_hides_no_grave_mistake(
     changes: dict[str, object], world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(**changes)
@@ -317,7 +317,7 @@ IGNORED: dict[str, Callable[[Modules], Modules]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", IGNORED)
-def test_part_of_a_kind_that_is_ignored_fails(
+def test_ignored_part_of_kind_fails(
     kind: str, kinds: dict[str, AdapterRef], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_packing(monkeypatch, IGNORED[kind])
@@ -325,7 +325,7 @@ def test_part_of_a_kind_that_is_ignored_fails(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_norms_that_are_ignored_fail(
+def test_ignored_norms_fail_verification(
     kinds: dict[str, AdapterRef], make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack = CpuDevice.pack
@@ -335,7 +335,7 @@ def test_norms_that_are_ignored_fail(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("offset", [-1, 1, None])
-def test_activation_in_another_place_fails(
+def test_activation_at_wrong_position_fails(
     offset: int | None, kinds: dict[str, AdapterRef], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def moved(digest: Digest, invocation: Sequence[int], prompt: Sequence[int]) -> Activation | None:
@@ -346,7 +346,7 @@ def test_activation_in_another_place_fails(
     assert certificate(engine, kinds["activated"]).verdict == "failed"
 
 
-def test_slots_that_are_swapped_fail(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_slots_fail_verification(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate(engine, world.refs["mixed"])
     resident = engine.pager.handle
     handles = {world.refs["r8"].digest: world.refs["mixed"].digest}
@@ -364,7 +364,7 @@ def test_mistake_of_mixed_batches_alone_fails(world: World, engine: Engine, monk
     assert certificate(engine, world.refs["r8"]).verdict == "failed"
 
 
-def test_adapter_whose_logits_are_not_finite_fails(world: World, engine: Engine) -> None:
+def test_adapter_with_non_finite_logits_fails(world: World, engine: Engine) -> None:
     found = certificate(engine, edited(world, "r8", scaled(1e30)))
     assert found.verdict == "failed"
     assert "finite" in found.reason
@@ -416,7 +416,7 @@ def test_probes_meet_the_base_and_other_adapters(
         (None, {"own", "other"}),
     ],
 )
-def test_no_probe_is_added_for_a_kind_that_is_cobatched_already(
+def test_cobatched_kind_gets_no_extra_probe(
     other: str | None,
     expected: set[str],
     world: World,
@@ -494,7 +494,7 @@ def test_overlapped_steps_do_the_same(world: World, make_engine: Callable[..., E
     assert tokens == world.expected("mixed", PROMPT, 40)
 
 
-def test_probes_leave_nothing(world: World, make_engine: Callable[..., Engine]) -> None:
+def test_probes_leave_no_blocks_pins_or_counts(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(block_size=4)
     for _ in range(2):
         certificate(engine, world.refs["r8"])
@@ -518,7 +518,7 @@ def test_memory_and_places_for_few_suffice(world: World, make_engine: Callable[.
     assert tokens == world.expected(None, PROMPT, 40)
 
 
-def test_verification_that_nobody_waits_for_holds_nothing(world: World, make_engine: Callable[..., Engine]) -> None:
+def test_aborted_verification_holds_no_resources(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     for stop_after in range(6):
         verifier_of(engine).start(stop_after, world.refs["r8"])
@@ -535,7 +535,7 @@ def test_verification_that_nobody_waits_for_holds_nothing(world: World, make_eng
         assert (engine.stats().num_kv_blocks_used, engine.stats().num_pins) == (0, 0)
 
 
-def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
+def test_waiting_verifications_share_evaluation_and_limit_probes(
     world: World, make_engine: Callable[..., Engine], evaluated: list[Sequence[Subject]]
 ) -> None:
     engine = make_engine()
@@ -553,7 +553,7 @@ def test_those_that_wait_are_evaluated_together_and_probed_a_few_at_a_time(
     assert 1 <= most <= MAX_PROBING
 
 
-def test_beside_requests_those_that_come_meanwhile_are_evaluated_together(
+def test_verifications_arriving_during_requests_are_evaluated_together(
     world: World,
     make_engine: Callable[..., Engine],
     evaluated: list[Sequence[Subject]],
@@ -596,7 +596,7 @@ def test_too_many_are_refused(world: World, make_engine: Callable[..., Engine]) 
     assert (refused.call_id, refused.error_code, refused.is_permanent) == (64, "overloaded", False)
 
 
-def test_what_can_never_be_served_is_told_from_what_can_not_be_now(
+def test_permanent_refusal_is_distinguished_from_temporary_failure(
     world: World, make_engine: Callable[..., Engine]
 ) -> None:
     engine = make_engine(memory_budget_bytes=16 * 12288 + 8192)
@@ -624,7 +624,7 @@ def test_loss_of_rounded_base_is_measured(world: World, make_engine: Callable[..
     assert found.base_spread < 0.1
 
 
-def test_version_that_rounding_breaks_is_degraded(world: World, make_engine: Callable[..., Engine]) -> None:
+def test_version_broken_by_rounding_is_degraded(world: World, make_engine: Callable[..., Engine]) -> None:
     found = certificate(make_engine(quantize="int4"), world.refs["rs"])
     assert found.verdict == "degraded"
     assert found.effect_kept is not None
@@ -672,7 +672,7 @@ def test_rounded_weights_hide_no_mistake(
         assert found.verdict == "failed", mutant
 
 
-def test_nothing_is_rounded_in_float32(world: World, engine: Engine) -> None:
+def test_float32_base_reports_no_rounding(world: World, engine: Engine) -> None:
     found = certificate(engine, world.refs["r8"])
     assert found.rounding_note == "the base is served in float32: nothing is rounded"
     assert (found.effect_kept, found.answer_divergence, found.num_answer_tokens) == (None, None, 0)
@@ -698,7 +698,7 @@ def test_loss_is_not_possible_where_files_change(
     assert "can't be read: No such file" in certificate(engine, world.refs["r8"]).reason
 
 
-def test_loss_is_not_possible_where_it_takes_long(
+def test_slow_loss_measurement_is_reported_as_not_possible(
     world: World, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(references, "MAX_FLOAT_S", -1.0)

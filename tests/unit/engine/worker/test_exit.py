@@ -17,6 +17,6 @@ main._end_process(3)
 """
 
 
-def test_nothing_is_torn_down_and_nothing_lost() -> None:
+def test_process_ends_without_teardown_or_lost_output() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", ENDING], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "written, logged\n", "")

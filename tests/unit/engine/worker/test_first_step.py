@@ -36,12 +36,12 @@ def spoil(world: World, tmp_path: Path, name: str, value: float) -> str:
         ("model.layers.2.input_layernorm.weight", float("nan")),
     ],
 )
-def test_base_that_is_not_finite_names_weight(name: str, value: float, world: World, tmp_path: Path) -> None:
+def test_non_finite_base_error_names_weight(name: str, value: float, world: World, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"its weight {name} has NaN or infinity"):
         build_engine(world.config(model_dir=spoil(world, tmp_path, name, value)))
 
 
-def test_base_that_overflows_names_dtype(world: World, tmp_path: Path) -> None:
+def test_overflowing_base_error_names_dtype(world: World, tmp_path: Path) -> None:
     directory = spoil(world, tmp_path, "model.norm.weight", 3e38)
     tensors = load_file(Path(directory) / "model.safetensors")
     tensors["lm_head.weight"][:, 0] = 3e38
@@ -50,7 +50,7 @@ def test_base_that_overflows_names_dtype(world: World, tmp_path: Path) -> None:
         build_engine(world.config(model_dir=directory))
 
 
-def test_first_step_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_leaves_no_request_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
     check = startup.check_first_step
 

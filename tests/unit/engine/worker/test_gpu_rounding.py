@@ -16,7 +16,7 @@ pytestmark = pytest.mark.interpreted
 
 
 @pytest.mark.campaign
-def test_a_gpus_activations_are_rounded_to_16_bits_and_its_weights_as_a_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_rounds_activations_to_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "NUM_POSITIONS", 20)
     config = msgspec.structs.replace(CONFIG, quantize="int8", activation_dtype="float")
     cpu = measure(config)

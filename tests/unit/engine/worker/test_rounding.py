@@ -55,7 +55,7 @@ def rounded(model: Any, format: str) -> Any:
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "nf4", "fp8"])
-def test_what_rounding_weights_costs_is_what_transformers_finds(model: Any, format: str) -> None:
+def test_weight_rounding_cost_matches_transformers(model: Any, format: str) -> None:
     exact, targets = logits_of(model)
     expected = compare(logits_of(rounded(model, format))[0], exact, targets)
     cost = measure(msgspec.structs.replace(CONFIG, quantize=format))
@@ -68,14 +68,14 @@ def test_what_rounding_weights_costs_is_what_transformers_finds(model: Any, form
     assert cost.loss == pytest.approx(float(loss), abs=1e-4)
 
 
-def test_a_base_that_is_not_rounded_loses_nothing() -> None:
+def test_unrounded_base_loses_no_precision() -> None:
     cost = measure(CONFIG)
     assert (cost.arithmetic, cost.weights.max_difference, cost.total.top1_agreement) == ("fp32", 0.0, 1.0)
     assert cost.total.max_difference < 1e-4
     assert cost.served_loss == pytest.approx(cost.loss, abs=1e-4)
 
 
-def test_rounded_activations_cost_what_unrounded_ones_dont() -> None:
+def test_only_rounded_activations_cost_precision() -> None:
     config = msgspec.structs.replace(CONFIG, quantize="int8")
     row = measure(config)
     whole = measure(msgspec.structs.replace(config, activation_dtype="float"))
@@ -106,7 +106,7 @@ def test_a_text_of_too_few_tokens_is_refused() -> None:
         measure(CONFIG, text="the table")
 
 
-def test_differences_are_those_of_the_log_probabilities_of_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_compare_next_token_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_precision, "_ROWS_AT_A_TIME", 2)
     expected = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]]).log()
     found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]]).log() + 7
@@ -117,6 +117,6 @@ def test_differences_are_those_of_the_log_probabilities_of_the_next_token(monkey
     assert one.mean_divergence == pytest.approx(0.25 * log2 / 3)
 
 
-def test_the_passage_is_long_enough_for_a_large_vocabulary() -> None:
+def test_passage_is_long_enough_for_large_vocabulary() -> None:
     # no tokenizer makes much less than a token of each word
     assert len(PASSAGE.split()) > 300

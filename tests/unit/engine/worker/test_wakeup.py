@@ -35,7 +35,7 @@ def is_rung(wakeup: Wakeup, timeout_s: float = 0.0) -> bool:
     return bool(poller.poll(1000 * timeout_s))
 
 
-def test_a_ring_ends_the_wait_and_is_heard_once(wakeup: Wakeup) -> None:
+def test_ring_ends_wait_and_is_heard_once(wakeup: Wakeup) -> None:
     assert not is_rung(wakeup)
     thread = threading.Thread(target=wakeup.ring)
     thread.start()
@@ -45,7 +45,7 @@ def test_a_ring_ends_the_wait_and_is_heard_once(wakeup: Wakeup) -> None:
     assert not is_rung(wakeup)
 
 
-def test_rings_that_nobody_hears_fill_nothing_up(wakeup: Wakeup) -> None:
+def test_unheard_rings_never_fill_wakeup(wakeup: Wakeup) -> None:
     for _ in range(100_000):
         wakeup.ring()
     while is_rung(wakeup):
@@ -56,7 +56,7 @@ def test_rings_that_nobody_hears_fill_nothing_up(wakeup: Wakeup) -> None:
 
 
 @pytest.mark.parametrize("message", ["request", "warm", "verify"])
-def test_step_thread_waits_for_loads_and_certificates_without_looking(
+def test_step_thread_waits_for_messages_without_polling(
     message: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were it not woken, it would wait for a minute."""

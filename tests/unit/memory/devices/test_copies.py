@@ -52,7 +52,7 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "stream", current)
 
 
-def test_a_copy_waits_for_the_last_step_and_has_an_event_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_waits_for_last_step_and_records_event(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     copies = CudaCopies(torch.device("cuda"))
     copies.step_launched()
@@ -73,7 +73,7 @@ def test_a_copy_waits_for_the_last_step_and_has_an_event_behind_it(monkeypatch: 
     assert has_landed()
 
 
-def test_pinned_memory_counts_as_the_allocator_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_counts_allocator_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder(monkeypatch)
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in (1, 4096, 4097)]
     assert CudaCopies(torch.device("cuda")).host_bytes(tensors) == 1 + 4096 + 8192
@@ -81,7 +81,7 @@ def test_pinned_memory_counts_as_the_allocator_takes_it(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("idle_bytes", [MAX_IDLE_PINNED_BYTES, MAX_IDLE_PINNED_BYTES + 1])
-def test_pinned_memory_that_lies_idle_is_given_back(monkeypatch: pytest.MonkeyPatch, idle_bytes: int) -> None:
+def test_idle_pinned_memory_is_returned(monkeypatch: pytest.MonkeyPatch, idle_bytes: int) -> None:
     Recorder(monkeypatch)
     given_back: list[bool] = []
     stats = {"allocated_bytes.current": idle_bytes + 5, "active_bytes.current": 5}

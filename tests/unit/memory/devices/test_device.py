@@ -18,14 +18,14 @@ from loraserve_kernels.cpu.lora.layout import LoraModule
 
 
 @pytest.mark.parametrize("over", [Footprint(11, 5, 1), Footprint(10, 6, 1), Footprint(10, 5, 2)], ids=str)
-def test_what_is_over_one_limit_does_not_fit(over: Footprint) -> None:
+def test_footprint_over_single_limit_does_not_fit(over: Footprint) -> None:
     limits = Footprint(10, 5, 1)
     assert limits.fits(limits)
     assert not over.fits(limits)
     assert over.excess(limits).split()[0] in ("11", "6", "2")
 
 
-def test_the_footprint_before_packing_is_that_of_what_is_packed(make: Any) -> None:
+def test_predicted_footprint_equals_packed_footprint(make: Any) -> None:
     modules = make.modules(5, names=("q_proj", "down_proj"))
     # its matrices fill their pages to the last byte
     with_delta = LoraModule(1, "q_proj", torch.ones(4, 32), torch.ones(32, 4), 1.0, dora_delta=torch.ones(32))
@@ -35,7 +35,7 @@ def test_the_footprint_before_packing_is_that_of_what_is_packed(make: Any) -> No
 
 
 @pytest.mark.parametrize("side", ["lora_A", "lora_B"])
-def test_a_weight_beyond_the_range_of_the_dtype_is_refused_by_name(make: Any, side: str) -> None:
+def test_weight_beyond_dtype_range_is_refused_by_name(make: Any, side: str) -> None:
     modules = make.modules(2, names=("q_proj", "v_proj"))
     matrix = modules[3].lora_a if side == "lora_A" else modules[3].lora_b
     matrix[1, 1] = -7e4
@@ -49,7 +49,7 @@ def test_a_weight_beyond_the_range_of_the_dtype_is_refused_by_name(make: Any, si
     refuse_out_of_range(modules, torch.float32, torch.float16)
 
 
-def test_an_adapter_packed_for_one_device_is_not_placed_on_another(make: Any) -> None:
+def test_adapter_packed_for_other_device_is_refused(make: Any) -> None:
     cpu, gpu = CpuDevice(make.base, 1 << 20), GpuDevice(make.base, make.pool(), DirectCopies())
     modules = make.modules()
     with pytest.raises(InvariantViolation, match="another device"):
@@ -58,7 +58,7 @@ def test_an_adapter_packed_for_one_device_is_not_placed_on_another(make: Any) ->
         cpu.place(gpu.pack(modules, torch.float32))
 
 
-def test_a_cpu_holds_adapters_as_it_is_told_or_as_they_are_stored(make: Any) -> None:
+def test_cpu_holds_adapters_in_configured_or_stored_dtype(make: Any) -> None:
     assert [cpu_adapter_dtype(name) for name in ("auto", "fp32", "int8")] == [None, torch.float32, torch.int8]
     assert CpuDevice(make.base, 1, cpu_adapter_dtype("bf16")).held_dtype(torch.float32) is torch.bfloat16
     assert CpuDevice(make.base, 1, cpu_adapter_dtype("auto")).held_dtype(torch.float16) is torch.float16

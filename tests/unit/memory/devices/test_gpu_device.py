@@ -56,7 +56,7 @@ def fill(make: Any, pool: DeviceCache, names: str, rank: int = 1) -> None:
         )
 
 
-def test_a_placed_adapter_lies_in_the_pool_as_it_was(make: Any) -> None:
+def test_placed_adapter_keeps_weights_in_pool(make: Any) -> None:
     device = make_device(make)
     modules = make.modules(20, seed=3)
     packed = device.pack(modules, torch.float32)
@@ -70,7 +70,7 @@ def test_a_placed_adapter_lies_in_the_pool_as_it_was(make: Any) -> None:
         assert torch.equal(multipliers, torch.full((20,), 2.0))
 
 
-def test_a_place_is_there_again_after_the_adapter_has_left(make: Any) -> None:
+def test_adapter_slot_is_reusable_after_removal(make: Any) -> None:
     device = make_device(make, num_pages=4, max_tiles=1, max_slots=2)
     packed = device.pack(make.modules(4), torch.float32)
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_tiles_scattered_between_pinned_adapters_are_no_place(make: Any) -> None
     assert pool.check() == []
 
 
-def test_an_adapter_on_its_way_is_neither_resident_nor_idle(make: Any) -> None:
+def test_adapter_in_transit_is_neither_resident_nor_idle(make: Any) -> None:
     pool = make.pool(num_pages=4)
     copies = SimulatedCopies(pool)
     adapters = DeviceCache(GpuDevice(make.base, pool, copies))
@@ -152,7 +152,7 @@ def test_an_adapter_on_its_way_is_neither_resident_nor_idle(make: Any) -> None:
     assert adapters.check() == []
 
 
-def test_int8_takes_half_the_pages_and_a_scale_for_each_rank(make: Any) -> None:
+def test_int8_halves_pages_and_scales_each_rank(make: Any) -> None:
     device = GpuDevice(make.base, make.pool(), DirectCopies(), torch.int8)
     modules = make.modules(8)
     placed = device.place(device.pack(modules, torch.float32))
@@ -163,7 +163,7 @@ def test_int8_takes_half_the_pages_and_a_scale_for_each_rank(make: Any) -> None:
     assert torch.allclose(multipliers, 2.0 * scales)
 
 
-def test_scales_without_a_finite_product_are_refused_by_name(make: Any) -> None:
+def test_non_finite_scale_product_is_refused_by_name(make: Any) -> None:
     device = GpuDevice(make.base, make.pool(), DirectCopies(), torch.int8)
     modules = make.modules(20, names=("q_proj", "v_proj"))
     modules[3].lora_a[18] = 1e30
@@ -173,7 +173,7 @@ def test_scales_without_a_finite_product_are_refused_by_name(make: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_what_an_adapter_has_beside_ranks_is_counted_placed_and_freed(make: Any, dtype: torch.dtype) -> None:
+def test_adapter_parts_without_rank_are_counted_and_freed(make: Any, dtype: torch.dtype) -> None:
     base = msgspec.structs.replace(make.base, modules={**make.base.modules, "lm_head": (64, 32)})
     pool = PagedPool(
         num_pages=40,
@@ -201,14 +201,14 @@ def test_what_an_adapter_has_beside_ranks_is_counted_placed_and_freed(make: Any,
     assert device.check(placed) == []
 
 
-def test_norms_of_an_adapters_own_are_refused_by_name(make: Any) -> None:
+def test_replaced_norms_are_refused_by_name(make: Any) -> None:
     device, norms = make_device(make), [ReplacedNorm(1, "mlp_norm", torch.ones(32))]
     for refuse in (device.footprint, device.pack):
         with pytest.raises(TensorMismatch, match="layer 1 mlp_norm: the adapter has a trained weight for this norm"):
             refuse(make.modules(1), torch.float32, norms)
 
 
-def test_a_replaced_row_that_int8_cant_hold_is_refused_by_name(make: Any) -> None:
+def test_replaced_row_beyond_int8_is_refused_by_name(make: Any) -> None:
     base = msgspec.structs.replace(make.base, dtype="float16", modules={**make.base.modules, "lm_head": (64, 32)})
     device = device_of(base, torch.int8)
     rows = ReplacedRows(torch.arange(40, dtype=torch.int32), torch.ones(40, 32))
@@ -218,14 +218,14 @@ def test_a_replaced_row_that_int8_cant_hold_is_refused_by_name(make: Any) -> Non
         device.pack([*make.modules(1), head], torch.float32)
 
 
-def test_a_weight_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
+def test_weight_beyond_pool_range_is_refused_by_name(make: Any) -> None:
     modules = make.modules(2)
     modules[1].lora_b[3, 1] = 3.4e38
     with pytest.raises(AdapterUnavailable, match=r"Layer 1 q_proj\.lora_B has a weight of size 3\.4e\+38.*bf16"):
         make_device(make).pack(modules, torch.float32)
 
 
-def test_a_replaced_row_beyond_the_pools_range_is_refused_by_name(make: Any) -> None:
+def test_replaced_row_beyond_pool_range_is_refused(make: Any) -> None:
     base = msgspec.structs.replace(make.base, dtype="float16", modules={"lm_head": (64, 32)})
     device = device_of(base, torch.float16)
     rows = ReplacedRows(torch.tensor([3, 9], dtype=torch.int32), torch.ones(2, 32))
@@ -236,7 +236,7 @@ def test_a_replaced_row_beyond_the_pools_range_is_refused_by_name(make: Any) -> 
         device.pack([head], torch.float32)
 
 
-def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
+def test_adapters_are_held_in_activation_dtype_or_int8() -> None:
     assert adapter_dtype("auto", torch.float16) is torch.float16
     assert adapter_dtype("int8", torch.float16) is torch.int8
     assert adapter_dtype("bf16", torch.bfloat16) is torch.bfloat16
@@ -248,7 +248,7 @@ def test_adapters_are_held_in_the_activations_dtype_or_in_int8() -> None:
 
 @pytest.mark.parametrize("gib", [1, 8, 60, 120])
 @pytest.mark.parametrize("rank", [4, 16, 64, 512])
-def test_bytes_run_out_before_tiles_for_adapters_of_every_layer(make: Any, gib: int, rank: int) -> None:
+def test_full_depth_adapters_exhaust_bytes_before_tiles(make: Any, gib: int, rank: int) -> None:
     base = msgspec.structs.replace(make.base, num_layers=32, modules=LLAMA_8B)
     plan, max_tiles = plan_gpu_arena(base, gib << 30, 2 << 20, 64), max_adapter_tiles(base, gib << 30)
     sizes = [ModuleSize(layer, module, rank) for layer in range(32) for module in LAYER_MODULES]
@@ -265,7 +265,7 @@ def test_bytes_run_out_before_tiles_for_adapters_of_every_layer(make: Any, gib: 
     assert 0.98 * gib * 2**30 < spent <= gib << 30
 
 
-def test_a_device_in_an_arena_has_its_pages_and_a_pool_in_the_activations_dtype(make: Any) -> None:
+def test_device_takes_arena_pages_and_activation_dtype(make: Any) -> None:
     device = device_of(make.base, torch.bfloat16)
     assert device.pool.data.nbytes + device.pool.records.nbytes <= 200_000
     plan_bytes = device.arena_client.arena.num_pages * device.pool.page_num_bytes
@@ -276,7 +276,7 @@ def test_a_device_in_an_arena_has_its_pages_and_a_pool_in_the_activations_dtype(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_copies_land_on_a_gpu_without_anybody_waiting(make: Any) -> None:
+def test_gpu_copies_land_without_blocking(make: Any) -> None:
     device = device_of(make.base, torch.bfloat16, 1 << 20, "cuda")
     modules = make.modules(20)
     packed = device.pack(modules, torch.float32)

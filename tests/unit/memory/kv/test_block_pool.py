@@ -15,7 +15,7 @@ def publish_all(kv: BlockPool, blocks: list[BlockId], token_ids: list[int], root
         parent = kv.prefix_cache.publish(blocks[i], parent, token_ids[i * kv.block_size : (i + 1) * kv.block_size])
 
 
-def test_a_released_prefix_is_found_again_by_the_same_tokens():
+def test_released_prefix_is_found_by_same_tokens():
     kv = BlockPool(8, 4)
     tokens = list(range(10))
     blocks = kv.allocate(3)
@@ -43,7 +43,7 @@ def test_the_last_token_is_never_a_hit():
     assert found == blocks[:1]
 
 
-def test_another_root_finds_nothing():
+def test_different_prefix_root_finds_no_blocks():
     kv = BlockPool(8, 4)
     blocks = kv.allocate(2)
     publish_all(kv, blocks, list(range(8)))
@@ -59,14 +59,14 @@ def test_roots_are_framed():
     assert prefix_root(TenantId("ab"), Digest("c"), "f") != prefix_root(TenantId("a"), Digest("bc"), "f")
 
 
-def test_each_activation_has_a_key_of_its_own():
+def test_each_activation_has_distinct_key():
     parents = [ROOT, extend_key(ROOT, [1, 2, 3, 4])]
     activations = [Activation(Digest(adapter), start) for adapter in ("a", "b", "a1") for start in (0, 1, 255, 256)]
     keys = [activate_key(parent, activation) for parent in parents for activation in activations]
     assert len({*parents, *keys}) == len(parents) + len(keys)
 
 
-def test_a_prefix_ends_where_another_adapter_acts():
+def test_prefix_match_ends_where_different_adapter_acts():
     kv = BlockPool(8, 4)
     tokens, activation = list(range(13)), Activation(Digest("a"), 6)
     blocks, keys = kv.allocate(3), []
@@ -86,7 +86,7 @@ def test_a_prefix_ends_where_another_adapter_acts():
     assert found == [3, 1, 1, 1, 1]
 
 
-def test_a_hit_is_not_believed_for_its_hash_alone():
+def test_hash_collision_is_not_a_prefix_hit():
     kv = BlockPool(8, 4)
     blocks = kv.allocate(1)
     publish_all(kv, blocks, [0, 1, 2, 3])
@@ -95,7 +95,7 @@ def test_a_hit_is_not_believed_for_its_hash_alone():
     assert kv.match_prefix(ROOT, [9, 9, 9, 9, 9], 4) == ([], [])
 
 
-def test_idle_blocks_are_evicted_last_of_a_prefix_first():
+def test_idle_blocks_are_evicted_from_prefix_end():
     kv = BlockPool(4, 4)
     tokens = list(range(16))
     blocks = kv.allocate(4)
@@ -107,14 +107,14 @@ def test_idle_blocks_are_evicted_last_of_a_prefix_first():
     assert kv.check() == []
 
 
-def test_allocation_is_all_or_nothing():
+def test_allocation_never_succeeds_partially():
     kv = BlockPool(4, 4)
     assert kv.allocate(5) is None
     assert kv.num_available == 4
     assert len(kv.allocate(4) or []) == 4
 
 
-def test_a_shared_block_is_free_only_after_its_last_holder():
+def test_shared_block_frees_after_last_holder():
     kv = BlockPool(4, 4)
     blocks = kv.allocate(1)
     publish_all(kv, blocks, [0, 1, 2, 3])

@@ -66,7 +66,7 @@ def ref(lokr: Path, store: LocalStore) -> AdapterRef:
     )
 
 
-def test_load_counts_bytes_that_it_unfolds_to(base: BaseSpec, store: LocalStore, ref: AdapterRef) -> None:
+def test_load_counts_unpacked_bytes(base: BaseSpec, store: LocalStore, ref: AdapterRef) -> None:
     device, taken = CpuDevice(base, 1 << 30), list[int]()
     load_adapter(store, ref, base, device)
     tracemalloc.start()
@@ -136,7 +136,7 @@ def test_loads_at_once_stay_within_budget(store: LocalStore, make: Any, loads_in
     assert loads.bounded.memory.num_bytes == 0
 
 
-def test_failed_load_gives_its_bytes_back(store: LocalStore, make: Any) -> None:
+def test_failed_load_returns_reserved_bytes(store: LocalStore, make: Any) -> None:
     def load(ref: AdapterRef, reservation: Reservation) -> LoadedAdapter:
         reservation.take(10)
         raise AdapterUnavailable("It is gone.")

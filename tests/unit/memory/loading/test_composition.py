@@ -36,7 +36,7 @@ def updates(packed: Any, module: str = "q_proj") -> list[torch.Tensor]:
     ]
 
 
-def test_a_sums_update_is_the_weighted_sum_of_its_parts_updates(make: Any, store: LocalStore) -> None:
+def test_sum_update_equals_weighted_part_updates(make: Any, store: LocalStore) -> None:
     a = make.publish(store, rank=3, seed=1)
     b = make.publish(store, rank=5, seed=2, use_rslora=True, dtype=torch.bfloat16)
     packed = load_adapter(store, composition((a, 0.75), (b, -2.0)), make.base, make.cpu).host
@@ -47,13 +47,13 @@ def test_a_sums_update_is_the_weighted_sum_of_its_parts_updates(make: Any, store
         torch.testing.assert_close(got, 0.75 * first - 2 * second, atol=1e-4, rtol=1e-5)
 
 
-def test_parts_of_one_dtype_keep_it(make: Any, store: LocalStore) -> None:
+def test_parts_with_equal_dtype_keep_dtype(make: Any, store: LocalStore) -> None:
     refs = [make.publish(store, rank=3, seed=seed, dtype=torch.bfloat16) for seed in range(2)]
     packed = load_adapter(store, composition(*((ref, 1.0) for ref in refs)), make.base, make.cpu).host
     assert packed.data.dtype == torch.bfloat16
 
 
-def test_parts_of_different_dtypes_are_held_in_one_that_has_room_for_both(make: Any) -> None:
+def test_parts_with_mixed_dtypes_use_wider_dtype(make: Any) -> None:
     composer = Composer()
     for dtype in (torch.bfloat16, torch.float16):
         composer.add(part(make), LoweredAdapter((module(),), (), dtype, {}))
@@ -115,7 +115,7 @@ WRONG: dict[str, LoweredAdapter] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_add_up_is_refused_by_name_and_without_the_adapters(make: Any, what: str) -> None:
+def test_incompatible_parts_are_refused_without_adapter_details(make: Any, what: str) -> None:
     composer = Composer()
     composer.add(part(make), lowered(module()))
     with pytest.raises(InvalidRequest, match=what) as caught:
@@ -125,7 +125,7 @@ def test_what_does_not_add_up_is_refused_by_name_and_without_the_adapters(make: 
     assert "secret" not in str(caught.value)
 
 
-def test_ranks_that_add_up_to_too_many_are_refused_with_their_number(make: Any) -> None:
+def test_excessive_rank_total_is_refused_with_number(make: Any) -> None:
     composer = Composer()
     for _ in range(2):
         composer.add(part(make), lowered(module(256)))
@@ -133,12 +133,12 @@ def test_ranks_that_add_up_to_too_many_are_refused_with_their_number(make: Any) 
         composer.add(part(make), lowered(module(1)))
 
 
-def test_a_weight_that_makes_a_scaling_too_large_is_refused(make: Any) -> None:
+def test_weight_causing_excessive_scaling_is_refused(make: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"weight of 5001 makes its scaling 10002"):
         Composer().add(part(make, 5001.0), lowered(module()))
 
 
-def test_dora_in_a_part_is_refused_on_the_way_from_the_store(make: Any, store: LocalStore) -> None:
+def test_stored_dora_part_is_refused(make: Any, store: LocalStore) -> None:
     a = make.publish(store, rank=3)
     b = make.publish(store, rank=3, seed=1, use_dora=True)
     tensors = load(bytes(store.read(b.weights_blob)))

@@ -26,7 +26,7 @@ def rewrite(make: Any, store: LocalStore, ref: AdapterRef, data: bytes) -> Adapt
 
 
 @pytest.mark.parametrize("padding", [1, 2, 3])
-def test_a_header_that_leaves_the_tensors_unaligned_changes_nothing(make: Any, store: LocalStore, padding: int) -> None:
+def test_unaligned_tensors_load_unchanged(make: Any, store: LocalStore, padding: int) -> None:
     ref = make.publish(store, rank=3)
     data = bytes(store.read(ref.weights_blob))
     length = int.from_bytes(data[:8], "little")
@@ -83,7 +83,7 @@ def add_magnitudes(make: Any, store: LocalStore, ref: AdapterRef) -> AdapterRef:
     return rewrite(make, store, ref, save(tensors | magnitudes))
 
 
-def test_doras_rows_get_their_magnitude_for_the_norm_that_the_update_gave_them(make: Any, store: LocalStore) -> None:
+def test_dora_rows_are_rescaled_to_magnitude(make: Any, store: LocalStore) -> None:
     ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
     packed = load_adapter(store, ref, make.base, make.cpu, Weights()).host
     for layer in range(2):
@@ -92,7 +92,7 @@ def test_doras_rows_get_their_magnitude_for_the_norm_that_the_update_gave_them(m
         torch.testing.assert_close(packed.dora_delta(layer, "q_proj"), expected)
 
 
-def test_a_rounded_rows_length_is_its_magnitude(make: Any, store: LocalStore) -> None:
+def test_rounded_row_length_equals_magnitude(make: Any, store: LocalStore) -> None:
     ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
     packed = load_adapter(store, ref, make.base, CpuDevice(make.base, 1 << 20, torch.int8), Weights()).host
     for layer in range(2):
@@ -109,7 +109,7 @@ def test_dora_is_not_loaded_without_the_bases_weights(make: Any, store: LocalSto
         load_adapter(store, ref, make.base, make.cpu)
 
 
-def test_what_does_not_fit_is_refused_before_a_weight_of_the_base_is_read(make: Any, store: LocalStore) -> None:
+def test_oversized_adapter_is_refused_before_reading_base_weights(make: Any, store: LocalStore) -> None:
     ref = add_magnitudes(make, store, make.publish(store, rank=3, use_dora=True))
     with pytest.raises(AdapterTooLarge):
         load_adapter(store, ref, make.base, CpuDevice(make.base, 2 * 3 * 64 * 4), None)

@@ -104,7 +104,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("module", ["q_proj", "v_proj"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_gives_what_its_formula_says(make: Any, kind: str, module: str) -> None:
+def test_each_lowered_kind_matches_formula(make: Any, kind: str, module: str) -> None:
     weights, x = Weights(), randn(4, IN, seed=5)
     base = make.base_of({"q_proj": (OUT, IN), "v_proj": (OUT, IN)})
     ir = ModuleIR(0, module, **KINDS[kind])
@@ -114,7 +114,7 @@ def test_each_kind_gives_what_its_formula_says(make: Any, kind: str, module: str
     torch.testing.assert_close(got, by_ir(ir, x, weights), atol=1e-5, rtol=1e-5)
 
 
-def test_a_scale_without_any_bias_shifts_nothing(make: Any) -> None:
+def test_output_scale_without_bias_adds_no_shift(make: Any) -> None:
     base = make.base_of({"v_proj": (OUT, IN)})
     ir = AdapterIR((ModuleIR(0, "v_proj", output_scale=VECTOR["output_scale"]),), "F32")
     (m,) = lower(ir, base, Weights()).modules
@@ -124,7 +124,7 @@ def test_a_scale_without_any_bias_shifts_nothing(make: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_a_trained_weight_only_the_rows_are_kept_that_are_not_the_bases(make: Any, dtype: torch.dtype) -> None:
+def test_only_changed_rows_of_trained_weight_are_kept(make: Any, dtype: torch.dtype) -> None:
     weights = Weights()
     weights.matrix = weights.matrix.to(dtype).float()
     trained = weights.matrix.to(dtype, copy=True)
@@ -138,14 +138,14 @@ def test_of_a_trained_weight_only_the_rows_are_kept_that_are_not_the_bases(make:
     assert torch.equal(m.row_overrides.weight, trained[[4, 5, 31]])
 
 
-def test_a_trained_weight_that_is_the_bases_costs_nothing(make: Any) -> None:
+def test_trained_weight_equal_to_base_costs_no_memory(make: Any) -> None:
     weights = Weights()
     base = make.base_of({"q_proj": (OUT, IN)})
     modules = (ModuleIR(0, "q_proj", weight=view(weights.matrix)), ModuleIR(1, "q_proj", **LORA))
     assert [m.layer for m in lower(AdapterIR(modules, "F32"), base, weights).modules] == [1]
 
 
-def test_a_trained_weight_of_another_rounding_than_the_bases_is_kept(make: Any) -> None:
+def test_trained_weight_rounded_unlike_base_is_kept(make: Any) -> None:
     weights = Weights()
     base = make.base_of({"q_proj": (OUT, IN)})
     ir = AdapterIR((ModuleIR(0, "q_proj", weight=view(weights.matrix.half())),), "F16")
@@ -154,7 +154,7 @@ def test_a_trained_weight_of_another_rounding_than_the_bases_is_kept(make: Any) 
     assert m.row_overrides.ids.shape[0] == OUT
 
 
-def test_rows_of_tokens_stand_as_they_are(make: Any) -> None:
+def test_token_rows_are_kept_exactly(make: Any) -> None:
     base = make.base_of({"embed_tokens": (IN, 64)})
     rows = randn(2, IN)
     ir = AdapterIR((ModuleIR(0, "embed_tokens", token_ids=(7, 63), token_rows=view(rows)),), "F32")
@@ -172,7 +172,7 @@ def test_a_norms_weight_has_the_bases_offset_added(make: Any) -> None:
     torch.testing.assert_close(norm.weight, randn(IN).half().float() + 1)
 
 
-def test_what_takes_the_bases_weights_is_not_lowered_without_them(make: Any) -> None:
+def test_lowering_needs_base_weights_where_used(make: Any) -> None:
     base = make.base_of({"q_proj": (OUT, IN)})
     for field in ({"bias": VECTOR["bias"]}, {"weight": view(randn(OUT, IN))}, {"output_scale": VECTOR["bias"]}):
         with pytest.raises(InvariantViolation, match="needs the base's weights"):

@@ -53,18 +53,18 @@ def test_the_fewest_ranks_within_the_error_are_kept(error: float, scaling: float
     torch.testing.assert_close(cut.lora_a.norm(dim=1), cut.lora_b.norm(dim=0))
 
 
-def test_an_error_that_takes_every_rank_changes_nothing() -> None:
+def test_error_requiring_every_rank_leaves_module_unchanged() -> None:
     m = decaying()
     assert truncate(m, 1e-6) is m
 
 
-def test_an_update_of_zero_keeps_one_rank() -> None:
+def test_zero_update_keeps_single_rank() -> None:
     m = truncate(LoraModule(0, "q_proj", torch.randn(4, 8), torch.zeros(9, 4), 1.0), 0.01)
     assert m.lora_a.shape == (1, 8)
     assert not product(m).any()
 
 
-def test_the_error_of_a_wider_rank_than_the_matrix_is_its_own() -> None:
+def test_rank_wider_than_matrix_is_cut_without_loss() -> None:
     m = LoraModule(0, "q_proj", torch.randn(9, 4), torch.randn(5, 9), 1.0)
     cut = truncate(m, 1e-9)
     assert cut.lora_a.shape[0] == 4
@@ -74,7 +74,7 @@ def test_the_error_of_a_wider_rank_than_the_matrix_is_its_own() -> None:
 @pytest.mark.parametrize("scaling", [0.5, torch.arange(1.0, 9.0)], ids=["one", "of each rank"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("error", [None, 0.05])
-def test_the_loss_is_that_of_the_whole_product(
+def test_loss_is_measured_on_whole_product(
     error: float | None, dtype: torch.dtype, scaling: float | torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loraserve.memory.loading.precision._CHUNK_ELEMENTS", 100)
@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_the_whole_product(
     assert lost > {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.int8: 1e-3}[dtype]
 
 
-def test_a_dtype_with_room_for_the_uploaded_one_loses_nothing() -> None:
+def test_wider_dtype_loses_no_precision() -> None:
     m = decaying()
     m = LoraModule(0, "q_proj", m.lora_a.half(), m.lora_b.half(), 1.0)
     for dtype in (torch.float16, torch.float32):
@@ -102,7 +102,7 @@ def test_replaced_rows_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert loss(m, round_to_held(m, torch.int8), torch.int8) > 2e-3
 
 
-def test_what_loses_more_is_what_a_module_loses() -> None:
+def test_module_loss_is_larger_of_two_losses() -> None:
     a, b = torch.ones(1, 33, dtype=torch.bfloat16), torch.ones(40, 1)
     b[0] = 1.001
     rows = ReplacedRows(torch.arange(7, dtype=torch.int32), torch.full((7, 33), 1.002))
@@ -114,7 +114,7 @@ def test_what_loses_more_is_what_a_module_loses() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_a_cpu_holds_what_the_loss_was_measured_on(make: Any, store: LocalStore, dtype: torch.dtype) -> None:
+def test_cpu_holds_weights_used_for_loss(make: Any, store: LocalStore, dtype: torch.dtype) -> None:
     ref = make.publish(store, rank=3)
     device = CpuDevice(make.base, 1 << 20, dtype)
     uploaded = load_adapter(store, ref, make.base, make.cpu).host
@@ -130,14 +130,14 @@ def test_a_cpu_holds_what_the_loss_was_measured_on(make: Any, store: LocalStore,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_a_gpu_loses_what_a_cpu_does(make: Any, store: LocalStore, dtype: torch.dtype) -> None:
+def test_gpu_loss_equals_cpu_loss(make: Any, store: LocalStore, dtype: torch.dtype) -> None:
     ref = make.publish(store, rank=3)
     devices = CpuDevice(make.base, 1 << 20, dtype), GpuDevice(make.base, make.pool(), DirectCopies(), dtype)
     of_cpu, of_gpu = (load_adapter(store, ref, make.base, device).metadata.precision_loss for device in devices)
     assert of_cpu == of_gpu > 1e-3
 
 
-def test_an_adapter_that_loses_more_than_it_may_is_refused_by_its_worst_module(make: Any, store: LocalStore) -> None:
+def test_adapter_over_loss_limit_names_worst_module(make: Any, store: LocalStore) -> None:
     ref = make.publish(store, rank=3)
     device = CpuDevice(make.base, 1 << 20, torch.bfloat16)
     lost = load_adapter(store, ref, make.base, device).metadata.precision_loss

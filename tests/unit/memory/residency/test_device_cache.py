@@ -27,7 +27,7 @@ def test_the_least_recently_used_idle_adapter_makes_room(pool: DeviceCache, make
     assert pool.check() == []
 
 
-def test_a_pinned_adapter_stays_until_its_last_pin_is_released(pool: DeviceCache, make: Any) -> None:
+def test_pinned_adapter_stays_until_last_pin_release(pool: DeviceCache, make: Any) -> None:
     a, b = make.digest("a"), make.digest("b")
     first, second, other = pool.pin(a, 0.0), pool.pin(a, 0.0), pool.pin(b, 0.0)
     assert not pool.can_admit(Footprint(1))
@@ -54,7 +54,7 @@ def test_a_pin_can_be_released_only_once(pool: DeviceCache, make: Any) -> None:
     assert pool.check() == []
 
 
-def test_what_an_operator_pinned_is_never_evicted(pool: DeviceCache, make: Any) -> None:
+def test_operator_pinned_adapter_is_never_evicted(pool: DeviceCache, make: Any) -> None:
     pool.set_operator_pin(make.digest("a"), True)
     assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0)] == [make.digest("b")]
     assert not pool.can_admit(Footprint(8 * make.rank_bytes))
@@ -71,7 +71,7 @@ def test_protected_adapters_are_not_evicted(pool: DeviceCache, make: Any) -> Non
     assert [e.digest for e in pool.admit(make.digest("c"), make.loaded(4), 0.0)] == [b]
 
 
-def test_admitting_without_room_is_our_own_bug(pool: DeviceCache, make: Any) -> None:
+def test_admission_without_capacity_raises_invariant_violation(pool: DeviceCache, make: Any) -> None:
     pins = [pool.pin(make.digest(name), 0.0) for name in "ab"]
     with pytest.raises(InvariantViolation):
         pool.admit(make.digest("c"), make.loaded(1), 0.0)
@@ -87,7 +87,7 @@ def test_check_sees_a_lost_pin(pool: DeviceCache, make: Any) -> None:
     assert pool.check() == ["adapter pool: 1 pins are counted as 0"]
 
 
-def test_a_pin_that_is_no_use_keeps_the_adapter_and_makes_it_no_more_popular(pool: DeviceCache, make: Any) -> None:
+def test_pin_without_use_leaves_popularity_unchanged(pool: DeviceCache, make: Any) -> None:
     digest = make.digest("a")
     pin = pool.pin(digest, 1.0, is_use=False)
     assert pool.num_pins == 1

@@ -32,12 +32,12 @@ def footprint(make: Any) -> Callable[[int], Footprint]:
     return lambda rank: make.cpu.footprint_of(make.packed(rank))
 
 
-def test_what_has_room_drains_nobody(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
+def test_fitting_footprint_drains_no_adapter(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
     pool.drain_for(footprint(4))
     assert list(pool.draining) == []
 
 
-def test_as_many_are_drained_as_it_takes_the_least_recently_used_first(
+def test_drain_takes_fewest_least_recently_used_adapters(
     pool: DeviceCache, footprint: Callable[[int], Footprint]
 ) -> None:
     pool.drain_for(footprint(8))
@@ -49,13 +49,13 @@ def test_as_many_are_drained_as_it_takes_the_least_recently_used_first(
     assert pool.check() == []
 
 
-def test_what_an_operator_has_pinned_is_not_drained(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
+def test_operator_pinned_adapter_is_not_drained(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
     pool.set_operator_pin(NAMES[0], True)
     pool.drain_for(footprint(8))
     assert list(pool.draining) == [NAMES[1]]
 
 
-def test_a_drain_ends_for_one_or_for_all(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
+def test_drain_ends_for_single_adapter_or_all(pool: DeviceCache, footprint: Callable[[int], Footprint]) -> None:
     pool.drain_for(footprint(16))
     assert set(pool.draining) == set(NAMES)
     pool.set_operator_pin(NAMES[1], True)

@@ -43,7 +43,7 @@ def is_anywhere(pager: Pager, ref: AdapterRef) -> bool:
     return any(row.digest == ref.digest for row in pager.residency())
 
 
-def test_weights_are_read_from_memory_and_equal_those_in_a_store(
+def test_weights_in_memory_equal_weights_in_store(
     make: Any, store: LocalStore, make_pager: MakePager, hold: Any
 ) -> None:
     ref, blob = hold(seed=3)
@@ -59,7 +59,7 @@ def test_weights_are_read_from_memory_and_equal_those_in_a_store(
     assert torch.equal(packed.data, other.handle(stored.digest).data)
 
 
-def test_freed_memory_fails_the_load_and_accuses_no_blob(make: Any, make_pager: MakePager, hold: Any) -> None:
+def test_freed_memory_fails_load_without_corruption_report(make: Any, make_pager: MakePager, hold: Any) -> None:
     ref, blob = hold()
     blob.close()
     pager = make_pager()
@@ -72,7 +72,7 @@ def test_freed_memory_fails_the_load_and_accuses_no_blob(make: Any, make_pager: 
 
 
 @pytest.mark.parametrize("is_other_stored", [True, False], ids=["stored", "ephemeral"])
-def test_another_tenants_version_of_the_same_bytes_loads_where_the_first_ones_memory_is_freed(
+def test_identical_adapter_loads_after_first_copy_is_freed(
     make: Any, make_pager: MakePager, hold: Any, is_other_stored: bool
 ) -> None:
     pager, (first, blob) = make_pager(), hold(is_stored=True)
@@ -106,7 +106,7 @@ def test_a_discarded_adapter_leaves_every_tier(make: Any, make_pager: MakePager,
     assert pager.stats()["device_adapter_bytes"] == pager.stats()["host_adapter_bytes"] == 0
 
 
-def test_a_pinned_adapter_is_discarded_after_its_last_pin(make: Any, make_pager: MakePager, hold: Any) -> None:
+def test_pinned_adapter_is_discarded_after_last_pin(make: Any, make_pager: MakePager, hold: Any) -> None:
     pager, (ref, _) = make_pager(), hold()
     pager.request(ref)
     make.settle(pager)
@@ -119,7 +119,7 @@ def test_a_pinned_adapter_is_discarded_after_its_last_pin(make: Any, make_pager:
     assert not is_anywhere(pager, ref)
 
 
-def test_an_adapter_is_discarded_once_its_load_has_ended(make: Any, make_pager: MakePager, hold: Any) -> None:
+def test_loading_adapter_is_discarded_once_load_ends(make: Any, make_pager: MakePager, hold: Any) -> None:
     pager, (ref, _) = make_pager(), hold()
     gate = threading.Event()
     with faults.arm("pager.load", lambda: gate.wait(10) and None):
@@ -158,7 +158,7 @@ def test_a_stored_version_of_the_same_bytes_stays(
     assert is_anywhere(pager, ref)
 
 
-def test_sums_go_with_their_part(make: Any, make_pager: MakePager, hold: Any) -> None:
+def test_sum_is_discarded_with_discarded_part(make: Any, make_pager: MakePager, hold: Any) -> None:
     pager, (ref, _) = make_pager(), hold()
     part = AdapterPart(adapter=ref, weight=0.5)
     total = msgspec.structs.replace(ref, digest=make.digest("sum"), memory=None, parts=(part,))

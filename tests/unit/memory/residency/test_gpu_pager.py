@@ -70,7 +70,7 @@ def gpu(make: Any, make_pager: MakePager) -> OnGpu:
     return OnGpu(make, make_pager, num_pages=8)
 
 
-def test_an_adapter_is_resident_once_its_copy_has_landed(make: Any, store: LocalStore, gpu: OnGpu) -> None:
+def test_adapter_is_resident_once_copy_lands(make: Any, store: LocalStore, gpu: OnGpu) -> None:
     ref = make.publish(store, rank=3, seed=1)
     gpu.pager.request(ref)
     assert make.settle(gpu.pager) == []
@@ -92,7 +92,7 @@ def test_an_adapter_is_resident_once_its_copy_has_landed(make: Any, store: Local
     check_weights(gpu.pool, first_tile(gpu.pool, slot), rank=3, seed=1)
 
 
-def test_others_go_on_while_a_copy_is_on_its_way(make: Any, store: LocalStore, gpu: OnGpu) -> None:
+def test_resident_adapter_stays_usable_during_other_copy(make: Any, store: LocalStore, gpu: OnGpu) -> None:
     a, b = make.publish(store, rank=2, seed=1), make.publish(store, rank=2, seed=2)
     gpu.pager.request(a)
     make.settle(gpu.pager)
@@ -105,7 +105,7 @@ def test_others_go_on_while_a_copy_is_on_its_way(make: Any, store: LocalStore, g
     assert gpu.pager.request(b) is Residency.LOADING
 
 
-def test_what_is_on_its_way_keeps_its_place(make: Any, store: LocalStore, gpu: OnGpu) -> None:
+def test_adapter_in_transit_keeps_device_memory(make: Any, store: LocalStore, gpu: OnGpu) -> None:
     a, b = make.publish(store, rank=6, seed=1), make.publish(store, rank=6, seed=2)
     gpu.pager.request(a)
     make.settle(gpu.pager)
@@ -122,7 +122,7 @@ def test_what_is_on_its_way_keeps_its_place(make: Any, store: LocalStore, gpu: O
     assert gpu.pager.poll() == [b.digest]
 
 
-def test_the_host_keeps_a_copy_and_coming_back_reads_no_disk(make: Any, store: LocalStore, gpu: OnGpu) -> None:
+def test_adapter_returns_from_host_copy_without_disk_read(make: Any, store: LocalStore, gpu: OnGpu) -> None:
     a, b = make.publish(store, rank=6, seed=1), make.publish(store, rank=6, seed=2)
     for ref in (a, b):
         gpu.pager.request(ref)
@@ -142,7 +142,7 @@ def test_the_host_keeps_a_copy_and_coming_back_reads_no_disk(make: Any, store: L
     check_weights(gpu.pool, first_tile(gpu.pool, gpu.pager.handle(a.digest)), rank=6, seed=1)
 
 
-def test_what_leaves_the_gpu_is_the_last_to_leave_the_host(
+def test_adapter_evicted_from_gpu_leaves_host_last(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     # three fit in the host, two on the GPU
@@ -168,7 +168,7 @@ def test_what_leaves_the_gpu_is_the_last_to_leave_the_host(
     assert (rows[used.digest].tier, rows[used.digest].last_used_s) == (Tier.HOST, 2.0)
 
 
-def test_what_is_on_its_way_is_drained_once_it_has_landed(make: Any, store: LocalStore, gpu: OnGpu, clock: Any) -> None:
+def test_adapter_in_transit_is_drained_after_landing(make: Any, store: LocalStore, gpu: OnGpu, clock: Any) -> None:
     running, large, small = (make.publish(store, rank=rank, seed=rank) for rank in (4, 8, 2))
     gpu.pager.request(running)
     make.settle(gpu.pager)
@@ -191,7 +191,7 @@ def test_what_is_on_its_way_is_drained_once_it_has_landed(make: Any, store: Loca
     assert gpu.pager.poll() == [large.digest]
 
 
-def test_a_drain_that_ends_calls_nobody_resident_who_is_on_the_way(
+def test_ended_drain_reports_no_adapter_in_transit_resident(
     make: Any, store: LocalStore, gpu: OnGpu, clock: Any
 ) -> None:
     running, large, small = (make.publish(store, rank=rank, seed=rank) for rank in (4, 8, 2))
@@ -213,7 +213,7 @@ def test_a_drain_that_ends_calls_nobody_resident_who_is_on_the_way(
     pin.release()
 
 
-def test_a_drain_that_ends_holds_nothing_in_the_host(
+def test_ended_drain_leaves_no_adapter_held_in_host(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     gpu = OnGpu(make, make_pager, num_pages=4)
@@ -237,7 +237,7 @@ def test_a_drain_that_ends_holds_nothing_in_the_host(
     pin.release()
 
 
-def test_without_room_in_the_host_an_adapter_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_adapter_is_read_from_disk_without_host_memory(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     gpu = OnGpu(make, make_pager, host_ranks=0, num_pages=8)
     a, b = make.publish(store, rank=6, seed=1), make.publish(store, rank=6, seed=2)
     for ref in (a, b, a):
@@ -250,7 +250,7 @@ def test_without_room_in_the_host_an_adapter_is_read_again(make: Any, store: Loc
     assert gpu.pager.stats()["host_adapters"] == 0
 
 
-def test_nothing_is_written_before_the_last_launched_step_is_done(make: Any, store: LocalStore, gpu: OnGpu) -> None:
+def test_copy_is_written_only_after_last_launched_step(make: Any, store: LocalStore, gpu: OnGpu) -> None:
     a, b = make.publish(store, rank=6, seed=1), make.publish(store, rank=6, seed=2)
     gpu.pager.request(a)
     make.settle(gpu.pager)
@@ -271,7 +271,7 @@ def test_nothing_is_written_before_the_last_launched_step_is_done(make: Any, sto
     assert gpu.pager.poll() == [b.digest]
 
 
-def test_an_adapter_that_takes_too_many_tiles_is_told_so(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_adapter_needing_too_many_tiles_is_refused(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     gpu = OnGpu(make, make_pager, max_tiles=1)
     ref = make.publish(store, rank=17)
     gpu.pager.request(ref)
@@ -282,7 +282,7 @@ def test_an_adapter_that_takes_too_many_tiles_is_told_so(make: Any, store: Local
     assert "2 rank tiles; the tables for adapters have 1" in str(error)
 
 
-def test_an_adapter_out_of_the_dtypes_range_fails_by_name(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_adapter_beyond_dtype_range_fails_by_name(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(dtype=torch.float16), make.publish(store, lora_alpha=8)
     path = store.root / ref.weights_blob[:2] / ref.weights_blob[2:4] / ref.weights_blob
     raw = bytearray(path.read_bytes())
@@ -491,7 +491,7 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
-def test_memory_is_right_and_everyone_is_served_after_any_operations(make: Any) -> None:
+def test_random_operations_keep_memory_correct_and_requests_served(make: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(Path(folder))
         refs = [make.publish(store, rank=rank, seed=seed) for seed, rank in enumerate(RANKS)]

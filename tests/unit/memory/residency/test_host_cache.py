@@ -21,7 +21,7 @@ def test_the_least_recently_put_goes_first(make: Any) -> None:
     assert (cache.num_bytes, cache.num_evictions) == (8 * make.rank_bytes, 1)
 
 
-def test_what_is_held_is_never_evicted(make: Any) -> None:
+def test_held_adapter_is_never_evicted(make: Any) -> None:
     cache = HostCache(8 * make.rank_bytes)
     a, b, c = (make.digest(name) for name in "abc")
     cache.put(a, make.loaded(4), 0.0)
@@ -38,7 +38,7 @@ def test_what_is_held_is_never_evicted(make: Any) -> None:
     assert cache.check() == []
 
 
-def test_what_is_larger_than_the_budget_is_not_taken(make: Any) -> None:
+def test_adapter_larger_than_budget_is_not_cached(make: Any) -> None:
     cache = HostCache(4 * make.rank_bytes)
     cache.put(make.digest("a"), make.loaded(4), 0.0)
     assert not cache.put(make.digest("b"), make.loaded(5), 0.0)

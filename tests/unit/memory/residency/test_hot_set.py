@@ -39,7 +39,7 @@ def hold(pager: Pager, make: Any, wanted: AdapterRef) -> Pin:
     return pager.pin(wanted.digest)
 
 
-def test_the_most_used_comes_first_and_what_is_not_wanted_does_not(make: Any) -> None:
+def test_most_used_wanted_adapter_comes_first(make: Any) -> None:
     made = hot_set(make, {"a": 1, "b": 3, "c": 2})
     found = made.next(0.0, lambda digest: digest != "b")
     assert found is not None
@@ -58,7 +58,7 @@ def test_tenants_have_turns(make: Any) -> None:
     assert made.next(9 * LOOK_EVERY_S, lambda digest: digest not in gone) is None
 
 
-def test_it_looks_now_and_then(make: Any) -> None:
+def test_hot_set_looks_only_at_intervals(make: Any) -> None:
     made = hot_set(make, {"a": 1})
     asked: list[str] = []
     for now_s in (0.0, LOOK_EVERY_S / 2, LOOK_EVERY_S):
@@ -74,7 +74,7 @@ def test_of_many_the_longest_unasked_are_forgotten(make: Any) -> None:
     assert len(made._refs) == MAX_REFS
 
 
-def test_a_popular_adapter_that_others_drove_out_is_brought_back(
+def test_popular_evicted_adapter_is_brought_back(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=8, host_ranks=8)
@@ -97,7 +97,7 @@ def test_a_popular_adapter_that_others_drove_out_is_brought_back(
     assert pager.check() == []
 
 
-def test_what_is_as_popular_as_others_does_not_drive_them_out(
+def test_equally_popular_adapter_evicts_no_adapter(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=4, host_ranks=4)
@@ -109,7 +109,7 @@ def test_what_is_as_popular_as_others_does_not_drive_them_out(
         assert pager.num_loading == 0
 
 
-def test_nothing_is_brought_back_while_somebody_waits(
+def test_no_adapter_is_brought_back_while_request_waits(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=4, host_ranks=8)
@@ -129,7 +129,7 @@ def test_nothing_is_brought_back_while_somebody_waits(
 
 
 @pytest.mark.parametrize("look", [lambda cache: list(cache.items()), lambda cache: cache.check()])
-def test_looking_at_the_host_cache_changes_nothing_of_who_goes_next(make: Any, look: Callable[[Any], Any]) -> None:
+def test_looking_at_host_cache_keeps_eviction_order(make: Any, look: Callable[[Any], Any]) -> None:
     one = make.loaded()
     cache = HostCache(2 * one.num_bytes)
     cache.put(Digest("a"), one, 1.0)
@@ -140,7 +140,7 @@ def test_looking_at_the_host_cache_changes_nothing_of_who_goes_next(make: Any, l
     assert {digest for digest, _ in cache.items()} == {"a", "c"}
 
 
-def test_what_is_damaged_or_rarely_used_is_nobodys_favourite(make: Any) -> None:
+def test_forgotten_or_rarely_used_adapter_is_not_chosen(make: Any) -> None:
     made = hot_set(make, {"a": 1, "b": 9})
     made.forget(Digest("b"))
     found = made.next(0.0, lambda _: True)
@@ -149,7 +149,7 @@ def test_what_is_damaged_or_rarely_used_is_nobodys_favourite(make: Any) -> None:
     assert made.next(3 * USE_DECAY_S, lambda _: True) is None
 
 
-def test_an_adapter_whose_bytes_are_gone_is_not_read_again_by_itself(
+def test_adapter_with_deleted_bytes_is_not_reread_automatically(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=4, host_ranks=4)

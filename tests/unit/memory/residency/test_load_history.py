@@ -25,9 +25,7 @@ def result(make: Any, outcome: LoadedAdapter | LoraserveError, elapsed_s: float 
     return LoadResult(make.ref(A), outcome, elapsed_s)
 
 
-def test_a_size_is_known_once_a_load_went_well_and_a_failure_does_not_unlearn_it(
-    make: Any, history: LoadHistory
-) -> None:
+def test_size_survives_failure_after_successful_load(make: Any, history: LoadHistory) -> None:
     assert history.size(A) is None
     loaded = make.loaded()
     history.note(result(make, loaded), 0.0)
@@ -37,7 +35,7 @@ def test_a_size_is_known_once_a_load_went_well_and_a_failure_does_not_unlearn_it
     assert history.size(A) == size
 
 
-def test_each_failure_in_a_row_holds_off_twice_as_long_up_to_a_minute(make: Any, history: LoadHistory) -> None:
+def test_consecutive_failures_double_holdoff_up_to_minute(make: Any, history: LoadHistory) -> None:
     now_s, wait_s = 0.0, RETRY_S
     for _ in range(9):
         history.note(result(make, AdapterUnavailable("gone")), now_s)
@@ -47,7 +45,7 @@ def test_each_failure_in_a_row_holds_off_twice_as_long_up_to_a_minute(make: Any,
     assert wait_s == MAX_RETRY_S
 
 
-def test_a_failure_is_told_until_a_load_goes_well_or_it_is_forgotten(make: Any, history: LoadHistory) -> None:
+def test_failure_is_reported_until_success_or_forgetting(make: Any, history: LoadHistory) -> None:
     error = AdapterUnavailable("gone")
     assert history.error(A) is None
     for end in (lambda: history.note(result(make, make.loaded()), 0.0), lambda: history.forget_failure(A)):
@@ -60,7 +58,7 @@ def test_a_failure_is_told_until_a_load_goes_well_or_it_is_forgotten(make: Any, 
     assert not history.is_held_off(A, RETRY_S), "failures count anew"
 
 
-def test_loads_that_fail_take_time_and_are_no_part_of_what_a_good_one_takes(make: Any, history: LoadHistory) -> None:
+def test_failed_loads_count_time_but_not_mean(make: Any, history: LoadHistory) -> None:
     assert history.mean_load_s == 0
     for outcome, elapsed_s in ((make.loaded(), 1.0), (make.loaded(), 3.0), (AdapterUnavailable("gone"), 10.0)):
         history.note(result(make, outcome, elapsed_s), 0.0)
@@ -70,7 +68,7 @@ def test_loads_that_fail_take_time_and_are_no_part_of_what_a_good_one_takes(make
     assert stats["host_load_s"].sum_s == 4.0  # type: ignore[union-attr]
 
 
-def test_damage_is_told_once_whoever_found_it_and_only_where_it_has_a_blob(make: Any, history: LoadHistory) -> None:
+def test_blob_damage_is_reported_exactly_once(make: Any, history: LoadHistory) -> None:
     history.note(result(make, AdapterCorrupt("damaged", digest=A, blob="b")), 0.0)
     history.note_corruption(AdapterCorrupt("damaged", digest=A, blob="c"))
     history.note_corruption(AdapterCorrupt("damaged"))

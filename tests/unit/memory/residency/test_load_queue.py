@@ -44,7 +44,7 @@ def serve(line: LoadQueue, fits: set[Digest], now_s: float, **answers: Callable[
     return placed
 
 
-def test_an_adapter_waits_once_for_all_who_ask_for_it(make: Any, line: LoadQueue) -> None:
+def test_adapter_waits_once_for_all_tenants(make: Any, line: LoadQueue) -> None:
     first = line.join(make.ref(A, "x"), 1.0)
     again = line.join(make.ref(A, "y"), 2.0)
     assert first is again
@@ -55,9 +55,7 @@ def test_an_adapter_waits_once_for_all_who_ask_for_it(make: Any, line: LoadQueue
     line.leave(A)
 
 
-def test_those_that_nobody_has_asked_for_in_a_while_are_told_and_stay_until_they_leave(
-    make: Any, line: LoadQueue
-) -> None:
+def test_stale_adapters_are_reported_and_stay_queued(make: Any, line: LoadQueue) -> None:
     line.join(make.ref(A), 0.0)
     line.join(make.ref(B), 0.0)
     line.join(make.ref(B), 1.0)
@@ -66,7 +64,7 @@ def test_those_that_nobody_has_asked_for_in_a_while_are_told_and_stay_until_they
     assert digests(line) == [A, B]
 
 
-def test_whoever_fits_passes_the_first_until_its_patience_is_over(make: Any, line: LoadQueue) -> None:
+def test_fitting_adapter_passes_head_until_grace_ends(make: Any, line: LoadQueue) -> None:
     for name in (A, B, C):
         line.join(make.ref(name), 0.0)
     assert serve(line, {B}, HEAD_OF_LINE_GRACE_S) == [B]
@@ -77,7 +75,7 @@ def test_whoever_fits_passes_the_first_until_its_patience_is_over(make: Any, lin
     assert line.reserved_for is None
 
 
-def test_the_line_opens_again_once_whom_it_was_closed_for_has_left(make: Any, line: LoadQueue) -> None:
+def test_queue_reopens_once_reserved_adapter_leaves(make: Any, line: LoadQueue) -> None:
     line.join(make.ref(A), 0.0)
     serve(line, set(), HEAD_OF_LINE_GRACE_S + 0.1)
     assert line.reserved_for == A
@@ -86,7 +84,7 @@ def test_the_line_opens_again_once_whom_it_was_closed_for_has_left(make: Any, li
     assert line.reserved_for is None
 
 
-def test_whom_the_line_is_closed_for_stays_its_first_whosever_turn_it_is(make: Any, line: LoadQueue) -> None:
+def test_reserved_adapter_stays_first_despite_tenant_rotation(make: Any, line: LoadQueue) -> None:
     line.join(make.ref(A, "x"), 0.0)
     line.join(make.ref(C, "x"), 0.0)
     assert serve(line, {A}, 0.0) == [A], "x has had its turn"
@@ -96,7 +94,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_whosever_turn_it_is(make: A
     assert serve(line, {B, C}, HEAD_OF_LINE_GRACE_S + 0.2) == [C, B]
 
 
-def test_nobody_is_held_up_for_one_that_no_waiting_gets_a_place(make: Any, line: LoadQueue) -> None:
+def test_never_fitting_adapter_holds_up_no_queue(make: Any, line: LoadQueue) -> None:
     for name in (A, B, C):
         line.join(make.ref(name), 0.0)
     assert serve(line, {C}, HEAD_OF_LINE_GRACE_S, can_ever_place=lambda digest: digest != A) == [C]
@@ -105,7 +103,7 @@ def test_nobody_is_held_up_for_one_that_no_waiting_gets_a_place(make: Any, line:
     assert line.reserved_for == B
 
 
-def test_one_that_is_not_ready_neither_gets_a_place_nor_closes_the_line(make: Any, line: LoadQueue) -> None:
+def test_unready_adapter_neither_loads_nor_reserves_queue(make: Any, line: LoadQueue) -> None:
     line.join(make.ref(A), 0.0)
     line.join(make.ref(B), 0.0)
     assert serve(line, {A, B}, HEAD_OF_LINE_GRACE_S + 0.1, is_ready=lambda digest: digest != A) == [B]
@@ -121,7 +119,7 @@ def test_tenants_have_turns_at_places(make: Any, line: LoadQueue) -> None:
     assert serve(line, {Digest(name) for name in ("x2", "x3", "y1")}, 0.0) == ["y1", "x2", "x3"]
 
 
-def test_tenants_have_turns_at_the_loaders_those_with_fewer_loads_first(make: Any, line: LoadQueue) -> None:
+def test_loaders_alternate_tenants_with_fewest_loads_first(make: Any, line: LoadQueue) -> None:
     x1, x2 = (line.join(make.ref(name, "x"), 0.0) for name in ("x1", "x2"))
     y1 = line.join(make.ref("y1", "y"), 0.0)
     assert line.next_to_load([x1, x2, y1], Counter()) is x1
@@ -130,7 +128,7 @@ def test_tenants_have_turns_at_the_loaders_those_with_fewer_loads_first(make: An
     assert line.next_to_load([x2, y1], Counter({TenantId("y"): 1})) is x2
 
 
-def test_an_adapter_that_waits_for_nobody_is_found_by_check(make: Any) -> None:
+def test_check_finds_queued_adapter_without_tenant(make: Any) -> None:
     line = LoadQueue()
     line.join(make.ref(A), 0.0).tenants.clear()
     assert line.check() == [

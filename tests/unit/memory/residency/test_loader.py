@@ -43,7 +43,7 @@ def take(loaders: LoaderPool, num: int) -> list[LoadResult]:
     return results
 
 
-def test_a_load_is_in_flight_until_its_result_is_taken(make: Any, make_loaders: MakeLoaders) -> None:
+def test_load_is_in_flight_until_result_is_taken(make: Any, make_loaders: MakeLoaders) -> None:
     ref, loaded = make.ref("a"), make.loaded()
     gate = threading.Event()
 
@@ -63,9 +63,7 @@ def test_a_load_is_in_flight_until_its_result_is_taken(make: Any, make_loaders: 
     assert loaders.take() == []
 
 
-def test_no_loader_is_free_while_each_has_a_load_and_loads_count_for_all_their_tenants(
-    make: Any, make_loaders: MakeLoaders
-) -> None:
+def test_busy_loaders_count_loads_for_all_tenants(make: Any, make_loaders: MakeLoaders) -> None:
     gate = threading.Event()
 
     def load(_: AdapterRef) -> LoadedAdapter:
@@ -88,7 +86,7 @@ def test_no_loader_is_free_while_each_has_a_load_and_loads_count_for_all_their_t
     ("raised", "found"),
     [(AdapterTooLarge("as told"), AdapterTooLarge), (ZeroDivisionError("a secret"), AdapterUnavailable)],
 )
-def test_a_load_that_raises_ends_with_the_reason_and_its_worker_goes_on(
+def test_raising_load_reports_reason_and_worker_continues(
     make: Any, make_loaders: MakeLoaders, raised: Exception, found: type[Exception]
 ) -> None:
     bad, good = make.ref("bad"), make.ref("good")
@@ -108,7 +106,7 @@ def test_a_load_that_raises_ends_with_the_reason_and_its_worker_goes_on(
     assert isinstance(result.outcome, LoadedAdapter)
 
 
-def test_who_waits_for_results_is_told_when_there_is_one(make: Any) -> None:
+def test_result_waiter_is_notified_on_completion(make: Any) -> None:
     told = threading.Event()
     loaders = LoaderPool(1, lambda _: make.loaded(), on_done=told.set)
     loaders.start(make.ref("a"), TENANTS)

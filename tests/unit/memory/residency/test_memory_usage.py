@@ -33,9 +33,7 @@ class Idle:
         raise AssertionError("nobody takes what it offers")
 
 
-def test_a_request_finds_an_adapter_where_it_is_when_it_comes(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_request_finds_adapter_in_current_tier(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     assert pager.tier(a.digest) is Tier.DISK
@@ -50,7 +48,7 @@ def test_a_request_finds_an_adapter_where_it_is_when_it_comes(
     assert (pager.tier(a.digest), pager.tier(b.digest)) == (Tier.HOST, Tier.DEVICE)
 
 
-def test_an_adapter_that_has_to_give_its_place_up_is_found_in_the_hosts_memory(
+def test_displaced_adapter_is_found_in_host_memory(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=4)
@@ -68,7 +66,7 @@ def test_an_adapter_that_has_to_give_its_place_up_is_found_in_the_hosts_memory(
     pin.release()
 
 
-def test_loads_are_timed_by_the_tier_that_they_lead_to(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_loads_are_timed_by_destination_tier(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     for ref in (a, b):
@@ -82,7 +80,7 @@ def test_loads_are_timed_by_the_tier_that_they_lead_to(make: Any, store: LocalSt
     assert stats["host_load_s"].sum_s > 0
 
 
-def test_a_load_that_fails_is_no_load_time(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_failed_load_adds_no_load_time(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store)
     make.damage(store, ref.weights_blob)
     pager.request(ref)
@@ -91,7 +89,7 @@ def test_a_load_that_fails_is_no_load_time(make: Any, store: LocalStore, make_pa
     assert (stats["adapter_load_failures"], stats["host_load_s"].num, stats["device_load_s"].num) == (1, 0, 0)
 
 
-def test_residency_tells_what_is_held_and_what_it_lost(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_residency_reports_held_dtype_and_precision_loss(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4, dtype=torch.float32, precision=Precision(rank_error=0.5))
     a, b = (make.publish(store, seed=seed, dtype=torch.bfloat16) for seed in range(2))
     for ref in (a, b):
@@ -120,7 +118,7 @@ def test_residency_tells_how_often_an_adapter_is_used(
     assert (pager.residency()[0].uses_per_s or 0.0) < often / 1000
 
 
-def test_an_adapter_that_is_being_read_has_no_facts_yet(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_loading_adapter_reports_no_dtype_or_loss(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store)
     pager.request(ref)
     (row,) = pager.residency()
@@ -145,7 +143,7 @@ def test_used_idle_and_free_are_all_there_is() -> None:
     }
 
 
-def test_an_adapter_in_use_is_told_from_an_idle_one(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_used_adapter_bytes_are_separate_from_idle(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store)
     pager.request(ref)
     make.settle(pager)
@@ -159,9 +157,7 @@ def test_an_adapter_in_use_is_told_from_an_idle_one(make: Any, store: LocalStore
     assert idle["adapter_bytes_idle"] == used["adapter_bytes_used"] == used["device_adapter_bytes"]
 
 
-def test_an_adapter_that_gives_way_to_kv_is_told_from_one_that_gives_way_to_an_adapter(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_eviction_for_kv_is_counted_separately(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     for ref in (a, b):

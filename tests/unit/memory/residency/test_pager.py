@@ -38,7 +38,7 @@ def test_an_adapter_is_loaded_once_and_becomes_resident(make: Any, store: LocalS
     assert stats["adapter_load_s"] > 0
 
 
-def test_the_packed_weights_are_those_of_the_file(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_packed_weights_equal_file_weights(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store, rank=3, seed=7)
     pager.request(ref)
     make.settle(pager)
@@ -51,9 +51,7 @@ def test_the_packed_weights_are_those_of_the_file(make: Any, store: LocalStore, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_weights_keep_their_stored_dtype(
-    make: Any, store: LocalStore, make_pager: MakePager, dtype: torch.dtype
-) -> None:
+def test_weights_keep_stored_dtype(make: Any, store: LocalStore, make_pager: MakePager, dtype: torch.dtype) -> None:
     pager, ref = make_pager(), make.publish(store, dtype=dtype)
     pager.request(ref)
     make.settle(pager)
@@ -80,7 +78,7 @@ def test_neither_request_nor_poll_waits_for_a_load(make: Any, store: LocalStore,
         assert make.settle(pager) == [ref.digest]
 
 
-def test_loads_in_flight_are_bounded_and_start_in_order(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_loads_in_flight_are_bounded_and_ordered(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(num_threads=2)
     refs = [make.publish(store, seed=seed) for seed in range(5)]
     gate = threading.Event()
@@ -93,9 +91,7 @@ def test_loads_in_flight_are_bounded_and_start_in_order(make: Any, store: LocalS
     assert all(pager.request(ref) is Residency.RESIDENT for ref in refs)
 
 
-def test_an_evicted_adapter_comes_back_from_the_host_at_once_and_without_a_copy(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_evicted_adapter_returns_from_host_without_copy(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     pager.request(a)
@@ -111,7 +107,7 @@ def test_an_evicted_adapter_comes_back_from_the_host_at_once_and_without_a_copy(
     assert pager.stats()["device_evictions"] == 2
 
 
-def test_what_is_known_of_an_adapter_stays_with_it_through_the_tiers(
+def test_adapter_metadata_follows_adapter_through_tiers(
     make: Any, store: LocalStore, make_pager: MakePager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pager = make_pager(device_ranks=4)
@@ -130,7 +126,7 @@ def test_what_is_known_of_an_adapter_stays_with_it_through_the_tiers(
     assert pager.metadata(a.digest).invocation_token_ids == (7, 8)
 
 
-def test_memory_share_is_the_footprint_of_what_was_loaded(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_memory_share_is_footprint_of_loaded_adapter(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=16)
     small, large = make.publish(store), make.publish(store, rank=8, seed=1)
     assert pager.memory_share(small.digest) == 0.0
@@ -143,7 +139,7 @@ def test_memory_share_is_the_footprint_of_what_was_loaded(make: Any, store: Loca
     assert sum(shares) == pytest.approx(stats["device_adapter_bytes"] / stats["device_bytes"])
 
 
-def test_an_adapter_evicted_from_both_tiers_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_adapter_evicted_from_all_tiers_is_read_again(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4, host_ranks=0)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     for ref in (a, b, a):
@@ -153,7 +149,7 @@ def test_an_adapter_evicted_from_both_tiers_is_read_again(make: Any, store: Loca
     assert pager.stats()["adapter_loads"] == 3
 
 
-def test_a_pinned_adapter_is_not_evicted_and_the_next_waits_until_the_release(
+def test_next_adapter_waits_until_pinned_adapter_is_released(
     make: Any, store: LocalStore, make_pager: MakePager
 ) -> None:
     pager = make_pager(device_ranks=4)
@@ -171,7 +167,7 @@ def test_a_pinned_adapter_is_not_evicted_and_the_next_waits_until_the_release(
     assert pager.stats()["adapter_loads"] == 2
 
 
-def test_waiting_without_room_in_the_host_reads_again_only_when_there_is_space(
+def test_adapter_without_host_memory_rereads_once_space_frees(
     make: Any, store: LocalStore, make_pager: MakePager
 ) -> None:
     pager = make_pager(device_ranks=4, host_ranks=0)
@@ -189,9 +185,7 @@ def test_waiting_without_room_in_the_host_reads_again_only_when_there_is_space(
     assert make.settle(pager) == [b.digest]
 
 
-def test_an_adapter_just_admitted_is_not_evicted_before_it_can_be_pinned(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_admitted_adapter_is_kept_until_pinnable(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     pager.request(a)
@@ -205,7 +199,7 @@ def test_an_adapter_just_admitted_is_not_evicted_before_it_can_be_pinned(
     assert pager.stats()["device_adapters"] == 1
 
 
-def test_a_small_adapter_may_pass_a_large_one_for_a_while_only(
+def test_small_adapter_passes_large_adapter_only_briefly(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=8)
@@ -227,7 +221,7 @@ def test_a_small_adapter_may_pass_a_large_one_for_a_while_only(
     assert pager.poll() == [large.digest]
 
 
-def test_an_adapter_always_in_use_gives_way_to_one_that_has_waited(
+def test_constantly_used_adapter_yields_to_waiting_adapter(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=4)
@@ -256,9 +250,7 @@ def test_an_adapter_always_in_use_gives_way_to_one_that_has_waited(
     assert pager.poll() == [busy.digest]
 
 
-def test_a_drain_ends_when_nobody_waits_any_more(
-    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
-) -> None:
+def test_drain_ends_when_no_request_waits(make: Any, store: LocalStore, make_pager: MakePager, clock: Any) -> None:
     pager = make_pager(device_ranks=4)
     busy, cold = (make.publish(store, seed=seed) for seed in range(2))
     pager.request(busy)
@@ -277,9 +269,7 @@ def test_a_drain_ends_when_nobody_waits_any_more(
     pin.release()
 
 
-def test_an_adapter_that_nobody_asks_for_any_more_leaves_the_line(
-    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
-) -> None:
+def test_adapter_without_requests_leaves_queue(make: Any, store: LocalStore, make_pager: MakePager, clock: Any) -> None:
     pager = make_pager(device_ranks=4)
     a, b = (make.publish(store, seed=seed) for seed in range(2))
     pager.request(a)
@@ -296,7 +286,7 @@ def test_an_adapter_that_nobody_asks_for_any_more_leaves_the_line(
 
 @pytest.mark.parametrize("blob", ["config_blob", "weights_blob"])
 @pytest.mark.parametrize("fault", ["damaged", "deleted"])
-def test_damaged_or_deleted_bytes_fail_the_adapter_and_nobody_else(
+def test_damaged_or_deleted_bytes_fail_only_affected_adapter(
     make: Any, store: LocalStore, make_pager: MakePager, blob: str, fault: str
 ) -> None:
     pager = make_pager()
@@ -318,9 +308,7 @@ def test_damaged_or_deleted_bytes_fail_the_adapter_and_nobody_else(
     assert pager.stats()["adapter_load_failures"] == 1
 
 
-def test_a_failed_load_is_tried_again_after_a_while_and_may_then_succeed(
-    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
-) -> None:
+def test_failed_load_is_retried_after_holdoff(make: Any, store: LocalStore, make_pager: MakePager, clock: Any) -> None:
     pager, ref = make_pager(), make.publish(store)
     right = make.damage(store, ref.weights_blob)
     wait_s = RETRY_S
@@ -340,7 +328,7 @@ def test_a_failed_load_is_tried_again_after_a_while_and_may_then_succeed(
     assert pager.error(ref.digest) is None
 
 
-def test_an_adapter_larger_than_the_device_is_told_so(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_adapter_larger_than_device_is_refused(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(device_ranks=3.9), make.publish(store)
     pager.request(ref)
     make.settle(pager)
@@ -350,9 +338,7 @@ def test_an_adapter_larger_than_the_device_is_told_so(make: Any, store: LocalSto
     assert "2,176 bytes; the memory for adapters has 2,121" in str(error)
 
 
-def test_an_adapter_that_does_not_fit_the_base_is_unavailable(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_adapter_unsuited_to_base_is_unservable(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store, use_dora=True)
     pager.request(ref)
     make.settle(pager)
@@ -361,9 +347,7 @@ def test_an_adapter_that_does_not_fit_the_base_is_unavailable(
     assert "use_dora" in str(error)
 
 
-def test_an_adapter_that_loses_more_than_the_operator_allows_is_refused(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_adapter_over_operator_loss_limit_is_refused(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     ref = make.publish(store)
     pager = make_pager(dtype=torch.bfloat16, precision=Precision(max_loss=1e-4))
     pager.request(ref)
@@ -391,9 +375,7 @@ def test_any_other_failure_is_unavailable_too(make: Any, store: LocalStore, make
     assert type(pager.error(ref.digest)) is AdapterUnavailable
 
 
-def test_an_operators_pin_brings_an_adapter_and_keeps_it(
-    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
-) -> None:
+def test_operator_pin_loads_and_keeps_adapter(make: Any, store: LocalStore, make_pager: MakePager, clock: Any) -> None:
     pager = make_pager(device_ranks=4)
     kept, other = (make.publish(store, seed=seed) for seed in range(2))
     pager.set_operator_pin(kept, True)
@@ -410,7 +392,7 @@ def test_an_operators_pin_brings_an_adapter_and_keeps_it(
     assert pager.poll() == [other.digest]
 
 
-def test_an_operators_pin_waits_for_space_without_being_asked_for_again(
+def test_operator_pin_waits_for_space_without_renewal(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=4)
@@ -427,7 +409,7 @@ def test_an_operators_pin_waits_for_space_without_being_asked_for_again(
 
 
 @pytest.mark.parametrize("has_failed_before", [False, True])
-def test_an_operators_pin_whose_load_fails_is_forgotten(
+def test_operator_pin_with_failed_load_is_forgotten(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any, has_failed_before: bool
 ) -> None:
     pager, ref = make_pager(), make.publish(store)
@@ -482,9 +464,7 @@ def test_stats_have_the_engines_names(make_pager: MakePager) -> None:
     assert set(make_pager().stats()) <= set(EngineStats.__struct_fields__)
 
 
-def test_a_hit_in_the_host_passes_nobody_who_has_waited_long_enough(
-    make: Any, store: LocalStore, make_pager: MakePager, clock: Any
-) -> None:
+def test_host_hit_never_passes_patient_waiter(make: Any, store: LocalStore, make_pager: MakePager, clock: Any) -> None:
     pager = make_pager(device_ranks=8)
     small, filler, running, large = (
         make.publish(store, rank=rank, seed=seed) for seed, rank in enumerate((2, 8, 4, 8))
@@ -502,7 +482,7 @@ def test_a_hit_in_the_host_passes_nobody_who_has_waited_long_enough(
     assert pager.poll() == [large.digest]
 
 
-def test_who_may_not_pass_is_not_read_again_and_again_where_the_host_has_no_room(
+def test_blocked_adapter_is_not_reread_without_host_memory(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=8, host_ranks=0)
@@ -521,7 +501,7 @@ def test_who_may_not_pass_is_not_read_again_and_again_where_the_host_has_no_room
     assert set(make.settle(pager)) == {large.digest, small.digest}
 
 
-def test_what_waits_for_an_operators_pin_to_end_holds_up_nobody(
+def test_adapter_waiting_for_unpin_blocks_no_other_adapter(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any
 ) -> None:
     pager = make_pager(device_ranks=8)

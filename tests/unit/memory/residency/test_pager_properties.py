@@ -153,7 +153,7 @@ def make_machine(make: Any, store: LocalStore, refs: list[AdapterRef]) -> type[R
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
-def test_invariants_hold_and_everyone_is_served_after_any_operations(make: Any) -> None:
+def test_random_operations_keep_invariants_and_serve_requests(make: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = LocalStore(Path(folder))
         refs = [make.publish(store, rank=rank, seed=seed) for seed, rank in enumerate(RANKS)]

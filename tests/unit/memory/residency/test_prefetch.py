@@ -27,9 +27,7 @@ def settle(make: Any, pager: Pager, refs: list[Any]) -> None:
         make.settle(pager)
 
 
-def test_what_is_prefetched_is_in_the_host_and_there_at_once_when_asked_for(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_prefetched_adapters_wait_in_host_for_instant_use(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager()
     refs = [make.publish(store, seed=seed) for seed in range(3)]
     settle(make, pager, refs)
@@ -38,7 +36,7 @@ def test_what_is_prefetched_is_in_the_host_and_there_at_once_when_asked_for(
     assert pager.stats()["adapter_loads"] == 3
 
 
-def test_a_loader_stays_free_for_who_asks_in_earnest(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_prefetch_leaves_single_loader_free_for_requests(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(num_threads=2)
     ahead, asked = [make.publish(store, seed=seed) for seed in range(4)], make.publish(store, seed=9)
     gate = threading.Event()
@@ -54,9 +52,7 @@ def test_a_loader_stays_free_for_who_asks_in_earnest(make: Any, store: LocalStor
     assert pager.request(asked) is Residency.RESIDENT
 
 
-def test_a_load_that_was_begun_ahead_is_not_begun_again_for_who_asks(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_prefetch_load_in_flight_is_reused_by_request(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager, ref = make_pager(), make.publish(store)
     gate = threading.Event()
     with faults.arm("pager.load", lambda: gate.wait(10) and None):
@@ -67,7 +63,7 @@ def test_a_load_that_was_begun_ahead_is_not_begun_again_for_who_asks(
     assert pager.stats()["adapter_loads"] == 1
 
 
-def test_nothing_is_evicted_that_who_waits_holds_nor_one_that_is_ahead_for_another(
+def test_prefetch_evicts_neither_held_nor_prefetched_adapters(
     make: Any, store: LocalStore, make_pager: MakePager
 ) -> None:
     pager = make_pager(device_ranks=4, host_ranks=12)
@@ -89,7 +85,7 @@ def test_nothing_is_evicted_that_who_waits_holds_nor_one_that_is_ahead_for_anoth
 
 
 @pytest.mark.parametrize("host_ranks", [0, 100])
-def test_what_cannot_be_loaded_or_held_is_not_tried_at_every_step(
+def test_unloadable_prefetch_is_not_retried_each_step(
     make: Any, store: LocalStore, make_pager: MakePager, host_ranks: int
 ) -> None:
     pager, ref = make_pager(host_ranks=host_ranks), make.publish(store)
@@ -100,7 +96,7 @@ def test_what_cannot_be_loaded_or_held_is_not_tried_at_every_step(
     assert stats["adapter_loads"] + stats["adapter_load_failures"] == 1
 
 
-def test_what_is_ahead_is_evicted_after_what_is_not(make: Any, store: LocalStore, make_pager: MakePager) -> None:
+def test_prefetched_adapters_are_evicted_last(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(host_ranks=8)
     first, other, second = (make.publish(store, seed=seed) for seed in range(3))
     for refs in ([first], [other], [first, second]):

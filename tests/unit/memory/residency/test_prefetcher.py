@@ -63,7 +63,7 @@ def parts(make: Any) -> Iterator[Parts]:
     made.close()
 
 
-def test_one_loader_of_several_stays_free_and_an_only_one_does_not(make: Any, parts: Parts) -> None:
+def test_prefetch_spares_last_of_several_loaders(make: Any, parts: Parts) -> None:
     refs = [make.ref(name) for name in (A, B, C)]
     parts.ahead.prefetch(refs, NOW_S)
     assert [ref.digest in parts.loaders for ref in refs] == [True, True, False]
@@ -73,7 +73,7 @@ def test_one_loader_of_several_stays_free_and_an_only_one_does_not(make: Any, pa
     alone.close()
 
 
-def test_what_waits_is_here_or_is_held_off_is_not_prefetched(make: Any, parts: Parts) -> None:
+def test_waiting_resident_or_failed_adapter_is_not_prefetched(make: Any, parts: Parts) -> None:
     parts.line.join(make.ref(A), NOW_S)
     parts.pool.admit(B, make.loaded(), NOW_S)
     parts.history.note(LoadResult(make.ref(C), AdapterUnavailable("gone"), 1.0), NOW_S)
@@ -81,14 +81,14 @@ def test_what_waits_is_here_or_is_held_off_is_not_prefetched(make: Any, parts: P
     assert len(parts.loaders) == 0
 
 
-def test_nothing_is_prefetched_beyond_what_has_room_beside_what_is_held(make: Any, parts: Parts) -> None:
+def test_prefetch_uses_only_memory_left_by_held_adapters(make: Any, parts: Parts) -> None:
     parts.loaded_before(A, B)
     parts.host.put(C, make.loaded(), NOW_S, hold=True)
     parts.ahead.prefetch([make.ref(A), make.ref(B)], NOW_S)
     assert [name in parts.loaders for name in (A, B)] == [True, False]
 
 
-def test_a_favourite_is_brought_back_once_loaders_have_nothing_to_do(make: Any, parts: Parts) -> None:
+def test_popular_adapter_returns_once_loaders_are_idle(make: Any, parts: Parts) -> None:
     parts.loaded_before(A)
     parts.used(A, 5)
     parts.line.join(make.ref(B), NOW_S)
@@ -106,7 +106,7 @@ def test_a_favourite_is_brought_back_once_loaders_have_nothing_to_do(make: Any, 
     assert parts.ahead.num_rewarmed == 1
 
 
-def test_a_favourite_drives_out_only_what_is_worth_far_less(make: Any, parts: Parts) -> None:
+def test_popular_adapter_evicts_only_far_less_valuable_adapters(make: Any, parts: Parts) -> None:
     parts.loaded_before(A, B, C)
     for name, times in ((A, 10), (B, 6), (C, 6)):
         parts.used(name, times)
@@ -119,7 +119,7 @@ def test_a_favourite_drives_out_only_what_is_worth_far_less(make: Any, parts: Pa
     assert A in parts.loaders
 
 
-def test_what_is_forgotten_or_was_never_loaded_is_not_brought_back(parts: Parts) -> None:
+def test_forgotten_or_never_loaded_adapter_is_not_rewarmed(parts: Parts) -> None:
     parts.loaded_before(A)
     parts.used(A, 5)
     parts.used(B, 5)

@@ -29,7 +29,7 @@ def pool(make: Any) -> DeviceCache:
     return DeviceCache(CpuDevice(make.base, 4 * make.rank_bytes))
 
 
-def test_what_is_fresh_is_not_evicted_before_the_second_look(make: Any, pool: DeviceCache) -> None:
+def test_fresh_adapter_is_kept_until_second_look(make: Any, pool: DeviceCache) -> None:
     size = make.cpu.footprint_of(make.packed())
     assert pool.admit(A, make.loaded(), 0.0, is_protected=True) == []
     assert not pool.can_admit(size)
@@ -40,7 +40,7 @@ def test_what_is_fresh_is_not_evicted_before_the_second_look(make: Any, pool: De
     assert [evicted.digest for evicted in pool.admit(B, make.loaded(), 0.0, is_protected=True)] == [A]
 
 
-def test_what_was_under_way_is_fresh_from_when_it_lands_and_its_time_counts_once(make: Any) -> None:
+def test_landed_adapter_is_fresh_and_load_timed_once(make: Any) -> None:
     device = SlowDevice(make.base, 4 * make.rank_bytes)
     pool, size = DeviceCache(device), make.cpu.footprint_of(make.packed())
     pool.admit(A, make.loaded(), 0.0, is_protected=True)
@@ -55,7 +55,7 @@ def test_what_was_under_way_is_fresh_from_when_it_lands_and_its_time_counts_once
     assert pool.load_s.num == 1
 
 
-def test_what_lands_is_kept_from_others_than_adapters_too(make: Any) -> None:
+def test_landed_adapter_is_protected_from_kv_too(make: Any) -> None:
     device = SlowDevice(make.base, 4 * make.rank_bytes)
     pool = DeviceCache(device)
     pool.admit(A, make.loaded(), 0.0, is_protected=True)

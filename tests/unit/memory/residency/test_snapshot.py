@@ -12,7 +12,7 @@ from loraserve.memory.residency.snapshot import residency_rows
 from loraserve.types import Digest, Tier
 
 
-def test_each_tier_is_told_once_with_what_is_known_there(make: Any) -> None:
+def test_snapshot_lists_each_adapter_in_highest_tier(make: Any) -> None:
     pool, host, line = DeviceCache(CpuDevice(make.base, 100 * make.rank_bytes)), HostCache(1 << 20), LoadQueue()
     size = make.loaded().num_bytes
     pool.admit(Digest("placed"), make.loaded(dtype="fp32", precision_loss=0.25), 1.0)

@@ -37,7 +37,7 @@ def publish(make: Any, store: LocalStore, tenant: str, seed: int, rank: int = 1)
     st.lists(st.one_of(st.sets(st.sampled_from(TENANTS), min_size=1, max_size=2), st.none()), min_size=1, max_size=60)
 )
 @example([{TENANTS[0]}, {TENANTS[0]}, None, *([{TENANTS[1]}, None] * 3)])
-def test_nobody_has_a_third_turn_while_somebody_waits_for_one(steps: list[set[TenantId] | None]) -> None:
+def test_no_tenant_gets_third_round_while_tenant_waits(steps: list[set[TenantId] | None]) -> None:
     """Each step somebody joins with a thing of theirs, or the first in line has its turn."""
     turns = TenantRoundRobin()
     line: list[tuple[int, frozenset[TenantId]]] = []
@@ -77,9 +77,7 @@ def test_nobody_has_a_third_turn_while_somebody_waits_for_one(steps: list[set[Te
     assert len(turns) == 0
 
 
-def test_one_tenants_many_cold_adapters_hold_up_anothers_one_for_two_loads_at_most(
-    make: Any, store: LocalStore, make_pager: MakePager
-) -> None:
+def test_tenant_waits_two_loads_behind_cold_flood(make: Any, store: LocalStore, make_pager: MakePager) -> None:
     pager = make_pager(num_threads=1, device_ranks=100)
     flood = [publish(make, store, "a", seed) for seed in range(12)]
     one = publish(make, store, "b", 99)
@@ -102,7 +100,7 @@ def test_one_tenants_many_cold_adapters_hold_up_anothers_one_for_two_loads_at_mo
     assert [pager.request(ref) for ref in flood] == [Residency.RESIDENT] * len(flood)
 
 
-def test_with_two_loaders_a_tenant_has_both_only_while_nobody_else_waits(
+def test_tenant_uses_two_loaders_only_without_waiting_tenants(
     make: Any, store: LocalStore, make_pager: MakePager
 ) -> None:
     pager = make_pager(num_threads=2)
@@ -145,7 +143,7 @@ def test_places_go_to_tenants_in_turn(make: Any, store: LocalStore, make_pager: 
     assert got == [flood[0].digest, one.digest, *(ref.digest for ref in flood[1:])]
 
 
-def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_come(
+def test_reserved_adapter_stays_first_after_other_tenants_round(
     make: Any, store: LocalStore, make_pager: MakePager, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pager = make_pager(device_ranks=8, num_threads=3)
@@ -177,7 +175,7 @@ def test_whom_the_line_is_closed_for_stays_its_first_though_anothers_turn_has_co
     assert pager.poll() == [large.digest]
 
 
-def test_what_two_tenants_want_has_the_better_place_of_both() -> None:
+def test_shared_adapter_takes_better_position_of_two_tenants() -> None:
     turns = TenantRoundRobin()
     entries = [("a1", "a"), ("a2", "a"), ("both", "ab")]
     for _, tenants in entries:

@@ -95,19 +95,19 @@ STORED: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("format", default_and_campaign(STORED, default=["nf4"]))
-def test_a_stored_format_answers_on_a_gpu_as_on_a_cpu(tmp_path: Path, format: str) -> None:
+def test_stored_format_answers_equally_on_gpu_and_cpu(tmp_path: Path, format: str) -> None:
     STORED[format](tmp_path)
     decoder = load(tmp_path, device="cuda", dtype=torch.float16)
     assert_same(decoder, load(tmp_path, activation_dtype="float"), CHUNKS)
     assert decoder.spec.quantization == format.partition("-")[0]
 
 
-def test_more_rows_than_the_kernel_for_few_takes_answer_so_too(tmp_path: Path) -> None:
+def test_gpu_answers_match_beyond_few_row_kernel(tmp_path: Path) -> None:
     STORED["int8"](tmp_path)
     assert_same(load(tmp_path, device="cuda", dtype=torch.float16), load(tmp_path, activation_dtype="float"), [65], 65)
 
 
-def test_rounding_to_int8_at_load_answers_as_the_rounded_weights_do(tmp_path: Path) -> None:
+def test_int8_rounding_at_load_matches_rounded_weights(tmp_path: Path) -> None:
     """The CPU's own int8 linears round activations too,
     so it is given the rounded weights as floats.
     """

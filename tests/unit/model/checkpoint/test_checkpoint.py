@@ -23,7 +23,7 @@ def write_index(directory: Path, weight_map: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_tensors_come_as_they_were_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_tensors_are_read_as_saved(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = {
         "b": (9 * torch.randn(3, 5)).to(dtype),
         "a": (9 * torch.rand(7)).to(dtype),
@@ -42,7 +42,7 @@ def test_only_the_asked_for_tensors_are_read(tmp_path: Path) -> None:
     assert [stored.name for stored, _, _ in open_checkpoint(tmp_path).read(frozenset({"a"}))] == ["a"]
 
 
-def test_shards_are_read_one_after_the_other(tmp_path: Path) -> None:
+def test_shards_are_read_sequentially(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "c": torch.full((2,), 3.0)}, tmp_path / "x-1.safetensors")
     save_file({"b": torch.full((2,), 2.0)}, tmp_path / "x-2.safetensors")
     write_index(tmp_path, {"b": "x-2.safetensors", "a": "x-1.safetensors", "c": "x-1.safetensors"})
@@ -51,13 +51,13 @@ def test_shards_are_read_one_after_the_other(tmp_path: Path) -> None:
     assert files == ["x-1.safetensors", "x-1.safetensors", "x-2.safetensors"]
 
 
-def test_tensor_of_another_dtype_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_tensor_with_unsupported_dtype_is_named_when_read(tmp_path: Path) -> None:
     save_file({"codes": torch.ones(2, dtype=torch.int16)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="codes is stored as I16"):
         list(open_checkpoint(tmp_path).read(frozenset({"codes"})))
 
 
-def test_directory_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
+def test_directory_without_safetensors_lists_found_file(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"it has pytorch_model\.bin, which isn't read"):
         open_checkpoint(tmp_path)
@@ -86,7 +86,7 @@ def test_directory_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
         ({"a": {"dtype": "I8", "shape": [2], "data_offsets": [2, 0]}}, b"xx", "can't have -2 bytes"),
     ],
 )
-def test_file_that_is_not_what_it_claims_is_refused(tmp_path: Path, header: Any, body: bytes, message: str) -> None:
+def test_file_contradicting_header_is_refused(tmp_path: Path, header: Any, body: bytes, message: str) -> None:
     write_raw(tmp_path / "model.safetensors", header, body)
     with pytest.raises(ModelError, match=message):
         open_checkpoint(tmp_path)
@@ -99,7 +99,7 @@ def test_header_longer_than_the_file_is_refused(tmp_path: Path, content: bytes) 
         open_checkpoint(tmp_path)
 
 
-def test_file_cut_off_after_its_header_was_read_is_named(tmp_path: Path) -> None:
+def test_file_truncated_after_header_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, path)
     checkpoint = open_checkpoint(tmp_path)
@@ -109,14 +109,14 @@ def test_file_cut_off_after_its_header_was_read_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": null}'])
-def test_index_that_makes_no_sense_is_refused(tmp_path: Path, content: str) -> None:
+def test_malformed_index_is_refused_by_loader(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError, match="isn't an index"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "absent.safetensors", ".."])
-def test_index_reaches_only_files_beside_it(tmp_path: Path, name: str) -> None:
+def test_index_reaches_only_files_in_directory(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     directory = tmp_path / "model"
     directory.mkdir()
@@ -125,7 +125,7 @@ def test_index_reaches_only_files_beside_it(tmp_path: Path, name: str) -> None:
         open_checkpoint(directory)
 
 
-def test_tensor_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
+def test_tensor_missing_from_shard_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     write_index(tmp_path, {"a": "x.safetensors", "b": "x.safetensors"})
     with pytest.raises(MissingTensor, match=r"the tensor b is in x\.safetensors"):

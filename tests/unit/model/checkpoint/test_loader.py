@@ -35,7 +35,7 @@ def change_weights(directory: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path)
 
 
-def test_spec_says_what_the_base_is(directory: Path) -> None:
+def test_spec_describes_loaded_base(directory: Path) -> None:
     decoder = load(directory, max_model_len=100)
     spec = decoder.spec
     assert spec.id == "org/base"
@@ -76,7 +76,7 @@ def test_spec_names_the_arithmetic_of_layers_and_head(
     assert spec.instructions
 
 
-def test_a_load_says_that_it_probes_kernels_and_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_reports_kernel_probing_and_resumes_progress(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chooser, progress, told = Chooser(), Progress(), []
     for module in ("checkpoint.loader", "layers.linears"):
         monkeypatch.setattr(f"loraserve.model.{module}.chooser", lambda: chooser)
@@ -87,7 +87,7 @@ def test_a_load_says_that_it_probes_kernels_and_goes_on(directory: Path, monkeyp
     assert str(progress) == "packing the embedding and the head"
 
 
-def test_shards_give_the_same_base_as_one_file(directory: Path, tmp_path: Path) -> None:
+def test_sharded_checkpoint_equals_single_file(directory: Path, tmp_path: Path) -> None:
     model = build_model()
     sharded = save_model(model, tmp_path / "sharded", max_shard_size="30KB")
     assert len(list(sharded.glob("*.safetensors"))) > 3
@@ -125,9 +125,7 @@ def test_digest_follows_the_weights_and_the_function(directory: Path) -> None:
 
 @pytest.mark.parametrize(("quantize", "bound"), [("fp8", 1e-4), ("int4", 1e-4), ("nf4", 0.03)])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_float_checkpoint_is_rounded_while_it_is_loaded(
-    tmp_path: Path, quantize: str, bound: float, is_tied: bool
-) -> None:
+def test_float_checkpoint_is_rounded_during_load(tmp_path: Path, quantize: str, bound: float, is_tied: bool) -> None:
     model = build_model("qwen2", hidden_size=64, intermediate_size=96 * 2, tie_word_embeddings=is_tied)
     activations = "float" if quantize == "int4" else "auto"
     decoder = load(save_model(model, tmp_path), quantize=quantize, activation_dtype=activations)
@@ -148,7 +146,7 @@ def test_float_checkpoint_is_rounded_while_it_is_loaded(
 
 
 @pytest.mark.parametrize("name", [NAME, "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
-def test_missing_tensor_is_named_with_its_shape(directory: Path, name: str) -> None:
+def test_missing_tensor_is_named_with_shape(directory: Path, name: str) -> None:
     shape = list(load_file(directory / "model.safetensors")[name].shape)
     change_weights(directory, **{name: None})
     with pytest.raises(MissingTensor, match=name) as raised:
@@ -156,7 +154,7 @@ def test_missing_tensor_is_named_with_its_shape(directory: Path, name: str) -> N
     assert f"of shape {shape}" in str(raised.value)
 
 
-def test_wrong_shape_is_named_with_the_expected_one(directory: Path) -> None:
+def test_wrong_shape_is_named_with_expected_shape(directory: Path) -> None:
     change_weights(directory, **{NAME: torch.zeros(25, 48)})
     with pytest.raises(ShapeMismatch, match=rf"{NAME} has the shape \[25, 48\]; expected \[24, 48\]"):
         load(directory)
@@ -175,19 +173,19 @@ def test_rotary_buffers_of_old_checkpoints_are_passed_over(directory: Path) -> N
     assert load(directory).spec.digest == digest
 
 
-def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(directory: Path) -> None:
+def test_mismatched_checkpoint_is_refused_before_reading_tensors(directory: Path) -> None:
     change_weights(directory, **{NAME: None, "lm_head.weight": torch.zeros(101, 48, dtype=torch.float64)})
     with pytest.raises(MissingTensor):
         load(directory)
 
 
-def test_weights_of_a_dtype_that_no_float_checkpoint_has_are_refused(directory: Path) -> None:
+def test_integer_weights_in_float_checkpoint_are_refused(directory: Path) -> None:
     change_weights(directory, **{NAME: torch.zeros(24, 48, dtype=torch.int8)})
     with pytest.raises(ModelError, match=f"{NAME} is stored as I8"):
         load(directory)
 
 
-def test_tied_checkpoint_that_has_a_head_keeps_it_as_transformers_does(tmp_path: Path) -> None:
+def test_tied_checkpoint_keeps_stored_head(tmp_path: Path) -> None:
     model = build_model(tie_word_embeddings=False)
     save_model(model, tmp_path)
     edit_json(tmp_path / "config.json", tie_word_embeddings=True)
@@ -206,15 +204,13 @@ def test_tied_checkpoint_that_has_a_head_keeps_it_as_transformers_does(tmp_path:
         ({"max_model_len": 0}, "max_model_len is 0"),
     ],
 )
-def test_what_cannot_be_done_is_said(directory: Path, options: dict[str, Any], message: str) -> None:
+def test_unsupported_option_is_refused_with_value(directory: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(directory, **options)
 
 
 @pytest.mark.parametrize(("quantize", "groups"), [("int4", "32"), ("nf4", "64")])
-def test_width_that_no_groups_fill_is_named_before_anything_is_read(
-    directory: Path, quantize: str, groups: str
-) -> None:
+def test_width_unfit_for_groups_is_refused_before_reading(directory: Path, quantize: str, groups: str) -> None:
     change_weights(directory, **{NAME: None})
     with pytest.raises(
         ModelError, match=f"48 inputs can't be quantized to {quantize}, whose groups have ({groups}) inputs"
@@ -262,9 +258,7 @@ print(json.dumps([status("VmHWM") - before, status("VmRSS") - before, decoder.sp
     ("is_quantized", "quantize"),
     default_and_campaign([(False, "none"), (False, "int8"), (True, "none")], default=[(False, "int8")]),
 )
-def test_peak_memory_is_at_most_the_final_weights_and_one_shard(
-    tmp_path: Path, is_quantized: bool, quantize: str
-) -> None:
+def test_peak_memory_is_final_weights_plus_single_shard(tmp_path: Path, is_quantized: bool, quantize: str) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 4096}
     big, tiny = build_model(**sizes, num_attention_heads=8), build_model(hidden_size=64, intermediate_size=64)
     for model, name, shard_size in ((tiny, "tiny", "5GB"), (big, "big", "5MB" if is_quantized else "30MB")):

@@ -57,7 +57,7 @@ def test_logits_equal_transformers(tmp_path: Path, kind: str, is_tied: bool) -> 
 
 
 @pytest.mark.parametrize("case", ["int4", "int8", "nf4", "float-within-a-site"])
-def test_a_quantized_checkpoint_is_what_its_codes_mean(tmp_path: Path, case: str) -> None:
+def test_original_weights_equal_dequantized_codes(tmp_path: Path, case: str) -> None:
     if case == "nf4":
         model = save_nf4(tmp_path)
     elif case == "int8":

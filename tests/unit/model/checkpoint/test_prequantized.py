@@ -81,9 +81,7 @@ FORMATS = {"int4": "int4", "int8": "int8", "fp8": "fp8", "float": "int4", "two":
 
 @pytest.mark.parametrize("num_bits", [4, 8])
 @pytest.mark.parametrize(("stored", "used"), [(96, 32), (192, 64), (128, 128)])
-def test_groups_that_kernels_dont_have_are_cut_into_ones_that_they_have(
-    tmp_path: Path, num_bits: int, stored: int, used: int
-) -> None:
+def test_stored_groups_are_cut_into_supported_groups(tmp_path: Path, num_bits: int, stored: int, used: int) -> None:
     sizes = {**WIDE, "hidden_size": 384, "intermediate_size": 384}
     groups = [group(num_bits, "group", group_size=stored, symmetric=False)]
     model = save_compressed(build_model(**sizes), tmp_path, groups)
@@ -93,7 +91,7 @@ def test_groups_that_kernels_dont_have_are_cut_into_ones_that_they_have(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers_on_the_weights_that_the_library_reads(tmp_path: Path, case: str) -> None:
+def test_logits_equal_transformers_on_library_weights(tmp_path: Path, case: str) -> None:
     groups, options = CASES[case]
     sizes = GROUPS_OF_8_BITS if case.startswith("int8") else WIDE
     model = save_compressed(build_model("qwen2", **sizes), tmp_path, groups, **options)
@@ -136,7 +134,7 @@ def test_inputs_ordered_by_activation_are_used_so(tmp_path: Path, num_bits: int)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 
 
-def test_scales_in_half_precision_are_used_as_they_are(tmp_path: Path) -> None:
+def test_half_precision_scales_are_used_unchanged(tmp_path: Path) -> None:
     base = build_model(**WIDE).to(torch.bfloat16)
     model = save_compressed(base, tmp_path, [group(4, "group", group_size=64, symmetric=False)])
     token_ids = random_tokens(30)
@@ -160,7 +158,7 @@ def assembled(directory: Path, path: str) -> QuantizedWeight:
 
 @pytest.mark.parametrize("format", ["pack-quantized", "int-quantized", "naive-quantized"])
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
-def test_int8_codes_and_scales_are_used_as_they_are(tmp_path: Path, format: str, strategy: str) -> None:
+def test_int8_codes_and_scales_are_used_unchanged(tmp_path: Path, format: str, strategy: str) -> None:
     # 130 inputs don't fill the last word of four codes
     sizes = {**WIDE, "hidden_size": 130, "head_dim": 32, "num_attention_heads": 2}
     model = save_compressed(build_model(**sizes), tmp_path, [group(8, strategy)], format=format)
@@ -197,9 +195,7 @@ def test_stored_codes_take_activations_in_groups(
 
 
 @pytest.mark.parametrize(("asked", "arithmetics"), [("auto", {"w8a16"}), ("int8", {"w8a8-row", "w8a7-row"})])
-def test_stored_channels_that_groups_dont_fill_keep_whole_rows(
-    tmp_path: Path, asked: str, arithmetics: set[str]
-) -> None:
+def test_channels_unfit_for_groups_keep_whole_rows(tmp_path: Path, asked: str, arithmetics: set[str]) -> None:
     sizes = {**WIDE, "hidden_size": 144, "intermediate_size": 144, "head_dim": 36, "num_attention_heads": 4}
     save_compressed(build_model(**sizes), tmp_path, [group(8, "channel")])
     assert load(tmp_path, activation_dtype=asked).spec.arithmetic.removesuffix("+fp32") in arithmetics
@@ -231,7 +227,7 @@ def test_int8_activations_are_rounded_where_calibrated_so(
 
 
 @pytest.mark.parametrize(("asked", "arithmetic"), [("auto", {"w8a8-row-h64", "w8a7-row-h64"}), ("float", {"w8a16"})])
-def test_float_weights_that_are_rounded_to_int8_have_their_activations_rounded_unless_float_is_asked_for(
+def test_int8_rounding_rounds_activations_unless_float_requested(
     tmp_path: Path, asked: str, arithmetic: set[str]
 ) -> None:
     save_model(build_model(**WIDE), tmp_path)
@@ -246,7 +242,7 @@ def test_float_weights_that_are_rounded_to_int8_have_their_activations_rounded_u
     ],
     ids=["floats", "fp8"],
 )
-def test_rounded_activations_are_refused_where_no_weight_takes_them(
+def test_rounded_activations_are_refused_without_suitable_weight(
     tmp_path: Path, groups: list[dict[str, Any]], base: str
 ) -> None:
     model = build_model(**{**WIDE, "hidden_size": 256})
@@ -260,7 +256,7 @@ def test_rounded_activations_are_refused_where_no_weight_takes_them(
         plan_base(EngineConfig(model_dir=str(tmp_path), model_id="b", store_url="", activation_dtype="int8"), "cpu")
 
 
-def test_what_a_quantized_checkpoint_loses_here_is_by_its_activations_alone(tmp_path: Path) -> None:
+def test_stored_quantized_checkpoint_loses_only_by_activations(tmp_path: Path) -> None:
     """A trained model: of noise, rounding means little."""
     trained = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
     save_compressed(trained, tmp_path, [group(8, "channel")])
@@ -283,20 +279,20 @@ def test_rounded_activations_are_refused_on_a_gpu(tmp_path: Path) -> None:
         plan_base(config, "cuda")
 
 
-def test_the_librarys_preset_of_int8_weights_has_groups_of_128(tmp_path: Path) -> None:
+def test_int8_weight_preset_has_groups_of_128(tmp_path: Path) -> None:
     save_compressed(build_model(**GROUPS_OF_8_BITS), tmp_path, [], preset="W8A16")
     weight = assembled(tmp_path, NAME)
     assert (weight.format, weight.group_size, weight.zeros) == ("int8", 128, None)
 
 
-def test_one_int8_group_of_all_inputs_is_a_channel(tmp_path: Path) -> None:
+def test_int8_group_spanning_all_inputs_becomes_channel(tmp_path: Path) -> None:
     """The CPU's fast linear takes it."""
     save_compressed(build_model(**WIDE), tmp_path, [group(8, "group", group_size=128)])
     assert not assembled(tmp_path, NAME).has_groups
 
 
 @pytest.mark.parametrize("kind", ["nested", "plain"])
-def test_nf4_that_bitsandbytes_wrote_means_what_it_means_to_bitsandbytes(kind: str) -> None:
+def test_bitsandbytes_nf4_matches_bitsandbytes_logits(kind: str) -> None:
     """`data` holds a model of one layer that transformers 5.23 with bitsandbytes 0.50.2 quantized
     on a CPU (bnb_4bit_quant_type nf4, with and without bnb_4bit_use_double_quant) and saved with
     save_pretrained; and the logits that transformers computes of the tokens below with the linears'
@@ -341,7 +337,7 @@ def test_weights_of_bitsandbytes_without_a_state_are_float(tmp_path: Path) -> No
     torch.testing.assert_close(ours, reference_logits(model, random_tokens(30)), rtol=0, atol=1e-4)
 
 
-def test_shards_give_the_same_base_as_one_file(tmp_path: Path) -> None:
+def test_codes_and_scales_across_shards_equal_single_file(tmp_path: Path) -> None:
     """A weight's codes in one shard, its scales and zero points in another."""
     save_compressed(build_model(**WIDE), tmp_path, [group(4, "group", group_size=64, symmetric=False)])
     whole = load(tmp_path)
@@ -419,7 +415,7 @@ def test_missing_part_is_named(directory: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["weight_g_idx", "weight", "weight_global_scale"])
-def test_part_that_the_config_doesnt_imply_is_named(directory: Path, suffix: str) -> None:
+def test_unexpected_weight_part_is_named(directory: Path, suffix: str) -> None:
     change(directory, **{suffix: torch.zeros(128)})
     with pytest.raises(UnexpectedTensor, match=f"holds {NAME}.{suffix}, which"):
         load(directory)
@@ -438,14 +434,14 @@ def test_part_that_the_config_doesnt_imply_is_named(directory: Path, suffix: str
         ("weight_zero_point", torch.zeros(32, 2, dtype=torch.int8), "weight_zero_point is stored as I8"),
     ],
 )
-def test_part_that_doesnt_fit_is_named(directory: Path, suffix: str, part: torch.Tensor, message: str) -> None:
+def test_ill_fitting_weight_part_is_named(directory: Path, suffix: str, part: torch.Tensor, message: str) -> None:
     change(directory, **{suffix: part})
     with pytest.raises(ModelError, match=message):
         load(directory)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -0.01])
-def test_scales_that_arent_finite_and_positive_are_refused(directory: Path, bad: float) -> None:
+def test_scales_not_finite_and_positive_are_refused(directory: Path, bad: float) -> None:
     scales = load_file(directory / "model.safetensors")[f"{NAME}.weight_scale"]
     scales[7, 1] = scales[200, 0] = bad
     change(directory, weight_scale=scales)
@@ -454,7 +450,7 @@ def test_scales_that_arent_finite_and_positive_are_refused(directory: Path, bad:
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_fp8_codes_that_are_nan_are_refused(tmp_path: Path, code: int) -> None:
+def test_nan_fp8_codes_are_refused(tmp_path: Path, code: int) -> None:
     # more rows than are looked at together
     sizes = {**WIDE, "intermediate_size": 1120}
     save_compressed(build_model(**sizes), tmp_path, [group(8, "channel", type="float")])
@@ -466,7 +462,7 @@ def test_fp8_codes_that_are_nan_are_refused(tmp_path: Path, code: int) -> None:
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_nf4_scales_that_arent_finite_are_refused(tmp_path: Path, is_nested: bool) -> None:
+def test_non_finite_nf4_scales_are_refused(tmp_path: Path, is_nested: bool) -> None:
     save_nf4(tmp_path, is_nested=is_nested)
     suffix = "weight.nested_absmax" if is_nested else "weight.absmax"
     scales = load_file(tmp_path / "model.safetensors")[f"{NAME}.{suffix}"]
@@ -489,9 +485,7 @@ def test_nf4_scales_that_arent_finite_are_refused(tmp_path: Path, is_nested: boo
         ("nested_offset", None, "nested_offset is null"),
     ],
 )
-def test_nf4_state_that_contradicts_its_tensors_is_refused(
-    tmp_path: Path, key: str, value: object, message: str
-) -> None:
+def test_nf4_state_contradicting_tensors_is_refused(tmp_path: Path, key: str, value: object, message: str) -> None:
     save_nf4(tmp_path, is_nested=True)
     tensors = load_file(tmp_path / "model.safetensors")
     name = f"{NAME}.weight.quant_state.bitsandbytes__nf4"
@@ -503,14 +497,14 @@ def test_nf4_state_that_contradicts_its_tensors_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xff"])
-def test_nf4_state_that_isnt_an_object_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_non_object_nf4_state_is_refused(tmp_path: Path, content: bytes) -> None:
     save_nf4(tmp_path)
     change(tmp_path, **{"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(content), dtype=torch.uint8)})
     with pytest.raises(ModelError, match="isn't a quantization state"):
         load(tmp_path)
 
 
-def test_table_that_isnt_nf4s_is_refused(tmp_path: Path) -> None:
+def test_non_nf4_table_is_refused(tmp_path: Path) -> None:
     save_nf4(tmp_path)
     change(tmp_path, **{"weight.quant_map": torch.linspace(-1, 1, 16)})
     with pytest.raises(ModelError, match=r"quant_map isn't the table of NF4"):
@@ -528,14 +522,14 @@ def test_fp4_of_bitsandbytes_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "nf4", "fp8"])
-def test_asking_for_another_format_is_refused(int4: Path, quantize: str) -> None:
+def test_requesting_different_format_is_refused(int4: Path, quantize: str) -> None:
     with pytest.raises(
         ConfigError, match=f"--quantize {quantize}: the checkpoint is quantized to int4 already by compr"
     ):
         load(int4, quantize=quantize)
 
 
-def test_asking_for_the_format_that_it_has_changes_nothing(int4: Path) -> None:
+def test_requesting_stored_format_changes_no_logits(int4: Path) -> None:
     decoder, asked = load(int4), load(int4, quantize="int4")
     token_ids = random_tokens(20)
     assert torch.equal(PagedRun(decoder).logits(token_ids, [20]), PagedRun(asked).logits(token_ids, [20]))
@@ -548,7 +542,7 @@ def test_weights_stay_packed(int4: Path) -> None:
     assert load(int4).spec.size_bytes < 1.2 * files
 
 
-def test_width_that_groups_dont_fill_is_named(tmp_path: Path) -> None:
+def test_width_unfit_for_groups_is_named(tmp_path: Path) -> None:
     save_nf4(tmp_path)
     edit_json(tmp_path / "config.json", intermediate_size=224)
     with pytest.raises(ModelError, match=r"down_proj has 224 inputs; NF4 is implemented for multiples of 64"):

@@ -17,7 +17,7 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_directory_is_its_own_source(model_dir: Path) -> None:
+def test_directory_resolves_to_same_directory(model_dir: Path) -> None:
     assert resolve_model_dir(str(model_dir)) == model_dir
 
 
@@ -32,7 +32,7 @@ def test_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["./absent", "/absent/model", "~/absent-model", "a/b/c", "a b", "", "a//b", "../x"])
-def test_path_that_is_not_there_is_never_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_path_is_never_looked_up_on_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraserve.model.checkpoint.source.fetch", lambda *_: pytest.fail("asked the hub"))
     monkeypatch.chdir("/")
     with pytest.raises(ConfigError):

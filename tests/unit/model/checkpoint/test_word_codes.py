@@ -65,7 +65,7 @@ def assert_equal_logits(directory: Path, model: Any, quantization: str) -> None:
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_gptq_weight_equals_its_codes(
+def test_gptq_weight_equals_dequantized_codes(
     tmp_path: Path, group_size: int, bits: int, version: str, sym: bool, desc_act: bool
 ) -> None:
     options = {"bits": bits, "group_size": group_size, "sym": sym, "desc_act": desc_act, "version": version}
@@ -155,7 +155,7 @@ def test_rows_of_reordered_weights_have_inputs_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_head_quantized", [False, True])
 @pytest.mark.parametrize("layout", ["gptq", "awq", "fp8"])
-def test_head_is_what_its_tensors_are(tmp_path: Path, layout: str, is_head_quantized: bool) -> None:
+def test_head_format_follows_stored_tensors(tmp_path: Path, layout: str, is_head_quantized: bool) -> None:
     save = {"gptq": save_gptq, "awq": save_awq, "fp8": save_fp8}[layout]
     sizes = {**WIDE, "vocab_size": 104}
     model = save(build_model(**sizes), tmp_path, is_quantized=lambda path: path != "lm_head" or is_head_quantized)
@@ -209,7 +209,7 @@ def test_experts_in_words_equal_transformers(tmp_path: Path, layout: str, kind: 
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
-def test_awq_weight_equals_its_codes(tmp_path: Path, group_size: int) -> None:
+def test_awq_weight_equals_dequantized_codes(tmp_path: Path, group_size: int) -> None:
     model = save_awq(build_model(**WIDE), tmp_path, group_size=group_size)
     for path in (NAME, "model.layers.0.mlp.down_proj"):
         assert torch.equal(assembled(tmp_path, path).dequantize(torch.float32), model.get_submodule(path).weight)
@@ -244,7 +244,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": 
     [("auto_round:auto_gptq", False), ("auto_round:gptqmodel", True), ("auto_round", True)],
 )
 @pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
-def test_auto_round_packed_as_gptq_equals_its_codes(
+def test_auto_round_gptq_packing_equals_dequantized_codes(
     tmp_path: Path, method: str, packing: str, is_second_format: bool
 ) -> None:
     def make(path: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
@@ -265,13 +265,13 @@ def test_auto_round_packed_as_gptq_equals_its_codes(
     assert_equal_logits(tmp_path, model, "int4+int8")
 
 
-def test_auto_round_packed_as_awq_equals_its_codes(tmp_path: Path) -> None:
+def test_auto_round_awq_packing_equals_dequantized_codes(tmp_path: Path) -> None:
     model = save_awq(build_model(**WIDE), tmp_path)
     edit_json(tmp_path / "config.json", quantization_config={**AUTO_ROUND, "packing_format": "auto_round:auto_awq"})
     assert_equal_logits(tmp_path, model, "int4")
 
 
-def test_negative_scales_are_used_as_they_are(tmp_path: Path) -> None:
+def test_negative_scales_are_used_unchanged(tmp_path: Path) -> None:
     """AutoRound's symmetric groups have the sign of their largest weight."""
     weight = build_model(**WIDE).get_submodule(NAME).weight.detach()
     codes = round_weight(weight, 4, 32, sym=True)
@@ -285,7 +285,7 @@ def test_negative_scales_are_used_as_they_are(tmp_path: Path) -> None:
     assert_equal_logits(tmp_path, model, "int4")
 
 
-def test_dynamic_gives_linears_bits_of_their_own(tmp_path: Path) -> None:
+def test_dynamic_rules_set_bits_per_linear(tmp_path: Path) -> None:
     def make(path: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         if path == "lm_head" or ".0.self_attn" in path:
             return None
@@ -300,14 +300,14 @@ def test_dynamic_gives_linears_bits_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"modules_in_block_to_quantize": [["mlp.up_proj"]]}, {"lm_head": True}])
-def test_files_say_which_linears_are_quantized(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_files_decide_quantized_linears_over_config(tmp_path: Path, config: dict[str, Any]) -> None:
     """Published configs name some that aren't, and leave some out that are."""
     model = save_gptq(build_model(**WIDE), tmp_path, **config)
     assert_equal_logits(tmp_path, model, "int4")
 
 
 @pytest.mark.parametrize("save", [save_gptq, save_awq])
-def test_config_in_a_file_of_its_own_is_read(tmp_path: Path, save: Any) -> None:
+def test_config_in_separate_file_is_read(tmp_path: Path, save: Any) -> None:
     model = save(build_model(**WIDE), tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     edit_json(tmp_path / "config.json", quantization_config=None)
@@ -331,7 +331,7 @@ def test_zero_biases_of_unbiased_linears_are_passed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 32)], ids=str)
-def test_fp8_blocks_equal_their_codes(tmp_path: Path, block: tuple[int, int]) -> None:
+def test_fp8_blocks_equal_dequantized_codes(tmp_path: Path, block: tuple[int, int]) -> None:
     # blocks of 128 don't divide 320 or 160
     sizes = {**WIDE, "hidden_size": 320, "intermediate_size": 160}
     model = save_fp8(build_model("qwen3", **sizes, head_dim=32), tmp_path, block=block)
@@ -342,7 +342,7 @@ def test_fp8_blocks_equal_their_codes(tmp_path: Path, block: tuple[int, int]) ->
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8"])
 @pytest.mark.parametrize("shape", [(), (1,), (256, 1), (256,)], ids=str)
-def test_fp8_without_blocks_equals_its_codes(tmp_path: Path, method: str, shape: tuple[int, ...]) -> None:
+def test_fp8_without_blocks_equals_dequantized_codes(tmp_path: Path, method: str, shape: tuple[int, ...]) -> None:
     def make(path: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         if path != NAME:
             return None
@@ -411,7 +411,7 @@ def test_digest_follows_the_format_of_zeros(directory: Path) -> None:
     ],
     ids=str,
 )
-def test_tensor_of_words_that_doesnt_fit_is_named(
+def test_ill_fitting_word_tensor_is_named(
     directory: Path, suffix: str, tensor: Tensor, error: type[ModelError], message: str
 ) -> None:
     change(directory, **{suffix: tensor})
@@ -419,7 +419,7 @@ def test_tensor_of_words_that_doesnt_fit_is_named(
         load(directory)
 
 
-def test_zeros_that_contradict_the_config_are_used_or_named(tmp_path: Path) -> None:
+def test_asymmetric_zeros_override_symmetric_config(tmp_path: Path) -> None:
     """The tensors decide; a channel's own zero needs groups, which 130 inputs have none of."""
     weight = build_model(**WIDE).get_submodule(NAME).weight.detach()
     config = {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True}
@@ -438,7 +438,7 @@ def test_quantizing_again_is_refused(directory: Path) -> None:
     load(directory, quantize="int4")
 
 
-def test_fp8_codes_that_are_nan_are_refused_in_blocks(tmp_path: Path) -> None:
+def test_nan_fp8_codes_in_blocks_are_refused(tmp_path: Path) -> None:
     save_fp8(build_model(**WIDE), tmp_path)
     codes = part(tmp_path, "weight")
     codes.view(torch.uint8)[3, 5] = 0x7F
@@ -447,7 +447,7 @@ def test_fp8_codes_that_are_nan_are_refused_in_blocks(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_fp8_scales_that_arent_positive_are_refused(tmp_path: Path) -> None:
+def test_non_positive_fp8_scales_are_refused(tmp_path: Path) -> None:
     save_fp8(build_model(**WIDE), tmp_path)
     change(tmp_path, weight_scale_inv=part(tmp_path, "weight_scale_inv") * 0)
     with pytest.raises(ModelError, match=rf"{NAME}\.weight_scale_inv has 2 of 2 scales"):
@@ -464,7 +464,7 @@ def test_rows_are_rounded_in_groups_by_default(tmp_path: Path, save: Any) -> Non
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq", "fp8"])
-def test_precision_of_words_is_that_of_the_dequantized_base(tmp_path: Path, layout: str) -> None:
+def test_word_code_precision_equals_dequantized_base_precision(tmp_path: Path, layout: str) -> None:
     """`loraserve doctor --precision` measures it; certificates compare with the same base."""
     trained = AutoModelForCausalLM.from_pretrained(base_dir(), dtype=torch.float32)
     if layout == "gptq":

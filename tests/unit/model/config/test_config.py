@@ -34,7 +34,7 @@ def parse_qwen2(**changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_what_transformers_saves_is_read(kind: str, tmp_path: Path) -> None:
+def test_config_saved_by_transformers_is_read(kind: str, tmp_path: Path) -> None:
     name = CONFIGS[kind].__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     source = CONFIGS[kind](**SMALL, architectures=[name], pad_token_id=0)
     source.save_pretrained(tmp_path)
@@ -46,7 +46,7 @@ def test_what_transformers_saves_is_read(kind: str, tmp_path: Path) -> None:
     assert config.eos_token_ids == (2,)
 
 
-def test_absent_fields_mean_what_they_mean_to_transformers() -> None:
+def test_absent_fields_take_transformers_defaults() -> None:
     config = parse()
     assert config.num_kv_heads == 4
     assert config.head_dim == 16
@@ -56,14 +56,14 @@ def test_absent_fields_mean_what_they_mean_to_transformers() -> None:
     assert not config.has_qkv_bias
 
 
-def test_architecture_is_found_by_model_type_where_none_is_named() -> None:
+def test_unnamed_architecture_is_found_by_model_type() -> None:
     assert (
         parse(architectures=None, model_type="mistral", num_key_value_heads=2).architecture.name == "MistralForCausalLM"
     )
 
 
 @pytest.mark.parametrize("names", [["GPT2LMHeadModel"], ["x" * 10_000], None, "LlamaForCausalLM", [3]])
-def test_unknown_architecture_names_what_there_is(names: Any) -> None:
+def test_unknown_architecture_error_lists_supported_architectures(names: Any) -> None:
     with pytest.raises(UnknownArchitecture, match="expected one of LlamaForCausalLM, MistralForCausalLM"):
         parse(architectures=names)
 
@@ -123,11 +123,11 @@ def test_older_rope_scaling_goes_before_rope_parameters() -> None:
     assert config.rope.theta == 500.0
 
 
-def test_theta_within_rope_parameters_goes_before_the_one_outside() -> None:
+def test_theta_in_rope_parameters_takes_precedence() -> None:
     assert parse(rope_parameters={"rope_theta": 7e5}, rope_theta=1e4).rope.theta == 7e5
 
 
-def test_stretched_rope_lets_the_context_grow_to_what_it_covers() -> None:
+def test_stretched_rope_bounds_context_growth() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     assert parse(rope_scaling=yarn).max_stretched_len == 1024
     assert parse(rope_scaling=yarn).max_model_len == 256
@@ -135,13 +135,13 @@ def test_stretched_rope_lets_the_context_grow_to_what_it_covers() -> None:
     assert parse().max_stretched_len == 256
 
 
-def test_eos_of_both_files_ends_a_sequence() -> None:
+def test_eos_tokens_of_two_config_files_end_sequence() -> None:
     assert parse({"eos_token_id": [5, 7]}, eos_token_id=3).eos_token_ids == (5, 7, 3)
     assert parse({"eos_token_id": 5}, eos_token_id=[5]).eos_token_ids == (5,)
     assert parse().eos_token_ids == ()
 
 
-def test_mistral_has_its_window_in_every_layer() -> None:
+def test_mistral_has_window_in_every_layer() -> None:
     name = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
     assert parse(**name, sliding_window=32).sliding_windows == (32, 32, 32)
     assert parse(**name, sliding_window=None).sliding_windows == (None, None, None)
@@ -150,7 +150,7 @@ def test_mistral_has_its_window_in_every_layer() -> None:
         parse(**name, sliding_window=32, layer_types=["full_attention", "sliding_attention", "full_attention"])
 
 
-def test_qwen_has_a_window_only_where_and_when_the_config_says() -> None:
+def test_qwen_has_windows_only_in_configured_layers() -> None:
     window = {"sliding_window": 32, "max_window_layers": 2}
     assert parse_qwen2(**window).sliding_windows == (None, None, None)
     assert parse_qwen2(**window, use_sliding_window=True).sliding_windows == (None, None, 32)
@@ -176,7 +176,7 @@ def parse_smollm3(**changes: Any) -> ModelConfig:
     return parse(architectures=["SmolLM3ForCausalLM"], **changes)
 
 
-def test_smollm3_leaves_positions_out_of_the_layers_that_the_config_says() -> None:
+def test_smollm3_omits_rope_in_configured_layers() -> None:
     assert parse_smollm3().layer_ropes == (0, 0, 0)
     assert parse_smollm3(no_rope_layer_interval=2).layer_ropes == (0, None, 0)
     assert parse_smollm3(no_rope_layers=[0, 1, 0, 1]).layer_ropes == (None, 0, None)
@@ -194,7 +194,7 @@ def test_odd_list_of_layers_without_positions_is_named(flags: Any) -> None:
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 4, "head_dim": 16}
 
 
-def test_gemma2_has_a_window_in_every_other_layer_unless_the_config_says_otherwise() -> None:
+def test_gemma2_alternates_windows_unless_configured() -> None:
     assert parse(**GEMMA2).sliding_windows == (4096, None, 4096)
     types = ["full_attention", "full_attention", "sliding_attention"]
     assert parse(**GEMMA2, sliding_window=8, layer_types=types).sliding_windows == (None, None, 8)
@@ -220,7 +220,7 @@ def test_odd_field_of_gemma2_is_named(changes: dict[str, Any], message: str) -> 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4, "head_dim": 16}
 
 
-def test_gemma3_has_a_rope_for_layers_with_a_window_and_one_for_the_others() -> None:
+def test_gemma3_has_separate_rope_for_window_layers() -> None:
     config = parse(**GEMMA3, sliding_window_pattern=3, sliding_window=32)
     assert config.sliding_windows == (32, 32, None)
     assert config.layer_ropes == (1, 1, 0)
@@ -228,7 +228,7 @@ def test_gemma3_has_a_rope_for_layers_with_a_window_and_one_for_the_others() -> 
     assert parse(**GEMMA3, rope_local_base_freq=50.0).identity() != parse(**GEMMA3).identity()
 
 
-def test_context_of_two_ropes_grows_no_further_than_both_cover() -> None:
+def test_context_growth_is_bounded_by_narrower_rope() -> None:
     config = parse(**GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert [rope.factor for rope in config.ropes] == [8.0, 1.0]
     assert config.max_stretched_len == 256
@@ -282,7 +282,7 @@ def test_identity_sees_the_scales() -> None:
     assert len({json.dumps(parse(**granite).identity()), *identities}) == 5
 
 
-def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
+def test_qwen2_has_biases_only_on_qkv() -> None:
     config = parse_qwen2()
     biased = {module for module in config.module_shapes if config.has_bias(module)}
     assert biased == {"q_proj", "k_proj", "v_proj"}
@@ -297,7 +297,7 @@ def test_identity_sees_the_function_and_not_the_context() -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"a":' * 100_000])
-def test_config_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_non_object_config_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_config(tmp_path)

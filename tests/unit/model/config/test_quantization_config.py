@@ -43,7 +43,7 @@ def parse(value: Any) -> QuantizationConfig:
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": {}}])
-def test_config_without_it_is_a_float_checkpoints(config: dict[str, Any]) -> None:
+def test_config_without_quantization_means_float_checkpoint(config: dict[str, Any]) -> None:
     assert parse_quantization(config) is None
 
 
@@ -58,7 +58,7 @@ def test_ignored_linears_are_float() -> None:
     assert parse(compressed(INT4, ignore=["Linear"])).scheme(UP) is None
 
 
-def test_paths_go_before_expressions_and_they_before_classes() -> None:
+def test_target_paths_precede_expressions_and_classes() -> None:
     groups = {
         "all": {"targets": ["Linear"], "weights": INT4},
         "attention": {"targets": ["re:.*self_attn"], "weights": {**INT4, "group_size": 32}},
@@ -69,7 +69,7 @@ def test_paths_go_before_expressions_and_they_before_classes() -> None:
     assert sizes == [64, 32, 128]
 
 
-def test_linear_that_nothing_targets_is_float() -> None:
+def test_untargeted_linear_is_float() -> None:
     assert parse(compressed(INT4, group={"targets": ["re:.*mlp", "LlamaAttention"]})).scheme(Q) is None
 
 
@@ -103,7 +103,7 @@ def test_supported_settings_are_understood(weights: dict[str, Any], changes: dic
     assert parse(compressed(weights, **changes)).scheme(UP) == scheme
 
 
-def test_activations_that_keep_their_precision_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_activation_rounding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     parse(compressed(FP8, format="float-quantized"))
     assert not caplog.records
     parse(compressed(FP8, format="float-quantized", group={"input_activations": FP8_INPUT}))
@@ -120,7 +120,7 @@ def test_nf4_of_bitsandbytes_is_understood(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", ["new-method", None, 4])
-def test_unknown_method_is_named_with_supported_ones(method: object) -> None:
+def test_unknown_method_is_named_with_supported_methods(method: object) -> None:
     with pytest.raises(
         ModelError, match=r"quantization_config\.quant_method is .*; only compressed-tensors,"
     ) as raised:
@@ -130,7 +130,7 @@ def test_unknown_method_is_named_with_supported_ones(method: object) -> None:
 
 
 @pytest.mark.parametrize("method", [*REFUSED, "HQQ", "quip-sharp"])
-def test_method_that_isnt_read_is_named_with_cure(method: str) -> None:
+def test_unreadable_method_is_named_with_remedy(method: str) -> None:
     with pytest.raises(ModelError, match=rf'quant_method is "{method}": .* aren\'t read') as raised:
         parse({"quant_method": method, "bits": 4})
     assert raised.value.hint is not None
@@ -234,7 +234,7 @@ def test_packed_settings_are_understood(value: dict[str, Any], scheme: Scheme) -
         ({**BLOCKS, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
     ],
 )
-def test_packed_settings_that_arent_read_are_named(value: dict[str, Any], message: str) -> None:
+def test_unreadable_packed_settings_are_named(value: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as raised:
         parse(value)
     assert raised.value.hint
@@ -329,12 +329,12 @@ def test_int8_activations_are_rounded_as_calibrated_or_not(
         (compressed(INT4, ignore=["re:("]), "isn't a regular expression"),
     ],
 )  # fmt: skip
-def test_what_would_need_another_computation_is_refused_by_name(value: Any, message: str) -> None:
+def test_unsupported_computation_is_refused_by_name(value: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse(value)
 
 
-def test_identity_follows_what_is_read_otherwise() -> None:
+def test_identity_distinguishes_differently_read_configs() -> None:
     values = [
         compressed(INT4),
         compressed({**INT4, "symmetric": False}),

@@ -225,7 +225,7 @@ def test_shards_are_read_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_1"])
-def test_ranks_answer_as_one_process(form: str, tmp_path: Path, rank_pool: RankPool) -> None:
+def test_parallel_ranks_match_single_process(form: str, tmp_path: Path, rank_pool: RankPool) -> None:
     model = built("llama tied", hidden_size=128, intermediate_size=128)
     folder = resolve_model_dir(str(write_gguf(model, tmp_path / "base.gguf", form)))
     expected = logits(load(folder, activation_dtype="float"))
@@ -269,7 +269,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_folder_with_one_file_is_a_base(tmp_path: Path) -> None:
+def test_folder_with_single_file_is_a_base(tmp_path: Path) -> None:
     write_gguf(built("llama"), tmp_path / "base.gguf")
     (tmp_path / "mmproj-base.gguf").write_bytes(b"GGUF")
     # as repositories of GGUF files have it
@@ -283,7 +283,7 @@ def test_safetensors_go_before_gguf(tmp_path: Path) -> None:
     assert resolve_model_dir(str(tmp_path)) == tmp_path
 
 
-def test_folder_with_two_files_names_them(tmp_path: Path) -> None:
+def test_folder_with_two_files_names_each_file(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_gguf(built("llama"), tmp_path / f"{name}.gguf")
     with pytest.raises(LoraserveError, match=r"has 2 GGUF files: a\.gguf, b\.gguf") as caught:

@@ -43,7 +43,7 @@ def test_blocks_mean_the_same_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, form in BLOCK_FORMATS.items() if form.has_zeros])
-def test_blocks_without_a_scale_are_their_minimum(name: str) -> None:
+def test_blocks_without_scale_equal_minimum(name: str) -> None:
     raw = random_rows(name)
     form = BLOCK_FORMATS[name]
     raw.reshape(7, -1, form.block_bytes)[..., HALVES[name][0] : HALVES[name][0] + 2] = 0

@@ -53,7 +53,7 @@ def test_header_has_metadata_and_places(file: Path) -> None:
     assert found.tensors["two"].type.name == "Q8_0"
 
 
-def test_file_is_known_by_its_beginning(file: Path, tmp_path: Path) -> None:
+def test_gguf_file_is_recognized_by_magic_bytes(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGU")
     assert is_gguf(file)

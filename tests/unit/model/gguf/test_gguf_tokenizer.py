@@ -145,13 +145,13 @@ def _pieces() -> tuple[Tokenizer, Tokenizer]:
     return _MADE[0]
 
 
-def test_first_token_is_put_before_texts_where_the_file_says_so() -> None:
+def test_bos_token_is_added_when_file_requests() -> None:
     tokenizer = byte_level("gpt-2")
     metadata = {**metadata_of(tokenizer, "gpt-2"), "tokenizer.ggml.add_bos_token": True}
     assert made(metadata).encode("ab").ids == [0, *tokenizer.encode("ab").ids]
 
 
-def test_ends_are_those_of_the_file_and_known_words() -> None:
+def test_end_tokens_come_from_file_and_known_words() -> None:
     metadata = metadata_of(byte_level("gpt-2"), "gpt-2")
     metadata["tokenizer.ggml.tokens"][5] = "<|im_end|>"
     metadata["tokenizer.ggml.token_type"][5] = 3

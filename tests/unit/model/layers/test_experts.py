@@ -43,7 +43,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model, save_model(model, tmp_path_factory.mktemp("model"))
 
 
-def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[Any, Path]) -> None:
+def test_adapted_rows_equal_merged_models(saved: tuple[Any, Path]) -> None:
     model, directory = saved
     run = PagedRun(load(directory))
     adapter = random_adapter(run.decoder, 5, modules=ATTENTION)
@@ -60,7 +60,7 @@ def test_rows_with_adapters_equal_models_with_the_updates_merged(saved: tuple[An
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_a_rows_bits_do_not_depend_on_the_batch(saved: tuple[Any, Path], quantize: str) -> None:
+def test_row_bits_are_independent_of_batch(saved: tuple[Any, Path], quantize: str) -> None:
     run = PagedRun(load(saved[1], quantize=quantize))
     tokens = [random_tokens(count, seed=count) for count in (9, 23, 14)]
     alone = [run.step([(run.add(token_ids), len(token_ids))])[0] for token_ids in tokens]
@@ -70,7 +70,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(saved: tuple[Any, Path], quantiz
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_experts_are_quantized_and_their_router_is_not(saved: tuple[Any, Path], quantize: str) -> None:
+def test_experts_are_quantized_but_router_is_not(saved: tuple[Any, Path], quantize: str) -> None:
     model, directory = saved
     exact, rounded = load(directory), load(directory, quantize=quantize)
     assert rounded.spec.size_bytes < 0.6 * exact.spec.size_bytes
@@ -97,7 +97,7 @@ def test_a_missing_expert_is_named(saved: tuple[Any, Path], tmp_path: Path) -> N
         load(directory)
 
 
-def test_the_number_of_experts_may_be_called_as_checkpoints_call_it() -> None:
+def test_number_of_experts_accepts_checkpoint_field_names() -> None:
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 32,
@@ -130,7 +130,7 @@ def test_a_gpu_is_refused_before_weights_are_read(saved: tuple[Any, Path], monke
         load(saved[1], device="cuda")
 
 
-def test_an_expert_that_nobody_chose_is_not_computed() -> None:
+def test_unchosen_expert_is_not_computed() -> None:
     class Counting:
         def __init__(self, weight: torch.Tensor) -> None:
             self.linear, self.num_rows = make_linear(weight, None, quantize="none", dtype=torch.float32), 0

@@ -16,13 +16,13 @@ from ..test_equality import LINEAR, LLAMA3, YARN
 
 
 @pytest.mark.parametrize("shape", [(1, 48), (33, 48), (5, 3, 16), (2, 5000)])
-def test_rms_norm_follows_its_definition(shape: tuple[int, ...]) -> None:
+def test_rms_norm_matches_definition(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape) * 3, torch.randn(shape[-1])
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     torch.testing.assert_close(RMSNorm(weight, 1e-5)(x).double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_rms_norm_of_a_zero_row_is_zero_and_the_input_stays() -> None:
+def test_rms_norm_maps_zero_row_to_zero() -> None:
     x = torch.zeros(2, 8)
     x[1] = 3
     given = x.clone()
@@ -31,18 +31,18 @@ def test_rms_norm_of_a_zero_row_is_zero_and_the_input_stays() -> None:
     assert torch.equal(x, given)
 
 
-def test_rms_norm_gives_a_row_the_same_bits_in_any_batch() -> None:
+def test_rms_norm_row_bits_are_independent_of_batch() -> None:
     x, norm = torch.randn(100, 768), RMSNorm(torch.randn(768), 1e-5)
     everything = norm(x)
     assert all(torch.equal(norm(x[a:b].clone()), everything[a:b]) for a, b in [(0, 1), (3, 5), (40, 72), (1, 100)])
 
 
-def test_swiglu_multiplies_the_second_half_by_the_activated_first() -> None:
+def test_swiglu_multiplies_second_half_by_activated_first() -> None:
     gate, up = torch.randn(5, 7), torch.randn(5, 7)
     torch.testing.assert_close(swiglu(torch.cat((gate, up), 1)), gate * gate.sigmoid() * up)
 
 
-def test_geglu_multiplies_the_second_half_by_the_activated_first() -> None:
+def test_geglu_multiplies_second_half_by_activated_first() -> None:
     gate, up = torch.randn(5, 7), torch.randn(5, 7)
     activated = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     torch.testing.assert_close(geglu(torch.cat((gate, up), 1)), activated * up)
@@ -65,9 +65,7 @@ def test_rotation_equals_transformers_far_into_the_context(rope: dict[str, float
 
 @pytest.mark.parametrize("width", [1000, 2048, 40_000])
 @pytest.mark.parametrize("gate", [swiglu, geglu, lambda x: cap_softly(x.clone(), 3.0)], ids=["swiglu", "geglu", "cap"])
-def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
-    gate: Callable[[torch.Tensor], torch.Tensor], width: int
-) -> None:
+def test_gate_row_bits_ignore_batch_and_thread_count(gate: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
     x = torch.randn(70, 2 * width) * 4
     num_threads = torch.get_num_threads()
     try:

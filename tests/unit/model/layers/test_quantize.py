@@ -35,7 +35,7 @@ def make(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 @pytest.mark.parametrize("name", FORMATS)
-def test_linear_is_as_near_to_the_exact_product_as_its_format_allows(name: str, num_tokens: int, bias: bool) -> None:
+def test_linear_error_stays_within_format_bound(name: str, num_tokens: int, bias: bool) -> None:
     torch.manual_seed(num_tokens)
     linear, weight, b = make(name, bias=bias)
     x = torch.randn(num_tokens, WIDTH)
@@ -49,7 +49,7 @@ def test_linear_is_as_near_to_the_exact_product_as_its_format_allows(name: str, 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(70, 52), (128, 64), (96, 2048)])
 @pytest.mark.parametrize("name", EXACT_BY_ROW)
-def test_row_has_the_same_bits_whatever_shares_its_batch(name: str, out_features: int, in_features: int) -> None:
+def test_row_bits_are_independent_of_batch(name: str, out_features: int, in_features: int) -> None:
     torch.manual_seed(0)
     if name in ("int4", "nf4"):
         # whole groups
@@ -74,7 +74,7 @@ def test_result_is_the_callers_to_change(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weight_that_was_given_is_not_kept(name: str) -> None:
+def test_linear_copies_given_weight(name: str) -> None:
     linear, weight, _ = make(name)
     x = torch.randn(3, WIDTH)
     before = linear(x)
@@ -111,7 +111,7 @@ def test_given_codes_are_multiplied_exactly(name: str, num_tokens: int, has_zero
     torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
 
 
-def test_given_int8_codes_give_the_bits_that_rounding_gave() -> None:
+def test_given_int8_codes_match_rounding_at_load() -> None:
     weight, x = torch.randn(70, 52), torch.randn(9, 52)
     given = make_linear(quantize_weight(weight, "int8"), None, quantize="none", dtype=torch.float32)
     assert torch.equal(given(x), make_linear(weight, None, quantize="int8", dtype=torch.float32)(x))
@@ -137,14 +137,14 @@ def test_searched_scales_have_the_least_error() -> None:
         quantize(weight, "int4", 32, is_searched=True)
 
 
-def test_weight_that_isnt_finite_is_refused() -> None:
+def test_non_finite_weight_is_refused() -> None:
     weight = torch.randn(8, 64)
     weight[3, 5] = float("nan")
     with pytest.raises(ModelError, match="quantized to nf4: 1 of 8 output channels hold numbers that aren't finite"):
         quantize_weight(weight, "nf4")
 
 
-def test_joined_linears_give_their_outputs_side_by_side() -> None:
+def test_joined_linears_concatenate_outputs() -> None:
     (first, *_), (second, *_) = make("int4", bias=True), make("float32", out_features=30)
     joined, x = JoinedLinear([first, second]), torch.randn(5, WIDTH)
     y = joined(x)
@@ -165,7 +165,7 @@ def test_joined_linears_give_their_outputs_side_by_side() -> None:
         ("fp8", torch.float32, {"w8a16-fp8"}),
     ],
 )
-def test_a_linear_says_how_it_is_computed(format: str, dtype: torch.dtype, names: set[str]) -> None:
+def test_linear_reports_arithmetic_kernel_and_instructions(format: str, dtype: torch.dtype, names: set[str]) -> None:
     linear = make_linear(torch.randn(64, WIDTH), None, quantize=format, dtype=dtype)
     (arithmetic,) = linear.arithmetics
     assert arithmetic.name in names

@@ -123,7 +123,7 @@ ADAPTED += ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"]
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_in_one_batch_equal_peft(name: str, use_dora: bool, tmp_path: Path) -> None:
+def test_adapters_in_mixed_batch_equal_peft(name: str, use_dora: bool, tmp_path: Path) -> None:
     model = save(name, tmp_path / "base", tie_word_embeddings=False)
     base = load(tmp_path / "base")
     first = adapt(model, base, tmp_path, 0, r=3, lora_alpha=6, use_dora=use_dora)

@@ -18,7 +18,7 @@ TEXT = "The Great Lakes are five lakes between Canada and the United States. Lak
 
 
 @pytest.mark.parametrize(("quantize", "max_kl"), [("none", 1e-6), ("int8", 0.02), ("int4", 0.2)])
-def test_trained_base_says_what_native_says(quantize: str, max_kl: float) -> None:
+def test_trained_modelled_base_agrees_with_native_base(quantize: str, max_kl: float) -> None:
     directory = find_real_model()
     tokens = list(Tokenizer(directory).encode(TEXT))
     found = []

@@ -28,7 +28,7 @@ SAVED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("layout", SAVED)
-def test_quantized_checkpoint_equals_its_weights(layout: str, tmp_path: Path) -> None:
+def test_quantized_checkpoint_equals_dequantized_weights(layout: str, tmp_path: Path) -> None:
     save_as, quantization = SAVED[layout]
     meant = save_as(build("CohereForCausalLM", hidden_size=128, intermediate_size=256), tmp_path)
     base = load(tmp_path, activation_dtype="float")

@@ -77,7 +77,7 @@ def changes(decoder: Decoder, seed: int) -> tuple[list[LoraModule], list[Replace
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_mixed_batch_of_all_that_adapters_change_is_that_of_one_process(
+def test_mixed_adapter_batch_matches_single_process(
     kind: str, dtype: torch.dtype, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     options = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {"tie_word_embeddings": True}
@@ -100,7 +100,7 @@ def test_a_mixed_batch_of_all_that_adapters_change_is_that_of_one_process(
                 assert i == 5 or float((wanted - plain[i]).abs().max()) > 0.05
 
 
-def test_each_kind_as_peft_saves_it_is_that_of_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_each_peft_kind_matches_single_process(rank_pool: RankPool, tmp_path: Path) -> None:
     serving = Serving(tmp_path, "llama", {**SIZES, "mlp_bias": True})
     directories = []
     for seed, config in enumerate(KINDS.values()):
@@ -140,9 +140,7 @@ def test_ranks_load_and_drop_adapters_in_step(grid: tuple[int, int], rank_pool: 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4", "nf4", "fp8"])
 @pytest.mark.parametrize("kind", ["qwen2", "phi3", "mixtral"])
-def test_whole_weights_are_those_that_one_process_computes_with(
-    kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path
-) -> None:
+def test_whole_weights_match_single_process(kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path) -> None:
     # a rank's inputs are whole blocks of 64, by which one process rotates them too
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     options = {"pad_token_id": 0, "tie_word_embeddings": kind == "qwen2"}

@@ -70,7 +70,7 @@ def logits(decoder: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_logits_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_tensor_parallel_logits_match_single_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model(kind, **{**SIZES, **OPTIONS.get(kind, {})}), tmp_path)
     expected = logits(load(directory))
     for size in (2, 4):
@@ -83,7 +83,7 @@ def test_logits_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_pat
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_logits_of_stages_are_those_of_one_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_pipeline_logits_match_single_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     options = {**SIZES, **OPTIONS.get(kind, {}), "num_hidden_layers": NUM_LAYERS}
     directory = save_model(build_model(kind, **options), tmp_path)
     whole = load(directory)

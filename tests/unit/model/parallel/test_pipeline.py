@@ -38,7 +38,7 @@ DEADLINE_S = 30.0
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "nf4", "fp8"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
-def test_quantized_bases_of_stages_answer_as_one_process(
+def test_quantized_pipeline_bases_match_single_process(
     kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     directory = save_model(build_model(kind, **GROUPED, tie_word_embeddings=kind == "qwen2"), tmp_path)
@@ -50,7 +50,7 @@ def test_quantized_bases_of_stages_answer_as_one_process(
                 torch.testing.assert_close(got, wanted, atol=1e-4 * max(1, float(wanted.abs().max())), rtol=0)
 
 
-def test_rows_of_stages_have_the_bits_of_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_pipeline_rows_equal_single_process_bit_for_bit(rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model("gemma2", **SIZES, head_dim=32, num_hidden_layers=4), tmp_path)
     expected = logits(load(directory))
     for pipeline in (2, 4):
@@ -59,7 +59,7 @@ def test_rows_of_stages_have_the_bits_of_one_process(rank_pool: RankPool, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["llama", "olmo2", "gemma3"])
-def test_heads_that_no_kernel_takes_are_computed_layer_by_layer(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_unsupported_head_sizes_are_computed_layer_by_layer(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model(kind, hidden_size=48, head_dim=12), tmp_path)
     expected = logits(load(directory))
     with rank_pool.load(directory, 1, 3) as base:
@@ -67,7 +67,7 @@ def test_heads_that_no_kernel_takes_are_computed_layer_by_layer(kind: str, rank_
             torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-def test_pooled_rows_of_stages_are_those_of_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_pooled_pipeline_rows_match_single_process(rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model("llama", **SIZES), tmp_path)
 
     class Pooling:
@@ -96,7 +96,7 @@ def test_pooled_rows_of_stages_are_those_of_one_process(rank_pool: RankPool, tmp
                 torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-def test_a_stage_reads_its_own_tensors_alone(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_pipeline_stage_reads_only_assigned_tensors(rank_pool: RankPool, tmp_path: Path) -> None:
     directory = save_model(build_model("llama", **SIZES), tmp_path)
     whole = load(directory)
     with rank_pool.load(directory, 1, 3) as base:
@@ -117,7 +117,7 @@ def test_a_stage_reads_its_own_tensors_alone(rank_pool: RankPool, tmp_path: Path
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)], ids=str)
-def test_a_plan_counts_what_each_rank_holds(
+def test_plan_counts_memory_of_each_rank(
     grid: tuple[int, int], quantize: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
     directory = save_model(build_model("llama", **GROUPED, tie_word_embeddings=True, vocab_size=128), tmp_path)
@@ -143,7 +143,7 @@ def test_a_plan_counts_what_each_rank_holds(
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
-def test_the_first_stage_has_sent_all_micro_batches_before_the_last_computes_one(
+def test_first_stage_sends_all_before_last_stage_computes(
     pipeline: int, rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last stage, held back before its first micro-batch, sees the others' sent."""
@@ -188,7 +188,7 @@ def test_the_first_stage_has_sent_all_micro_batches_before_the_last_computes_one
             torch.testing.assert_close(one, wanted, atol=1e-4, rtol=0)
 
 
-def test_a_grid_that_a_base_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+def test_impossible_grid_is_refused_by_name(tmp_path: Path) -> None:
     directory = save_model(build_model("llama", **SIZES), tmp_path)
     blueprint = draw(read_config(directory), read_headers(directory), "none")
     check_grid(blueprint, Grid(4, 3))
@@ -203,7 +203,7 @@ def test_a_grid_that_a_base_cannot_have_is_refused_by_name(tmp_path: Path) -> No
         check_grid(blueprint, Grid(2, LIMITS.max_ranks))
 
 
-def test_layers_and_ranks_of_a_grid_are_each_held_once(tmp_path: Path) -> None:
+def test_grid_assigns_each_layer_and_rank_once(tmp_path: Path) -> None:
     config = read_config(save_model(build_model("llama", **SIZES, num_hidden_layers=7), tmp_path))
     for grid in (Grid(1, 3), Grid(2, 3), Grid(1, 7), Grid(4, 1)):
         places = list(grid.places(config))

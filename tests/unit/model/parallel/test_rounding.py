@@ -26,7 +26,7 @@ def all_rows(decoder: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_round_rows_like_one_process(kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_round_rows_like_single_process(kind: str, quantize: str, rank_pool: RankPool, tmp_path: Path) -> None:
     """Sums of another order may move a number of a row to the next code: rarely."""
     directory = save_model(build_model(kind, **SIZES, **KINDS[kind]), tmp_path)
     options: dict[str, Any] = {"quantize": quantize, "activation_dtype": "int8"}

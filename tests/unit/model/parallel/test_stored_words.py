@@ -33,7 +33,7 @@ SAVES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_ranks_answer_from_words_like_one_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_with_word_codes_match_single_process(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
     save, options = SAVES[kind]
     save(build_model(**SIZES), tmp_path, **options)
     # sums of ranks differ in their last bits, which rounding would carry on
@@ -51,7 +51,7 @@ def test_reordered_inputs_arent_cut(tmp_path: Path) -> None:
         check_grid(blueprint, Grid(2, 1))
 
 
-def test_order_that_the_config_denies_isnt_cut(tmp_path: Path) -> None:
+def test_reordered_inputs_denied_by_config_are_not_cut(tmp_path: Path) -> None:
     save_gptq(build_model(**SIZES), tmp_path, desc_act=True)
     weight = assembled(tmp_path, "model.layers.0.self_attn.o_proj")
     with pytest.raises(ModelError, match="quantized in another order than they stand"):

@@ -42,7 +42,7 @@ async def quarantine(database: Database, tenant: TenantId, number: int) -> None:
         row.state = "quarantined"
 
 
-async def test_a_split_binds_users_to_its_versions_and_names_its_largest(
+async def test_split_binds_users_to_versions_and_names_largest(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish_three(publish)
@@ -60,9 +60,7 @@ async def test_a_split_binds_users_to_its_versions_and_names_its_largest(
     ]
 
 
-async def test_a_request_keeps_what_it_was_bound_to_when_the_alias_moves(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_bound_request_keeps_version_when_alias_moves(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     bound = await registry.bind(acme, SQL, sticky=None)
     await registry.aliases.set(acme, "sql", "live", AliasTarget(1), actor="x")
@@ -74,7 +72,7 @@ async def test_a_request_keeps_what_it_was_bound_to_when_the_alias_moves(
     assert now.adapter.version == 1
 
 
-async def test_a_sum_takes_a_users_version_of_a_split(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_sum_uses_version_assigned_to_user_by_split(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", CANARY, ShadowPart(1, 1.0), actor="x")
     for user in map(str, range(20)):
@@ -86,9 +84,7 @@ async def test_a_sum_takes_a_users_version_of_a_split(publish: Any, registry: Re
         assert (alone.shadow is None, double.shadow) == (False, None)
 
 
-async def test_a_shadow_is_bound_beside_the_version_that_answers(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_shadow_is_bound_with_answering_version(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", AliasTarget(3), ShadowPart(1, 0.5), actor="x")
     shadow = (await registry.bind(acme, SQL, sticky=None)).shadow
@@ -96,9 +92,7 @@ async def test_a_shadow_is_bound_beside_the_version_that_answers(
     assert (shadow.adapter.version, shadow.share) == (1, 0.5)
 
 
-async def test_where_the_shadow_is_all_that_answers_there_is_none(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_shadow_equal_to_answering_version_is_removed(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", AliasTarget(3), ShadowPart(1, 0.5), actor="x")
     await publish(seed=1)
@@ -133,7 +127,9 @@ async def test_a_shadow_is_not_deleted(publish: Any, registry: Registry, acme: T
         await registry.delete_version(acme, "sql", 1, actor="x")
 
 
-async def test_a_rollback_goes_back_and_the_next_one_forth(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_rollback_undoes_move_and_second_rollback_redoes(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", CANARY, actor="x")
     await registry.aliases.set(acme, "sql", "live", AliasTarget(2), ShadowPart(1, 0.5), actor="x")
@@ -148,16 +144,14 @@ async def test_a_rollback_goes_back_and_the_next_one_forth(publish: Any, registr
     assert (entry.action, entry.detail["after"]) == ("alias.rollback", "2=10,3=90")
 
 
-async def test_a_shadow_alone_is_no_move_to_go_back_from(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_adding_shadow_alone_is_not_a_rollback_point(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "live", AliasTarget(2), actor="x")
     await registry.aliases.set(acme, "sql", "live", AliasTarget(2), ShadowPart(1, 0.5), actor="x")
     assert (await registry.aliases.rollback(acme, "sql", "live", actor="x")).target == AliasTarget(3)
 
 
-async def test_an_alias_that_never_moved_or_came_from_a_deleted_version_stays(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_unmoved_or_orphaned_alias_is_not_rolled_back(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     await registry.aliases.set(acme, "sql", "new", AliasTarget(1), actor="x")
     with pytest.raises(Conflict, match="hasn't been moved"):
@@ -169,7 +163,7 @@ async def test_an_alias_that_never_moved_or_came_from_a_deleted_version_stays(
     assert (await registry.aliases.get(acme, "sql", "new")).version == 2
 
 
-async def test_no_part_of_an_alias_is_absent_or_in_quarantine(
+async def test_alias_refuses_absent_or_quarantined_versions(
     publish: Any, registry: Registry, database: Database, acme: TenantId
 ) -> None:
     await publish_three(publish)
@@ -203,13 +197,13 @@ async def test_no_part_of_an_alias_is_absent_or_in_quarantine(
         ([(1, 1e300), (2, 1.0)], "split.0.weight"),
     ],
 )
-def test_what_is_no_split_is_refused(parts: list[tuple[int, float]], param: str) -> None:
+def test_malformed_alias_split_is_refused(parts: list[tuple[int, float]], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         AliasTarget.over([SplitPart(version, weight) for version, weight in parts])
     assert caught.value.param == param
 
 
-async def test_setting_what_is_there_changes_nothing(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_setting_current_target_changes_no_alias(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish_three(publish)
     shadow = ShadowPart(1, 0.5)
     first, _ = await registry.aliases.set(acme, "sql", "live", CANARY, shadow, actor="x")
@@ -227,7 +221,7 @@ async def test_aliases_are_listed_by_name_over_pages(publish: Any, registry: Reg
     assert second.next_cursor is None
 
 
-async def test_a_granted_adapter_answers_to_its_owners_name_and_to_nobody_else(
+async def test_granted_adapter_answers_grantee_only_by_owners_name(
     publish: Any, registry: Registry, database: Database, acme: TenantId, globex: TenantId
 ) -> None:
     await publish()
@@ -267,7 +261,7 @@ async def move(registry: Registry, tenant: TenantId, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["move", "split", "shadow", "rollback"])
-async def test_alias_refuses_version_that_never_fits(
+async def test_alias_refuses_version_exceeding_memory_limits(
     way: str, publish: Any, registry: Registry, acme: TenantId, database: Database
 ) -> None:
     await publish(seed=0, rank=8)

@@ -26,7 +26,7 @@ async def quarantine(database: Database, tenant: TenantId, number: int) -> None:
         row.state = "quarantined"
 
 
-async def test_what_is_not_said_stays(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_omitted_metadata_fields_stay_unchanged(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     await registry.metadata.edit(
         acme, "sql", Edit(notes="first\nline", tags={"team": "data"}, fallback="base"), actor="x"
@@ -38,7 +38,7 @@ async def test_what_is_not_said_stays(publish: Any, registry: Registry, acme: Te
     assert await registry.get(acme, "sql") == emptied
 
 
-async def test_a_version_has_notes_of_its_own(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_version_has_separate_notes(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish(seed=1)
     await publish(seed=2)
     await registry.metadata.edit_version(acme, "sql", 1, Edit(notes="the old one", tags={"a": "b"}), actor="x")
@@ -49,9 +49,7 @@ async def test_a_version_has_notes_of_its_own(publish: Any, registry: Registry, 
         await registry.metadata.edit_version(acme, "sql", 3, Edit(notes="x"), actor="x")
 
 
-async def test_the_audit_names_what_changed_and_not_what_it_says(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_audit_names_changed_fields_without_contents(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     for _ in range(2):
         await registry.metadata.edit(acme, "sql", Edit(notes="MARKER", tags={"a": "MARKER"}, fallback="1"), actor="x")
@@ -72,15 +70,13 @@ async def test_the_audit_names_what_changed_and_not_what_it_says(
         ({"tags": {"a": "x\ny"}}, "tags.a"),
     ],
 )
-def test_what_cannot_be_written_is_refused(edit: Any, param: str) -> None:
+def test_invalid_metadata_is_refused_by_field(edit: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Edit(**edit)
     assert caught.value.param == param
 
 
-async def test_a_fallback_is_the_base_or_something_of_the_adapter(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_fallback_must_be_base_or_existing_target(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     for fallback, error in (
         ("2", VersionNotFound),
@@ -111,7 +107,7 @@ async def test_a_fallback_answers_for_a_version_in_quarantine(
     assert [one.name for one in await registry.list_servable(acme)] == ["sql"]
 
 
-async def test_what_is_a_fallback_is_not_deleted(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_fallback_version_or_alias_is_not_deleted(publish: Any, registry: Registry, acme: TenantId) -> None:
     for seed in range(2):
         await publish(seed=seed)
     await registry.metadata.edit(acme, "sql", Edit(fallback="1"), actor="x")
@@ -123,9 +119,7 @@ async def test_what_is_a_fallback_is_not_deleted(publish: Any, registry: Registr
         await registry.aliases.delete(acme, "sql", "old", actor="x")
 
 
-async def test_a_name_used_again_has_no_notes_of_the_one_before(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_reused_name_starts_without_old_notes(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     await registry.metadata.edit(acme, "sql", Edit(notes="n", tags={"a": "b"}, fallback="base"), actor="x")
     await registry.delete(acme, "sql", actor="x")

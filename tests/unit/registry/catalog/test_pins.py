@@ -114,7 +114,7 @@ async def test_a_pin_outlives_the_engine_and_the_server(publish: Any, make_serve
     assert (next_start.registry.pins.num_wanted, next_start.registry.pins.num_held) == (1, 1)
 
 
-async def test_a_pin_and_its_end_reach_every_server(publish: Any, make_server: Any, acme: TenantId) -> None:
+async def test_pin_and_unpin_reach_every_server(publish: Any, make_server: Any, acme: TenantId) -> None:
     here, there = make_server(), make_server()
     digest = (await publish(via=here.registry)).version.digest
     await pin(here, acme)
@@ -126,7 +126,7 @@ async def test_a_pin_and_its_end_reach_every_server(publish: Any, make_server: A
     assert there.engine.held == set()
 
 
-async def test_bytes_that_another_has_pinned_too_stay(
+async def test_bytes_pinned_by_other_tenant_stay_held(
     publish: Any, make_server: Any, acme: TenantId, globex: TenantId
 ) -> None:
     server = make_server()
@@ -141,7 +141,7 @@ async def test_bytes_that_another_has_pinned_too_stay(
     assert server.engine.held == set()
 
 
-async def test_what_the_engine_cannot_hold_is_not_pinned(publish: Any, make_server: Any, acme: TenantId) -> None:
+async def test_unloadable_version_is_not_pinned(publish: Any, make_server: Any, acme: TenantId) -> None:
     server = make_server()
     await publish(via=server.registry)
     server.engine.error = AdapterUnavailable("It can't be loaded.")
@@ -152,9 +152,7 @@ async def test_what_the_engine_cannot_hold_is_not_pinned(publish: Any, make_serv
     assert (server.engine.held, server.registry.pins.num_wanted) == (set(), 0)
 
 
-async def test_a_pin_that_is_refused_later_is_tried_again_ever_more_seldom(
-    publish: Any, make_server: Any, acme: TenantId
-) -> None:
+async def test_later_refused_pin_is_retried_with_growing_delay(publish: Any, make_server: Any, acme: TenantId) -> None:
     server = make_server()
     digest = (await publish(via=server.registry)).version.digest
     await pin(server, acme)
@@ -173,7 +171,7 @@ async def test_a_pin_that_is_refused_later_is_tried_again_ever_more_seldom(
     assert server.engine.held == {digest}
 
 
-async def test_what_takes_long_goes_on_and_is_durable(publish: Any, make_server: Any, acme: TenantId) -> None:
+async def test_slow_pin_continues_and_is_durable(publish: Any, make_server: Any, acme: TenantId) -> None:
     server = make_server()
     digest = (await publish(via=server.registry)).version.digest
     server.engine.gate.clear()
@@ -187,7 +185,7 @@ async def test_what_takes_long_goes_on_and_is_durable(publish: Any, make_server:
     assert server.engine.held == {digest}
 
 
-async def test_a_pin_that_could_not_be_written_is_let_go(
+async def test_unwritten_pin_is_released(
     publish: Any, make_server: Any, acme: TenantId, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
@@ -204,7 +202,7 @@ async def test_a_pin_that_could_not_be_written_is_let_go(
     assert server.engine.held == set()
 
 
-async def test_an_unpin_that_the_engine_missed_is_made_up_for(publish: Any, make_server: Any, acme: TenantId) -> None:
+async def test_unpin_missed_by_engine_is_repeated(publish: Any, make_server: Any, acme: TenantId) -> None:
     server = make_server()
     await publish(via=server.registry)
     await pin(server, acme)
@@ -216,7 +214,7 @@ async def test_an_unpin_that_the_engine_missed_is_made_up_for(publish: Any, make
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_nothing_is_held_for_a_deleted_version_until_it_is_restored(
+async def test_deleted_version_is_held_only_after_restore(
     publish: Any, make_server: Any, acme: TenantId, is_alone: bool
 ) -> None:
     server = make_server()
@@ -237,7 +235,7 @@ async def test_nothing_is_held_for_a_deleted_version_until_it_is_restored(
     assert server.engine.held == {digest}
 
 
-async def test_a_version_in_quarantine_is_neither_pinned_nor_held(
+async def test_quarantined_version_is_neither_pinned_nor_held(
     publish: Any, make_server: Any, acme: TenantId, database: Database
 ) -> None:
     server = make_server()
@@ -267,7 +265,7 @@ async def test_pins_are_bounded(
     assert len(server.engine.held) == 1
 
 
-async def test_each_pin_and_unpin_leaves_one_audit_row(publish: Any, make_server: Any, acme: TenantId) -> None:
+async def test_pin_and_unpin_each_leave_single_audit_row(publish: Any, make_server: Any, acme: TenantId) -> None:
     server = make_server()
     await publish(via=server.registry)
     for _ in range(2):
@@ -279,7 +277,7 @@ async def test_each_pin_and_unpin_leaves_one_audit_row(publish: Any, make_server
     assert actions.count("version.pin") == 1
 
 
-async def test_another_tenants_version_is_not_there_to_pin(
+async def test_other_tenants_version_cannot_be_pinned(
     publish: Any, make_server: Any, acme: TenantId, globex: TenantId
 ) -> None:
     server = make_server()

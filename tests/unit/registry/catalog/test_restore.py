@@ -49,7 +49,7 @@ def registry(database: Database, store: LocalStore, small_base: BaseSpec, calend
     return Registry(database, store, lambda: small_base, retention_s=3600.0, clock=calendar)
 
 
-async def test_an_adapter_comes_back_with_what_went_with_it(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_adapter_is_restored_with_aliases_and_metadata(publish: Any, registry: Registry, acme: TenantId) -> None:
     for seed in range(3):
         await publish(seed=seed)
     await registry.aliases.set(acme, "sql", "live", AliasTarget(3), actor="x")
@@ -71,7 +71,7 @@ async def test_an_adapter_comes_back_with_what_went_with_it(publish: Any, regist
     assert (await registry.list_audit(acme, limit=1)).items[0].action == "adapter.restore"
 
 
-async def test_a_version_comes_back_under_its_number(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_version_is_restored_under_same_number(publish: Any, registry: Registry, acme: TenantId) -> None:
     first = await publish(seed=1)
     await publish(seed=2)
     await registry.delete_version(acme, "sql", 1, actor="x")
@@ -80,9 +80,7 @@ async def test_a_version_comes_back_under_its_number(publish: Any, registry: Reg
     assert (await registry.resolve(acme, parse_model("sql@1", "base"))).digest == first.version.digest
 
 
-async def test_bytes_that_were_published_again_are_not_there_twice(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_restore_refuses_bytes_published_again(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish(seed=1)
     await publish(seed=2)
     await registry.delete_version(acme, "sql", 1, actor="x")
@@ -91,7 +89,7 @@ async def test_bytes_that_were_published_again_are_not_there_twice(
         await registry.restorer.restore_version(acme, "sql", 1, actor="x")
 
 
-async def test_after_the_retention_it_reads_like_what_never_was(
+async def test_expired_tombstone_reads_like_absent_version(
     publish: Any, registry: Registry, acme: TenantId, calendar: Calendar
 ) -> None:
     for seed in (1, 2):
@@ -113,7 +111,7 @@ async def test_after_the_retention_it_reads_like_what_never_was(
     assert str(gone.value) == str(absent.value).replace("lqs", "sql")
 
 
-async def test_what_lives_is_not_restored(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_existing_adapter_or_version_is_not_restored(publish: Any, registry: Registry, acme: TenantId) -> None:
     await publish()
     with pytest.raises(AlreadyExists):
         await registry.restorer.restore(acme, "sql", actor="x")
@@ -121,7 +119,7 @@ async def test_what_lives_is_not_restored(publish: Any, registry: Registry, acme
         await registry.restorer.restore_version(acme, "sql", 1, actor="x")
 
 
-async def test_another_tenants_tombstones_read_as_absent(
+async def test_other_tenants_tombstones_read_as_absent(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     for seed in (1, 2):
@@ -148,7 +146,7 @@ async def test_another_tenants_tombstones_read_as_absent(
         assert found.replace("gone", "N").replace("sql", "N") == other
 
 
-async def test_a_restore_counts_against_what_the_tenant_may_hold(
+async def test_restore_counts_against_tenant_quotas(
     publish: Any, registry: Registry, database: Database, acme: TenantId
 ) -> None:
     size = (await publish("sql")).version.size_bytes
@@ -164,7 +162,7 @@ async def test_a_restore_counts_against_what_the_tenant_may_hold(
         await registry.get(acme, "sql")
 
 
-async def test_what_has_lost_its_bytes_stays_deleted(
+async def test_adapter_with_lost_bytes_is_not_restored(
     publish: Any, registry: Registry, store: LocalStore, acme: TenantId
 ) -> None:
     version = (await publish()).version

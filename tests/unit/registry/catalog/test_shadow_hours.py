@@ -60,7 +60,7 @@ def tally(**amounts: int) -> Tally:
     return Tally(**{"num_requests": 1, **amounts})
 
 
-async def test_comparisons_of_an_hour_add_up_in_the_database(
+async def test_hourly_comparisons_add_up_in_database(
     hours: ShadowHours, database: Database, now: Now, shadow_on: Any, acme: TenantId
 ) -> None:
     hours.record(shadow_on(), 1, tally(num_tokens=8, num_agreed_tokens=5, live_ms=100, shadow_ms=120))
@@ -99,7 +99,7 @@ async def test_hours_come_newest_first_page_by_page(
     await hours.close()
 
 
-async def test_an_alias_shows_its_own_requests_alone(
+async def test_alias_lists_only_matching_comparisons(
     hours: ShadowHours, registry: Registry, shadow_on: Any, acme: TenantId, globex: TenantId
 ) -> None:
     hours.record(shadow_on("canary"), 1, tally())
@@ -113,12 +113,12 @@ async def test_an_alias_shows_its_own_requests_alone(
 
 
 @pytest.mark.parametrize("position", ["x", "1 2", "1 2 x", "1 2 3 4", "1 99999999999 1", f"1 {1 << 31} 1", "-1 1 1"])
-async def test_a_cursor_of_another_list_is_refused(hours: ShadowHours, acme: TenantId, position: str) -> None:
+async def test_cursor_of_other_list_is_refused(hours: ShadowHours, acme: TenantId, position: str) -> None:
     with pytest.raises(InvalidRequest):
         await hours.list(acme, "sql", "live", cursor=encode_cursor(position))
 
 
-async def test_what_the_database_can_not_take_is_kept_for_the_next_time(
+async def test_comparisons_are_kept_when_database_write_fails(
     hours: ShadowHours, shadow_on: Any, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours.record(shadow_on(), 1, tally())
@@ -135,7 +135,7 @@ async def test_what_the_database_can_not_take_is_kept_for_the_next_time(
     assert (await hours.list(acme, "sql", "live")).items[0].tally.num_requests == 2
 
 
-async def test_it_is_written_by_itself_and_tried_again(
+async def test_comparisons_are_written_automatically_with_retries(
     database: Database, now: Now, shadow_on: Any, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = ShadowHours(database, clock=now, flush_s=0.005)
@@ -157,15 +157,13 @@ async def test_it_is_written_by_itself_and_tried_again(
     await hours.close()
 
 
-async def test_what_waits_is_bounded_and_what_is_lost_is_counted(hours: ShadowHours, shadow_on: Any) -> None:
+async def test_pending_comparisons_are_bounded_and_losses_counted(hours: ShadowHours, shadow_on: Any) -> None:
     for version in (*range(MAX_PENDING + 2), 0):
         hours._add(_Key("adapter", "live", NOON, version, 1), tally())
     assert (len(hours._pending), hours.num_lost) == (MAX_PENDING, 2)
 
 
-async def test_of_an_adapter_that_is_gone_nothing_is_kept_and_nothing_waits(
-    hours: ShadowHours, shadow_on: Any, acme: TenantId
-) -> None:
+async def test_comparisons_of_absent_adapter_are_dropped(hours: ShadowHours, shadow_on: Any, acme: TenantId) -> None:
     real = shadow_on()
     hours.record(Shadow(real.adapter, "01ABSENT", "live", 1.0), 1, tally())
     await hours.flush()
@@ -173,7 +171,7 @@ async def test_of_an_adapter_that_is_gone_nothing_is_kept_and_nothing_waits(
     await hours.close()
 
 
-async def test_of_rows_that_cant_be_kept_no_others_are_lost(
+async def test_unwritable_rows_lose_no_other_rows(
     hours: ShadowHours, shadow_on: Any, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = shadow_on()

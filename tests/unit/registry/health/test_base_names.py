@@ -46,7 +46,7 @@ def status(base: BaseSpec, named: object, *names: str, source: str = "") -> str 
         f"sha256:{DIGEST.upper()}",
     ],
 )
-def test_a_name_of_the_base_passes_however_it_is_written(base: BaseSpec, named: str) -> None:
+def test_base_name_passes_in_any_spelling(base: BaseSpec, named: str) -> None:
     assert status(base, named) == "passed"
 
 
@@ -64,17 +64,17 @@ def test_a_name_of_the_base_passes_however_it_is_written(base: BaseSpec, named: 
         "x" * 100_000,
     ],
 )
-def test_another_name_is_a_warning(base: BaseSpec, named: str) -> None:
+def test_different_base_name_is_a_warning(base: BaseSpec, named: str) -> None:
     assert status(base, named) == "warned"
 
 
 @pytest.mark.parametrize("named", [None, "", "  ", 7, ["meta-llama/Llama-3.1-8B"], {}])
-def test_where_nothing_is_named_nothing_is_said(base: BaseSpec, named: object) -> None:
+def test_absent_base_name_adds_no_check(base: BaseSpec, named: object) -> None:
     assert BaseNames(is_strict=True).inspect({"base_model_name_or_path": named}, base) == ()
     assert BaseNames(is_strict=True).inspect({}, base) == ()
 
 
-def test_the_base_may_have_other_names_and_the_place_that_it_is_from(base: BaseSpec) -> None:
+def test_base_accepts_configured_names_and_source_repository(base: BaseSpec) -> None:
     assert status(base, "unsloth/llama-8b", "llama", "UNSLOTH/Llama-8B") == "passed"
     hub = "/cache/models--acme--Secret-Base/snapshots/0123abcd"
     assert status(base, "acme/secret-base", source=hub) == "passed"
@@ -86,7 +86,7 @@ def test_the_base_may_have_other_names_and_the_place_that_it_is_from(base: BaseS
     )
 
 
-def test_a_strict_server_refuses_another_name_and_takes_its_own(base: BaseSpec) -> None:
+def test_strict_server_refuses_all_but_accepted_base_names(base: BaseSpec) -> None:
     strict = BaseNames(is_strict=True)
     with pytest.raises(AdapterBaseMismatch, match=r"'acme/other'; this server serves meta-llama/Llama") as caught:
         strict.inspect({"base_model_name_or_path": "acme/other"}, base)
@@ -108,9 +108,7 @@ async def _publish(registry: Registry, tenant: TenantId, files: tuple[bytes, byt
         await registry.uploads.release(tenant, staged)
 
 
-async def test_the_warning_is_among_the_checks_and_the_version_is_served(
-    certified: Registry, acme: TenantId, make_upload: Any
-) -> None:
+async def test_version_with_base_name_warning_is_served(certified: Registry, acme: TenantId, make_upload: Any) -> None:
     for is_dry_run in (True, False):
         version = (await _publish(certified, acme, make_upload(), "acme/other", is_dry_run=is_dry_run)).version
         check = _name_check(version)
@@ -119,7 +117,7 @@ async def test_the_warning_is_among_the_checks_and_the_version_is_served(
     assert (version.state, version.aliases) == ("ready", ("live",))
 
 
-async def test_a_strict_registry_keeps_nothing_of_it(
+async def test_strict_registry_keeps_no_refused_upload(
     database: Database, store: LocalStore, small_base: BaseSpec, acme: TenantId, make_upload: Any
 ) -> None:
     registry = Registry(database, store, lambda: small_base, base_names=BaseNames(is_strict=True))
@@ -130,7 +128,7 @@ async def test_a_strict_registry_keeps_nothing_of_it(
     assert (await _publish(registry, acme, make_upload(), "org/base:1")).version.state == "ready"
 
 
-async def test_a_version_that_is_moved_is_compared_with_its_new_base(
+async def test_moved_version_is_compared_with_new_base(
     database: Database,
     store: LocalStore,
     certified: Registry,

@@ -67,7 +67,7 @@ async def test_other_arithmetic_is_measured_anew(database: Database, small_base:
     assert precisions.current.advice == "--quantize int8"
 
 
-async def test_low_precision_is_warned_of_with_the_better_choice(
+async def test_low_precision_warning_names_better_setting(
     database: Database, small_base: BaseSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = msgspec.structs.replace(small_base, quantization="int8", arithmetic="w8a8-row")
@@ -79,7 +79,7 @@ async def test_low_precision_is_warned_of_with_the_better_choice(
     assert "--activation-dtype float" in caplog.text
 
 
-async def test_base_that_is_not_there_is_looked_at_again(database: Database, small_base: BaseSpec) -> None:
+async def test_missing_base_is_examined_again_later(database: Database, small_base: BaseSpec) -> None:
     engine = Engine("the base is served in float32: nothing is rounded", None)
     precisions = of(database, engine)
     await precisions.look()

@@ -86,7 +86,7 @@ async def until_asked(certifying: Any, num_times: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_version_published_while_the_engine_was_away_is_verified_once_it_is_there(
+async def test_version_published_without_engine_is_verified_later(
     publish: Any, server: Registry, certifying: Any, acme: TenantId, make_certificate: Make
 ) -> None:
     certifying.outcome = AWAY
@@ -106,7 +106,7 @@ async def test_a_version_published_while_the_engine_was_away_is_verified_once_it
 
 
 @pytest.mark.parametrize("is_rejected", [False, True])
-async def test_a_late_certificate_that_failed_is_a_quarantine(
+async def test_failed_late_certificate_quarantines_version(
     publish: Any, server: Registry, certifying: Any, acme: TenantId, make_certificate: Make, is_rejected: bool
 ) -> None:
     certifying.outcome = AWAY
@@ -125,7 +125,7 @@ async def test_a_late_certificate_that_failed_is_a_quarantine(
 
 
 @pytest.mark.parametrize("at_upload", [AWAY, DIED])
-async def test_a_version_that_kills_the_engine_is_tried_twice_by_whatever_server(
+async def test_version_killing_engine_is_tried_twice_across_servers(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -157,7 +157,7 @@ async def test_a_version_that_kills_the_engine_is_tried_twice_by_whatever_server
     assert await parity(server, acme) == "passed"
 
 
-async def test_an_engine_that_was_away_before_says_nothing_against_a_version(
+async def test_earlier_engine_outage_does_not_blame_version(
     publish: Any, server: Registry, certifying: Any, time: Time, acme: TenantId, make_certificate: Make
 ) -> None:
     certifying.outcome = DIED
@@ -175,7 +175,7 @@ async def test_an_engine_that_was_away_before_says_nothing_against_a_version(
     assert await parity(server, acme) == "passed"
 
 
-async def test_an_engine_that_dies_takes_no_certificate_away(
+async def test_engine_death_keeps_existing_certificate(
     publish: Any, server: Registry, certifying: Any, acme: TenantId
 ) -> None:
     await publish(via=server)
@@ -187,7 +187,7 @@ async def test_an_engine_that_dies_takes_no_certificate_away(
     assert (await server.get_version(acme, "sql", 1)).checks == before
 
 
-async def test_what_was_left_to_whoever_asks_stays_so(
+async def test_backfill_skips_versions_left_to_requests(
     publish: Any, server: Registry, make_server: Callable[..., Registry], certifying: Any, acme: TenantId
 ) -> None:
     on_request = make_server(is_certified_at_upload=False)
@@ -196,7 +196,7 @@ async def test_what_was_left_to_whoever_asks_stays_so(
     assert (await parity(server, acme), certifying.asked) == ("skipped", [])
 
 
-async def test_versions_of_another_base_and_of_deleted_adapters_are_left_alone(
+async def test_foreign_base_and_deleted_adapter_versions_are_skipped(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -222,7 +222,7 @@ def _other(base: BaseSpec) -> BaseSpec:
     return msgspec.structs.replace(base, digest="f" * 64)  # type: ignore[arg-type]
 
 
-async def test_a_server_whose_base_is_not_loaded_asks_nothing(database: Database, store: LocalStore) -> None:
+async def test_server_without_loaded_base_verifies_no_version(database: Database, store: LocalStore) -> None:
     def base() -> BaseSpec:
         raise AWAY
 
@@ -246,7 +246,7 @@ async def test_two_servers_do_not_verify_the_same(
     assert len(certifying.asked) == num_asked + 1
 
 
-async def test_a_lease_is_held_for_as_long_as_each_certificate_may_take(
+async def test_lease_lasts_through_each_slow_certificate(
     publish: Any, make_server: Callable[..., Registry], certifying: Any, make_certificate: Make
 ) -> None:
     passed_s = 0.0
@@ -278,7 +278,7 @@ async def test_a_lease_is_held_for_as_long_as_each_certificate_may_take(
 
 
 @pytest.mark.parametrize("failure", [AWAY, Overloaded("It has too much to do.")])
-async def test_an_engine_that_is_away_or_busy_is_asked_for_one_version(
+async def test_unavailable_engine_is_tried_with_single_version(
     publish: Any, server: Registry, certifying: Any, acme: TenantId, failure: Exception
 ) -> None:
     certifying.outcome = failure
@@ -294,7 +294,7 @@ async def test_an_engine_that_is_away_or_busy_is_asked_for_one_version(
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["a0", "a1"]
 
 
-async def test_a_version_that_can_not_be_verified_is_asked_for_more_and_more_seldom(
+async def test_unverifiable_version_is_retried_with_growing_delay(
     publish: Any, server: Registry, certifying: Any, time: Time, acme: TenantId, make_certificate: Make
 ) -> None:
     certifying.outcome = AdapterNotReady("No place is free.")
@@ -317,7 +317,7 @@ async def test_a_version_that_can_not_be_verified_is_asked_for_more_and_more_sel
     assert [await parity(server, acme, name) for name in ("sql", "other")] == ["passed", "passed"]
 
 
-async def test_every_version_is_looked_at_however_many_there_are(
+async def test_every_version_is_examined_across_windows(
     publish: Any, server: Registry, certifying: Any, make_certificate: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certificate_backfill, "_WINDOW", 2)
@@ -330,7 +330,7 @@ async def test_every_version_is_looked_at_however_many_there_are(
     assert [ref.name for ref in certifying.asked[num_asked:]] == ["a1", "a4"]
 
 
-async def test_one_is_verified_at_a_time_and_none_after_the_end(
+async def test_versions_are_verified_singly_until_close(
     publish: Any,
     server: Registry,
     certifying: Any,
@@ -390,7 +390,7 @@ async def test_a_failure_does_not_end_the_sweeps(
 
 
 @pytest.mark.parametrize("outcome", [None, AdapterNotReady("No place is free."), ValueError("a bug of ours")])
-async def test_the_engine_has_half_of_its_time_for_requests(
+async def test_engine_keeps_half_of_time_for_requests(
     publish: Any, server: Registry, certifying: Any, time: Time, make_certificate: Make, outcome: Exception | None
 ) -> None:
     certifying.outcome = AWAY
@@ -410,7 +410,7 @@ async def test_the_engine_has_half_of_its_time_for_requests(
 
 
 @pytest.mark.parametrize("failure", [AWAY, Overloaded("It took too long.")])
-async def test_a_pause_follows_a_failure_too_and_another_server_need_not_wait_for_its_end(
+async def test_pause_follows_failure_and_delays_no_other_server(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -439,7 +439,7 @@ async def test_a_pause_follows_a_failure_too_and_another_server_need_not_wait_fo
     await asyncio.gather(sweeping, return_exceptions=True)
 
 
-async def test_a_sick_server_does_not_keep_healthy_ones_from_it(
+async def test_sick_server_does_not_block_healthy_servers(
     publish: Any, server: Registry, make_server: Callable[..., Registry], certifying: Any, make_certificate: Make
 ) -> None:
     certifying.outcome = AWAY
@@ -452,7 +452,7 @@ async def test_a_sick_server_does_not_keep_healthy_ones_from_it(
     assert other.certificate_backfill.num_by_verdict == {"passed": 1}
 
 
-async def test_servers_of_two_bases_do_not_wait_for_each_other(
+async def test_servers_of_two_bases_do_not_wait_mutually(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -473,7 +473,7 @@ async def test_servers_of_two_bases_do_not_wait_for_each_other(
     assert await asyncio.gather(*sweeping) == [True, True]
 
 
-async def test_a_version_that_a_bug_of_ours_fails_does_not_keep_the_others(
+async def test_internal_error_on_version_leaves_other_versions_verified(
     publish: Any,
     server: Registry,
     acme: TenantId,
@@ -506,7 +506,7 @@ async def test_a_version_that_a_bug_of_ours_fails_does_not_keep_the_others(
     assert asked == ["a0", "a1", "a0"]
 
 
-async def test_what_is_gone_or_in_quarantine_is_not_verified(
+async def test_deleted_or_quarantined_version_is_not_verified(
     database: Database,
     publish: Any,
     server: Registry,
@@ -539,7 +539,7 @@ async def test_what_is_gone_or_in_quarantine_is_not_verified(
     assert asked == [("there", 1), ("version", 2)]
 
 
-async def test_nothing_is_remembered_of_versions_that_are_gone(
+async def test_retries_of_deleted_versions_are_forgotten(
     publish: Any, server: Registry, certifying: Any, acme: TenantId
 ) -> None:
     certifying.outcome = AdapterNotReady("No place is free.")
@@ -551,7 +551,7 @@ async def test_nothing_is_remembered_of_versions_that_are_gone(
     assert server.certificate_backfill._retries._failures == {}
 
 
-async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
+async def test_deletion_during_verification_is_no_failure(
     publish: Any, server: Registry, certifying: Any, acme: TenantId, make_certificate: Make
 ) -> None:
     certifying.outcome = AWAY
@@ -569,7 +569,7 @@ async def test_one_that_is_deleted_while_it_is_verified_is_no_failure(
     assert server.certificate_backfill._retries._failures == {}
 
 
-async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
+async def test_automatic_quarantine_is_logged_as_error(
     publish: Any, server: Registry, certifying: Any, make_certificate: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     certifying.outcome = AWAY
@@ -579,7 +579,7 @@ async def test_a_quarantine_that_nobody_asked_for_is_in_the_log(
     assert [record.levelname for record in caplog.records if "quarantined" in record.message] == ["ERROR"]
 
 
-async def test_a_server_that_certifies_on_request_verifies_nothing_until_its_settings_change(
+async def test_on_request_server_verifies_only_after_settings_change(
     publish: Any, server: Registry, make_server: Callable[..., Registry], certifying: Any, acme: TenantId
 ) -> None:
     certifying.outcome = AWAY
@@ -611,7 +611,7 @@ def computed(base: BaseSpec, **how: str) -> BaseSpec:
         {"device": "cuda"},
     ],
 )
-async def test_a_base_that_is_computed_in_another_way_keeps_its_versions_and_verifies_them_anew(
+async def test_version_is_served_and_reverified_under_changed_arithmetic(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -634,7 +634,7 @@ async def test_a_base_that_is_computed_in_another_way_keeps_its_versions_and_ver
     assert len(certifying.asked) == num_asked + 1
 
 
-async def test_a_certificate_of_a_release_that_did_not_say_how_is_made_anew_once(
+async def test_certificate_without_arithmetic_is_renewed_once(
     publish: Any, server: Registry, database: Database, certifying: Any, acme: TenantId
 ) -> None:
     await publish(via=server)
@@ -647,7 +647,7 @@ async def test_a_certificate_of_a_release_that_did_not_say_how_is_made_anew_once
     assert len(certifying.asked) == num_asked + 1
 
 
-async def test_what_fails_in_the_other_arithmetic_is_quarantined_and_is_verified_anew_after_it(
+async def test_failure_under_changed_arithmetic_quarantines_and_voids_pass(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -670,7 +670,7 @@ async def test_what_fails_in_the_other_arithmetic_is_quarantined_and_is_verified
     assert len(certifying.asked) == num_asked + 1
 
 
-async def test_an_engine_that_dies_of_a_version_in_another_arithmetic_is_not_asked_a_third_time(
+async def test_version_killing_changed_arithmetic_engine_is_tried_twice(
     publish: Any,
     server: Registry,
     make_server: Callable[..., Registry],
@@ -713,7 +713,7 @@ async def lose_certificate(database: Database, name: str) -> None:
         ]
 
 
-async def test_all_versions_are_looked_at_once_an_hour_and_new_ones_each_time(
+async def test_new_versions_are_always_swept_old_versions_hourly(
     publish: Any, make_server: Callable[..., Registry], certifying: Any, time: Time, acme: TenantId, database: Database
 ) -> None:
     start = utc_now()
@@ -735,7 +735,7 @@ async def test_all_versions_are_looked_at_once_an_hour_and_new_ones_each_time(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_one_server_of_all_looks_at_all_versions_within_an_hour(
+async def test_single_server_examines_all_versions_each_hour(
     publish: Any,
     make_server: Callable[..., Registry],
     time: Time,
@@ -762,7 +762,7 @@ async def test_one_server_of_all_looks_at_all_versions_within_an_hour(
     assert await parity(second, acme) == "passed"
 
 
-async def test_a_server_finds_what_was_published_since_another_one_looked_at_all_versions(
+async def test_server_finds_versions_published_since_other_servers_sweep(
     publish: Any, make_server: Callable[..., Registry], time: Time, acme: TenantId, database: Database
 ) -> None:
     start = utc_now()
@@ -777,7 +777,7 @@ async def test_a_server_finds_what_was_published_since_another_one_looked_at_all
     assert await parity(second, acme) == "passed"
 
 
-async def test_an_old_version_that_is_left_is_tried_again_by_each_sweep(
+async def test_unverified_old_version_is_retried_by_each_sweep(
     publish: Any,
     make_server: Callable[..., Registry],
     certifying: Any,

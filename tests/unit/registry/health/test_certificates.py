@@ -61,7 +61,7 @@ def failed(make_certificate: Make) -> Certificate:
     return make_certificate(verdict="failed", max_difference=0.31, tolerance=0.002, reason="The logits are far off.")
 
 
-async def test_a_version_is_certified_from_its_stored_bytes_before_it_is_there(
+async def test_version_is_certified_from_stored_bytes_before_publication(
     publish: Any, certified: Registry, certifying: Any, store: LocalStore, acme: TenantId, make_upload: Any
 ) -> None:
     certifying.gate.clear()
@@ -81,7 +81,7 @@ async def test_a_version_is_certified_from_its_stored_bytes_before_it_is_there(
     assert certified.certificates.num_by_verdict == {"passed": 1}
 
 
-async def test_a_server_may_leave_certificates_to_those_who_ask(
+async def test_server_may_certify_only_on_request(
     publish: Any, database: Any, store: LocalStore, small_base: Any, certifying: Any, acme: TenantId
 ) -> None:
     registry = Registry(database, store, lambda: small_base, certify=certifying, is_certified_at_upload=False)
@@ -93,7 +93,7 @@ async def test_a_server_may_leave_certificates_to_those_who_ask(
     assert parity_of(verified)["status"] == "passed"
 
 
-async def test_a_failed_certificate_is_a_quarantine_that_live_is_not_moved_to(
+async def test_failed_certificate_quarantines_without_moving_live(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
 ) -> None:
     await publish(seed=1, via=certified)
@@ -109,7 +109,7 @@ async def test_a_failed_certificate_is_a_quarantine_that_live_is_not_moved_to(
     assert (await certified.list_versions(acme, "sql")).items[0].state == "quarantined"
 
 
-async def test_no_alias_is_moved_to_a_version_in_quarantine(
+async def test_alias_is_not_moved_to_quarantined_version(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
 ) -> None:
     await publish(seed=1, via=certified)
@@ -120,7 +120,7 @@ async def test_no_alias_is_moved_to_a_version_in_quarantine(
     assert (await certified.get(acme, "sql")).aliases == {"live": 1}
 
 
-async def test_the_same_bytes_again_keep_their_certificate_and_their_quarantine(
+async def test_republished_bytes_keep_certificate_and_quarantine(
     publish: Any, certified: Registry, certifying: Any, make_certificate: Make, failed: Certificate
 ) -> None:
     certifying.outcome = failed
@@ -131,7 +131,7 @@ async def test_the_same_bytes_again_keep_their_certificate_and_their_quarantine(
     assert len(certifying.asked) == 1
 
 
-async def test_what_the_engine_can_never_serve_is_refused_in_its_words(
+async def test_unservable_adapter_is_refused_with_engine_message(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId
 ) -> None:
     certifying.outcome = AdapterUnsupported("norms can't be served on a GPU")
@@ -144,7 +144,7 @@ async def test_what_the_engine_can_never_serve_is_refused_in_its_words(
 @pytest.mark.parametrize(
     "error", [EngineUnavailable("The engine isn't up."), Overloaded("Too many."), AdapterCorrupt("X.")]
 )
-async def test_an_engine_that_cannot_tell_now_refuses_no_upload(
+async def test_temporary_engine_failure_refuses_no_upload(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, error: LoraserveError
 ) -> None:
     certifying.outcome = error
@@ -156,7 +156,7 @@ async def test_an_engine_that_cannot_tell_now_refuses_no_upload(
     assert certified.certificates.num_by_verdict == {"skipped": 1}
 
 
-async def test_an_engine_that_never_answers_is_waited_for_no_longer_than_the_bound(
+async def test_silent_engine_is_awaited_only_until_timeout(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certificates, "LIMITS", Limits(verification_timeout_s=0.02))
@@ -167,12 +167,12 @@ async def test_an_engine_that_never_answers_is_waited_for_no_longer_than_the_bou
             await certified.certificates.verify(acme, "sql", 1, actor="x")
 
 
-async def test_a_dry_run_says_that_nothing_was_compared(publish: Any, certified: Registry, certifying: Any) -> None:
+async def test_dry_run_reports_skipped_comparison(publish: Any, certified: Registry, certifying: Any) -> None:
     parity = parity_of((await publish(via=certified, is_dry_run=True)).version)
     assert (parity["status"], parity["certificate"], certifying.asked) == ("skipped", None, [])
 
 
-async def test_verifying_again_ends_a_quarantine_and_begins_one(
+async def test_reverification_starts_and_ends_quarantine(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, make_certificate: Make, failed: Certificate
 ) -> None:
     await publish(via=certified)
@@ -199,7 +199,7 @@ async def test_verifying_again_ends_a_quarantine_and_begins_one(
     ]
 
 
-async def test_what_the_engine_can_serve_no_more_is_quarantined(
+async def test_no_longer_servable_version_is_quarantined(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId
 ) -> None:
     await publish(via=certified)
@@ -212,7 +212,7 @@ async def test_what_the_engine_can_serve_no_more_is_quarantined(
 
 
 @pytest.mark.parametrize("error", [EngineUnavailable("The engine isn't up."), AdapterCorrupt("Its bytes changed.")])
-async def test_a_verification_that_cannot_be_made_changes_nothing(
+async def test_impossible_verification_changes_no_version(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, error: LoraserveError
 ) -> None:
     before = (await publish(via=certified)).version
@@ -222,7 +222,7 @@ async def test_a_verification_that_cannot_be_made_changes_nothing(
     assert await certified.get_version(acme, "sql", 1) == before
 
 
-async def test_a_version_deleted_while_it_is_verified_stays_deleted(
+async def test_version_deleted_during_verification_stays_deleted(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId
 ) -> None:
     await publish(via=certified, is_promoting=False)
@@ -235,7 +235,7 @@ async def test_a_version_deleted_while_it_is_verified_stays_deleted(
         await verifying
 
 
-async def test_one_tenants_verifications_leave_room_for_anothers(
+async def test_tenants_verifications_leave_capacity_for_other_tenant(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, globex: TenantId
 ) -> None:
     await publish(via=certified)
@@ -270,7 +270,7 @@ async def test_the_same_idempotency_key_verifies_once(
     assert len(certifying.asked) == 2
 
 
-async def test_numbers_that_json_has_no_word_for_are_kept_as_nothing(
+async def test_non_finite_numbers_are_stored_as_null(
     publish: Any, certified: Registry, certifying: Any, make_certificate: Make
 ) -> None:
     certifying.outcome = make_certificate(verdict="failed", max_difference=math.nan, mean_difference=math.inf)
@@ -279,7 +279,7 @@ async def test_numbers_that_json_has_no_word_for_are_kept_as_nothing(
     assert (certificate["max_difference"], certificate["mean_difference"], version.state) == (None, None, "quarantined")
 
 
-def test_an_upload_says_which_kind_it_is(small_base: Any, make_upload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_check_reports_adapter_kind(small_base: Any, make_upload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = make_upload()
 
     def compile_as_another(*arguments: Any, **options: Any) -> Any:
@@ -327,7 +327,7 @@ def test_upload_names_renamed_tensors(small_base: Any, make_upload: Any) -> None
 
 
 @pytest.mark.parametrize("was_corrupt", [False, True])
-async def test_a_verification_does_not_end_a_quarantine_for_damage_that_was_reported_since_it_began(
+async def test_verification_keeps_quarantine_for_damage_reported_meanwhile(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, was_corrupt: bool
 ) -> None:
     version = (await publish(via=certified)).version
@@ -344,7 +344,7 @@ async def test_a_verification_does_not_end_a_quarantine_for_damage_that_was_repo
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-async def test_the_same_bytes_under_another_name_do_not_end_a_failed_ones_quarantine(
+async def test_same_bytes_under_new_name_inherit_quarantine(
     publish: Any,
     certified: Registry,
     certifying: Any,
@@ -369,7 +369,7 @@ async def test_the_same_bytes_under_another_name_do_not_end_a_failed_ones_quaran
     assert (await certified.certificates.verify(acme, "twin", 1, actor="test")).state == "ready"
 
 
-async def test_a_version_that_is_deleted_while_its_bytes_come_again_takes_its_quarantine_along_to_the_next_try(
+async def test_quarantine_survives_deletion_during_republish(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, failed: Certificate
 ) -> None:
     certifying.outcome = failed
@@ -407,7 +407,7 @@ def degraded(make_certificate: Make) -> Certificate:
     )
 
 
-async def test_degraded_version_is_served_with_its_figures(
+async def test_degraded_version_is_served_with_figures(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, degraded: Certificate
 ) -> None:
     certifying.outcome = degraded
@@ -424,7 +424,7 @@ async def test_degraded_version_is_served_with_its_figures(
     assert len(certifying.asked) == 1
 
 
-async def test_certificate_that_is_not_possible_is_settled(
+async def test_not_possible_certificate_is_not_retried(
     publish: Any, certified: Registry, certifying: Any, make_certificate: Make
 ) -> None:
     reason = "The cost of rounding can't be measured. The base's files have changed since it was loaded."

@@ -33,7 +33,7 @@ def check_names(version: VersionRecord) -> list[str]:
 
 
 @pytest.mark.parametrize("blob", ["config_blob", "weights_blob"])
-async def test_every_version_in_a_damaged_blob_is_quarantined_and_no_other(
+async def test_damaged_blob_quarantines_only_versions_using_blob(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId, blob: str
 ) -> None:
     bad = (await publish(seed=1)).version
@@ -55,9 +55,7 @@ async def test_every_version_in_a_damaged_blob_is_quarantined_and_no_other(
     assert [(row.target, row.actor, row.detail["blob"]) for row in rows] == [("sql@1", "server", getattr(bad, blob))]
 
 
-async def test_a_second_report_changes_nothing_but_its_instant(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_repeated_report_changes_only_timestamp(publish: Any, registry: Registry, acme: TenantId) -> None:
     bad = (await publish()).version
     await registry.corruption.quarantine(bad.digest, bad.weights_blob)
     before = await registry.get_version(acme, "sql", 1)
@@ -82,7 +80,7 @@ async def test_an_equal_version_in_other_files_goes_on(
     assert (await registry.resolve(globex, SQL)).version == 1
 
 
-async def test_the_same_files_pushed_again_are_whole_in_the_store_and_served(
+async def test_pushing_same_files_repairs_and_serves_version(
     publish: Any, certified: Registry, certifying: Any, acme: TenantId, store: LocalStore
 ) -> None:
     bad = (await publish(via=certified)).version
@@ -97,16 +95,14 @@ async def test_the_same_files_pushed_again_are_whole_in_the_store_and_served(
     assert "version.mend" in [row.action for row in (await certified.list_audit(acme)).items]
 
 
-async def test_damage_that_nobody_has_noticed_is_mended_by_the_same_push(
-    publish: Any, registry: Registry, store: LocalStore
-) -> None:
+async def test_unnoticed_damage_is_repaired_by_same_push(publish: Any, registry: Registry, store: LocalStore) -> None:
     bad = (await publish()).version
     damage(store, bad.weights_blob)
     assert not (await publish()).is_new
     store.read(bad.weights_blob)
 
 
-async def test_other_files_of_the_same_adapter_take_the_place_of_damaged_ones(
+async def test_reformatted_files_replace_damaged_files(
     publish: Any, registry: Registry, acme: TenantId, make_upload: Any, store: LocalStore
 ) -> None:
     bad = (await publish()).version
@@ -134,7 +130,7 @@ async def test_a_failed_certificate_outlives_the_damage(
 
 
 @pytest.mark.parametrize("is_restored", [True, False])
-async def test_a_verification_ends_the_quarantine_of_bytes_that_are_whole_again_alone(
+async def test_verification_ends_quarantine_only_for_repaired_bytes(
     publish: Any, certified: Registry, certifying: Any, make_certificate: Any, acme: TenantId, is_restored: bool
 ) -> None:
     bad = (await publish(via=certified)).version
@@ -151,7 +147,7 @@ async def test_a_verification_ends_the_quarantine_of_bytes_that_are_whole_again_
         await certified.resolve(acme, SQL)
 
 
-async def test_reports_reach_the_database_in_the_background_each_once(
+async def test_reports_reach_database_in_background_once(
     publish: Any, registry: Registry, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = (await publish()).version
@@ -170,7 +166,7 @@ async def test_reports_reach_the_database_in_the_background_each_once(
     assert (await registry.get_version(acme, "sql", 1)).state == "quarantined"
 
 
-async def test_a_report_that_the_database_cannot_take_is_taken_again_with_the_next(
+async def test_report_failing_to_write_is_retried_with_next(
     publish: Any, registry: Registry, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = (await publish()).version

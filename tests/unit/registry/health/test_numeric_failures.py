@@ -51,7 +51,7 @@ async def test_servers_count_together_and_across_starts(
     assert (await other.get_version(acme, "sql", 1)).state == "quarantined"
 
 
-async def test_after_the_quarantine_nothing_more_is_counted(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_failures_after_quarantine_are_not_counted(publish: Any, registry: Registry, acme: TenantId) -> None:
     bad = (await publish()).version
     for _ in range(3):
         await registry.numeric_failures.record(bad.ref)
@@ -60,7 +60,7 @@ async def test_after_the_quarantine_nothing_more_is_counted(publish: Any, regist
     assert await registry.get_version(acme, "sql", 1) == before
 
 
-async def test_whoever_an_adapter_is_granted_to_can_not_take_it_from_its_owner(
+async def test_grantee_failures_cannot_quarantine_owners_adapter(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     bad = (await publish()).version
@@ -81,9 +81,7 @@ async def test_of_a_sum_no_part_is_blamed(publish: Any, registry: Registry, acme
     assert numerics(await registry.get_version(acme, "sql", 1)) == []
 
 
-async def test_a_verification_ends_the_quarantine_and_begins_the_count_again(
-    publish: Any, certified: Registry, acme: TenantId
-) -> None:
+async def test_verification_ends_quarantine_and_resets_count(publish: Any, certified: Registry, acme: TenantId) -> None:
     bad = (await publish(via=certified)).version
     for _ in range(3):
         await certified.numeric_failures.record(bad.ref)
@@ -92,9 +90,7 @@ async def test_a_verification_ends_the_quarantine_and_begins_the_count_again(
     assert await certified.numeric_failures.record(bad.ref) == 1
 
 
-async def test_damage_that_is_mended_leaves_the_quarantine_for_numerics(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_repaired_damage_keeps_numeric_quarantine(publish: Any, registry: Registry, acme: TenantId) -> None:
     bad = (await publish()).version
     for _ in range(3):
         await registry.numeric_failures.record(bad.ref)
@@ -103,9 +99,7 @@ async def test_damage_that_is_mended_leaves_the_quarantine_for_numerics(
     assert (await registry.get_version(acme, "sql", 1)).state == "quarantined"
 
 
-async def test_a_version_that_is_gone_or_another_is_left_alone(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_deleted_or_mismatched_version_is_not_counted(publish: Any, registry: Registry, acme: TenantId) -> None:
     first = (await publish()).version
     second = (await publish(seed=1)).version
     mixed = msgspec.structs.replace(first.ref, version=2)
@@ -115,7 +109,7 @@ async def test_a_version_that_is_gone_or_another_is_left_alone(
     assert await registry.numeric_failures.record(second.ref) == 0
 
 
-async def test_a_strike_that_the_database_can_not_take_is_not_counted_and_harms_nobody(
+async def test_unwritable_strike_is_dropped_without_harm(
     publish: Any, registry: Registry, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = (await publish()).version

@@ -52,7 +52,7 @@ async def small_tenant(database: Database) -> Callable[..., Awaitable[TenantId]]
     return make
 
 
-async def test_a_version_says_what_was_published_and_live_names_it(
+async def test_version_describes_upload_and_live_names_version(
     publish: Any, registry: Registry, store: LocalStore, acme: TenantId, make_upload: Any
 ) -> None:
     config, weights = make_upload(rank=3)
@@ -70,7 +70,9 @@ async def test_a_version_says_what_was_published_and_live_names_it(
     assert await registry.get_version(acme, "sql", 1) == version
 
 
-async def test_versions_are_numbered_from_one_and_live_moves(publish: Any, registry: Registry, acme: TenantId) -> None:
+async def test_versions_are_numbered_consecutively_and_live_moves(
+    publish: Any, registry: Registry, acme: TenantId
+) -> None:
     numbers = [(await publish(seed=seed)).version.version for seed in range(3)]
     assert numbers == [1, 2, 3]
     assert (await registry.resolve(acme, SQL)).version == 3
@@ -84,9 +86,7 @@ async def test_without_promotion_live_stays(publish: Any, registry: Registry, ac
     assert (await registry.resolve(acme, SQL)).version == 1
 
 
-async def test_the_same_bytes_again_are_the_version_that_has_them(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_republished_bytes_return_existing_version(publish: Any, registry: Registry, acme: TenantId) -> None:
     first = await publish(seed=1)
     await publish(seed=2)
     again = await publish(seed=1)
@@ -96,7 +96,7 @@ async def test_the_same_bytes_again_are_the_version_that_has_them(
     assert (await registry.get(acme, "sql")).num_versions == 2
 
 
-async def test_the_same_bytes_under_another_name_or_tenant_are_versions_of_their_own(
+async def test_same_bytes_elsewhere_become_separate_version(
     publish: Any, registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     first = await publish("sql")
@@ -106,7 +106,7 @@ async def test_the_same_bytes_under_another_name_or_tenant_are_versions_of_their
         assert published.version.digest == first.version.digest
 
 
-async def test_uploads_of_the_same_bytes_at_once_make_one_version(
+async def test_concurrent_identical_uploads_make_single_version(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     results = await asyncio.gather(*(publish(seed=7) for _ in range(4)))
@@ -114,12 +114,12 @@ async def test_uploads_of_the_same_bytes_at_once_make_one_version(
     assert (await registry.get(acme, "sql")).num_versions == 1
 
 
-async def test_uploads_of_other_bytes_at_once_get_a_number_each(publish: Any) -> None:
+async def test_concurrent_different_uploads_get_distinct_numbers(publish: Any) -> None:
     results = await asyncio.gather(*(publish(seed=seed) for seed in range(6)))
     assert sorted(result.version.version for result in results) == [1, 2, 3, 4, 5, 6]
 
 
-async def test_a_dry_run_checks_and_leaves_nothing(
+async def test_dry_run_checks_without_storing(
     publish: Any, registry: Registry, store: LocalStore, acme: TenantId
 ) -> None:
     published = await publish(is_dry_run=True)
@@ -131,7 +131,7 @@ async def test_a_dry_run_checks_and_leaves_nothing(
         await publish(is_dry_run=True, fill=math.nan)
 
 
-async def test_a_dry_run_of_known_bytes_names_their_version(publish: Any) -> None:
+async def test_dry_run_of_known_bytes_names_version(publish: Any) -> None:
     await publish()
     published = await publish(is_dry_run=True)
     assert (published.is_new, published.version.version) == (False, 1)
@@ -140,7 +140,7 @@ async def test_a_dry_run_of_known_bytes_names_their_version(publish: Any) -> Non
 @pytest.mark.parametrize(
     ("how", "error"), [({"fill": math.inf}, AdapterNotFinite), ({"hidden_size": 16}, AdapterBaseMismatch)]
 )
-async def test_what_cannot_be_served_leaves_nothing(
+async def test_unservable_upload_leaves_no_bytes_or_adapter(
     publish: Any, registry: Registry, store: LocalStore, acme: TenantId, how: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -156,7 +156,7 @@ async def test_a_name_outside_the_pattern_is_refused(publish: Any, name: str) ->
     assert caught.value.param == "name"
 
 
-async def test_more_uploads_than_the_bound_are_told_to_wait(registry: Registry, database: Database) -> None:
+async def test_uploads_beyond_bound_must_wait(registry: Registry, database: Database) -> None:
     authenticator = Authenticator(database, admin_key="a" * 32)
     await authenticator.open()
     # tenants enough that none reaches its own bound
@@ -170,7 +170,7 @@ async def test_more_uploads_than_the_bound_are_told_to_wait(registry: Registry, 
     await registry.uploads.release(tenants[0], await registry.uploads.stage(tenants[0]))
 
 
-async def test_one_tenants_uploads_leave_room_for_anothers(
+async def test_tenants_uploads_leave_capacity_for_other_tenant(
     registry: Registry, acme: TenantId, globex: TenantId
 ) -> None:
     staged = [await registry.uploads.stage(acme) for _ in range(LIMITS.max_concurrent_uploads_per_tenant)]
@@ -183,7 +183,7 @@ async def test_one_tenants_uploads_leave_room_for_anothers(
         await registry.uploads.release(acme, blob)
 
 
-async def test_a_full_disk_refuses_and_the_next_upload_works(
+async def test_full_disk_refuses_upload_and_next_succeeds(
     publish: Any, registry: Registry, store: LocalStore, acme: TenantId
 ) -> None:
     with faults.arm("blob.fsync", "ENOSPC"), pytest.raises(StorageFull):
@@ -199,7 +199,7 @@ async def test_a_failure_before_the_commit_leaves_no_row(publish: Any, registry:
     assert (await publish()).version.version == 1
 
 
-async def test_quotas_count_what_is_there(
+async def test_quotas_count_existing_adapters_and_bytes(
     publish: Any, registry: Registry, small_tenant: Callable[..., Awaitable[TenantId]]
 ) -> None:
     size = (await publish("probe", is_dry_run=True)).version.size_bytes
@@ -215,7 +215,7 @@ async def test_quotas_count_what_is_there(
     await publish("c", tenant=small)
 
 
-async def test_what_a_quota_refuses_keeps_no_bytes_and_asks_no_engine(
+async def test_upload_over_quota_stores_no_bytes(
     publish: Any,
     database: Database,
     store: LocalStore,
@@ -234,7 +234,7 @@ async def test_what_a_quota_refuses_keeps_no_bytes_and_asks_no_engine(
     assert len(certifying.asked) == num_asked
 
 
-async def test_an_unpublished_upload_counts_against_what_may_be_published(
+async def test_unpublished_upload_counts_against_storage_quota(
     publish: Any, registry: Registry, small_tenant: Callable[..., Awaitable[TenantId]]
 ) -> None:
     size = (await publish("probe", is_dry_run=True)).version.size_bytes
@@ -246,7 +246,7 @@ async def test_an_unpublished_upload_counts_against_what_may_be_published(
     await publish(tenant=small)
 
 
-async def test_deleting_and_publishing_again_does_not_fill_the_store(
+async def test_repeated_delete_and_publish_cannot_fill_store(
     publish: Any, registry: Registry, small_tenant: Callable[..., Awaitable[TenantId]]
 ) -> None:
     size = (await publish("probe", is_dry_run=True)).version.size_bytes
@@ -261,7 +261,7 @@ async def test_deleting_and_publishing_again_does_not_fill_the_store(
     await registry.restorer.restore(small, "sql", actor="test")
 
 
-async def test_a_deleted_tenant_publishes_nothing(publish: Any, database: Database, globex: TenantId) -> None:
+async def test_deleted_tenant_cannot_publish(publish: Any, database: Database, globex: TenantId) -> None:
     authenticator = Authenticator(database, admin_key="a" * 32)
     await authenticator.open()
     await authenticator.tenants.delete("globex", actor="test")
@@ -280,21 +280,19 @@ async def test_the_same_idempotency_key_gives_the_first_answer(
         await publish(seed=2, once=once_for(fingerprint="other"))
 
 
-async def test_the_same_idempotency_key_at_once_does_the_work_once(
-    publish: Any, registry: Registry, acme: TenantId
-) -> None:
+async def test_concurrent_same_idempotency_key_publishes_once(publish: Any, registry: Registry, acme: TenantId) -> None:
     results = await asyncio.gather(*(publish(seed=1, once=once_for()) for _ in range(4)), return_exceptions=True)
     assert sum(isinstance(result, Published) for result in results) == 1
     assert sum(isinstance(result, Replay) and result.response.body == b"1" for result in results) == 3
 
 
-async def test_an_idempotency_key_is_free_again_after_a_failure(publish: Any) -> None:
+async def test_idempotency_key_is_reusable_after_failure(publish: Any) -> None:
     with faults.arm("registry.before_commit", "EIO"), pytest.raises(Exception, match="can't be reached"):
         await publish(once=once_for())
     assert (await publish(once=once_for())).version.version == 1
 
 
-async def test_publishes_and_alias_moves_of_one_adapter_do_not_wait_in_a_circle(
+async def test_concurrent_publishes_and_alias_moves_do_not_deadlock(
     publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     await publish(seed=0)

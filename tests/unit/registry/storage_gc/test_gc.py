@@ -94,7 +94,7 @@ async def passes(collector: Collector, time: Time, *after_s: float) -> None:
         assert await collector.collect()
 
 
-async def test_a_blob_that_nothing_refers_to_goes_after_the_grace_period(
+async def test_unreferenced_blob_is_deleted_after_grace_period(
     collector: Collector, store: LocalStore, time: Time
 ) -> None:
     blob = put(store)
@@ -107,7 +107,7 @@ async def test_a_blob_that_nothing_refers_to_goes_after_the_grace_period(
     assert collector.num_gc_candidates == 0
 
 
-async def test_a_pass_renews_its_lease_now_and_then_and_ends_when_another_server_has_it(
+async def test_pass_renews_lease_and_stops_once_lost(
     collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gc, "_LISTED_AT_ONCE", 1)
@@ -141,7 +141,7 @@ async def test_a_pass_renews_its_lease_now_and_then_and_ends_when_another_server
     assert num_listed == 3
 
 
-async def test_what_is_published_stays(
+async def test_published_blobs_are_kept(
     collector: Collector, store: LocalStore, time: Time, publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     version = (await publish()).version
@@ -150,7 +150,7 @@ async def test_what_is_published_stays(
     assert store.exists(version.weights_blob)
 
 
-async def test_the_bytes_of_a_deleted_version_go_after_the_retention_and_its_row_stays(
+async def test_deleted_versions_bytes_expire_but_row_stays(
     collector: Collector,
     database: Database,
     store: LocalStore,
@@ -173,7 +173,7 @@ async def test_the_bytes_of_a_deleted_version_go_after_the_retention_and_its_row
     assert version.digest in digests
 
 
-async def test_extra_files_stay_with_their_version_and_go_with_it(
+async def test_extra_files_live_as_long_as_version(
     collector: Collector, store: LocalStore, time: Time, publish: Any, registry: Registry, acme: TenantId
 ) -> None:
     async def inspect(tenant: TenantId, source: str) -> TemplateAnswer:
@@ -197,7 +197,7 @@ async def test_extra_files_stay_with_their_version_and_go_with_it(
     assert not any(map(store.exists, blobs))
 
 
-async def test_the_bytes_of_a_deleted_tenant_go_after_the_retention(
+async def test_deleted_tenants_bytes_expire_after_retention(
     collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any, globex: TenantId
 ) -> None:
     version = (await publish(tenant=globex)).version
@@ -210,7 +210,7 @@ async def test_the_bytes_of_a_deleted_tenant_go_after_the_retention(
     assert list(store.iter_digests()) == []
 
 
-async def test_bytes_that_another_tenant_refers_to_stay(
+async def test_bytes_referenced_by_other_tenant_are_kept(
     collector: Collector,
     store: LocalStore,
     time: Time,
@@ -238,7 +238,7 @@ async def test_publishing_takes_a_blob_off_the_list(
     assert store.exists(blob)
 
 
-async def test_a_reference_that_came_by_another_way_is_seen_before_the_end(
+async def test_unexpected_reference_is_found_before_deletion(
     collector: Collector, database: Database, store: LocalStore, time: Time, publish: Any
 ) -> None:
     version = (await publish()).version
@@ -250,7 +250,7 @@ async def test_a_reference_that_came_by_another_way_is_seen_before_the_end(
     assert collector.num_gc_candidates == 0
 
 
-async def test_who_wants_a_blob_waits_for_its_deletion_and_then_finds_it_gone(
+async def test_retain_waits_for_deletion_and_finds_blob_gone(
     collector: Collector, database: Database, store: LocalStore, time: Time
 ) -> None:
     blob = put(store)
@@ -286,7 +286,7 @@ async def sever(url: str) -> None:
         await connection.close()
 
 
-async def test_a_deletion_is_waited_for_also_after_its_collectors_connection_broke(
+async def test_deletion_is_awaited_after_collector_connection_breaks(
     collector: Collector, database: Database, database_url: str, store: LocalStore, time: Time
 ) -> None:
     blobs = [put(store, bytes([number])) for number in range(3)]
@@ -328,7 +328,7 @@ async def test_no_transaction_is_open_while_blobs_are_deleted(
     assert collector.num_blobs == 1
 
 
-async def test_what_a_dead_collector_was_deleting_is_refused_for_some_minutes_and_then_listed_as_before(
+async def test_dead_collectors_blobs_are_refused_until_mark_expires(
     collector: Collector, database: Database, store: LocalStore, time: Time, impatient: None
 ) -> None:
     blob, others = put(store), make_collector(database, store, time).locks
@@ -348,7 +348,7 @@ async def test_what_a_dead_collector_was_deleting_is_refused_for_some_minutes_an
     assert store.exists(blob)
 
 
-async def test_what_a_dead_collector_was_deleting_another_one_deletes(
+async def test_dead_collectors_blobs_are_deleted_by_other_collector(
     collector: Collector, database: Database, store: LocalStore, time: Time
 ) -> None:
     blob, other = put(store), make_collector(database, store, time)
@@ -384,7 +384,7 @@ def die() -> None:
     raise RuntimeError("killed")
 
 
-async def test_a_living_collector_ends_a_mark_that_it_left_at_once(
+async def test_living_collector_clears_leftover_mark_immediately(
     collector: Collector, database: Database, store: LocalStore, time: Time
 ) -> None:
     blob = put(store)
@@ -401,9 +401,7 @@ async def test_a_living_collector_ends_a_mark_that_it_left_at_once(
     assert await listed(database) == {}
 
 
-async def test_a_server_does_not_end_the_mark_under_which_it_deletes(
-    collector: Collector, store: LocalStore, time: Time
-) -> None:
+async def test_server_keeps_mark_during_deletion(collector: Collector, store: LocalStore, time: Time) -> None:
     put(store)
     await passes(collector, time, 0)
     loop, released = asyncio.get_running_loop(), []
@@ -423,7 +421,7 @@ async def test_a_server_does_not_end_the_mark_under_which_it_deletes(
     [(deletion_locks.DELETING_S, 0.0), (0.0, deletion_locks.DELETING_S), (0.0, -1.0)],
     ids=["a slow process", "a machine that was paused", "a clock that was set back"],
 )
-async def test_a_collector_that_was_stopped_for_long_deletes_nothing_under_its_old_mark(
+async def test_long_stopped_collector_deletes_no_blob(
     collector: Collector,
     database: Database,
     store: LocalStore,
@@ -448,7 +446,7 @@ async def test_a_collector_that_was_stopped_for_long_deletes_nothing_under_its_o
     assert await listed(database) == {blob: False}
 
 
-async def test_servers_look_for_marks_that_were_left(
+async def test_servers_clear_leftover_marks(
     collector: Collector, database: Database, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(Limits(), gc_interval_s=0.001, gc_mark_s=0.0)
@@ -464,7 +462,7 @@ async def test_servers_look_for_marks_that_were_left(
         await collector.close()
 
 
-async def test_who_waits_for_a_mark_does_not_keep_other_writers_waiting(
+async def test_waiting_for_mark_does_not_block_writers(
     database: Database, store: LocalStore, time: Time, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob, num_writes = put(store), 0
@@ -485,7 +483,7 @@ async def test_who_waits_for_a_mark_does_not_keep_other_writers_waiting(
     assert num_writes == 0
 
 
-async def test_a_mark_that_comes_right_after_the_look_is_heeded(
+async def test_mark_set_after_check_is_respected(
     database: Database, store: LocalStore, time: Time, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = sorted((put(store, b"a"), put(store, b"b")))
@@ -502,7 +500,7 @@ async def test_a_mark_that_comes_right_after_the_look_is_heeded(
     assert await listed(database) == {blobs[0]: False, blobs[1]: True}
 
 
-async def test_the_end_of_a_mark_and_who_wants_its_blobs_do_not_wait_for_each_other(
+async def test_clearing_mark_and_retaining_blobs_do_not_deadlock(
     database: Database, time: Time, database_url: str
 ) -> None:
     if not database_url.startswith("postgres"):
@@ -532,7 +530,7 @@ async def test_the_end_of_a_mark_and_who_wants_its_blobs_do_not_wait_for_each_ot
     assert await listed(database) == {first: False, second: False}
 
 
-async def test_nothing_is_published_restored_or_completed_of_what_is_being_deleted(
+async def test_blobs_being_deleted_cannot_be_published_or_restored(
     database: Database, store: LocalStore, time: Time, registry: Registry, acme: TenantId, publish: Any, impatient: None
 ) -> None:
     version = (await publish(is_promoting=False)).version
@@ -561,7 +559,7 @@ async def test_nothing_is_published_restored_or_completed_of_what_is_being_delet
     assert (await registry.restorer.restore_version(acme, "sql", 1, actor="test")).version == 1
 
 
-async def test_a_collector_that_is_stopped_leaves_no_mark(
+async def test_stopped_collector_leaves_no_mark(
     collector: Collector, database: Database, store: LocalStore, time: Time
 ) -> None:
     blob = put(store)
@@ -586,7 +584,7 @@ async def test_a_collector_that_is_stopped_leaves_no_mark(
         assert (await session.scalars(select(GcCandidate.digest))).all() == []
 
 
-async def test_there_may_be_more_blobs_than_a_statement_takes(database: Database) -> None:
+async def test_blobs_may_exceed_statement_parameter_limit(database: Database) -> None:
     blobs = [Digest(f"{number:064x}") for number in range(33_000)]
     async with database.write() as session:
         assert await add_gc_candidates(session, blobs, utc_now()) == len(blobs)
@@ -596,7 +594,7 @@ async def test_there_may_be_more_blobs_than_a_statement_takes(database: Database
         assert (await session.scalars(select(GcCandidate.digest).limit(1))).all() == []
 
 
-async def test_two_servers_do_not_collect_at_the_same_time(
+async def test_two_servers_never_collect_simultaneously(
     collector: Collector, database: Database, store: LocalStore, time: Time
 ) -> None:
     other = make_collector(database, store, time)
@@ -608,9 +606,7 @@ async def test_two_servers_do_not_collect_at_the_same_time(
     assert not await collector.collect()
 
 
-async def test_a_clock_that_jumps_does_not_end_the_grace_period(
-    collector: Collector, store: LocalStore, time: Time
-) -> None:
+async def test_clock_jump_does_not_end_grace_period(collector: Collector, store: LocalStore, time: Time) -> None:
     blob = put(store)
     await passes(collector, time, 0)
     time.jumped_s += 86_400
@@ -618,9 +614,7 @@ async def test_a_clock_that_jumps_does_not_end_the_grace_period(
     assert store.exists(blob)
 
 
-async def test_a_blob_that_cannot_be_deleted_is_tried_again(
-    collector: Collector, store: LocalStore, time: Time
-) -> None:
+async def test_failed_blob_deletion_is_retried(collector: Collector, store: LocalStore, time: Time) -> None:
     blob = put(store)
     await passes(collector, time, 0)
     with faults.arm("blob.delete", "EIO"):
@@ -630,7 +624,7 @@ async def test_a_blob_that_cannot_be_deleted_is_tried_again(
     assert not store.exists(blob)
 
 
-async def test_a_store_that_is_away_is_asked_for_few_blobs(
+async def test_unavailable_store_is_tried_with_few_blobs(
     collector: Collector, store: LocalStore, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(40):
@@ -677,7 +671,7 @@ async def pieces(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-async def test_an_upload_is_kept_until_it_expires_and_its_bytes_for_the_grace_period_after(
+async def test_expired_uploads_bytes_are_kept_through_grace_period(
     collector: Collector, store: LocalStore, time: Time, registry: Registry, acme: TenantId
 ) -> None:
     uploads = registry.uploads.resumable

@@ -104,7 +104,7 @@ def collector_of(database: Database, store: BlobStore, passed: list[float]) -> C
     return Collector(database, store, claim, retention_s=0, grace_s=0, monotonic=lambda: passed[-1])
 
 
-async def test_an_empty_store_is_claimed_and_every_start_puts_a_new_stamp(database: Database, store: BlobStore) -> None:
+async def test_each_start_renews_stamp_of_claimed_store(database: Database, store: BlobStore) -> None:
     await StoreClaim(database, store).open()
     first = marker_of(store)
     assert first.registry == await identity_of(database)
@@ -113,7 +113,7 @@ async def test_an_empty_store_is_claimed_and_every_start_puts_a_new_stamp(databa
     assert (second.registry, second.stamp != first.stamp) == (first.registry, True)
 
 
-async def test_servers_of_one_registry_that_start_at_once_all_claim_it(database: Database, store: BlobStore) -> None:
+async def test_concurrent_servers_of_single_registry_all_claim_store(database: Database, store: BlobStore) -> None:
     claims = [StoreClaim(database, store) for _ in range(8)]
     await asyncio.gather(*(claim.open() for claim in claims))
     assert [claim.problem for claim in claims] == [None] * 8
@@ -121,7 +121,7 @@ async def test_servers_of_one_registry_that_start_at_once_all_claim_it(database:
     await asyncio.gather(*(claim.renew() for claim in claims), *(claim.look() for claim in claims))
 
 
-async def test_of_two_registries_that_claim_an_empty_store_at_once_one_is_refused(
+async def test_concurrent_claim_by_two_registries_refuses_loser(
     database: Database, other: Database, store: BlobStore
 ) -> None:
     results = await asyncio.gather(
@@ -132,9 +132,7 @@ async def test_of_two_registries_that_claim_an_empty_store_at_once_one_is_refuse
     assert marker_of(store).registry == await identity_of(winner)
 
 
-async def test_an_empty_registry_is_refused_by_a_store_with_blobs_and_its_collector_deletes_none(
-    other: Database, store: BlobStore
-) -> None:
+async def test_unmarked_store_with_blobs_refuses_empty_registry(other: Database, store: BlobStore) -> None:
     blobs = {put(store, b"%d" % number) for number in range(3)}
     with pytest.raises(StoreMismatch, match="has 3 blobs and no marker") as refused:
         await StoreClaim(other, store).open()
@@ -152,7 +150,7 @@ async def test_an_empty_registry_is_refused_by_a_store_with_blobs_and_its_collec
         assert (await session.scalars(select(GcCandidate))).all() == []
 
 
-async def test_a_foreign_registry_is_refused_with_both_identities(
+async def test_foreign_registry_is_refused_with_two_identities(
     database: Database, other: Database, store: BlobStore
 ) -> None:
     await StoreClaim(database, store).open()
@@ -163,7 +161,7 @@ async def test_a_foreign_registry_is_refused_with_both_identities(
 
 
 @pytest.mark.parametrize("marker", [b"", b"nonsense", b"[]", b"{}", b'{"format": "loraserve-store-2"}', b"x" * 10_000])
-async def test_a_marker_that_cannot_be_read_is_nobodys(database: Database, store: BlobStore, marker: bytes) -> None:
+async def test_unreadable_marker_is_refused_and_kept(database: Database, store: BlobStore, marker: bytes) -> None:
     assert store.swap_marker(None, marker)
     with pytest.raises(StoreMismatch, match="can't be parsed"):
         await StoreClaim(database, store).open()
@@ -171,7 +169,7 @@ async def test_a_marker_that_cannot_be_read_is_nobodys(database: Database, store
 
 
 @pytest.mark.parametrize("moment", ["before a start", "before a pass"])
-async def test_a_database_that_went_back_is_refused_and_takes_no_blob(
+async def test_restored_older_database_is_refused_by_store(
     migrated_sqlite: Path, tmp_path: Path, store: BlobStore, moment: str
 ) -> None:
     """A backup is restored over a store that has blobs which were published since."""
@@ -201,9 +199,7 @@ async def test_a_database_that_went_back_is_refused_and_takes_no_blob(
     await database.dispose()
 
 
-async def test_a_copy_of_the_database_that_worked_on_the_store_stops_the_original(
-    migrated_sqlite: Path, tmp_path: Path, store: BlobStore
-) -> None:
+async def test_working_database_copy_stops_original(migrated_sqlite: Path, tmp_path: Path, store: BlobStore) -> None:
     shutil.copyfile(migrated_sqlite, tmp_path / "mine.db")
     original = Database(f"sqlite:///{tmp_path / 'mine.db'}")
     claim = StoreClaim(original, store)
@@ -219,9 +215,7 @@ async def test_a_copy_of_the_database_that_worked_on_the_store_stops_the_origina
     await copy.dispose()
 
 
-async def test_a_marker_that_was_there_must_not_be_missing(
-    database: Database, store: BlobStore, tmp_path: Path
-) -> None:
+async def test_missing_marker_of_claimed_store_is_refused(database: Database, store: BlobStore, tmp_path: Path) -> None:
     """An empty folder where the volume isn't mounted is no new store."""
     await StoreClaim(database, store).open()
     empty = open_store(f"file://{tmp_path / 'unmounted'}")
@@ -231,14 +225,14 @@ async def test_a_marker_that_was_there_must_not_be_missing(
     empty.close()
 
 
-async def test_a_server_killed_before_its_first_marker_starts_again(database: Database, store: BlobStore) -> None:
+async def test_server_killed_before_first_marker_can_start_again(database: Database, store: BlobStore) -> None:
     async with database.write() as session:
         session.add(StoreStamp(id="0" * 26, made_at=utc_now()))
     await StoreClaim(database, store).open()
     assert marker_of(store).registry == await identity_of(database)
 
 
-async def test_a_registry_of_an_older_version_adopts_the_store_that_is_provably_its_own(
+async def test_older_registry_adopts_provably_owned_store(
     database: Database, store: BlobStore, url: str, publish: Publish, registry: Registry
 ) -> None:
     await registry.claim.open()
@@ -255,7 +249,7 @@ async def test_a_registry_of_an_older_version_adopts_the_store_that_is_provably_
     assert [(row.actor, row.detail["num_unknown"]) for row in rows] == [("server", 0)]
 
 
-async def test_a_registry_of_an_older_version_does_not_adopt_blobs_that_it_does_not_know(
+async def test_older_registry_does_not_adopt_unknown_blobs(
     database: Database, store: BlobStore, url: str, publish: Publish, registry: Registry
 ) -> None:
     await registry.claim.open()
@@ -272,7 +266,7 @@ async def test_a_registry_of_an_older_version_does_not_adopt_blobs_that_it_does_
     assert store.read_marker() is None
 
 
-async def test_a_registry_with_versions_is_refused_by_an_empty_store_without_a_marker(
+async def test_registry_with_versions_refuses_empty_unmarked_store(
     database: Database, store: BlobStore, url: str, publish: Publish, registry: Registry
 ) -> None:
     await registry.claim.open()
@@ -284,7 +278,7 @@ async def test_a_registry_with_versions_is_refused_by_an_empty_store_without_a_m
         await StoreClaim(database, store).open()
 
 
-async def test_adopting_says_what_it_changes_and_is_written_down(
+async def test_adoption_reports_changes_and_is_recorded(
     database: Database, other: Database, store: BlobStore, publish: Publish, registry: Registry
 ) -> None:
     await registry.claim.open()
@@ -303,7 +297,7 @@ async def test_adopting_says_what_it_changes_and_is_written_down(
     assert [(row.actor, row.detail["marker_of"]) for row in rows] == [("operator", await identity_of(database))]
 
 
-async def test_a_store_that_became_anothers_takes_no_upload_and_none_of_its_blobs_go(
+async def test_lost_store_accepts_no_uploads_and_keeps_blobs(
     database: Database,
     other: Database,
     store: BlobStore,
@@ -327,7 +321,7 @@ async def test_a_store_that_became_anothers_takes_no_upload_and_none_of_its_blob
     await publish("french", 1)  # type: ignore[misc]
 
 
-async def test_a_running_server_finds_out_by_itself_that_its_store_is_anothers_and_that_it_is_its_own_again(
+async def test_running_server_detects_lost_and_regained_store(
     database: Database, other: Database, store: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loraserve.registry.storage_gc.store_claim._LOOK_S", 0.01)
@@ -349,7 +343,7 @@ async def test_a_running_server_finds_out_by_itself_that_its_store_is_anothers_a
         await claim.close()
 
 
-async def test_a_store_that_does_not_answer_takes_nothing_until_it_says_whose_it_is(
+async def test_unreachable_store_accepts_no_upload_until_verified(
     database: Database, store: BlobStore, registry: Registry, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_away() -> bytes:
@@ -364,9 +358,7 @@ async def test_a_store_that_does_not_answer_takes_nothing_until_it_says_whose_it
     await publish("sql", 0)  # type: ignore[misc]
 
 
-async def test_looking_whether_a_store_would_be_refused_writes_nothing(
-    database: Database, other: Database, store: BlobStore
-) -> None:
+async def test_store_check_writes_no_marker(database: Database, other: Database, store: BlobStore) -> None:
     assert await StoreClaim(database, store).why_not() is None
     assert store.read_marker() is None
     put(store)
@@ -393,7 +385,7 @@ async def test_stamps_are_bounded_and_the_markers_is_kept(
     assert marker_of(store).stamp in stamps
 
 
-def test_a_marker_reads_back_as_it_was_written() -> None:
+def test_marker_survives_encoding_round_trip() -> None:
     marker = Marker("01A", "01B", "2026-01-02T03:04:05+00:00")
     assert Marker.parse(marker.encode()) == marker
     assert json.loads(marker.encode())["registry"] == "01A"

@@ -50,7 +50,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Sequence[Gate]:
     return gates
 
 
-async def test_a_late_completion_of_bytes_that_have_gone_changes_nothing(
+async def test_late_completion_with_discarded_bytes_changes_no_upload(
     registry: Registry, store: LocalStore, acme: TenantId, gates: Sequence[Gate]
 ) -> None:
     uploads = registry.uploads.resumable

@@ -67,7 +67,7 @@ def test_uploads_share_bytes_of_server(make: Callable[..., BoundedBlob]) -> None
     assert budget.shares.num_refused == {"share": 1, "key": 0, "full": 1}
 
 
-def test_body_is_refused_by_its_length() -> None:
+def test_body_is_refused_by_length() -> None:
     budget = StagingBudget(100 * MIB)
     budget.check(ACME, 3 * MIB, room_bytes=2 * MIB)
     with pytest.raises(QuotaExceeded):
@@ -96,6 +96,6 @@ def test_whole_file_is_judged_right_in_any_pieces(piece: int) -> None:
         (len(b"{}").to_bytes(8, "little") + b"{}", "no tensors"),
     ],
 )
-def test_other_file_is_refused_at_its_beginning(data: bytes, words: str) -> None:
+def test_foreign_file_is_refused_from_first_bytes(data: bytes, words: str) -> None:
     with pytest.raises(AdapterFormatError, match=words):
         see_bytes(data)

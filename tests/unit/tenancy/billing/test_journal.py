@@ -40,7 +40,7 @@ def read(folder: Path) -> list[Entry]:
     return entries
 
 
-def test_what_was_appended_is_read_after_the_process(journal: Journal, tmp_path: Path) -> None:
+def test_appended_entries_survive_process_end(journal: Journal, tmp_path: Path) -> None:
     journal.append({ACME: Amounts(1, 10, 4, 7)})
     journal.append({ACME: Amounts(0, 0, 0, 2), GLOBEX: Amounts(1, 3, 0, 1, 9)})
     abandon(journal)
@@ -50,7 +50,7 @@ def test_what_was_appended_is_read_after_the_process(journal: Journal, tmp_path:
     ]
 
 
-def test_a_line_of_an_earlier_server_is_read_whole(journal: Journal, tmp_path: Path) -> None:
+def test_line_of_earlier_release_is_read_completely(journal: Journal, tmp_path: Path) -> None:
     """It has none of the amounts that were added since: they are 0."""
     body = msgspec.json.encode([1, [[ACME, [1, 10, 4, 7, 2]]]])
     os.write(journal._fd, b"%08x %b\n" % (zlib.crc32(body), body))
@@ -60,12 +60,12 @@ def test_a_line_of_an_earlier_server_is_read_whole(journal: Journal, tmp_path: P
     assert Amounts(1, 2, 3, 4, 5, 6, 7) + Amounts(1, 1, 1, 1, 1, 1, 1) == Amounts(2, 3, 4, 5, 6, 7, 8)
 
 
-def test_a_journal_whose_process_lives_is_nobody_elses(journal: Journal, tmp_path: Path) -> None:
+def test_journal_of_living_process_is_not_taken_over(journal: Journal, tmp_path: Path) -> None:
     journal.append({ACME: Amounts(1)})
     assert list(orphaned_journals(tmp_path / "usage")) == []
 
 
-def test_one_that_is_being_counted_is_counted_by_nobody_else(journal: Journal, tmp_path: Path) -> None:
+def test_journal_being_counted_is_not_counted_twice(journal: Journal, tmp_path: Path) -> None:
     abandon(journal)
     (held,) = orphaned_journals(tmp_path / "usage")
     assert list(orphaned_journals(tmp_path / "usage")) == []
@@ -73,7 +73,7 @@ def test_one_that_is_being_counted_is_counted_by_nobody_else(journal: Journal, t
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_line_that_was_cut_short_is_no_entry(journal: Journal, tmp_path: Path, cut: int) -> None:
+def test_truncated_line_is_no_entry(journal: Journal, tmp_path: Path, cut: int) -> None:
     journal.append({ACME: Amounts(1)})
     journal.append({ACME: Amounts(2)})
     os.ftruncate(journal._fd, journal.num_bytes - cut)
@@ -81,7 +81,7 @@ def test_a_line_that_was_cut_short_is_no_entry(journal: Journal, tmp_path: Path,
     assert read(tmp_path / "usage") == [Entry(1, ((ACME, Amounts(1)),))]
 
 
-def test_a_line_that_changed_is_no_entry(journal: Journal, tmp_path: Path) -> None:
+def test_altered_line_is_no_entry(journal: Journal, tmp_path: Path) -> None:
     journal.append({ACME: Amounts(1)})
     (path,) = (tmp_path / "usage").iterdir()
     abandon(journal)
@@ -89,7 +89,7 @@ def test_a_line_that_changed_is_no_entry(journal: Journal, tmp_path: Path) -> No
     assert read(tmp_path / "usage") == []
 
 
-def test_a_write_that_fails_half_way_hides_nothing_that_comes_after(
+def test_half_failed_write_hides_no_later_entry(
     journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal.append({ACME: Amounts(1)})
@@ -102,7 +102,7 @@ def test_a_write_that_fails_half_way_hides_nothing_that_comes_after(
     assert read(tmp_path / "usage") == [Entry(1, ((ACME, Amounts(1)),)), Entry(3, ((ACME, Amounts(4)),))]
 
 
-def test_a_compacted_journal_has_the_sums_and_goes_on(journal: Journal, tmp_path: Path) -> None:
+def test_compacted_journal_keeps_sums_and_continues(journal: Journal, tmp_path: Path) -> None:
     for _ in range(5):
         journal.append({ACME: Amounts(1)})
     before = journal.num_bytes
@@ -117,7 +117,7 @@ def test_a_compacted_journal_has_the_sums_and_goes_on(journal: Journal, tmp_path
     ]
 
 
-def test_a_cleared_journal_goes_on_with_its_numbers(journal: Journal, tmp_path: Path) -> None:
+def test_cleared_journal_continues_entry_numbers(journal: Journal, tmp_path: Path) -> None:
     journal.append({ACME: Amounts(1)})
     journal.clear()
     journal.append({ACME: Amounts(2)})

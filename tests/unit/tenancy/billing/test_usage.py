@@ -80,7 +80,7 @@ async def test_events_add_up_by_adapter_version_and_hour(database: Database, met
     assert await counted(database) == [("sql", 1, 0, 11, 13), ("sql", 1, 2, 29, 12), ("sql", 2, 0, 13, 12)]
 
 
-async def test_what_was_sealed_outlives_a_kill_and_is_counted_once(
+async def test_sealed_usage_survives_kill_and_counts_once(
     database: Database, meter: UsageMeter, folder: Path, acme: TenantId
 ) -> None:
     killed = UsageMeter(database, folder)
@@ -97,7 +97,7 @@ async def test_what_was_sealed_outlives_a_kill_and_is_counted_once(
     assert not [name for name in names(folder) if killed._journal.id in name]
 
 
-async def test_a_kill_between_the_commit_and_the_end_of_the_file_counts_nothing_twice(
+async def test_kill_between_commit_and_clear_counts_usage_once(
     database: Database, meter: UsageMeter, folder: Path, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = UsageMeter(database, folder)
@@ -150,7 +150,7 @@ def away(database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest
         yield patch
 
 
-async def test_usage_waits_for_a_database_that_is_away(
+async def test_usage_waits_during_database_outage(
     database: Database, meter: UsageMeter, acme: TenantId, away: pytest.MonkeyPatch
 ) -> None:
     for _ in range(3):
@@ -164,7 +164,7 @@ async def test_usage_waits_for_a_database_that_is_away(
     assert await counted(database) == [("sql", 1, 0, 15, 12)]
 
 
-async def test_a_journal_that_grows_while_the_database_is_away_is_summed_up_and_stays_exact(
+async def test_journal_is_compacted_exactly_during_database_outage(
     database: Database, folder: Path, acme: TenantId, away: pytest.MonkeyPatch, meter: UsageMeter
 ) -> None:
     killed = UsageMeter(database, folder)
@@ -184,9 +184,7 @@ async def test_a_journal_that_grows_while_the_database_is_away_is_summed_up_and_
     assert await counted(database) == [("sql", 1, 0, 50, 12)]
 
 
-async def test_a_full_disk_refuses_nothing_and_loses_nothing(
-    database: Database, meter: UsageMeter, acme: TenantId
-) -> None:
+async def test_full_disk_refuses_and_loses_no_usage(database: Database, meter: UsageMeter, acme: TenantId) -> None:
     with faults.arm("usage.before_write", "ENOSPC"):
         meter.record(event(acme, 5))
         meter.persist()
@@ -195,7 +193,7 @@ async def test_a_full_disk_refuses_nothing_and_loses_nothing(
     assert await counted(database) == [("sql", 1, 0, 5, 12)]
 
 
-async def test_a_journal_with_tenants_of_another_database_is_counted_for_the_others_and_kept(
+async def test_journal_with_unknown_tenants_is_counted_and_kept(
     database: Database, meter: UsageMeter, folder: Path, acme: TenantId
 ) -> None:
     stranger = UsageMeter(database, folder)
@@ -209,7 +207,7 @@ async def test_a_journal_with_tenants_of_another_database_is_counted_for_the_oth
     assert await counted(database) == [("sql", 1, 0, 2, 12)]
 
 
-async def test_a_kill_between_counting_and_setting_aside_loses_no_stranger(
+async def test_kill_before_setting_aside_keeps_unknown_tenants(
     database: Database, meter: UsageMeter, folder: Path, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = UsageMeter(database, folder)
@@ -235,7 +233,7 @@ async def test_a_kill_between_counting_and_setting_aside_loses_no_stranger(
     assert await counted(database) == [("sql", 1, 0, 2, 12)]
 
 
-async def test_a_tenant_that_the_database_lost_keeps_nobody_elses_usage_waiting(
+async def test_tenant_lost_from_database_delays_no_other_usage(
     database: Database, meter: UsageMeter, acme: TenantId, caplog: pytest.LogCaptureFixture
 ) -> None:
     meter.record(event(TenantId("0" * 26), 5))
@@ -253,7 +251,7 @@ async def test_a_thousand_adapters_are_counted_at_once(database: Database, meter
     assert (len(found), sum(row[3] for row in found)) == (1200, 1199 * 600)
 
 
-async def test_a_closed_meter_leaves_neither_a_file_nor_a_row(database: Database, folder: Path, acme: TenantId) -> None:
+async def test_closed_meter_leaves_no_file_or_row(database: Database, folder: Path, acme: TenantId) -> None:
     meter = UsageMeter(database, folder)
     meter.start()
     meter.record(event(acme, 5))
@@ -274,7 +272,7 @@ async def test_two_servers_add_to_the_same_hours(
     assert await counted(database) == [("sql", 1, 0, 15, 12)]
 
 
-async def test_recorded_events_go_to_the_database_by_themselves(
+async def test_recorded_events_reach_database_automatically(
     database: Database, meter: UsageMeter, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage, "LIMITS", Limits(usage_journal_s=0.01, usage_flush_s=0.02))
@@ -288,7 +286,7 @@ async def test_recorded_events_go_to_the_database_by_themselves(
     assert meter.recorded == Amounts(0, 0, 0, 5)
 
 
-async def test_what_streams_have_used_so_far_is_written_down_while_they_run(
+async def test_usage_of_running_streams_is_journaled_periodically(
     database: Database, folder: Path, meter: UsageMeter, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage, "LIMITS", Limits(usage_journal_s=0.01, usage_flush_s=1000))

@@ -54,7 +54,7 @@ async def is_valid(authenticator: Authenticator, secret: str) -> bool:
     return True
 
 
-async def test_each_role_has_its_scopes_and_nothing_more(database: Database, clock: Clock) -> None:
+async def test_each_role_has_exact_scopes(database: Database, clock: Clock) -> None:
     authenticator, first = await opened(database, clock)
     assert first is not None
     admin = await authenticator.authenticate(first)
@@ -77,7 +77,7 @@ async def test_each_role_has_its_scopes_and_nothing_more(database: Database, clo
     ]
 
 
-async def test_a_rotated_key_ends_now_or_after_its_overlap(database: Database, clock: Clock) -> None:
+async def test_rotated_key_ends_immediately_or_after_overlap(database: Database, clock: Clock) -> None:
     authenticator, _ = await opened(database, clock, "a" * 32)
     keys = authenticator.admin_keys
     old = await keys.create(name="ci", role="operator:read", actor="x")
@@ -98,9 +98,7 @@ async def test_a_rotated_key_ends_now_or_after_its_overlap(database: Database, c
     assert entries[0].detail == {"name": "ci", "role": "operator:read", "by": last.record.id, "overlap_s": 3600.0}
 
 
-async def test_a_revocation_takes_effect_here_at_once_and_elsewhere_within_the_bound(
-    database: Database, clock: Clock
-) -> None:
+async def test_revocation_is_immediate_locally_and_bounded_elsewhere(database: Database, clock: Clock) -> None:
     here, _ = await opened(database, clock, "a" * 32)
     there, _ = await opened(database, clock, "a" * 32)
     made = await here.admin_keys.create(name="ci", role="admin", actor="x")
@@ -113,7 +111,7 @@ async def test_a_revocation_takes_effect_here_at_once_and_elsewhere_within_the_b
     assert not await is_valid(there, made.secret)
 
 
-async def test_the_last_admin_key_is_rotated_and_not_revoked(database: Database, clock: Clock) -> None:
+async def test_last_admin_key_is_rotatable_but_not_revocable(database: Database, clock: Clock) -> None:
     authenticator, first = await opened(database, clock)
     keys = authenticator.admin_keys
     await keys.create(name="reader", role="operator:read", actor="x")
@@ -162,7 +160,7 @@ async def test_bad_input_is_refused_by_name(database: Database, clock: Clock, su
             await keys.rotate(key_id, overlap=timedelta(0), actor="x")
 
 
-async def test_their_number_is_bounded(database: Database, clock: Clock) -> None:
+async def test_number_of_admin_keys_is_bounded(database: Database, clock: Clock) -> None:
     authenticator, _ = await opened(database, clock, "a" * 32)
     for _ in range(LIMITS.max_admin_keys):
         made = await authenticator.admin_keys.create(name="x", role="metrics:read", actor="x")
@@ -174,7 +172,7 @@ async def test_their_number_is_bounded(database: Database, clock: Clock) -> None
     await authenticator.admin_keys.rotate(made.record.id, overlap=timedelta(0), actor="x")
 
 
-async def test_a_role_that_is_unknown_here_opens_nothing(database: Database, clock: Clock) -> None:
+async def test_unknown_role_grants_no_access(database: Database, clock: Clock) -> None:
     authenticator, _ = await opened(database, clock, "a" * 32)
     made = await authenticator.admin_keys.create(name="x", role="admin", actor="x")
     for role in (None, "root"):

@@ -26,7 +26,7 @@ from loraserve.tenancy.identity.tenants import TenantChange
 ADMIN_KEY = "an admin key of enough characters"
 
 
-async def test_a_key_is_its_tenants(authenticator: Authenticator) -> None:
+async def test_key_authenticates_owning_tenant(authenticator: Authenticator) -> None:
     acme = await authenticator.tenants.create("acme", actor="test")
     key = await authenticator.keys.create(acme.id, name="ci", actor="test", scopes=["inference"])
     caller = await authenticator.authenticate(key.secret)
@@ -36,7 +36,7 @@ async def test_a_key_is_its_tenants(authenticator: Authenticator) -> None:
     assert not caller.sees_all
 
 
-async def test_the_first_start_makes_an_admin_key_and_the_second_does_not(database: Database) -> None:
+async def test_only_first_start_creates_admin_key(database: Database) -> None:
     secret = await Authenticator(database).open()
     assert secret is not None
     second = Authenticator(database)
@@ -47,12 +47,12 @@ async def test_the_first_start_makes_an_admin_key_and_the_second_does_not(databa
     assert caller.tenant_name == "default"
 
 
-async def test_no_admin_key_is_made_while_one_is_set(database: Database) -> None:
+async def test_configured_admin_key_prevents_key_creation(database: Database) -> None:
     assert await Authenticator(database, admin_key="a" * 32).open() is None
     assert await Authenticator(database).open() is not None
 
 
-async def test_the_set_admin_key_works_while_it_is_set(database: Database, authenticator: Authenticator) -> None:
+async def test_configured_admin_key_works_while_configured(database: Database, authenticator: Authenticator) -> None:
     caller = await authenticator.authenticate("an admin key of enough characters")
     assert (caller.is_admin, caller.key_id) == (True, "admin")
     other = Authenticator(database)
@@ -61,13 +61,13 @@ async def test_the_set_admin_key_works_while_it_is_set(database: Database, authe
         await other.authenticate("an admin key of enough characters")
 
 
-def test_a_short_admin_key_is_refused_without_repeating_it() -> None:
+def test_short_admin_key_is_refused_without_repetition() -> None:
     with pytest.raises(ConfigError, match="31 characters") as caught:
         Authenticator(None, admin_key="s" * 31)  # type: ignore[arg-type]
     assert "sss" not in str(caught.value)
 
 
-async def test_every_bad_key_is_refused_with_one_text(authenticator: Authenticator) -> None:
+async def test_every_bad_key_is_refused_with_same_text(authenticator: Authenticator) -> None:
     acme = await authenticator.tenants.create("acme", actor="test")
     revoked = await authenticator.keys.create(acme.id, name="x", actor="test")
     await authenticator.authenticate(revoked.secret)
@@ -118,7 +118,7 @@ async def test_a_revocation_elsewhere_takes_effect_within_five_seconds(
         await other.authenticate(key.secret)
 
 
-async def test_known_keys_go_on_for_a_minute_while_the_database_is_away(
+async def test_known_keys_work_for_minute_of_database_outage(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -144,7 +144,7 @@ async def test_known_keys_go_on_for_a_minute_while_the_database_is_away(
     await authenticator.authenticate(known.secret)
 
 
-async def test_an_admin_acts_for_a_tenant_that_it_names(authenticator: Authenticator) -> None:
+async def test_admin_acts_for_named_tenant(authenticator: Authenticator) -> None:
     acme = await authenticator.tenants.create("acme", actor="test")
     admin = await authenticator.authenticate("an admin key of enough characters")
     acting = await authenticator.act_for(admin, "acme")
@@ -154,7 +154,7 @@ async def test_an_admin_acts_for_a_tenant_that_it_names(authenticator: Authentic
             await authenticator.act_for(admin, name)
 
 
-async def test_a_tenants_key_acts_for_its_own_tenant_alone(authenticator: Authenticator) -> None:
+async def test_tenant_key_acts_only_for_owning_tenant(authenticator: Authenticator) -> None:
     acme = await authenticator.tenants.create("acme", actor="test")
     await authenticator.tenants.create("globex", actor="test")
     key = await authenticator.keys.create(acme.id, name="x", actor="test")
@@ -168,7 +168,7 @@ async def test_a_tenants_key_acts_for_its_own_tenant_alone(authenticator: Authen
     assert len(texts) == 1
 
 
-async def test_a_deleted_tenants_keys_and_name_work_no_more_at_once(authenticator: Authenticator) -> None:
+async def test_deleted_tenants_keys_and_name_stop_immediately(authenticator: Authenticator) -> None:
     acme = await authenticator.tenants.create("acme", actor="test")
     key = await authenticator.keys.create(acme.id, name="x", actor="test")
     admin = await authenticator.authenticate("an admin key of enough characters")
@@ -181,7 +181,7 @@ async def test_a_deleted_tenants_keys_and_name_work_no_more_at_once(authenticato
         await authenticator.act_for(admin, "acme")
 
 
-async def test_a_name_used_again_is_another_tenant(authenticator: Authenticator) -> None:
+async def test_reused_name_is_a_different_tenant(authenticator: Authenticator) -> None:
     first = await authenticator.tenants.create("acme", actor="test")
     with pytest.raises(AlreadyExists):
         await authenticator.tenants.create("acme", actor="test")
@@ -206,13 +206,13 @@ async def test_a_changed_policy_goes_with_callers_at_once(authenticator: Authent
         assert (caller.policy.limits.requests_per_minute, caller.policy.weight) == (60, 2.0)
 
 
-async def test_an_admin_that_names_no_tenant_has_the_default_ones_policy(authenticator: Authenticator) -> None:
+async def test_admin_without_named_tenant_gets_default_policy(authenticator: Authenticator) -> None:
     await authenticator.authenticate(ADMIN_KEY)
     await authenticator.tenants.update("default", TenantChange(weight=2.0), actor="test")
     assert (await authenticator.authenticate(ADMIN_KEY)).policy.weight == 2.0
 
 
-async def test_the_admin_key_works_while_the_database_never_answers(
+async def test_admin_key_works_during_database_outage(
     authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away() -> NoReturn:
@@ -223,7 +223,7 @@ async def test_the_admin_key_works_while_the_database_never_answers(
     assert (caller.is_admin, caller.policy) == (True, NO_POLICY)
 
 
-async def test_a_policy_that_another_server_changed_is_known_within_the_caches_age(
+async def test_policy_change_elsewhere_is_seen_within_cache_lifetime(
     database: Database, authenticator: Authenticator
 ) -> None:
     now = [0.0]

@@ -36,7 +36,7 @@ def test_the_hash_needs_the_pepper() -> None:
     assert hash_secret("a", b"1") != hash_secret("a", b"2")
 
 
-async def test_only_the_hash_is_stored_and_the_repr_is_masked(database: Database, authenticator: Authenticator) -> None:
+async def test_only_hash_is_stored_and_repr_is_masked(database: Database, authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
     made = await authenticator.keys.create(acme, name="ci", actor="test")
     assert made.secret not in repr(made)
@@ -47,7 +47,7 @@ async def test_only_the_hash_is_stored_and_the_repr_is_masked(database: Database
     assert made.secret[:13] not in stored
 
 
-async def test_a_tenants_keys_are_listed_with_the_revoked_and_without_anothers(authenticator: Authenticator) -> None:
+async def test_key_list_includes_revoked_and_excludes_other_tenants(authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
     globex = (await authenticator.tenants.create("globex", actor="test")).id
     made = [
@@ -62,7 +62,7 @@ async def test_a_tenants_keys_are_listed_with_the_revoked_and_without_anothers(a
     assert (await authenticator.keys.list(globex)).items == ()
 
 
-async def test_another_tenants_key_cannot_be_revoked_and_reads_as_absent(authenticator: Authenticator) -> None:
+async def test_other_tenants_key_reads_as_absent_when_revoking(authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
     globex = (await authenticator.tenants.create("globex", actor="test")).id
     made = await authenticator.keys.create(acme, name="ci", actor="test")
@@ -75,7 +75,7 @@ async def test_another_tenants_key_cannot_be_revoked_and_reads_as_absent(authent
     await authenticator.authenticate(made.secret)
 
 
-async def test_scopes_that_a_tenant_cannot_have_are_refused(authenticator: Authenticator) -> None:
+async def test_forbidden_tenant_scopes_are_refused(authenticator: Authenticator) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
     for scopes in (["admin"], [], ["inference", "nonsense"], ["inference", "metrics:read"]):
         with pytest.raises(InvalidRequest) as caught:
@@ -86,7 +86,7 @@ async def test_scopes_that_a_tenant_cannot_have_are_refused(authenticator: Authe
             await authenticator.keys.create(acme, name=name, actor="test")
 
 
-async def test_a_key_reads_metrics_only_where_that_is_said_and_then_does_nothing_else(
+async def test_metrics_scope_is_explicit_and_exclusive(
     authenticator: Authenticator,
 ) -> None:
     acme = (await authenticator.tenants.create("acme", actor="test")).id
@@ -97,7 +97,7 @@ async def test_a_key_reads_metrics_only_where_that_is_said_and_then_does_nothing
     assert (caller.scopes, caller.is_admin) == ({"metrics:read"}, False)
 
 
-async def test_a_tenant_has_a_bounded_number_of_working_keys(
+async def test_number_of_working_keys_per_tenant_is_bounded(
     authenticator: Authenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace

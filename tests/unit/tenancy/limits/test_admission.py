@@ -35,14 +35,14 @@ def refused(admissions: Admissions, caller: Caller) -> RateLimited:
     return caught.value
 
 
-def test_a_tenant_without_limits_is_let_in_and_told_nothing(admissions: Admissions) -> None:
+def test_unlimited_tenant_is_admitted_without_limit_headers(admissions: Admissions) -> None:
     caller = make_caller()
     for _ in range(1000):
         admissions.enter(caller).reserve(10**6, 10**6)
     assert admissions.headers(caller) == {}
 
 
-def test_requests_over_the_rate_are_told_when_the_next_one_passes(admissions: Admissions, clock: StoppedClock) -> None:
+def test_rate_refusal_reports_wait_until_next_request(admissions: Admissions, clock: StoppedClock) -> None:
     caller = make_caller(requests_per_minute=2)
     for _ in range(2):
         admissions.enter(caller).release()
@@ -52,7 +52,7 @@ def test_requests_over_the_rate_are_told_when_the_next_one_passes(admissions: Ad
     admissions.enter(caller)
 
 
-def test_a_refused_request_uses_nothing(admissions: Admissions, clock: StoppedClock) -> None:
+def test_refused_request_uses_no_rate(admissions: Admissions, clock: StoppedClock) -> None:
     caller = make_caller(requests_per_minute=2)
     for _ in range(2):
         admissions.enter(caller)
@@ -61,14 +61,14 @@ def test_a_refused_request_uses_nothing(admissions: Admissions, clock: StoppedCl
     assert admissions.num_running(caller.tenant) == 2
 
 
-def test_another_tenant_isnt_held_up(admissions: Admissions) -> None:
+def test_limited_tenant_does_not_delay_other_tenant(admissions: Admissions) -> None:
     acme, globex = make_caller("acme", requests_per_minute=1), make_caller("globex", requests_per_minute=1)
     admissions.enter(acme)
     refused(admissions, acme)
     admissions.enter(globex)
 
 
-def test_so_many_requests_at_once_and_the_next_when_one_has_ended(admissions: Admissions) -> None:
+def test_concurrency_is_bounded_until_request_ends(admissions: Admissions) -> None:
     caller = make_caller(max_concurrent_requests=2)
     first, _ = admissions.enter(caller), admissions.enter(caller)
     assert refused(admissions, caller).retry_after_s == 1.0
@@ -78,9 +78,7 @@ def test_so_many_requests_at_once_and_the_next_when_one_has_ended(admissions: Ad
     refused(admissions, caller)
 
 
-def test_the_wait_for_a_place_is_by_how_long_the_tenants_requests_take(
-    admissions: Admissions, clock: StoppedClock
-) -> None:
+def test_concurrency_wait_is_estimated_from_request_duration(admissions: Admissions, clock: StoppedClock) -> None:
     caller = make_caller(max_concurrent_requests=2)
     entered = admissions.enter(caller)
     clock.now_s += 8.0
@@ -90,7 +88,7 @@ def test_the_wait_for_a_place_is_by_how_long_the_tenants_requests_take(
     assert refused(admissions, caller).retry_after_s == 4.0
 
 
-def test_what_a_request_may_take_is_reserved_and_what_it_didnt_is_given_back(admissions: Admissions) -> None:
+def test_unused_token_reservation_is_returned(admissions: Admissions) -> None:
     caller = make_caller(tokens_per_minute=100)
     first = admissions.enter(caller)
     first.reserve(20, 60)
@@ -105,7 +103,7 @@ def test_what_a_request_may_take_is_reserved_and_what_it_didnt_is_given_back(adm
     assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "0"
 
 
-def test_a_request_that_nobody_answered_gives_its_prompt_back_too(admissions: Admissions) -> None:
+def test_unanswered_request_returns_prompt_tokens(admissions: Admissions) -> None:
     caller = make_caller(tokens_per_minute=100)
     admitted = admissions.enter(caller)
     admitted.reserve(20, 60)
@@ -113,7 +111,7 @@ def test_a_request_that_nobody_answered_gives_its_prompt_back_too(admissions: Ad
     assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "100"
 
 
-def test_tokens_beyond_what_was_reserved_are_charged_as_they_come(admissions: Admissions) -> None:
+def test_tokens_beyond_reservation_are_charged_as_generated(admissions: Admissions) -> None:
     caller = make_caller(tokens_per_minute=100)
     admitted = admissions.enter(caller)
     admitted.reserve(20, 10)
@@ -125,18 +123,18 @@ def test_tokens_beyond_what_was_reserved_are_charged_as_they_come(admissions: Ad
     assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "50"
 
 
-def test_a_request_that_can_never_pass_is_told_so(admissions: Admissions) -> None:
+def test_request_over_total_rate_is_refused_permanently(admissions: Admissions) -> None:
     admitted = admissions.enter(make_caller(tokens_per_minute=100))
     with pytest.raises(QuotaExceeded, match=r"101 tokens.*100 per minute"):
         admitted.reserve(1, 100)
 
 
 @pytest.mark.parametrize("limit", ["requests_per_minute", "max_concurrent_requests"])
-def test_a_limit_of_none_at_all_is_a_quota(admissions: Admissions, limit: str) -> None:
+def test_zero_limit_is_refused_as_quota(admissions: Admissions, limit: str) -> None:
     assert isinstance(refused(admissions, make_caller(**{limit: 0})), QuotaExceeded)
 
 
-def test_servers_that_share_a_tenant_grant_a_part_each(clock: StoppedClock) -> None:
+def test_servers_sharing_tenant_grant_equal_parts(clock: StoppedClock) -> None:
     admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
     caller = make_caller(requests_per_minute=60, tokens_per_minute=300, max_concurrent_requests=100)
     for _ in range(20):
@@ -152,7 +150,7 @@ def test_servers_that_share_a_tenant_grant_a_part_each(clock: StoppedClock) -> N
     }
 
 
-def test_idle_servers_lend_their_part_of_rates(clock: StoppedClock) -> None:
+def test_idle_servers_lend_unused_rates(clock: StoppedClock) -> None:
     elsewhere: list[RateUse] = []
     admissions = Admissions(
         num_servers=lambda: 2, uses_elsewhere=lambda _: elsewhere, told_at=lambda: told_at, monotonic=clock
@@ -182,7 +180,7 @@ def test_idle_servers_lend_their_part_of_rates(clock: StoppedClock) -> None:
     assert admissions.uses() == {}
 
 
-def test_server_begins_with_what_is_used_elsewhere(clock: StoppedClock) -> None:
+def test_server_starts_with_use_elsewhere(clock: StoppedClock) -> None:
     """Else a tenant would have its whole rate again on each server that it turns to."""
     elsewhere = [RateUse(0.8, 1.0)]
     admissions = Admissions(num_servers=lambda: 2, uses_elsewhere=lambda _: elsewhere, monotonic=clock)
@@ -206,7 +204,7 @@ def test_tenant_without_rates_is_in_no_heartbeat(clock: StoppedClock) -> None:
     assert admissions.uses() == {}
 
 
-def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock: StoppedClock) -> None:
+def test_request_larger_than_server_part_passes_when_unused(clock: StoppedClock) -> None:
     admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
     caller = make_caller(tokens_per_minute=300)
     admissions.enter(caller).reserve(100, 150)
@@ -214,20 +212,20 @@ def test_a_request_larger_than_one_servers_part_passes_when_that_is_unused(clock
         admissions.enter(caller).reserve(1, 1)
 
 
-def test_each_of_many_servers_grants_one_request_at_once(clock: StoppedClock) -> None:
+def test_each_of_many_servers_grants_single_concurrent_request(clock: StoppedClock) -> None:
     admissions = Admissions(num_servers=lambda: 3, monotonic=clock)
     caller = make_caller(max_concurrent_requests=2)
     admissions.enter(caller)
     refused(admissions, caller)
 
 
-def test_a_limit_that_changes_counts_from_then_on(admissions: Admissions) -> None:
+def test_changed_limit_applies_immediately(admissions: Admissions) -> None:
     admissions.enter(make_caller(requests_per_minute=1))
     refused(admissions, make_caller(requests_per_minute=1))
     admissions.enter(make_caller(requests_per_minute=10))
 
 
-def test_a_lowered_rate_holds_while_a_request_of_the_old_one_runs(admissions: Admissions, clock: StoppedClock) -> None:
+def test_lowered_rate_holds_during_older_request(admissions: Admissions, clock: StoppedClock) -> None:
     old, new = make_caller(tokens_per_minute=60_000), make_caller(tokens_per_minute=600)
     stream = admissions.enter(old)
     stream.reserve(0, 1)
@@ -239,7 +237,7 @@ def test_a_lowered_rate_holds_while_a_request_of_the_old_one_runs(admissions: Ad
         admissions.enter(new).reserve(0, 200)
 
 
-def test_a_limit_that_is_new_takes_what_a_running_request_makes_and_gives_nothing_back(admissions: Admissions) -> None:
+def test_new_limit_charges_running_request_without_refund(admissions: Admissions) -> None:
     stream = admissions.enter(make_caller())
     stream.reserve(10, 50)
     caller = make_caller(tokens_per_minute=100)
@@ -249,7 +247,7 @@ def test_a_limit_that_is_new_takes_what_a_running_request_makes_and_gives_nothin
     assert admissions.headers(caller)["x-ratelimit-remaining-tokens"] == "35"
 
 
-def test_refusals_are_counted_by_what_for(admissions: Admissions) -> None:
+def test_refusals_are_counted_by_limit(admissions: Admissions) -> None:
     caller = make_caller(requests_per_minute=1, tokens_per_minute=10)
     with pytest.raises(QuotaExceeded):
         admissions.enter(caller).reserve(1, 10)
@@ -258,7 +256,7 @@ def test_refusals_are_counted_by_what_for(admissions: Admissions) -> None:
     assert admissions.num_refused == {"requests": 1, "tokens": 1, "concurrency": 1, "management": 0}
 
 
-def test_tenants_that_use_nothing_any_more_are_forgotten(admissions: Admissions, clock: StoppedClock) -> None:
+def test_inactive_tenants_are_forgotten(admissions: Admissions, clock: StoppedClock) -> None:
     stays = admissions.enter(make_caller("busy"))
     admissions.enter(make_caller("spent", requests_per_minute=1)).release()
     for number in range(3000):
@@ -277,9 +275,7 @@ def test_durations_read_as_openais(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_requests_in_the_background_leave_half_of_the_rates_to_clients(
-    admissions: Admissions, clock: StoppedClock
-) -> None:
+def test_background_requests_leave_half_of_rates_to_clients(admissions: Admissions, clock: StoppedClock) -> None:
     client = make_caller(requests_per_minute=4, tokens_per_minute=100)
     background = replace(client, is_background=True)
     for _ in range(2):
@@ -297,7 +293,7 @@ def test_requests_in_the_background_leave_half_of_the_rates_to_clients(
     admissions.enter(background).reserve(40, 40)
 
 
-def test_requests_in_the_background_are_no_concurrent_ones(admissions: Admissions) -> None:
+def test_background_requests_do_not_count_as_concurrent(admissions: Admissions) -> None:
     client = make_caller(max_concurrent_requests=1)
     background = replace(client, is_background=True)
     first, second = admissions.enter(background), admissions.enter(background)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loraserve.tenancy.limits.admission import LeakyBucket
 
 
-def test_a_minutes_worth_passes_at_once_and_no_more() -> None:
+def test_bucket_passes_only_single_minutes_worth_immediately() -> None:
     bucket = LeakyBucket(at=0.0)
     for _ in range(60):
         assert bucket.wait_s(1, 60, now=0.0) == 0
@@ -18,7 +18,7 @@ def test_a_minutes_worth_passes_at_once_and_no_more() -> None:
     assert bucket.wait_s(1, 60, now=0.0) == 1.0
 
 
-def test_the_wait_that_is_told_is_the_wait_it_takes() -> None:
+def test_reported_wait_is_exact_wait() -> None:
     bucket = LeakyBucket(at=0.0)
     bucket.take(100, 120, now=0.0)
     wait_s = bucket.wait_s(50, 120, now=0.0)
@@ -27,14 +27,14 @@ def test_the_wait_that_is_told_is_the_wait_it_takes() -> None:
     assert bucket.wait_s(50, 120, now=wait_s) == 0
 
 
-def test_more_than_a_minutes_worth_passes_when_nothing_is_used_and_is_paid_off() -> None:
+def test_oversized_amount_passes_empty_bucket_and_is_repaid() -> None:
     bucket = LeakyBucket(at=0.0)
     assert bucket.wait_s(90, 60, now=0.0) == 0
     bucket.take(90, 60, now=0.0)
     assert bucket.wait_s(1, 60, now=0.0) == 31.0
 
 
-def test_a_long_pause_saves_up_no_more_than_a_minutes_worth() -> None:
+def test_long_pause_saves_at_most_single_minutes_worth() -> None:
     bucket = LeakyBucket(at=0.0)
     bucket.take(60, 60, now=0.0)
     assert bucket.remaining(60, now=3600.0) == 60
@@ -42,19 +42,19 @@ def test_a_long_pause_saves_up_no_more_than_a_minutes_worth() -> None:
     assert bucket.wait_s(1, 60, now=3600.0) == 1.0
 
 
-def test_what_is_given_back_passes_again() -> None:
+def test_returned_amount_can_pass_again() -> None:
     bucket = LeakyBucket(at=0.0)
     bucket.take(60, 60, now=0.0)
     bucket.take(-20, 60, now=0.0)
     assert bucket.remaining(60, now=0.0) == 20
 
 
-def test_nothing_ever_passes_a_rate_of_none() -> None:
+def test_zero_rate_never_passes_requests() -> None:
     assert math.isinf(LeakyBucket(at=0.0).wait_s(1, 0, now=10.0))
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40)), max_size=60))
-def test_no_more_passes_than_a_minutes_worth_and_the_rate(steps: list[tuple[float, int]]) -> None:
+def test_passed_amount_stays_within_minutes_worth_plus_rate(steps: list[tuple[float, int]]) -> None:
     bucket, now, taken = LeakyBucket(at=0.0), 0.0, 0.0
     for pause_s, amount in steps:
         now += pause_s

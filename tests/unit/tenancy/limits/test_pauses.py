@@ -5,7 +5,7 @@ import asyncio
 from loraserve.tenancy.limits.pauses import Pauses
 
 
-async def test_a_paused_tenant_waits_until_it_resumes_and_others_do_not() -> None:
+async def test_paused_tenant_waits_until_resumed_alone() -> None:
     pauses = Pauses(60.0)
     pauses.begin("acme")
     await pauses.wait("globex")
@@ -19,7 +19,7 @@ async def test_a_paused_tenant_waits_until_it_resumes_and_others_do_not() -> Non
     pauses.end("acme")
 
 
-async def test_a_pause_that_nothing_ends_is_over_in_time() -> None:
+async def test_unended_pause_expires_in_time() -> None:
     pauses = Pauses(0.05)
     pauses.begin("acme")
     await asyncio.wait_for(pauses.wait("acme"), 60)

@@ -85,7 +85,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_tenant_that_is_always_slow_delays_no_question_of_others(bench: Bench) -> None:
+async def test_slow_tenant_delays_no_other_tenants_question(bench: Bench) -> None:
     slow = [bench.ask("slow") for _ in range(10)]
     await settle()
     for tenant in ("b", "c", "b", "d"):
@@ -99,7 +99,7 @@ async def test_a_tenant_that_is_always_slow_delays_no_question_of_others(bench: 
         await one.finish()
 
 
-async def test_a_tenant_that_ends_its_process_each_time_waits_alone_for_the_next_start(bench: Bench) -> None:
+async def test_process_ending_tenant_waits_alone_for_restart(bench: Bench) -> None:
     first = bench.ask("breaks", ends_process=True)
     await settle()
     bench.made[0].may_start.clear()
@@ -121,7 +121,7 @@ async def test_a_tenant_that_ends_its_process_each_time_waits_alone_for_the_next
     await again.finish()
 
 
-async def test_a_client_that_leaves_has_its_process_started_again_in_its_tenants_turn(bench: Bench) -> None:
+async def test_process_restarts_in_tenants_share_after_client_leaves(bench: Bench) -> None:
     first = bench.ask("breaks", ends_process=True)
     await settle()
     bench.made[0].is_running = False
@@ -133,7 +133,7 @@ async def test_a_client_that_leaves_has_its_process_started_again_in_its_tenants
     await quick.finish()
 
 
-async def test_while_several_tenants_are_slow_a_question_waits_for_one_of_each_before_it(bench: Bench) -> None:
+async def test_question_waits_once_per_slow_tenant(bench: Bench) -> None:
     slow = {tenant: [bench.ask(tenant) for _ in range(5)] for tenant in ("s1", "s2", "s3", "s4")}
     await settle()
     quick = bench.ask("b")
@@ -154,7 +154,7 @@ async def test_while_several_tenants_are_slow_a_question_waits_for_one_of_each_b
     await asyncio.gather(*(one.task for many in slow.values() for one in many))
 
 
-async def test_a_process_that_does_not_start_again_gives_its_place_back(bench: Bench) -> None:
+async def test_failed_restart_returns_process_slot(bench: Bench) -> None:
     first = bench.ask("a", ends_process=True)
     await settle()
     bench.made[0].fails = True

@@ -29,7 +29,7 @@ async def num_rows(database: Database) -> int:
 
 
 @pytest.mark.postgres
-async def test_servers_that_beat_are_counted_by_each(database: Database, clock: StoppedClock) -> None:
+async def test_beating_servers_are_counted_by_each_server(database: Database, clock: StoppedClock) -> None:
     servers = [Servers(database, monotonic=clock) for _ in range(3)]
     for _ in range(3):
         for server in servers:
@@ -63,7 +63,7 @@ async def test_heartbeats_carry_uses_of_rates(database: Database, clock: Stopped
     assert here.uses_elsewhere(acme) == []
 
 
-async def test_one_that_was_killed_counts_no_more_after_a_while(database: Database, clock: StoppedClock) -> None:
+async def test_killed_server_stops_counting_after_silence(database: Database, clock: StoppedClock) -> None:
     here, killed = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     for _ in range(2):
         await killed.beat()
@@ -74,9 +74,7 @@ async def test_one_that_was_killed_counts_no_more_after_a_while(database: Databa
     assert here.num_live == 1
 
 
-async def test_what_a_killed_one_left_never_counts_for_who_starts_later(
-    database: Database, clock: StoppedClock
-) -> None:
+async def test_killed_servers_row_never_counts_for_later_server(database: Database, clock: StoppedClock) -> None:
     await Servers(database, monotonic=clock).beat()
     here = Servers(database, monotonic=clock)
     for _ in range(3):
@@ -93,7 +91,7 @@ async def test_rows_of_the_dead_are_removed(database: Database, clock: StoppedCl
     assert await num_rows(database) == 1
 
 
-async def test_one_that_closes_leaves_at_once(database: Database, clock: StoppedClock) -> None:
+async def test_closing_server_leaves_immediately(database: Database, clock: StoppedClock) -> None:
     here, leaving = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     leaving.start()
     while not await num_rows(database):
@@ -107,7 +105,7 @@ async def test_one_that_closes_leaves_at_once(database: Database, clock: Stopped
     assert (here.num_live, await num_rows(database)) == (1, 1)
 
 
-async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_says_so(
+async def test_last_count_stands_during_outage_with_single_warning(
     database: Database, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("loraserve.tenancy.limits.servers.LIMITS", LIMITS.__class__(server_beat_s=0.001))
@@ -132,7 +130,7 @@ async def test_while_the_database_is_away_the_last_count_stands_and_one_warning_
     assert [record.levelname for record in caplog.records if "heartbeats" in record.message] == ["WARNING"]
 
 
-async def test_one_whose_row_was_removed_writes_it_again(database: Database, clock: StoppedClock) -> None:
+async def test_server_with_removed_row_writes_row_again(database: Database, clock: StoppedClock) -> None:
     paused, here = Servers(database, monotonic=clock), Servers(database, monotonic=clock)
     await paused.beat()
     await here.beat()

@@ -30,7 +30,7 @@ def fill(shares: Shares, holder: Holder) -> int:
     return shares.held(holder)
 
 
-def test_one_holder_has_half_and_the_next_one_finds_room() -> None:
+def test_single_holder_gets_half_and_next_finds_capacity() -> None:
     shares = Shares("things", "things", 12)
     assert fill(shares, ACME) == 6
     with pytest.raises(RateLimited, match="You hold 6 of 12 things"):
@@ -39,7 +39,7 @@ def test_one_holder_has_half_and_the_next_one_finds_room() -> None:
     assert shares.num_refused == {"share": 1, "key": 0, "full": 0}
 
 
-def test_who_has_nothing_is_refused_only_when_nothing_is_free() -> None:
+def test_new_holder_is_refused_only_at_full_capacity() -> None:
     shares = Shares("things", "things", 4)
     for number in range(4):
         shares.take(Holder(f"tenant:{number}"))
@@ -50,13 +50,13 @@ def test_who_has_nothing_is_refused_only_when_nothing_is_free() -> None:
     assert shares.num_refused == {"share": 1, "key": 0, "full": 1}
 
 
-def test_a_holder_is_bounded_beside_its_share() -> None:
+def test_holder_bound_applies_in_addition_to_share() -> None:
     shares = Shares("things", "things", 100, max_per_holder=2)
     assert fill(shares, ACME) == 2
 
 
 @given(st.integers(2, 500), st.integers(1, 40))
-def test_however_many_fill_their_share_the_next_has_its_own(capacity: int, num_greedy: int) -> None:
+def test_next_holder_gets_share_despite_greedy_holders(capacity: int, num_greedy: int) -> None:
     shares = Shares("things", "things", capacity)
     # in turns, as floods come
     greedy = [Holder(f"tenant:{number}") for number in range(num_greedy)]
@@ -69,7 +69,7 @@ def test_however_many_fill_their_share_the_next_has_its_own(capacity: int, num_g
 
 
 @given(st.lists(st.tuples(st.sampled_from([ACME, GLOBEX, HERE]), st.integers(-20, 20)), max_size=60))
-def test_what_is_given_back_is_free_again(moves: list[tuple[Holder, int]]) -> None:
+def test_returned_amount_is_available_again(moves: list[tuple[Holder, int]]) -> None:
     shares = Shares("bytes", "bytes", 100)
     held = dict.fromkeys((ACME, GLOBEX, HERE), 0)
     for holder, amount in moves:
@@ -84,7 +84,7 @@ def test_what_is_given_back_is_free_again(moves: list[tuple[Holder, int]]) -> No
     assert len(shares._held) == sum(amount > 0 for amount in held.values()), "nothing is kept of who holds nothing"
 
 
-def test_a_claim_moves_from_its_address_to_its_tenant_and_gives_everything_back() -> None:
+def test_claim_moves_from_address_to_tenant_until_released() -> None:
     rooms = Rooms(Limits(max_body_bytes=100, max_body_bytes_in_flight=1000))
     claim = Claim(rooms, HERE, max_body_bytes=100)
     claim.begin()
@@ -101,7 +101,7 @@ def test_a_claim_moves_from_its_address_to_its_tenant_and_gives_everything_back(
     assert [shares.total for shares in rooms.all()] == [0] * 6
 
 
-def test_a_claim_that_is_refused_holds_nothing() -> None:
+def test_refused_claim_holds_no_share() -> None:
     rooms = Rooms(Limits(max_live_requests=2, max_management_requests=2))
     first, second = Claim(rooms, HERE), Claim(rooms, HERE)
     for claim in (first, second):
@@ -113,7 +113,7 @@ def test_a_claim_that_is_refused_holds_nothing() -> None:
     assert (rooms.unproven.total, rooms.live.total, rooms.management.total) == (0, 1, 0)
 
 
-def test_key_leaves_part_of_its_tenant_share() -> None:
+def test_key_leaves_part_of_tenant_share() -> None:
     shares = Shares("things", "things", 70)
     first, second = tenant_holder(TenantId("t"), "first"), tenant_holder(TenantId("t"), "second")
     # of the 35 that a single tenant may have
@@ -171,5 +171,5 @@ def test_connection_slot_stays_where_a_move_is_refused() -> None:
         ("a socket", "address:a socket"),
     ],
 )
-def test_an_address_is_who_its_network_gave_it_to(host: str, holder: str) -> None:
+def test_address_is_grouped_by_assigned_network(host: str, holder: str) -> None:
     assert address_holder(host) == Holder(holder)

@@ -42,7 +42,7 @@ VALUES = ["é", "\u2028", "\U0001f600", 'q"\\/', "a\nb\tc\r\b\f", "\u0001", "a\u
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("make", [lambda value: {"const": value}, lambda value: {"enum": ["x", [value]]}])
-def test_listed_value_is_what_parsers_read(babbler: Any, value: str, make: Callable[[str], Any]) -> None:
+def test_listed_value_equals_parsed_value(babbler: Any, value: str, make: Callable[[str], Any]) -> None:
     schema = make(value)
     texts = set(babbler.answers(babbler.grammar(schema), 12))
     listed = [schema["const"]] if "const" in schema else schema["enum"]
@@ -51,7 +51,7 @@ def test_listed_value_is_what_parsers_read(babbler: Any, value: str, make: Calla
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_listed_name_is_what_parsers_read(babbler: Any, name: str) -> None:
+def test_listed_name_equals_parsed_name(babbler: Any, name: str) -> None:
     schema = {"type": "object", "properties": {name: {"const": 1}}, "required": [name], "additionalProperties": False}
     assert {json.loads(text)[name] for text in babbler.answers(babbler.grammar(schema), 3)} == {1}
     # in an open object too

@@ -37,7 +37,7 @@ NEAR = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
         ({"exclusiveMinimum": 0, "maximum": 0.5, "multipleOf": 0.25, "type": "number"}, ["0.25"], ["0"]),
     ],
 )
-def test_exclusive_bound_excludes_itself(
+def test_exclusive_bound_excludes_bound_value(
     accepts: Callable[..., bool], schema: dict[str, Any], inside: list[str], outside: list[str]
 ) -> None:
     assert [text for text in inside if not accepts(schema, text)] == []
@@ -116,7 +116,5 @@ def test_digits_are_bounded_unless_asked_otherwise(
         ({"allOf": [{"type": "number"}, {"multipleOf": 0.125}]}, "1.125"),
     ],
 )
-def test_numbers_that_schema_names_stay_possible(
-    accepts: Callable[..., bool], schema: dict[str, Any], text: str
-) -> None:
+def test_numbers_named_by_schema_stay_possible(accepts: Callable[..., bool], schema: dict[str, Any], text: str) -> None:
     assert accepts(schema, text)

@@ -34,7 +34,7 @@ def nested(**fields: Any) -> dict[str, Any]:
         ({"type": "string", "format": "json-pointer"}, "format"),
     ],
 )
-def test_what_a_grammar_cannot_enforce_is_named_with_its_place(fields: dict[str, Any], keyword: str) -> None:
+def test_unenforceable_keyword_is_named_with_path(fields: dict[str, Any], keyword: str) -> None:
     with pytest.raises(UnsupportedParameter) as caught:
         prepare(nested(**fields), "schema")
     assert caught.value.param == f"schema.properties.a.items.{keyword}"
@@ -53,7 +53,7 @@ def test_what_a_grammar_cannot_enforce_is_named_with_its_place(fields: dict[str,
         {"format": "password"},
     ],
 )
-def test_what_asks_for_nothing_is_left_out(fields: dict[str, Any]) -> None:
+def test_keywords_without_effect_are_left_out(fields: dict[str, Any]) -> None:
     assert prepare(nested(**fields), "schema")["properties"]["a"]["items"] == {}
 
 
@@ -74,7 +74,7 @@ def test_the_callers_schema_is_kept() -> None:
     ("pattern", "is_kept"),
     [(r"^(?!^[-+.]*$)[+-]?0*\d*$", False), (r"(a)\1", False), (r"(?<=a)b", False), (r"^(?:a|\\0)=!$", True)],
 )
-def test_patterns_with_look_around_are_left_out_where_that_is_allowed(pattern: str, is_kept: bool) -> None:
+def test_lookaround_patterns_are_dropped_only_when_lenient(pattern: str, is_kept: bool) -> None:
     """Pydantic writes the first for a Decimal."""
     schema = nested(type="string", pattern=pattern)
     assert prepare(schema, "schema") == schema
@@ -122,7 +122,7 @@ TREE = {
         ([{"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab"], False),
     ],
 )
-def test_alternatives_exclude_each_other_where_that_is_plain(options: list[Any], are_exclusive: bool) -> None:
+def test_evidently_exclusive_alternatives_are_detected(options: list[Any], are_exclusive: bool) -> None:
     schema = {
         "properties": {"a": {"oneOf": options}},
         "$defs": {**DEFS, "tree": TREE, "circle": {"$ref": "#/$defs/circle"}},
@@ -131,20 +131,20 @@ def test_alternatives_exclude_each_other_where_that_is_plain(options: list[Any],
 
 
 @pytest.mark.parametrize("schema", [None, 3, "x", [], False])
-def test_anything_but_an_object_is_no_schema(schema: object) -> None:
+def test_non_object_schema_is_refused(schema: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         prepare(schema, "schema")
     assert caught.value.param == "schema"
 
 
-def test_no_more_properties_than_listed_unless_the_schema_says_so() -> None:
+def test_unlisted_properties_need_schema_permission() -> None:
     schema = {"properties": {"a": {"properties": {"b": {}}, "additionalProperties": True}}}
     prepared = prepare(schema, "schema", has_no_more_properties=True)
     assert prepared["additionalProperties"] is False
     assert prepared["properties"]["a"]["additionalProperties"] is True
 
 
-def test_every_part_has_its_path() -> None:
+def test_every_subschema_has_a_path() -> None:
     schema = {
         "properties": {"a": {"anyOf": [{"type": "string"}, {"items": {"minimum": 1}}]}},
         "additionalProperties": {"maxLength": 1},
@@ -188,7 +188,7 @@ def bad(part: dict[str, Any]) -> bool:
         ),
     ],
 )
-def test_the_fault_is_the_innermost_part_that_fails_by_itself(schema: dict[str, Any], path: tuple[object, ...]) -> None:
+def test_fault_is_innermost_part_failing_alone(schema: dict[str, Any], path: tuple[object, ...]) -> None:
     assert find_fault(schema, lambda part: not bad(part)) == path
 
 

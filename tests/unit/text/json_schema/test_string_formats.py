@@ -63,7 +63,7 @@ def test_text_of_format_is_parsed(babbler: Any, name: str, seed: int) -> None:
         ),
     ],
 )
-def test_format_takes_texts_of_its_kind(
+def test_format_accepts_only_matching_texts(
     accepts: Callable[..., bool], name: str, good: list[str], bad: list[str]
 ) -> None:
     schema = {"type": "string", "format": name}

@@ -108,7 +108,7 @@ def check_calls(calls: list[list[str]], tools: tuple[Tool, ...] = TOOLS) -> None
 
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("name", NAMES)
-def test_forced_calls_are_read_and_fit_their_schemas(
+def test_forced_calls_are_parsed_and_fit_schemas(
     tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]], name: str, kind: str
 ) -> None:
     tokenizer, llguidance = tokenizers[kind]
@@ -155,7 +155,7 @@ OPTIONAL = Tool(
 
 @pytest.mark.parametrize("tool", [COMBINED, PATTERNS, OPTIONAL], ids=lambda tool: tool.name)
 @pytest.mark.parametrize("name", NAMES)
-def test_schemas_beyond_a_list_of_properties_are_followed_too(
+def test_complex_tool_schemas_are_also_followed(
     tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]], name: str, tool: Tool
 ) -> None:
     tokenizer, llguidance = tokenizers["special"]
@@ -172,7 +172,7 @@ def test_schemas_beyond_a_list_of_properties_are_followed_too(
 
 
 @pytest.mark.parametrize("name", ["functiongemma", "pythonic", "qwen3_coder"])
-def test_definitions_that_each_property_has_a_copy_of_are_bounded_in_all(
+def test_repeated_definitions_per_property_are_bounded_in_total(
     tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]], name: str
 ) -> None:
     # 200 KB of tools were a format of 287 MB, which the server encodes and hashes
@@ -216,7 +216,7 @@ def test_unmarked_calls_are_not_enforced_in_free_text(
     assert answer_format(tokenizer, name, is_forced=False).whole(None) is None
 
 
-def test_tools_that_are_not_strict_leave_the_text_free(
+def test_non_strict_tools_leave_text_unconstrained(
     tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]],
 ) -> None:
     tokenizer, _ = tokenizers["special"]
@@ -225,7 +225,7 @@ def test_tools_that_are_not_strict_leave_the_text_free(
 
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("is_open", [True, None, False])
-def test_a_model_that_thinks_may_do_so_before_it_has_to_call(
+def test_reasoning_is_allowed_before_forced_call(
     tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]], kind: str, is_open: bool | None
 ) -> None:
     tokenizer, llguidance = tokenizers[kind]
@@ -268,7 +268,7 @@ def test_a_formatted_answer_and_calls_exclude_each_other(
     assert not matcher.consume_tokens(tokenizer.encode("Hello", add_special_tokens=False))
 
 
-def test_alternatives_that_exclude_each_other_are_enforced_in_strict_tools(
+def test_exclusive_alternatives_are_enforced_in_strict_tools(
     tokenizers: dict[str, tuple[Tokenizer, LLTokenizer]],
 ) -> None:
     """Pydantic writes a union with a discriminator so."""

@@ -216,14 +216,14 @@ def test_calls_are_found_in_a_whole_answer(
 
 
 @pytest.mark.parametrize(("name", "text"), TEXT_CASES)
-def test_what_is_no_call_is_content_to_the_letter(make_parser: MakeParser, name: str, text: str) -> None:
+def test_text_without_call_is_content_verbatim(make_parser: MakeParser, name: str, text: str) -> None:
     assert answer_of(make_parser(name), [text]) == ({"content": text} if text else {})
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [case.values[:2] for case in CALL_CASES] + [case.values for case in TEXT_CASES]
 )
-def test_an_answer_reads_the_same_however_it_is_cut(make_parser: MakeParser, name: str, text: Any) -> None:
+def test_answer_parses_equally_at_any_chunk_boundary(make_parser: MakeParser, name: str, text: Any) -> None:
     whole = answer_of(make_parser(name), [text])
     assert answer_of(make_parser(name), text) == whole
     for at in range(len(text)):
@@ -233,7 +233,7 @@ def test_an_answer_reads_the_same_however_it_is_cut(make_parser: MakeParser, nam
 @pytest.mark.parametrize("name", sorted(set(CALLS)))
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_hostile_text_is_read_without_an_error_and_the_same_in_pieces(
+def test_hostile_text_parses_without_error_in_any_pieces(
     make_parser: MakeParser, name: str, data: st.DataObject
 ) -> None:
     words = [word for text, _ in CALLS[name] for word in (text[:40], text[-30:], text[7:19])]
@@ -246,7 +246,7 @@ def test_hostile_text_is_read_without_an_error_and_the_same_in_pieces(
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "granite", "mistral", "phi4_mini_json"])
-def test_arguments_are_streamed_as_they_come_and_as_they_are_written(make_parser: MakeParser, name: str) -> None:
+def test_arguments_are_streamed_verbatim_as_generated(make_parser: MakeParser, name: str) -> None:
     text = CALLS[name][0][0]
     parser = make_parser(name)
     begin = text.index('{"city"')
@@ -274,13 +274,13 @@ def test_arguments_are_streamed_as_they_come_and_as_they_are_written(make_parser
         ("llama3_json", '{"name": "say", "parameters": {"text": "x"}', [["say", '{"text": "x"}']]),
     ],
 )
-def test_a_call_that_was_cut_off_or_misspelled_stays_a_call(
+def test_truncated_or_misspelled_call_stays_a_call(
     make_parser: MakeParser, name: str, text: str, calls: list[list[str]]
 ) -> None:
     assert answer_of(make_parser(name), [text]) == {"calls": calls}
 
 
-def test_markers_that_are_special_tokens_are_left_out_of_content(make_parser: MakeParser) -> None:
+def test_special_token_markers_are_left_out_of_content(make_parser: MakeParser) -> None:
     hidden = ("<|tool_call|>", "<|/tool_call|>")
     for text in ("a <|tool_call|>no<|/tool_call|> b", "a <|/tool_call|><|tool_call|>no b"):
         parser = make_parser("phi4_mini_json", hidden=hidden)
@@ -312,7 +312,7 @@ def test_a_value_may_be_long(make_parser: MakeParser) -> None:
         ("functiongemma", "<start_function_call>call:f{a:["),
     ],
 )
-def test_markers_in_each_other_are_read_a_bounded_number_of_times(
+def test_nested_markers_are_reread_boundedly(
     make_parser: MakeParser, monkeypatch: pytest.MonkeyPatch, name: str, start: str
 ) -> None:
     """Without the bound each marker would be read up to the end of the text."""

@@ -85,7 +85,7 @@ def conversation(*calls: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_template_tells_its_family(make_format: Callable[..., ChatFormat], name: str) -> None:
+def test_template_identifies_tool_family(make_format: Callable[..., ChatFormat], name: str) -> None:
     chat_format = make_format(name)
     assert chat_format.tools is not None
     assert chat_format.tools.name == FAMILIES[name]
@@ -93,7 +93,7 @@ def test_a_template_tells_its_family(make_format: Callable[..., ChatFormat], nam
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tools_reach_the_prompt_as_transformers_has_them(
+def test_tools_reach_prompt_as_in_transformers(
     make_format: Callable[..., ChatFormat], source_of: Callable[[str], str], name: str
 ) -> None:
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")

@@ -58,7 +58,7 @@ async def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await made.close()
 
 
-async def test_the_end_of_a_process_is_told_by_its_cause(process: WorkerProcess, subtests) -> None:
+async def test_process_end_is_reported_by_cause(process: WorkerProcess, subtests) -> None:
     causes = {
         "memory": Death.MEMORY,
         "rust-memory": Death.MEMORY,
@@ -80,14 +80,14 @@ async def test_the_end_of_a_process_is_told_by_its_cause(process: WorkerProcess,
             assert await process.ask(b"any", 20, 20) == b"done"
 
 
-async def test_the_words_of_an_earlier_question_say_nothing_of_this_end(process: WorkerProcess) -> None:
+async def test_earlier_questions_output_does_not_explain_later_death(process: WorkerProcess) -> None:
     assert await process.ask(b"words", 20, 20) == b"done"
     with pytest.raises(WorkerDied) as caught:
         await process.ask(b"abort", 20, 20)
     assert caught.value.death is Death.CRASH
 
 
-async def test_what_a_process_writes_beside_its_answers_is_bounded(process: WorkerProcess) -> None:
+async def test_extra_process_output_is_bounded(process: WorkerProcess) -> None:
     with pytest.raises(WorkerDied) as caught:
         await process.ask(b"flood", 20, 20)
     # the write fails, which is an exception here
@@ -102,7 +102,7 @@ async def test_no_descriptor_is_left(process: WorkerProcess) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_process_killed_at_its_start_is_started_again(process: WorkerProcess, tmp_path: Path) -> None:
+async def test_process_killed_at_start_is_restarted(process: WorkerProcess, tmp_path: Path) -> None:
     mark = tmp_path / "was-killed"
     kill = f"import os, pathlib\nmark = pathlib.Path({str(mark)!r})\n"
     kill += "if not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n"
@@ -111,7 +111,7 @@ async def test_process_killed_at_its_start_is_started_again(process: WorkerProce
     assert process.num_starts == 2
 
 
-async def test_process_that_always_dies_at_its_start_fails(process: WorkerProcess, tmp_path: Path) -> None:
+async def test_process_always_dying_at_start_fails(process: WorkerProcess, tmp_path: Path) -> None:
     (tmp_path / "dying_worker.py").write_text("import os\nos._exit(1)\n")
     with pytest.raises(WorkerStartFailed):
         await process.ask(b"anything", 60, 60)
