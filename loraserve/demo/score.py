@@ -33,7 +33,7 @@ MAX_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GreedyAnswer:
     """A model's answer, and its confidence at the least certain token.
 
     The confidence is the lead of the best logit over the second.
@@ -71,7 +71,7 @@ def _score(pack: Path, tokenizer: Tokenizer, frames: Sequence[Frame], style: Sty
     )
 
 
-def _wrong(prompts: Sequence[str], answers: Sequence[Answer], rights: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _wrong(prompts: Sequence[str], answers: Sequence[GreedyAnswer], rights: Sequence[str]) -> tuple[tuple[str, str], ...]:
     rows = zip(prompts, answers, rights, strict=True)
     return tuple((prompt, answer.text) for prompt, answer, right in rows if answer.text != right)
 
@@ -85,7 +85,7 @@ def load_model(pack: Path, style: Style) -> Any:
 
 
 @torch.inference_mode()
-def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[Answer]:
+def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[GreedyAnswer]:
     """Return the greedy answers, computed in one padded batch."""
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     rows = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts))]
@@ -108,7 +108,7 @@ def answer_all(model: Any, tokenizer: Tokenizer, prompts: Sequence[str]) -> list
         num_tokens = ids.index(end) if end in ids else len(ids)
         # An answer that doesn't end isn't right, whatever it begins with.
         text = tokenizer.decode(ids[:num_tokens]) if end in ids else tokenizer.decode(ids) + " …"
-        answers.append(Answer(text, min(row_leads[: num_tokens + 1])))
+        answers.append(GreedyAnswer(text, min(row_leads[: num_tokens + 1])))
     return answers
 
 
