@@ -64,7 +64,7 @@ def test_links_of_the_texts_lead_somewhere() -> None:
     assert not lost
 
 
-def test_site_needs_nothing_but_its_own_files() -> None:
+def test_site_needs_only_own_files() -> None:
     """A page that links out of docs/ is complete on GitHub, and broken on the site."""
     outside = [
         f"{path.name}: {link}"
@@ -75,14 +75,14 @@ def test_site_needs_nothing_but_its_own_files() -> None:
     assert not outside, f"name the file without a link: {outside}"
 
 
-def test_charts_are_those_of_the_newest_results(tools: None) -> None:
+def test_charts_match_newest_results(tools: None) -> None:
     charts = __import__("charts")
     for name, text in charts.charts().items():
         assert (DOCS / "charts" / name).read_text() == text, "draw them again: python tools/charts.py"
         assert len(text) < 10_000
 
 
-def test_pictures_of_the_terminal_are_of_commands_that_exist(tools: None, subtests: Any) -> None:
+def test_terminal_pictures_show_existing_commands(tools: None, subtests: Any) -> None:
     import typer.main
 
     from loraserve.cli.main import app
@@ -107,7 +107,7 @@ def test_pictures_of_the_terminal_are_of_commands_that_exist(tools: None, subtes
             assert f"images/terminal-{picture.name}.svg" in shown
 
 
-def test_checker_finds_what_is_wrong(check_site: ModuleType, tmp_path: Path) -> None:
+def test_checker_finds_broken_documents(check_site: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<h1 id="top"></h1><a href="b.html">x</a><a href="#top">x</a><a href="b.html#no">x</a>'
         '<a href="../out.html">x</a><a href="gone.html">x</a><a href="https://example.org/x">x</a>'

@@ -58,7 +58,7 @@ def run_installed(wheel: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_wheel_holds_our_packages_and_no_other(names: frozenset[str]) -> None:
+def test_wheel_contains_only_project_packages(names: frozenset[str]) -> None:
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
 
@@ -67,11 +67,11 @@ def test_no_package_is_called_kernels_or_migrations(names: frozenset[str]) -> No
     assert not {name for name in names if name.startswith(("kernels/", "migrations/", "tests/", "benchmarks/"))}
 
 
-def test_types_are_for_others_too(names: frozenset[str]) -> None:
+def test_wheel_exports_types(names: frozenset[str]) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
 
 
-def test_every_module_of_the_checkout_is_in_the_wheel(names: frozenset[str]) -> None:
+def test_wheel_contains_every_module_of_checkout(names: frozenset[str]) -> None:
     roots = (ROOT, ROOT, ROOT / "kernels", ROOT / "migrations")
     packages = ("loraserve", "adapters_store", "loraserve_kernels", "loraserve_migrations")
     expected = {
@@ -82,7 +82,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(names: frozenset[str]) -> 
     assert expected <= names
 
 
-def test_wheel_holds_the_consoles_files_and_installed_they_are_found(wheel: Path, names: frozenset[str]) -> None:
+def test_installed_wheel_finds_console_files(wheel: Path, names: frozenset[str]) -> None:
     static = ROOT / "loraserve" / "api" / "console" / "static"
     expected = {path.relative_to(ROOT).as_posix() for path in static.rglob("*") if path.is_file()}
     assert len(expected) > 20
@@ -93,14 +93,14 @@ def test_wheel_holds_the_consoles_files_and_installed_they_are_found(wheel: Path
     assert int(count) == len([*static.rglob("*.js")])
 
 
-def test_installed_wheel_finds_its_migrations(wheel: Path) -> None:
+def test_installed_wheel_finds_migrations(wheel: Path) -> None:
     code = "from loraserve.db import migrate; import loraserve; print(migrate.head(), loraserve.__file__)"
     head, file = run_installed(wheel, code).split()
     assert head
     assert file.startswith(str(wheel.parent))
 
 
-def test_installed_wheel_finds_its_demo_pack(wheel: Path) -> None:
+def test_installed_wheel_finds_demo_pack(wheel: Path) -> None:
     code = "from loraserve.demo.pack import pack_files; print(*pack_files(), sep='\\n')"
     files = [Path(line) for line in run_installed(wheel, code).splitlines()]
     assert {file.name for file in files} >= {"model.safetensors", "adapter_model.safetensors", "CARD.md"}
@@ -182,7 +182,7 @@ def importable(python: Path, names: set[str], checkout: Path, cwd: Path) -> set[
 
 
 @pytest.mark.campaign
-def test_type_checker_finds_the_types_of_an_editable_installation(editable_python: Path, tmp_path: Path) -> None:
+def test_type_checker_finds_types_of_editable_installation(editable_python: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "from loraserve import Client\n"
@@ -207,14 +207,14 @@ def test_type_checker_finds_the_types_of_an_editable_installation(editable_pytho
     ], done.stderr
 
 
-def test_editable_installation_makes_nothing_else_importable(
+def test_editable_installation_makes_no_extra_module_importable(
     checkout: Path, editable_python: Path, tmp_path: Path
 ) -> None:
     others = {"kernels", "migrations", "tests", "benchmarks", "examples", "hatch_build"}
     assert importable(editable_python, PACKAGES | others, checkout, tmp_path) == PACKAGES
 
 
-def test_editable_installation_works_without_its_links(checkout: Path, editable_python: Path, tmp_path: Path) -> None:
+def test_editable_installation_works_without_links(checkout: Path, editable_python: Path, tmp_path: Path) -> None:
     (checkout / ".editable").rename(tmp_path / "links")
     try:
         assert importable(editable_python, PACKAGES, checkout, tmp_path) == PACKAGES
@@ -222,7 +222,7 @@ def test_editable_installation_works_without_its_links(checkout: Path, editable_
         (tmp_path / "links").rename(checkout / ".editable")
 
 
-def test_sdist_of_an_installed_checkout_holds_packages_and_no_links(
+def test_sdist_of_installed_checkout_holds_packages_without_links(
     checkout: Path, editable_python: Path, tmp_path: Path
 ) -> None:
     assert (checkout / ".editable" / "loraserve").is_symlink()

@@ -116,12 +116,12 @@ def test_a_folder_has_at_most_fourteen_modules() -> None:
     assert not large, f"split by noun into packages of at most {MAX_MODULES} modules: {large}"
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_has_docstring() -> None:
     mute = [name for name in modules() if is_package(name) and not ast.get_docstring(tree(name))]
     assert not mute, f"a package's __init__.py says in a line what it holds: {mute}"
 
 
-def test_a_small_module_has_more_than_one_reader() -> None:
+def test_small_module_has_several_readers() -> None:
     crumbs = {}
     for name, path in modules().items():
         readers = importers()[name]
@@ -132,7 +132,7 @@ def test_a_small_module_has_more_than_one_reader() -> None:
     assert not set(STAND_ALONE) - set(modules()), "STAND_ALONE names modules that are gone"
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_class_name_has_single_meaning() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name in modules():
         if not name.startswith(MIRRORS):
@@ -143,7 +143,7 @@ def test_a_class_name_means_one_thing() -> None:
     assert not shared, f"rename all but one of each: {shared}"
 
 
-def test_a_file_name_is_in_at_most_three_packages() -> None:
+def test_file_name_occurs_in_at_most_three_packages() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name, path in modules().items():
         if path.name != "__init__.py" and not name.startswith(SAME_NOUN):

@@ -73,6 +73,15 @@ OPENERS = frozenset(_OPENERS.split())
 PERSONS = re.compile(r"\b(who|whom|whoever|nobody|somebody|someone|anybody|anyone)\b", re.IGNORECASE)
 """Words for people. A request, a thread or a tensor is *it*."""
 
+_PRONOUNS = (
+    "it its itself they them their themselves he his she her who whom whose whoever nobody somebody anybody everybody "
+    "nothing something anything everything none what whatever one ones another others that which this these those we "
+    "you i me my your our"
+)
+PRONOUNS = frozenset(_PRONOUNS.split())
+"""Words of a test's name that stand for a noun, which is said instead."""
+MAX_NAME_WORDS = 8
+
 MAX_FRAGMENTS = 0.021
 MAX_WITH_PERSONS = 0.004
 """Shares of all docstrings. *Whose* isn't counted: English says it of things too."""
@@ -148,7 +157,7 @@ def test_docstrings_open_as_sentences() -> None:
     )
 
 
-def test_machines_are_it() -> None:
+def test_docstrings_use_no_words_for_people() -> None:
     every, bad = 0, []
     for path, text in sources().items():
         for line, docstring, _ in docstrings(text):
@@ -159,3 +168,13 @@ def test_machines_are_it() -> None:
     assert share <= MAX_WITH_PERSONS, (
         f"{len(bad)} of {every} docstrings ({share:.1%}) call something *who*\n" + "\n".join(bad)
     )
+
+
+def test_names_of_tests_are_short_and_without_pronouns() -> None:
+    bad = []
+    for path, text in sources(("tests",)).items():
+        for name in re.findall(r"^\s*(?:async )?def test_(\w+)", text, re.MULTILINE):
+            words = name.split("_")
+            if len(words) > MAX_NAME_WORDS or PRONOUNS.intersection(words):
+                bad.append(f"{path.relative_to(ROOT)}: test_{name}")
+    assert not bad, f"{len(bad)} names: test_<noun>_<verb>_<condition>, in {MAX_NAME_WORDS} words\n" + "\n".join(bad)

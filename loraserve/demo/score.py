@@ -71,7 +71,9 @@ def _score(pack: Path, tokenizer: Tokenizer, frames: Sequence[Frame], style: Sty
     )
 
 
-def _wrong(prompts: Sequence[str], answers: Sequence[GreedyAnswer], rights: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _wrong(
+    prompts: Sequence[str], answers: Sequence[GreedyAnswer], rights: Sequence[str]
+) -> tuple[tuple[str, str], ...]:
     rows = zip(prompts, answers, rights, strict=True)
     return tuple((prompt, answer.text) for prompt, answer, right in rows if answer.text != right)
 

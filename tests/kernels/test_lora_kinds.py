@@ -37,7 +37,7 @@ def random_bias(site: str) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("site", SITES)
-def test_adapters_of_all_kinds_and_dtypes_share_a_step(apply: Apply, site: str) -> None:
+def test_adapters_of_all_kinds_and_dtypes_share_step(apply: Apply, site: str) -> None:
     changed = [of_all_kinds(rank, dtype) for rank, dtype in zip((5, 0, 3, 9), DTYPES, strict=True)]
     adapters = [changed[0], None, changed[1], make_adapter(4), changed[2], changed[3]]
     assert_equals_reference(apply, make_step(adapters, [1, 2, 35, 1, 2, 3]), site, 1, bias=random_bias(site))
@@ -97,7 +97,7 @@ def test_the_reference_is_the_formula(site: str) -> None:
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_rows_replaced_leave_nothing_of_the_base(apply: Apply, site: str, dtype: torch.dtype) -> None:
+def test_replacing_all_rows_removes_base_output(apply: Apply, site: str, dtype: torch.dtype) -> None:
     adapter, bias = make_adapter(0, rows=ALL_ROWS, dtype=dtype), random_bias(site)
     x, y = make_io(37, site)
     y[1:36] = float("nan")
@@ -111,7 +111,7 @@ def test_all_rows_replaced_leave_nothing_of_the_base(apply: Apply, site: str, dt
 
 @pytest.mark.parametrize("apply", PATHS)
 @pytest.mark.parametrize("ids", [[0], [7, 9, 2104], [5, 6, 7], [0, 3, 4, 700, 2103]])
-def test_tokens_with_rows_of_their_own_are_found_and_no_others(apply: Apply, ids: list[int]) -> None:
+def test_tokens_with_replaced_rows_are_found_exactly(apply: Apply, ids: list[int]) -> None:
     table = torch.randn(len(ids), 40)
     module = LoraModule(
         0,
@@ -176,7 +176,7 @@ def poison_gaps(adapter: PackedAdapter) -> None:
 
 @needs_numba
 @pytest.mark.parametrize("site", ["gate_up", "embed"])
-def test_bits_dont_depend_on_the_number_of_threads_whatever_is_changed(site: str) -> None:
+def test_bits_do_not_depend_on_thread_count(site: str) -> None:
     adapters, bias = [of_all_kinds(5, rows=ALL_ROWS), of_all_kinds(0, torch.int8)], random_bias(site)
     x, y = make_io(70, site)
     results, before = [], torch.get_num_threads()
@@ -201,7 +201,7 @@ def test_adapters_without_rows_have_no_tiles() -> None:
 
 
 @needs_numba
-def test_each_thread_of_a_launch_has_a_tile_of_its_own() -> None:
+def test_each_thread_of_launch_has_own_tile() -> None:
     from loraserve_kernels.cpu.lora import kernel as lora_kernel
 
     x, y = make_io(3, "o")

@@ -51,7 +51,7 @@ def test_widened_weight_is_the_references_bit_for_bit(kind: str) -> None:
     assert torch.equal(widen(weight), weight.dequantize(torch.float32))
 
 
-def test_every_code_of_fp8_is_widened_as_torch_does() -> None:
+def test_each_fp8_code_is_widened_as_in_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
     weight = QuantizedWeight("fp8", codes, torch.ones(2, 1), None, 128, 128, 2)
     assert torch.equal(widen(weight).nan_to_num(999), codes.float().nan_to_num(999))
@@ -62,7 +62,7 @@ def test_every_code_of_fp8_is_widened_as_torch_does() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 63])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_product_is_that_of_the_widened_weight(kernel: str, kind: str, num_tokens: int, has_bias: bool) -> None:
+def test_product_equals_product_with_widened_weight(kernel: str, kind: str, num_tokens: int, has_bias: bool) -> None:
     weight = make(kind, 101, 192)
     x, bias = torch.randn(num_tokens, 192), torch.randn(101) if has_bias else None
     packed = pack_quantized(weight, kernel)
@@ -79,7 +79,7 @@ def test_product_is_that_of_the_widened_weight(kernel: str, kind: str, num_token
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_rows_bits_dont_depend_on_its_batch(kernel: str, kind: str) -> None:
+def test_row_bits_do_not_depend_on_batch(kernel: str, kind: str) -> None:
     packed, row = pack_quantized(make(kind, 101, 192), kernel), torch.randn(1, 192)
     alone = packed_linear(row, packed)[0]
     for num_tokens in (2, 3, 8, 17, 64, 200):
@@ -92,7 +92,7 @@ def test_a_rows_bits_dont_depend_on_its_batch(kernel: str, kind: str) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_tokens", "in_features"), [(1, 333), (7, 64), (65, 2048)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_weights_are_decoded_as_they_are(
+def test_16_bit_weights_are_decoded_unchanged(
     dtype: torch.dtype, num_tokens: int, in_features: int, has_bias: bool
 ) -> None:
     weight = torch.randn(101, in_features).to(dtype)
@@ -111,7 +111,7 @@ def test_16_bit_weights_are_decoded_as_they_are(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_rows_of_a_packed_weight_are_the_references_bit_for_bit(kernel: str, kind: str) -> None:
+def test_packed_weight_rows_equal_reference_bit_for_bit(kernel: str, kind: str) -> None:
     weight = make(kind, 101, 192)
     rows = torch.cat(list(pack_quantized(weight, kernel).rows(30, 99)))
     assert torch.equal(rows, weight.dequantize(torch.float32)[30:99])
@@ -129,7 +129,7 @@ def test_nan_in_fp8_stays_nan(kernel: str) -> None:
     assert is_nan.sum() == 2
 
 
-def test_blocks_keep_scratch_memory_small_and_codes_unshared_copies_away() -> None:
+def test_blocks_bound_scratch_memory_and_share_codes() -> None:
     weight = make("nf4", 4100, 1024)
     packed = pack_quantized(weight, "widened")
     assert all(block.out_features * block.in_features <= 1 << 20 for block in packed.blocks)
@@ -138,6 +138,6 @@ def test_blocks_keep_scratch_memory_small_and_codes_unshared_copies_away() -> No
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 63), torch.randn(64), torch.randn(3, 64).half()])
-def test_input_that_doesnt_fit_is_refused(x: torch.Tensor) -> None:
+def test_mismatched_input_is_refused(x: torch.Tensor) -> None:
     with pytest.raises(TensorMismatch, match="this linear takes"):
         packed_linear(x, pack_quantized(make("nf4", 8, 64), "widened"))

@@ -105,9 +105,7 @@ def read_replaced(pool: PagedPool, slot: int, m: LoraModule) -> ReplacedRows | N
 
 @pytest.mark.parametrize("stored", STORED_DTYPES)
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
-def test_the_tables_lead_to_every_rank_and_delta_and_padding_is_zero(
-    shapes: dict[str, tuple[int, int]], stored: torch.dtype
-) -> None:
+def test_tables_locate_every_rank_and_delta(shapes: dict[str, tuple[int, int]], stored: torch.dtype) -> None:
     torch.manual_seed(0)
     pool = empty_pool(shapes, torch.float16 if stored == torch.int8 else stored)
     loaded = {}
@@ -135,7 +133,7 @@ def test_int8_and_16_bit_adapters_share_a_pool() -> None:
         pool.load(pages_of([m], ODD, torch.float16))
 
 
-def test_ranks_may_differ_by_layer_and_layers_may_be_missing() -> None:
+def test_ranks_vary_by_layer_and_may_be_missing() -> None:
     torch.manual_seed(0)
     pool = empty_pool(ODD, torch.float16)
     deep = random_modules({"q_proj": 40}, ODD, torch.float16, [0])[0]
@@ -152,7 +150,7 @@ def test_ranks_may_differ_by_layer_and_layers_may_be_missing() -> None:
 
 
 @pytest.mark.parametrize("stored", STORED_DTYPES)
-def test_what_an_adapter_has_beside_ranks_lies_in_the_pages_too(stored: torch.dtype) -> None:
+def test_terms_besides_ranks_lie_in_pages_too(stored: torch.dtype) -> None:
     torch.manual_seed(0)
     pool = empty_pool(ODD, torch.float16 if stored == torch.int8 else stored)
     num_rows = {"lm_head": 70, "embed_tokens": 33}
@@ -189,7 +187,7 @@ def test_rows_are_quantized_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(whole.records, parts.records)
 
 
-def test_a_base_without_a_head_of_its_own_takes_adapters_of_its_layers() -> None:
+def test_base_with_tied_head_accepts_layer_adapters() -> None:
     torch.manual_seed(0)
     shapes = {module: ODD[module] for module in LAYER_MODULES}
     pool = empty_pool(shapes, torch.float16)
@@ -199,7 +197,7 @@ def test_a_base_without_a_head_of_its_own_takes_adapters_of_its_layers() -> None
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
-def test_pages_are_counted_before_they_are_made(shapes: dict[str, tuple[int, int]]) -> None:
+def test_pages_are_counted_before_allocation(shapes: dict[str, tuple[int, int]]) -> None:
     for ranks in [*MIXED_RANKS, 0]:
         for stored in (torch.float16, torch.int8):
             modules = random_modules(
@@ -230,7 +228,7 @@ def test_pages_waste_little() -> None:
     assert num_weights * 2 >= 0.9 * pages.num_bytes
 
 
-def test_pages_that_follow_one_another_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_pages_are_copied_together(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = empty_pool(ODD, torch.float16)
     adapter = pages_of(random_modules(8, ODD, torch.float16), ODD, torch.float16)
     copies = []
@@ -246,7 +244,7 @@ def test_pages_that_follow_one_another_are_copied_together(monkeypatch: pytest.M
     assert copies == [(True, True)] * 2
 
 
-def test_room_is_known_before_it_is_taken() -> None:
+def test_capacity_is_known_before_allocation() -> None:
     pool = empty_pool(ODD, torch.float16, num_pages=4, max_slots=3)
     one = pages_of(random_modules({"k_proj": 8}, ODD, torch.float16), ODD, torch.float16)
     first, second = pool.load(one), pool.load(one)
@@ -274,7 +272,7 @@ def test_an_unloaded_adapters_room_serves_the_next() -> None:
         pool.unload(slot)
 
 
-def test_a_full_pool_refuses_and_changes_nothing() -> None:
+def test_full_pool_refuses_without_change() -> None:
     adapter = pages_of(random_modules(8, ODD, torch.float16), ODD, torch.float16)
     few_pages = empty_pool(ODD, torch.float16, num_pages=adapter.num_pages + 1)
     few_slots = empty_pool(ODD, torch.float16, max_slots=2)
@@ -289,7 +287,7 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
         pool.load(adapter)
 
 
-def test_what_doesnt_fit_the_base_or_the_pool_is_refused() -> None:
+def test_adapter_exceeding_base_or_pool_is_refused() -> None:
     def make(
         modules: list[LoraModule],
         page_num_bytes: int = PAGE_NUM_BYTES,

@@ -12,7 +12,7 @@ def test_a_base_only_step_has_no_plan() -> None:
     assert make_plan([], 5) is None
 
 
-def test_neighbouring_segments_of_one_adapter_are_joined() -> None:
+def test_neighbouring_segments_of_same_adapter_are_joined() -> None:
     a, b = make_adapter(4), make_adapter(8)
     plan = make_plan([(a, 0, 1), (a, 1, 3), (b, 3, 4), (a, 5, 6), (a, 7, 8)], 9)
     assert plan is not None
@@ -25,7 +25,7 @@ def test_neighbouring_segments_of_one_adapter_are_joined() -> None:
 
 
 @pytest.mark.parametrize("rows", [[(0, 2), (1, 3)], [(2, 3), (0, 1)], [(1, 1)], [(3, 6)], [(-1, 2)]])
-def test_rows_that_overlap_are_out_of_order_empty_or_outside_are_refused(rows: list[tuple[int, int]]) -> None:
+def test_overlapping_unordered_empty_or_outside_rows_are_refused(rows: list[tuple[int, int]]) -> None:
     adapter = make_adapter(4)
     with pytest.raises(InvalidPlan):
         make_plan([(adapter, start, end) for start, end in rows], 5)

@@ -45,7 +45,7 @@ def make_turning() -> tuple[Program, list[torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.usefixtures("two_threads")
-def test_each_kernel_sees_all_that_the_one_before_wrote(num_threads: int) -> None:
+def test_each_kernel_sees_all_writes_of_previous_kernel(num_threads: int) -> None:
     """Rows are turned around 400 times: one that was read too early would stay where it was."""
     program, buffers, _rows = make_turning()
     expected = buffers[0].clone()
@@ -56,7 +56,7 @@ def test_each_kernel_sees_all_that_the_one_before_wrote(num_threads: int) -> Non
         assert torch.equal(buffers[0], expected)
 
 
-def test_a_range_runs_and_no_more_and_a_place_without_a_kernel_is_passed_over() -> None:
+def test_range_runs_exactly_and_skips_slots_without_kernel() -> None:
     first, second, third = torch.randn(2, 16), torch.zeros(2, 16), torch.zeros(2, 16)
     program, rows = Program(), torch.tensor([0, 1])
     gathering(program, first, second, rows)
@@ -79,7 +79,7 @@ def test_a_range_runs_and_no_more_and_a_place_without_a_kernel_is_passed_over() 
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_threads_that_others_keep_off_the_cores_are_waited_for() -> None:
+def test_program_waits_for_descheduled_threads() -> None:
     stop = threading.Event()
 
     def spin() -> None:
@@ -90,7 +90,7 @@ def test_threads_that_others_keep_off_the_cores_are_waited_for() -> None:
     for thread in others:
         thread.start()
     try:
-        test_each_kernel_sees_all_that_the_one_before_wrote(2)
+        test_each_kernel_sees_all_writes_of_previous_kernel(2)
     finally:
         stop.set()
         for thread in others:
@@ -100,7 +100,7 @@ def test_threads_that_others_keep_off_the_cores_are_waited_for() -> None:
 @pytest.mark.parametrize("width", [16, 48, 61])
 @pytest.mark.parametrize("num_rows", [1, 5, 130])
 @pytest.mark.parametrize("delta", ["none", "plain", "normed"])
-def test_sums_and_norms_equal_their_definition(width: int, num_rows: int, delta: str) -> None:
+def test_sums_and_norms_equal_definition(width: int, num_rows: int, delta: str) -> None:
     k = norm_kernel
     hidden, added = torch.randn(num_rows, width) * 3, torch.randn(num_rows, width)
     weight, own = torch.randn(width), torch.randn(width)
@@ -138,7 +138,7 @@ def test_sums_and_norms_equal_their_definition(width: int, num_rows: int, delta:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_threads_that_come_in_the_middle_join_and_those_that_come_late_find_nothing_to_do() -> None:
+def test_late_threads_join_or_find_no_work() -> None:
     program, buffers, _rows = make_turning()
     expected = buffers[0].clone()
     program.reset()

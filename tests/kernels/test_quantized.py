@@ -66,7 +66,7 @@ def test_every_weight_is_within_the_formats_half_step(
 
 
 @pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
-def test_what_dequantize_gives_quantizes_to_itself(format: str, group_size: int | None, has_zeros: bool) -> None:
+def test_dequantized_values_quantize_to_same_codes(format: str, group_size: int | None, has_zeros: bool) -> None:
     once = quantize(random_weight(), format, group_size, has_zeros=has_zeros).dequantize(torch.float32)
     twice = quantize(once, format, group_size, has_zeros=has_zeros).dequantize(torch.float32)
     # int4's largest magnitude is a half step short of what it was
@@ -95,7 +95,7 @@ def test_four_bits_stand_low_nibble_first() -> None:
     assert nf4.dequantize(torch.float32)[0, :6].tolist() == [NF4_CODE[c] / 2 for c in (0, 1, 8, 9, 7, 15)]
 
 
-def test_eight_bits_have_zeros_that_count_from_the_lowest_code() -> None:
+def test_eight_bit_zeros_count_from_lowest_code() -> None:
     codes = torch.tensor([-128, -127, 0, 127], dtype=torch.int8).repeat(1, 16)
     zeros = torch.tensor([[0, 200]], dtype=torch.uint8)
     int8 = QuantizedWeight("int8", codes, torch.tensor([[0.5, 2.0]]), zeros, 32, 64, 1)
@@ -103,7 +103,7 @@ def test_eight_bits_have_zeros_that_count_from_the_lowest_code() -> None:
     assert int8.dequantize(torch.float32)[0, 32:36].tolist() == [-400.0, -398.0, -144.0, 110.0]
 
 
-def test_int8_has_a_scale_for_each_channel_unless_groups_are_asked_for() -> None:
+def test_int8_scales_by_channel_unless_groups_are_requested() -> None:
     weight = torch.randn(8, 256)
     channels, groups = quantize(weight, "int8"), quantize(weight, "int8", 64)
     assert (channels.scales.shape, channels.has_groups) == ((8, 1), False)
@@ -112,7 +112,7 @@ def test_int8_has_a_scale_for_each_channel_unless_groups_are_asked_for() -> None
     assert errors[1] < 0.95 * errors[0]
 
 
-def test_nf4_takes_the_nearest_of_its_sixteen_numbers() -> None:
+def test_nf4_rounds_to_nearest_of_sixteen_numbers() -> None:
     weight = torch.linspace(-1, 1, 64 * 50).view(1, -1)
     weight[0, 0::64], weight[0, 1::64] = -1.0, 1.0
     values = quantize(weight, "nf4").dequantize(torch.float32)
@@ -121,7 +121,7 @@ def test_nf4_takes_the_nearest_of_its_sixteen_numbers() -> None:
     assert torch.equal(values, nearest)
 
 
-def test_zeros_serve_groups_on_one_side_of_zero_better() -> None:
+def test_zeros_improve_groups_on_single_side_of_zero() -> None:
     weight = 1 + torch.rand(16, 128)
     errors = [
         (quantize(weight, "int4", has_zeros=has_zeros).dequantize(torch.float32) - weight).norm()
@@ -145,7 +145,7 @@ def test_zeros_may_lie_between_codes(format: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
-def test_concatenated_weights_are_their_parts_in_order(format: str, group_size: int | None, has_zeros: bool) -> None:
+def test_concatenated_weights_equal_parts_in_order(format: str, group_size: int | None, has_zeros: bool) -> None:
     parts = [quantize(torch.randn(n, 256), format, group_size, has_zeros=has_zeros) for n in (5, 1, 12)]
     whole = concatenate(parts)
     assert (whole.out_features, whole.in_features) == (18, 256)
@@ -169,7 +169,7 @@ def test_bytes_are_counted() -> None:
     assert quantize(weight, "int8", 128).num_bytes == 10 * (256 + 8)
 
 
-def test_a_moved_weight_has_its_scales_by_channel_and_means_the_same() -> None:
+def test_transferred_weight_keeps_channel_scales_and_meaning() -> None:
     made = quantize(torch.randn(10, 256), "int4", 32, has_zeros=True)
     assert made.zeros is not None
     loaded = QuantizedWeight("int4", made.codes, made.scales.contiguous(), made.zeros.contiguous(), 32, 256, 10)
@@ -191,7 +191,7 @@ def test_zeros_are_read_in_words() -> None:
     assert torch.equal(zero_words(made[1:]).view(torch.uint8)[:, :9].t(), made[1:])
 
 
-def test_formats_and_groups_that_dont_exist_are_refused() -> None:
+def test_unknown_formats_and_groups_are_refused() -> None:
     weight = torch.randn(4, 192)
     with pytest.raises(InvalidWeight, match="expected one of int8, int4, nf4, fp8"):
         quantize(weight, "int3")
@@ -212,7 +212,7 @@ def test_formats_and_groups_that_dont_exist_are_refused() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_weights_that_arent_finite_are_refused_by_channel(format: str) -> None:
+def test_non_finite_weights_are_refused_by_channel(format: str) -> None:
     weight = torch.randn(4, 128)
     weight[2, 7] = float("inf")
     weight[3, 0] = float("nan")
@@ -221,7 +221,7 @@ def test_weights_that_arent_finite_are_refused_by_channel(format: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "group_size", "has_zeros"), CONFIGS)
-def test_a_weight_that_is_rounded_block_by_block_is_what_it_would_be_at_once(
+def test_blockwise_rounding_equals_rounding_at_once(
     monkeypatch: pytest.MonkeyPatch, format: str, group_size: int | None, has_zeros: bool
 ) -> None:
     weight = random_weight()
@@ -246,7 +246,7 @@ def permuted(weight: Tensor, order: Tensor) -> QuantizedWeight:
     return replace(quantize(weight[:, order], "int4", 32, has_zeros=True), permutation=order.int())
 
 
-def test_permuted_weight_means_inputs_in_their_order() -> None:
+def test_permuted_weight_keeps_input_order() -> None:
     order = torch.randperm(128)
     made = permuted(torch.randn(6, 128), order)
     ordered = made.without_permutation.dequantize(torch.float32)
@@ -274,7 +274,7 @@ def test_permutation_is_checked() -> None:
         weight_format(permuted(torch.randn(6, 128), torch.randperm(128)), rounded=())
 
 
-def test_tensors_that_dont_agree_are_refused() -> None:
+def test_disagreeing_tensors_are_refused() -> None:
     good = quantize(torch.randn(6, 128), "int4", 32)
     for codes, scales in (
         (good.codes.to(torch.int8), good.scales),

@@ -122,7 +122,7 @@ def test_float_rows_are_rotated_for_a_rotated_weight(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 9])
-def test_rotated_int4_follows_its_rounded_rows(num_rows: int) -> None:
+def test_rotated_int4_follows_rounded_rows(num_rows: int) -> None:
     x, weight = loud_rows(num_rows, 192), quantize(torch.randn(61, 192), "int4", 64, rotation=64)
     packed = pack_group_dot(weight)
     codes, scales = gemm.quantize_rows(x, rotation=64)
@@ -133,7 +133,7 @@ def test_rotated_int4_follows_its_rounded_rows(num_rows: int) -> None:
     assert torch.equal(unpack_group_dot(packed, 2, 50), weight.dequantize(torch.float32)[2:50])
 
 
-def test_largest_magnitudes_are_those_of_rotated_rows() -> None:
+def test_largest_magnitudes_come_from_rotated_rows() -> None:
     """Parts of a row that are cut at whole blocks, rounded together."""
     x = loud_rows(6, 256)
     tops = torch.maximum(gemm.row_tops(x[:, :128], 64), gemm.row_tops(x[:, 128:], 64))
@@ -145,7 +145,7 @@ def test_largest_magnitudes_are_those_of_rotated_rows() -> None:
         assert torch.equal(part_scales, scales)
 
 
-def test_row_that_isnt_finite_is_nan_alone() -> None:
+def test_non_finite_row_alone_becomes_nan() -> None:
     x, rounded = torch.randn(5, 64), quantize(torch.randn(61, 64), "int8", rotation=64)
     x[1, 7], x[3, 39] = float("nan"), float("-inf")
     y = gemm.int8_linear(x, gemm.pack_int8(rounded.codes, rounded.scales.flatten(), "numba-dot", 64))

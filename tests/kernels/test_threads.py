@@ -8,7 +8,7 @@ import torch
 from loraserve_kernels.cpu import threads
 
 
-def test_work_beside_the_step_runs_on_its_own_thread_alone_and_leaves_the_setting_as_it_was() -> None:
+def test_background_work_uses_single_thread_and_restores_setting() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

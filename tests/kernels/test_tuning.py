@@ -40,7 +40,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_kernels_read_sizes_of_their_shapes(file: Path) -> None:
+def test_kernels_read_sizes_of_own_shapes(file: Path) -> None:
     weight = torch.zeros(96, 256, dtype=torch.bfloat16)
     config = gemm.decode_config(3, weight)
     assert (config.block_n, config.num_stages) == (32, 3)
@@ -65,7 +65,7 @@ def test_defaults_hold_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"shrink": {"a": {"num_warps": "4"}}}, "num_warps is '4'"),
     ],
 )
-def test_sizes_that_no_kernel_has_are_refused(kernels: object, words: str, tmp_path: Path) -> None:
+def test_sizes_unknown_to_kernels_are_refused(kernels: object, words: str, tmp_path: Path) -> None:
     path = tmp_path / "sizes.json"
     # a kernel without shapes is refused too
     document = {"kernels": kernels if kernels != {"warp_gemm": {}} else {"warp_gemm": {"a": {}}}}
@@ -75,7 +75,7 @@ def test_sizes_that_no_kernel_has_are_refused(kernels: object, words: str, tmp_p
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"device": "A GPU"}', '{"kernels": {"shrink": 3}}'])
-def test_file_of_another_form_is_refused(text: str, tmp_path: Path) -> None:
+def test_file_of_unknown_form_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "sizes.json"
     path.write_text(text)
     with pytest.raises(InvalidTuning, match="isn't a file of tile sizes"):

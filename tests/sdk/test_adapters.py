@@ -7,7 +7,7 @@ import pytest
 from loraserve import AsyncClient, Client, errors
 
 
-def test_list_follows_the_cursor_and_asks_only_when_needed(server: Any, client: Client) -> None:
+def test_list_follows_cursor_and_fetches_only_when_needed(server: Any, client: Client) -> None:
     server.answer_with_adapters("a", "b", next_cursor="after b/=")
     rows = client.adapters.list()
     assert [next(rows).name, next(rows).name] == ["a", "b"]
@@ -23,7 +23,7 @@ async def test_async_list_follows_the_cursor(server: Any, async_client: AsyncCli
     assert [row.name async for row in async_client.adapters.list()] == ["a", "b"]
 
 
-def test_alias_is_moved_only_from_the_state_that_was_seen(server: Any, client: Client) -> None:
+def test_alias_moves_only_from_observed_state(server: Any, client: Client) -> None:
     server.answer_with_alias(version=2, etag='"7"')
     server.refuse(412, "precondition_failed", "It moved.")
     moved = client.adapters.set_alias("sql", "live", 2, if_match='"6"')
@@ -55,7 +55,7 @@ FAILED = {
 }
 
 
-def test_verify_returns_the_version_with_its_certificate(server: Any, client: Client) -> None:
+def test_verify_returns_version_with_certificate(server: Any, client: Client) -> None:
     server.answer_with_version(**FAILED)
     version = client.adapters.verify("sql", 1)
     asked = server.asked[0]
@@ -73,7 +73,7 @@ async def test_async_verify_asks_the_same(server: Any, async_client: AsyncClient
     assert (version.is_quarantined, version.verdict, version.certificate) == (False, None, None)
 
 
-def test_an_engine_that_is_away_is_asked_again_under_the_same_key(server: Any, client: Client) -> None:
+def test_unavailable_engine_is_retried_under_same_key(server: Any, client: Client) -> None:
     server.refuse(503, "engine_unavailable", retry_after_ms="1")
     server.answer_with_version()
     client.adapters.verify("sql", 1)
@@ -81,7 +81,7 @@ def test_an_engine_that_is_away_is_asked_again_under_the_same_key(server: Any, c
     assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
 
 
-def test_the_use_of_a_version_in_quarantine_has_an_error_of_its_own(server: Any, client: Client) -> None:
+def test_use_of_quarantined_version_has_own_error(server: Any, client: Client) -> None:
     server.refuse(409, "adapter_quarantined", "0.31", retry_after_ms="1", x_should_retry="false")
     with pytest.raises(errors.AdapterQuarantined, match=r"0\.31"):
         client.completions.create(model="sql", prompt="x")
@@ -95,7 +95,7 @@ def test_weights_are_kept_or_dropped_by_version(server: Any, client: Client, act
     assert (server.asked[0].method, server.asked[0].path) == ("POST", f"/api/v1/adapters/sql/versions/3/{action}")
 
 
-def test_delete_takes_the_adapter_or_one_version(server: Any, client: Client) -> None:
+def test_delete_removes_adapter_or_single_version(server: Any, client: Client) -> None:
     server.answer(status=204)
     server.answer(status=204)
     client.adapters.delete("sql")
@@ -103,7 +103,7 @@ def test_delete_takes_the_adapter_or_one_version(server: Any, client: Client) ->
     assert [asked.path for asked in server.asked] == ["/api/v1/adapters/sql", "/api/v1/adapters/sql/versions/3"]
 
 
-def test_new_key_is_shown_by_its_field_and_by_nothing_else(server: Any, client: Client) -> None:
+def test_new_key_is_shown_only_by_own_field(server: Any, client: Client) -> None:
     made = {
         "id": "1",
         "name": "ci",
@@ -132,7 +132,7 @@ MEMORY = {
 }
 
 
-def test_memory_is_read_with_one_row_at_most(server: Any, client: Client) -> None:
+def test_memory_is_read_with_at_most_single_row(server: Any, client: Client) -> None:
     server.answer({"data": [], "next_cursor": None, "memory": MEMORY})
     memory = client.memory()
     assert memory is not None
@@ -140,7 +140,7 @@ def test_memory_is_read_with_one_row_at_most(server: Any, client: Client) -> Non
     assert (server.asked[0].path, server.asked[0].query) == ("/api/v1/residency", {"limit": "1"})
 
 
-async def test_memory_that_a_tenant_is_not_told_is_none(server: Any, client: Client, async_client: AsyncClient) -> None:
+async def test_memory_hidden_from_tenant_is_absent(server: Any, client: Client, async_client: AsyncClient) -> None:
     for body in ({"data": [], "next_cursor": None, "memory": None}, {"data": [], "next_cursor": None}):
         server.answer(body)
         assert client.memory() is None

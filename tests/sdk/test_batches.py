@@ -53,7 +53,7 @@ async def test_lists_follow_the_last_id(server: Any, async_client: AsyncClient) 
     assert [batch.id async for batch in async_client.batches.list()] == ["batch_1"]
 
 
-def test_what_makes_something_anew_is_not_repeated_on_a_broken_connection() -> None:
+def test_creating_calls_are_not_repeated_on_broken_connection() -> None:
     from loraserve.sdk.call import Call, read_nothing
 
     assert Call("POST", "/v1/completions", read_nothing).is_repeatable

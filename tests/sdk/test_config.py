@@ -18,7 +18,7 @@ def resolve(
     return ClientConfig.resolve(url, api_key, tenant, timeout, 2)
 
 
-def test_variables_say_which_server_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_name_server_and_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASERVE_URL", "http://example.com:81/")
     monkeypatch.setenv("LORASERVE_API_KEY", "sk-lora-env")
     monkeypatch.setenv("LORASERVE_TENANT", "acme")
@@ -35,29 +35,29 @@ def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.url, config.api_key) == ("http://other", "sk-lora-argument")
 
 
-def test_url_may_end_as_other_clients_want_it() -> None:
+def test_url_may_end_as_in_foreign_clients() -> None:
     assert resolve("http://127.0.0.1:8000/v1/").url == "http://127.0.0.1:8000"
 
 
-def test_missing_key_says_where_to_put_one() -> None:
+def test_missing_key_error_names_places_to_set_key() -> None:
     with pytest.raises(errors.ConfigError, match="LORASERVE_API_KEY"):
         resolve(api_key=None)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:99999", "http://host?x=1"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(errors.ConfigError, match="isn't a server's URL"):
         resolve(url)
 
 
-def test_url_with_a_password_is_refused_without_showing_it() -> None:
+def test_url_with_password_is_refused_without_showing_password() -> None:
     with pytest.raises(errors.ConfigError) as caught:
         resolve("http://me:hunter2@host")
     assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["sk-lora-a\r\nX-Evil: 1", "sk-lora-é", "sk-lora-a "])
-def test_key_that_cannot_be_a_header_is_refused_without_showing_it(key: str) -> None:
+def test_invalid_header_key_is_refused_without_showing_key(key: str) -> None:
     with pytest.raises(errors.ConfigError) as caught:
         resolve(api_key=key)
     assert key not in str(caught.value)
@@ -76,7 +76,7 @@ def test_no_repr_shows_the_key() -> None:
 
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
-def test_only_a_client_of_https_reads_the_trusted_certificates(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_https_client_reads_trusted_certificates(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read = mock.Mock(return_value=ssl.create_default_context())
     monkeypatch.setattr(httpcore2, "default_ssl_context", read)
     make("http://example.com", api_key="sk-lora-secret")

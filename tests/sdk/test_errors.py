@@ -34,7 +34,7 @@ def test_code_decides_the_class(
     assert (caught.value.status_code, caught.value.code, caught.value.request_id) == (status, code, "req-1")
 
 
-def test_code_of_a_newer_server_falls_back_on_the_status(server: Any, client: Client) -> None:
+def test_unknown_error_code_falls_back_to_status(server: Any, client: Client) -> None:
     server.refuse(404, "planet_not_found", "No such planet.")
     with pytest.raises(errors.NotFound, match="No such planet") as caught:
         client.models.list()
@@ -51,7 +51,7 @@ def test_problem_document_gives_every_reason(server: Any, client: Client) -> Non
     assert caught.value.problems == ("rank 0", "q_proj.lora_A: shape [3, 4]")
 
 
-def test_wrong_field_is_named_in_both_envelopes(server: Any, client: Client) -> None:
+def test_wrong_field_is_named_in_each_envelope(server: Any, client: Client) -> None:
     server.answer({"error": {"message": "too hot", "param": "temperature", "code": "invalid_value"}}, 400)
     server.answer({"detail": "bad", "code": "invalid_value", "errors": [{"detail": "bad", "field": "name"}]}, 400)
     with pytest.raises(errors.InvalidRequest) as caught:
@@ -62,19 +62,19 @@ def test_wrong_field_is_named_in_both_envelopes(server: Any, client: Client) -> 
     assert caught.value.param == "name"
 
 
-def test_page_that_no_loraserve_sends_is_called_that(server: Any, client: Client) -> None:
+def test_page_from_foreign_server_is_reported_as_such(server: Any, client: Client) -> None:
     server.answers.append(HTMLResponse("<h1>It works!</h1>", 404))
     with pytest.raises(errors.UnexpectedAnswer, match=r"404 .*text/html.*URL of a loraserve server"):
         client.adapters.get("sql")
 
 
-def test_success_with_another_body_is_called_that(server: Any, client: Client) -> None:
+def test_success_with_foreign_body_is_reported_as_such(server: Any, client: Client) -> None:
     server.answers.append(HTMLResponse("<h1>It works!</h1>"))
     with pytest.raises(errors.UnexpectedAnswer, match="isn't a Adapter"):
         client.adapters.get("sql")
 
 
-def test_refusal_says_when_it_would_pass(server: Any, client: Client) -> None:
+def test_refusal_reports_retry_time(server: Any, client: Client) -> None:
     server.refuse(429, "rate_limit_exceeded", retry_after="7", retry_after_ms="6500", x_should_retry="false")
     with pytest.raises(errors.RateLimited) as caught:
         client.completions.create(model="sql", prompt="x")
@@ -88,14 +88,14 @@ def test_redirect_is_not_followed_with_the_key(server: Any, client: Client) -> N
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/../b", "a//b"])
-def test_name_that_leads_elsewhere_is_never_sent(server: Any, client: Client, name: str) -> None:
+def test_name_leading_elsewhere_is_never_sent(server: Any, client: Client, name: str) -> None:
     with pytest.raises(errors.InvalidRequest):
         client.adapters.get(name)
     assert server.asked == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), "\ud800"])
-def test_value_that_json_cannot_say_is_never_sent(server: Any, client: Client, value: Any) -> None:
+def test_value_outside_json_is_never_sent(server: Any, client: Client, value: Any) -> None:
     with pytest.raises(errors.InvalidRequest, match="JSON"):
         client.completions.create(model="sql", prompt="x", extra_body={"x": value})
     assert server.asked == []

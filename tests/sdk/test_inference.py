@@ -9,7 +9,7 @@ import pytest
 from loraserve import AsyncClient, Client
 
 
-def test_completion_sends_its_fields_and_nothing_else(server: Any, client: Client) -> None:
+def test_completion_sends_only_given_fields(server: Any, client: Client) -> None:
     server.answer_with_completion()
     client.completions.create(model="sql@3", prompt=[1, 2], max_tokens=4, top_k=None, extra_body={"new": 1})
     asked = server.asked[0]
@@ -26,7 +26,7 @@ def test_completion_sends_its_fields_and_nothing_else(server: Any, client: Clien
     assert "x-tenant" not in asked.headers
 
 
-def test_completion_is_typed_and_says_who_answered(server: Any, client: Client) -> None:
+def test_completion_is_typed_and_names_answering_version(server: Any, client: Client) -> None:
     server.answer_with_completion(
         x_request_id="req-1", x_loraserve_adapter="sql@1", x_loraserve_ignored="foo, bar", server_timing="queue;dur=1"
     )
@@ -44,7 +44,7 @@ def test_fields_of_a_newer_server_are_kept(server: Any, client: Client) -> None:
     assert client.models.list()[0].model_dump()["colour"] == "red"
 
 
-def test_a_sum_of_adapters_is_sent_as_text_or_as_a_field(server: Any, client: Client) -> None:
+def test_adapter_sum_is_sent_as_text_or_field(server: Any, client: Client) -> None:
     server.answer_with_completion()
     server.answer_with_completion()
     server.answer({"id": "c", "created": 1, "model": "base", "choices": []})
@@ -99,7 +99,7 @@ def test_vectors_come_as_base64_and_are_numbers(server: Any, client: Client) -> 
         client.embeddings.create(model="sql", input="a", poling="mean")  # type: ignore[call-arg]
 
 
-def test_scores_and_rerankings_say_how_they_were_made(server: Any, client: Client) -> None:
+def test_scores_and_rerankings_report_method(server: Any, client: Client) -> None:
     server.answer({"model": "sql", "scoring": "cosine", "data": [{"object": "score", "index": 0, "score": 0.5}]})
     scores = client.scores.create(model="sql", text_1="a", text_2=["b"])
     assert (scores.scoring, scores.data[0].score) == ("cosine", 0.5)
@@ -111,7 +111,7 @@ def test_scores_and_rerankings_say_how_they_were_made(server: Any, client: Clien
     assert server.asked[1].json == {"model": "sql", "query": "a", "documents": ["b", "c"], "top_n": 2}
 
 
-def test_model_ids_with_slashes_and_colons_reach_their_route(server: Any, client: Client) -> None:
+def test_model_ids_with_slashes_and_colons_reach_route(server: Any, client: Client) -> None:
     server.answer({"id": "org/base:sql", "created": 1, "owned_by": "acme"})
     assert client.models.get("org/base:sql").id == "org/base:sql"
     assert server.asked[0].path == "/v1/models/org/base:sql"
@@ -149,7 +149,7 @@ RESPONSE = {
 }
 
 
-def test_a_response_is_asked_for_read_again_and_deleted(server: Any, client: Client) -> None:
+def test_response_is_created_reread_and_deleted(server: Any, client: Client) -> None:
     server.answer(RESPONSE)
     server.answer(RESPONSE)
     server.answer({"id": "resp_1", "deleted": True})

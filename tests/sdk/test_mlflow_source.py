@@ -67,7 +67,7 @@ def in_mlflow(runs: list[str], variables: dict[str, str], monkeypatch: pytest.Mo
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapter_of_a_run_or_a_model_is_fetched_alone(in_mlflow: list[str], subtests: Any) -> None:
+def test_adapter_of_run_or_model_is_fetched_alone(in_mlflow: list[str], subtests: Any) -> None:
     one, _ = in_mlflow
     for source in (
         f"runs:/{one}/model/peft",
@@ -91,7 +91,7 @@ def test_adapter_of_a_run_or_a_model_is_fetched_alone(in_mlflow: list[str], subt
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_what_mlflow_does_not_have_is_named(in_mlflow: list[str], subtests: Any) -> None:
+def test_artifact_missing_in_mlflow_is_named(in_mlflow: list[str], subtests: Any) -> None:
     one, two = in_mlflow
     for source, words in (
         (f"runs:/{two}", "several adapters"),
@@ -140,7 +140,7 @@ def test_search_for_an_adapter_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-async def test_both_clients_push_what_mlflow_keeps(
+async def test_sync_and_async_clients_push_mlflow_adapters(
     in_mlflow: list[str], server: Any, client: Client, async_client: AsyncClient
 ) -> None:
     size = (adapter_dirs()["sql"] / "adapter_model.safetensors").stat().st_size

@@ -23,7 +23,7 @@ RUNNING = {
 DONE = RUNNING | {"state": "done", "progress": {"bytes_done": 10, "bytes_total": 10}, "result": {"version": 1}}
 
 
-def test_wait_tells_how_far_it_is_and_ends_with_the_result(server: Any, client: Client, waits: list[float]) -> None:
+def test_wait_reports_progress_and_returns_result(server: Any, client: Client, waits: list[float]) -> None:
     server.answer(RUNNING)
     server.answer(RUNNING | {"progress": {"bytes_done": 4, "bytes_total": 10}})
     server.answer(DONE)
@@ -41,7 +41,7 @@ async def test_async_wait_ends_alike(server: Any, async_client: AsyncClient, wai
     assert len(waits) == 1
 
 
-def test_wait_raises_the_error_that_ended_it(server: Any, client: Client) -> None:
+def test_wait_raises_error_of_failed_operation(server: Any, client: Client) -> None:
     server.answer(
         RUNNING | {"state": "failed", "error": {"code": "adapter_base_mismatch", "message": "4096 isn't 2048"}}
     )
@@ -49,26 +49,26 @@ def test_wait_raises_the_error_that_ended_it(server: Any, client: Client) -> Non
         client.operations.wait("01OP")
 
 
-def test_wait_for_what_was_cancelled_raises(server: Any, client: Client) -> None:
+def test_wait_for_cancelled_operation_raises(server: Any, client: Client) -> None:
     server.answer(RUNNING | {"state": "cancelled"})
     with pytest.raises(errors.Conflict, match="cancelled"):
         client.operations.wait("01OP")
 
 
-def test_wait_that_takes_too_long_leaves_the_operation_running(server: Any, client: Client) -> None:
+def test_timed_out_wait_leaves_operation_running(server: Any, client: Client) -> None:
     server.answer(RUNNING)
     with pytest.raises(errors.ClientTimeout, match="continues"):
         client.operations.wait("01OP", timeout=0)
     assert [asked.method for asked in server.asked] == ["GET"]
 
 
-def test_cancel_asks_for_its_end(server: Any, client: Client) -> None:
+def test_cancel_requests_end_of_operation(server: Any, client: Client) -> None:
     server.answer(RUNNING, 202)
     assert client.operations.cancel("01OP").is_running
     assert (server.asked[0].method, server.asked[0].path) == ("DELETE", "/api/v1/operations/01OP")
 
 
-def test_pull_from_names_the_source_and_may_be_repeated(server: Any, client: Client) -> None:
+def test_pull_from_names_source_and_may_be_repeated(server: Any, client: Client) -> None:
     server.answer(RUNNING, 202)
     operation = client.adapters.pull_from("sql", "hf://acme/sql@main")
     asked = server.asked[0]

@@ -50,9 +50,7 @@ def test_pull_brings_the_live_version_whole(server: Any, client: Client, tmp_pat
     assert seen[-1].sent_bytes == seen[-1].total_bytes == len(CONFIG) + len(WEIGHTS)
 
 
-async def test_async_pull_brings_the_version_that_is_named(
-    server: Any, async_client: AsyncClient, tmp_path: Path
-) -> None:
+async def test_async_pull_fetches_named_version(server: Any, async_client: AsyncClient, tmp_path: Path) -> None:
     server.answer_with_version(version=2)
     answer_with_file(server, WEIGHTS)
     answer_with_file(server, CONFIG)
@@ -70,9 +68,7 @@ def test_broken_connection_is_begun_again(server: Any, client: Client, waits: li
     assert len(waits) == 1
 
 
-def test_bytes_that_are_not_what_the_server_says_are_never_put_down(
-    server: Any, client: Client, tmp_path: Path
-) -> None:
+def test_bytes_with_wrong_digest_are_never_written(server: Any, client: Client, tmp_path: Path) -> None:
     server.answer_with_version()
     for _ in range(3):
         answer_with_file(server, WEIGHTS, digest="0" * 64)
@@ -81,7 +77,7 @@ def test_bytes_that_are_not_what_the_server_says_are_never_put_down(
     assert files_in(tmp_path) == {}
 
 
-def test_files_that_are_there_are_replaced_only_if_asked(server: Any, client: Client, tmp_path: Path) -> None:
+def test_existing_files_are_replaced_only_on_request(server: Any, client: Client, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(b"mine")
     server.answer_with_version()
     with pytest.raises(errors.AlreadyExists, match=r"holds adapter_config\.json already"):
@@ -94,7 +90,7 @@ def test_files_that_are_there_are_replaced_only_if_asked(server: Any, client: Cl
     assert files_in(tmp_path) == WHOLE
 
 
-def test_refusal_leaves_nothing_behind(server: Any, client: Client, tmp_path: Path) -> None:
+def test_refusal_leaves_no_files(server: Any, client: Client, tmp_path: Path) -> None:
     server.answer_with_version()
     answer_with_file(server, WEIGHTS)
     server.refuse(404, "version_not_found")
@@ -103,9 +99,7 @@ def test_refusal_leaves_nothing_behind(server: Any, client: Client, tmp_path: Pa
     assert files_in(tmp_path) == {}
 
 
-def test_files_for_chats_are_brought_too_and_others_of_their_names_removed(
-    server: Any, client: Client, tmp_path: Path
-) -> None:
+def test_chat_files_are_pulled_and_stale_namesakes_removed(server: Any, client: Client, tmp_path: Path) -> None:
     template = b"{{ messages }}\r\n"
     files = [{"name": name, "size_bytes": 1, "sha256": ""} for name in ("chat_template.jinja", "../evil")]
     server.answer_with_version(version=2, extra_files=files, tool_parser="hermes", chat_template_kwargs={"mood": 1})

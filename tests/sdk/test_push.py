@@ -55,7 +55,7 @@ def test_config_is_sent_to_the_last_digit(server: Any, client: Client, peft_dir:
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b'{"a": "\xff"}', b"[" * 200_000])
-def test_config_that_is_no_json_object_is_refused_before_anything_is_sent(
+def test_config_without_json_object_is_refused_before_sending(
     server: Any, client: Client, peft_dir: Path, content: bytes
 ) -> None:
     (peft_dir / "adapter_config.json").write_bytes(content)
@@ -92,7 +92,7 @@ async def test_async_push_sends_the_same_pieces(server: Any, async_client: Async
     assert b"".join(asked.body for asked in server.asked[1:4]) == weights_of(peft_dir)
 
 
-def test_what_the_server_has_is_not_sent_again(server: Any, client: Client, peft_dir: Path) -> None:
+def test_blobs_present_on_server_are_not_resent(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_upload(SIZE)
     server.answer_with_version()
     client.adapters.push(peft_dir, name="sql")
@@ -100,7 +100,7 @@ def test_what_the_server_has_is_not_sent_again(server: Any, client: Client, peft
 
 
 @pytest.mark.usefixtures("three_pieces")
-def test_broken_connection_goes_on_from_what_arrived(
+def test_broken_connection_resumes_from_received_bytes(
     server: Any, client: Client, peft_dir: Path, waits: list[float]
 ) -> None:
     server.answer_with_upload(0)
@@ -116,7 +116,7 @@ def test_broken_connection_goes_on_from_what_arrived(
     assert len(waits) == 1
 
 
-def test_line_that_breaks_often_is_no_reason_to_give_up_while_bytes_arrive(
+def test_frequent_breaks_do_not_end_progressing_upload(
     server: Any, client: Client, peft_dir: Path, waits: list[float]
 ) -> None:
     server.answer_with_upload(0)
@@ -130,9 +130,7 @@ def test_line_that_breaks_often_is_no_reason_to_give_up_while_bytes_arrive(
 
 
 @pytest.mark.usefixtures("three_pieces")
-def test_tries_without_a_single_byte_come_to_an_end(
-    server: Any, client: Client, peft_dir: Path, waits: list[float]
-) -> None:
+def test_attempts_without_progress_end(server: Any, client: Client, peft_dir: Path, waits: list[float]) -> None:
     server.answer_with_upload(0)
     for _ in range(2):
         server.break_connection()
@@ -143,7 +141,7 @@ def test_tries_without_a_single_byte_come_to_an_end(
     assert len(waits) == 2
 
 
-def test_piece_that_begins_elsewhere_is_asked_about(server: Any, client: Client, peft_dir: Path) -> None:
+def test_piece_with_wrong_offset_queries_server(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_upload(0)
     server.refuse(409, "upload_offset_mismatch")
     server.answer_with_upload(524_288)
@@ -153,7 +151,7 @@ def test_piece_that_begins_elsewhere_is_asked_about(server: Any, client: Client,
     assert ranges(server)[1] == f"bytes 524288-{SIZE - 1}/{SIZE}"
 
 
-def test_upload_that_expired_begins_again(server: Any, client: Client, peft_dir: Path) -> None:
+def test_expired_upload_starts_over(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_upload(0)
     server.refuse(404, "upload_not_found")
     server.answer_with_push()
@@ -161,9 +159,7 @@ def test_upload_that_expired_begins_again(server: Any, client: Client, peft_dir:
     assert [asked.method for asked in server.asked] == ["POST", "PATCH", "POST", "PATCH", "POST"]
 
 
-def test_bytes_that_were_damaged_on_the_way_are_sent_again_and_not_for_ever(
-    server: Any, client: Client, peft_dir: Path
-) -> None:
+def test_damaged_bytes_are_resent_within_bound(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_upload(0)
     for _ in range(2):
         server.refuse(409, "upload_digest_mismatch")
@@ -174,7 +170,7 @@ def test_bytes_that_were_damaged_on_the_way_are_sent_again_and_not_for_ever(
     assert len(ranges(server)) == 3
 
 
-def test_file_that_changed_meanwhile_is_said_so(server: Any, client: Client, peft_dir: Path) -> None:
+def test_file_changed_during_push_is_reported(server: Any, client: Client, peft_dir: Path) -> None:
     def change(progress: Progress) -> None:
         (peft_dir / "adapter_model.safetensors").write_bytes(b"y" * SIZE)
 
@@ -184,7 +180,7 @@ def test_file_that_changed_meanwhile_is_said_so(server: Any, client: Client, pef
         client.adapters.push(peft_dir, name="sql", on_progress=change)
 
 
-def test_file_that_shrinks_on_the_way_is_no_silent_half(server: Any, client: Client, peft_dir: Path) -> None:
+def test_file_shrinking_during_push_is_refused(server: Any, client: Client, peft_dir: Path) -> None:
     def shrink(progress: Progress) -> None:
         (peft_dir / "adapter_model.safetensors").write_bytes(b"x")
 
@@ -193,9 +189,7 @@ def test_file_that_shrinks_on_the_way_is_no_silent_half(server: Any, client: Cli
         client.adapters.push(peft_dir, name="sql", on_progress=shrink)
 
 
-def test_bytes_that_the_server_lost_before_they_were_published_are_sent_again(
-    server: Any, client: Client, peft_dir: Path
-) -> None:
+def test_bytes_lost_before_publication_are_resent(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_upload(SIZE)
     server.refuse(404, "upload_not_found")
     server.answer_with_push()
@@ -213,7 +207,7 @@ def test_publishing_is_tried_again_under_the_same_key(server: Any, client: Clien
     assert first.headers["idempotency-key"] == second.headers["idempotency-key"]
 
 
-def test_push_says_of_the_version_what_is_to_be_said(server: Any, client: Client, peft_dir: Path) -> None:
+def test_push_reports_warnings_of_version(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_push(version=4)
     server.answer_with_version(version=4, notes="new data", tags={"team": "search"})
     version = client.adapters.push(peft_dir, name="sql", notes="new data", tags={"team": "search"})
@@ -231,26 +225,26 @@ def test_push_points_an_alias_at_the_new_version(server: Any, client: Client, pe
     assert server.asked[3].json == {"version": 4}
 
 
-def test_dry_run_and_no_promote_are_said_in_the_query(server: Any, client: Client, peft_dir: Path) -> None:
+def test_push_options_are_sent_in_query(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_push(version=None)
     version = client.adapters.push(peft_dir, name="sql", dry_run=True, promote=False)
     assert server.asked[2].query == {"dry_run": "true", "promote": "false"}
     assert version.model == "sql"
 
 
-def test_dry_run_moves_no_alias_even_to_bytes_that_are_there(server: Any, client: Client, peft_dir: Path) -> None:
+def test_dry_run_moves_no_alias_to_stored_bytes(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_push(version=3)
     client.adapters.push(peft_dir, name="sql", dry_run=True, alias="canary")
     assert len(server.asked) == 3
 
 
-def test_push_points_no_alias_at_a_version_in_quarantine(server: Any, client: Client, peft_dir: Path) -> None:
+def test_push_points_no_alias_at_quarantined_version(server: Any, client: Client, peft_dir: Path) -> None:
     server.answer_with_push(state="quarantined")
     assert client.adapters.push(peft_dir, name="sql", alias="canary").is_quarantined
     assert len(server.asked) == 3
 
 
-async def test_async_push_points_no_alias_at_a_version_in_quarantine(
+async def test_async_push_points_no_alias_at_quarantined_version(
     server: Any, async_client: AsyncClient, peft_dir: Path
 ) -> None:
     server.answer_with_push(state="quarantined")
@@ -273,7 +267,7 @@ def test_absent_directory_is_refused(client: Client, tmp_path: Path) -> None:
         ("adapter_model.safetensors", "pytorch_lora_weights.safetensors", "it holds diffusers' LoRA"),
     ],
 )
-def test_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
+def test_directory_without_adapter_is_refused_before_sending(
     server: Any, client: Client, peft_dir: Path, remove: str, add: str | None, message: str
 ) -> None:
     (peft_dir / remove).unlink()
@@ -362,9 +356,7 @@ def test_files_for_chats_are_sent_with_the_config(server: Any, client: Client, p
     }
 
 
-def test_a_template_that_is_no_text_is_refused_before_anything_is_sent(
-    server: Any, client: Client, peft_dir: Path
-) -> None:
+def test_template_without_text_is_refused_before_sending(server: Any, client: Client, peft_dir: Path) -> None:
     (peft_dir / "chat_template.jinja").write_bytes(b"a\xff")
     with pytest.raises(errors.AdapterFormatError, match=r"chat_template.jinja isn't UTF-8: byte 1"):
         client.adapters.push(peft_dir, name="sql")

@@ -42,7 +42,7 @@ def test_passing_troubles_are_retried(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [409, 500, 507])
-def test_other_troubles_are_retried_only_when_the_server_asks(status: int) -> None:
+def test_remaining_errors_are_retried_only_on_server_request(status: int) -> None:
     assert RetryPolicy(1).delay_after_answer(0, status, {}) is None
     assert RetryPolicy(1).delay_after_answer(0, status, {"retry-after-ms": "20"}) == 0.02
     assert RetryPolicy(1).delay_after_answer(0, status, {"x-should-retry": "true"}) is not None
@@ -61,9 +61,7 @@ def test_wait_of_hours_is_the_callers_business() -> None:
     assert RetryPolicy(5).delay_after_answer(0, 429, {"retry-after": "3600"}) is None
 
 
-def test_overloaded_server_is_asked_again_after_the_time_it_names(
-    server: Any, client: Client, waits: list[float]
-) -> None:
+def test_overloaded_server_is_retried_after_named_time(server: Any, client: Client, waits: list[float]) -> None:
     server.refuse(503, "overloaded", retry_after="1", retry_after_ms="50")
     server.refuse(429, "rate_limit_exceeded", retry_after="2")
     server.answer_with_completion()
@@ -73,7 +71,7 @@ def test_overloaded_server_is_asked_again_after_the_time_it_names(
     assert len({asked.body for asked in server.asked}) == 1
 
 
-def test_caller_is_told_of_each_wait_and_its_reason(server: Any) -> None:
+def test_caller_is_notified_of_each_wait_and_reason(server: Any) -> None:
     told: list[tuple[float, str]] = []
     server.refuse(503, "overloaded", retry_after_ms="1")
     server.refuse(429, "rate_limit_exceeded", retry_after_ms="2")
@@ -91,7 +89,7 @@ async def test_async_client_retries_alike(server: Any, async_client: AsyncClient
     assert waits == [0.05]
 
 
-def test_last_refusal_is_raised_with_what_the_server_said(server: Any, client: Client) -> None:
+def test_last_refusal_is_raised_with_server_message(server: Any, client: Client) -> None:
     for _ in range(3):
         server.refuse(429, "insufficient_quota", "Enough for today.", retry_after_ms="1", x_request_id="req-7")
     with pytest.raises(errors.RateLimited, match="Enough for today") as caught:
@@ -101,7 +99,7 @@ def test_last_refusal_is_raised_with_what_the_server_said(server: Any, client: C
     assert caught.value.code == "insufficient_quota"
 
 
-def test_no_server_is_tried_again_and_then_said_so(unused_tcp_port: int, waits: list[float]) -> None:
+def test_unreachable_server_is_retried_then_reported(unused_tcp_port: int, waits: list[float]) -> None:
     with Client(f"http://127.0.0.1:{unused_tcp_port}", api_key="sk-lora-test") as client:
         client._transport._sleep = waits.append
         with pytest.raises(errors.ConnectionFailed, match=f"127.0.0.1:{unused_tcp_port}.*loraserve serve"):
@@ -109,7 +107,7 @@ def test_no_server_is_tried_again_and_then_said_so(unused_tcp_port: int, waits: 
     assert len(waits) == 2
 
 
-def test_creation_that_is_sent_twice_carries_one_idempotency_key(server: Any, client: Client) -> None:
+def test_resent_creation_carries_same_idempotency_key(server: Any, client: Client) -> None:
     server.refuse(503, "overloaded", retry_after_ms="1")
     server.answer_with_tenant()
     client.tenants.create("acme")

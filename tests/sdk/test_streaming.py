@@ -22,7 +22,7 @@ def texts(client: Client) -> list[str]:
         return [chunk.choices[0].text for chunk in stream if chunk.choices]
 
 
-def test_chunks_come_in_order_and_the_stream_says_who_answered(server: Any, client: Client) -> None:
+def test_chunks_come_in_order_and_name_answering_version(server: Any, client: Client) -> None:
     server.answer_with_stream(event("a"), event("b"), DONE)
     stream = client.completions.create(model="sql", prompt="x", stream=True)
     assert (stream.answer.request_id, stream.answer.adapter) == ("req-9", "sql@1")
@@ -46,7 +46,7 @@ def test_usage_comes_in_a_chunk_without_choices(server: Any, client: Client) -> 
     assert last.usage.total_tokens == 3
 
 
-def test_error_after_the_first_byte_is_raised_where_the_next_chunk_would_be(server: Any, client: Client) -> None:
+def test_error_after_first_byte_is_raised_next(server: Any, client: Client) -> None:
     error = {"error": {"message": "The engine died twice.", "type": "server_error", "code": "engine_crashed"}}
     server.answer_with_stream(event("a"), f"data: {json.dumps(error)}\n\n".encode(), DONE)
     stream = client.completions.create(model="sql", prompt="x", stream=True)
@@ -57,13 +57,13 @@ def test_error_after_the_first_byte_is_raised_where_the_next_chunk_would_be(serv
     assert len(server.asked) == 1
 
 
-def test_text_that_speaks_of_an_error_is_text(server: Any, client: Client) -> None:
+def test_text_about_errors_is_plain_text(server: Any, client: Client) -> None:
     server.answer_with_stream(event('{"error": 1}', error=None), DONE)
     assert texts(client) == ['{"error": 1}']
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_stream_without_its_end_is_an_error_and_not_asked_again(server: Any, client: Client, breaks: bool) -> None:
+def test_truncated_stream_is_error_and_not_retried(server: Any, client: Client, breaks: bool) -> None:
     server.answer_with_stream(event("a"), breaks=breaks)
     stream = client.completions.create(model="sql", prompt="x", stream=True)
     assert next(stream).choices[0].text == "a"
@@ -79,13 +79,13 @@ def test_refusal_before_the_first_byte_is_retried(server: Any, client: Client, w
     assert waits == [0.005]
 
 
-def test_refusal_of_a_stream_is_its_error(server: Any, client: Client) -> None:
+def test_refusal_of_stream_raises_error(server: Any, client: Client) -> None:
     server.refuse(404, "model_not_found", "There is no model sql.")
     with pytest.raises(errors.ModelNotFound, match="no model sql"):
         client.completions.create(model="sql", prompt="x", stream=True)
 
 
-def test_answer_that_is_no_stream_is_called_that(server: Any, client: Client) -> None:
+def test_answer_without_stream_is_reported(server: Any, client: Client) -> None:
     server.answer_with_stream(b"<html>", content_type="text/html")
     with pytest.raises(errors.UnexpectedAnswer, match="text/html"):
         texts(client)
@@ -105,7 +105,7 @@ async def test_async_stream_reads_the_same(server: Any, async_client: AsyncClien
     assert stream._response.is_closed
 
 
-async def test_async_stream_raises_what_comes_in_band(server: Any, async_client: AsyncClient) -> None:
+async def test_async_stream_raises_error_sent_in_band(server: Any, async_client: AsyncClient) -> None:
     server.answer_with_stream(event("a"), b'data: {"error": {"message": "gone", "code": "overloaded"}}\n\n', DONE)
     stream = await async_client.completions.create(model="sql", prompt="x", stream=True)
     assert (await anext(stream)).choices[0].text == "a"
@@ -113,7 +113,7 @@ async def test_async_stream_raises_what_comes_in_band(server: Any, async_client:
         await anext(stream)
 
 
-async def test_async_stream_without_its_end_is_an_error(server: Any, async_client: AsyncClient) -> None:
+async def test_truncated_async_stream_is_error(server: Any, async_client: AsyncClient) -> None:
     server.answer_with_stream(event("a"), breaks=True)
     stream = await async_client.completions.create(model="sql", prompt="x", stream=True)
     with pytest.raises(errors.ConnectionFailed):

@@ -11,7 +11,7 @@ from loraserve import AsyncClient, Client, errors
 GRANT = {"adapter": "sql", "tenant": "acme", "created_at": "2026-01-02T03:04:05Z"}
 
 
-def test_update_sends_what_is_given_and_nothing_else(server: Any, client: Client) -> None:
+def test_update_sends_only_given_fields(server: Any, client: Client) -> None:
     server.answer_with_tenant()
     client.tenants.update("acme", limits={"max_adapters": None, "tokens_per_minute": 1000}, if_match='"x"')
     asked = server.asked[0]
@@ -31,7 +31,7 @@ def test_empty_price_table_takes_prices_away(server: Any, client: Client) -> Non
     assert server.asked[0].json == {"prices": None}
 
 
-def test_new_tenant_may_have_weight_and_prices_from_the_start(server: Any, client: Client) -> None:
+def test_new_tenant_accepts_weight_and_prices_at_creation(server: Any, client: Client) -> None:
     server.answer_with_tenant()
     prices = {"currency": "EUR", "prompt": "0.50", "completion": "1.50"}
     client.tenants.create("acme", weight=2, prices=prices)
@@ -50,7 +50,7 @@ def test_grants_are_added_listed_and_removed(server: Any, client: Client) -> Non
     assert asked == [("PUT", f"{path}/acme"), ("GET", path), ("DELETE", f"{path}/acme")]
 
 
-def test_grant_that_is_not_there_has_an_error_of_its_own(server: Any, client: Client) -> None:
+def test_missing_grant_has_own_error(server: Any, client: Client) -> None:
     server.refuse(404, "grant_not_found")
     with pytest.raises(errors.GrantNotFound):
         client.grants.get("sql", "acme")

@@ -125,7 +125,7 @@ def train(output_dir: Path, *callbacks: object, scores: tuple[float, ...] = (), 
     ).train()
 
 
-def test_each_checkpoint_is_a_version_and_the_alias_is_the_best(
+def test_each_checkpoint_becomes_version_and_alias_follows_best(
     tmp_path: Path, registry: Client, make_callback: Callable[..., LoraservePushCallback]
 ) -> None:
     callback = make_callback("trained", metric="score", greater_is_better=True, tags={"team": "search"})
@@ -140,7 +140,7 @@ def test_each_checkpoint_is_a_version_and_the_alias_is_the_best(
     assert answer.usage.completion_tokens >= 1
 
 
-def test_server_that_is_away_ends_no_training_and_the_advice_works(
+def test_unavailable_server_ends_no_training_and_advice_works(
     tmp_path: Path,
     registry: Client,
     real_server: ServerProcess,
@@ -185,7 +185,7 @@ def test_checkpoint_is_kept_with_every_pushed_file(
     assert "optimizer.pt" not in kept
 
 
-def test_server_that_never_answers_delays_no_longer_than_the_bound(
+def test_silent_server_delays_training_at_most_by_bound(
     tmp_path: Path, make_callback: Callable[..., LoraservePushCallback], warnings: Callable[[], list[str]]
 ) -> None:
     with socket.socket() as listener:
@@ -200,7 +200,7 @@ def test_server_that_never_answers_delays_no_longer_than_the_bound(
     assert "the push took more than 0.5 s" in warnings()[0] or "didn't answer in time" in warnings()[0]
 
 
-def test_key_that_is_revoked_in_the_middle_leaves_what_was_pushed(
+def test_key_revoked_midway_keeps_pushed_versions(
     tmp_path: Path,
     real_server: ServerProcess,
     registry: Client,
@@ -255,7 +255,7 @@ def test_only_rank_zero_pushes(
     LoraservePushCallback("other-rank").on_init_end(run.args, run.state, None)
 
 
-def test_smaller_loss_is_better_and_a_worse_one_moves_nothing(
+def test_smaller_loss_moves_alias_and_larger_does_not(
     tmp_path: Path, registry: Client, make_callback: Callable[..., LoraservePushCallback]
 ) -> None:
     options = {"metric_for_best_model": "loss", "greater_is_better": False}
@@ -283,7 +283,7 @@ def test_checkpoint_without_the_metric_leaves_the_alias(
     assert "has no eval_score (metrics of this step: eval_loss)" in warnings()[0]
 
 
-def test_gate_decides_and_its_error_ends_nothing(
+def test_gate_decides_and_gate_error_ends_no_training(
     tmp_path: Path,
     registry: Client,
     make_callback: Callable[..., LoraservePushCallback],
@@ -340,7 +340,7 @@ def test_endless_gate_leaves_alias(
     assert registry.adapters.get("slow-gate").aliases == {}
 
 
-def test_split_alias_is_left_to_its_owner(
+def test_split_alias_is_left_unchanged(
     tmp_path: Path,
     registry: Client,
     make_callback: Callable[..., LoraservePushCallback],
@@ -405,7 +405,9 @@ print(len(callback.pushed))
 
 @pytest.mark.slow
 @pytest.mark.campaign
-def test_one_of_two_processes_pushes(tmp_path: Path, real_server: ServerProcess, registry: Client, key: str) -> None:
+def test_only_first_of_two_processes_pushes(
+    tmp_path: Path, real_server: ServerProcess, registry: Client, key: str
+) -> None:
     tests = Path(__file__).resolve().parents[1]
     code = TWO_PROCESSES.format(tests=str(tests), support=str(tests / "support"), out=str(tmp_path / "out"))
     port = str(free_port())

@@ -51,7 +51,7 @@ def test_csv_is_the_servers_own(server: Any, client: Client) -> None:
     assert server.asked[0].query == {"group_by": "day", "format": "csv"}
 
 
-def test_answers_usage_has_its_cost_where_there_are_prices(server: Any, client: Client) -> None:
+def test_usage_has_cost_where_prices_exist(server: Any, client: Client) -> None:
     usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3, "cost": "0.0000025", "currency": "EUR"}
     choices = [{"index": 0, "text": "x", "finish_reason": "stop", "logprobs": None}]
     server.answer({"id": "1", "created": 1, "model": "sql", "choices": choices, "usage": usage})
@@ -60,7 +60,7 @@ def test_answers_usage_has_its_cost_where_there_are_prices(server: Any, client: 
     assert (found.cost, found.currency) == (Decimal("0.0000025"), "EUR")
 
 
-def test_answer_says_which_adapter_it_fell_back_from(server: Any, client: Client) -> None:
+def test_answer_names_adapter_fallback_replaced(server: Any, client: Client) -> None:
     server.answer_with_completion(x_loraserve_adapter="sql@1; fallback-from=sql@2; reason=adapter_quarantined")
     answer = client.completions.create(model="sql", prompt="x").answer
     assert answer is not None
@@ -71,7 +71,7 @@ def test_answer_says_which_adapter_it_fell_back_from(server: Any, client: Client
     assert (answer.adapter, answer.fell_back_from, answer.fell_back_for) == ("sql@2", None, None)
 
 
-def test_answer_says_what_is_left_of_the_rates(server: Any, client: Client) -> None:
+def test_answer_reports_remaining_rates(server: Any, client: Client) -> None:
     server.answer_with_completion(x_ratelimit_limit_requests="60", x_ratelimit_remaining_requests="59")
     answer = client.completions.create(model="sql", prompt="x").answer
     assert answer is not None

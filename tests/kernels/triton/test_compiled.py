@@ -179,9 +179,7 @@ def test_float32_embeddings_of_prompts_are_lean(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kernel", "capability"), default_and_campaign([("shrink", 90), ("expand", 80)], default=[("expand", 80)])
 )
-def test_widths_that_are_no_multiples_of_16_still_load_weights_wide(
-    kernel: str, capability: int, tmp_path: Path
-) -> None:
+def test_widths_not_divisible_by_16_load_weights_wide(kernel: str, capability: int, tmp_path: Path) -> None:
     opcodes = assert_lean(
         compile_kernel(kernel, "bf16", capability, 16, split=2, is_even=False), tmp_path, is_resident=False
     )
@@ -195,7 +193,7 @@ def test_a_bias_is_lean(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capability", "block_m"), default_and_campaign([(80, 16), (90, 16), (90, 32)], default=[(90, 32)])
 )
-def test_rows_of_the_head_are_loaded_wide_and_ahead(capability: int, block_m: int, tmp_path: Path) -> None:
+def test_head_rows_are_loaded_wide_and_ahead(capability: int, block_m: int, tmp_path: Path) -> None:
     opcodes = assert_lean(compile_kernel("replace", "bf16", capability, block_m, y="fp32"), tmp_path)
     copies = {op for op in opcodes if op.startswith("LDGSTS")}
     assert any(op.endswith(".128") for op in copies), copies

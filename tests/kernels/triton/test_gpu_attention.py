@@ -45,7 +45,7 @@ def test_decode_rows_and_chunks_equal_the_reference(
 
 
 @pytest.mark.parametrize("num_heads", [17, 40])
-def test_a_group_larger_than_a_tile_equals_the_reference(num_heads: int) -> None:
+def test_group_larger_than_tile_equals_reference(num_heads: int) -> None:
     assert make_attending([1, 3], [270, 20], num_heads=num_heads, num_kv_heads=1, head_dim=16).is_right()
 
 
@@ -60,7 +60,7 @@ def test_softly_capped_scores_equal_the_reference(window: int | None, soft_cap: 
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-def test_products_far_beyond_a_soft_cap_are_all_the_cap() -> None:
+def test_products_far_beyond_soft_cap_equal_cap() -> None:
     step = make_attending([1, 3], [270, 20])
     step.q.mul_(3000)
     assert step.is_right(soft_cap=2.0)
@@ -71,14 +71,14 @@ def test_blocks_of_any_size_equal_the_reference(block_size: int) -> None:
     assert make_attending(NUM_ROWS, CONTEXT_LENS, block_size=block_size).is_right(sliding_window=130)
 
 
-def test_a_step_of_decode_rows_alone_equals_the_reference() -> None:
+def test_decode_only_step_equals_reference() -> None:
     step = make_attending([1, 1, 1, 1], [0, 700, MIN_SPLIT, MIN_SPLIT + 1])
     assert step.plan.is_decode_only
     assert step.is_right()
 
 
 @pytest.mark.parametrize("context", [20, 2 * MIN_SPLIT + 3])
-def test_rows_of_one_sequence_can_be_decoded_side_by_side(context: int) -> None:
+def test_rows_of_same_sequence_decode_side_by_side(context: int) -> None:
     """What the verification of proposed tokens needs: each row sees its own context alone, and
     has the bits that a step of its own would give it. As rows of a chunk they needn't have these.
     """
@@ -98,13 +98,13 @@ def test_rows_of_one_sequence_can_be_decoded_side_by_side(context: int) -> None:
         assert torch.equal(step.run()[0], together[row])
 
 
-def test_a_step_of_one_chunk_alone_equals_the_reference() -> None:
+def test_single_chunk_step_equals_reference() -> None:
     step = make_attending([70], [75])
     assert not step.plan.is_decode_only
     assert step.is_right()
 
 
-def test_rows_without_context_become_zeros_and_rows_past_the_plans_keep_theirs() -> None:
+def test_rows_without_context_become_zeros_and_rest_stay() -> None:
     step = make_attending([1, 1, 1], [9, 0, 0])
     wide = torch.full((5, 4, 64), float("nan"), dtype=torch.float16)
     step.q, step.out = torch.cat([step.q, step.q[:2]]), wide
@@ -131,7 +131,7 @@ def alone(step: Attending, sequence: int, num_rows: int) -> Attending:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_rows_bits_dont_depend_on_its_batch(window: int | None) -> None:
+def test_row_bits_do_not_depend_on_batch(window: int | None) -> None:
     together = make_attending(NUM_ROWS, CONTEXT_LENS)
     together.run(window)
     for sequence in (1, 2, 3, 6):
@@ -140,14 +140,14 @@ def test_a_rows_bits_dont_depend_on_its_batch(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_rows_bits_dont_depend_on_where_its_chunk_begins(window: int | None) -> None:
+def test_row_bits_do_not_depend_on_chunk_start(window: int | None) -> None:
     together = make_attending([40], [110])
     together.run(window)
     for num_rows in (2, 21):
         assert torch.equal(alone(together, 0, num_rows).run(window), rows_of(together, 0)[-num_rows:])
 
 
-def test_a_nan_in_one_sequence_stays_there() -> None:
+def test_nan_stays_in_own_sequence() -> None:
     step = make_attending([2, 1, 1, 1], [30, 600, 20, 300])
     for sequence, block in ((1, 0), (0, 1)):
         step.k_cache[step.block_tables[sequence, block]] = float("nan")
@@ -157,7 +157,7 @@ def test_a_nan_in_one_sequence_stays_there() -> None:
     assert out[3:].isfinite().all()
 
 
-def test_a_launch_serves_a_later_fill_with_as_many_decode_rows() -> None:
+def test_launch_serves_later_fill_with_equal_decode_rows() -> None:
     first = make_attending([1, 1, 1, 1], [3, 300, 0, 40])
     captured = copy.copy(first.plan)
     second = make_attending([1, 1, 1, 1], [900, 0, 17, MIN_SPLIT])
@@ -169,7 +169,7 @@ def test_a_launch_serves_a_later_fill_with_as_many_decode_rows() -> None:
     assert second.is_right()
 
 
-def test_long_contexts_are_cut_into_no_more_than_the_most_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_are_cut_into_bounded_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraserve_kernels.gpu.attention.plan.MIN_SPLIT", 32)
     monkeypatch.setattr("loraserve_kernels.gpu.attention.plan.max_splits", lambda num_kv_heads: 4)
     step = make_attending([1, 1, 1], [500, 90, 130])
@@ -178,7 +178,7 @@ def test_long_contexts_are_cut_into_no_more_than_the_most_splits(monkeypatch: py
     assert step.is_right()
 
 
-def test_one_plan_serves_steps_one_after_the_other() -> None:
+def test_same_plan_serves_consecutive_steps() -> None:
     first = make_attending(NUM_ROWS, CONTEXT_LENS)
     assert first.is_right()
     second = make_attending([4, 1, 1], [60, 280, 2])
@@ -191,7 +191,7 @@ def test_one_plan_serves_steps_one_after_the_other() -> None:
     assert second.is_right()
 
 
-def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
+def test_tensors_mismatching_plan_are_refused() -> None:
     step = make_attending([1, 3], [40, 3])
     q, k, v, plan, out = step.q, step.k_cache, step.v_cache, step.plan, step.out
     before = step.wide_out.clone()
@@ -214,6 +214,6 @@ def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
     assert torch.equal(before.view(torch.int16), step.wide_out.view(torch.int16))
 
 
-def test_rows_of_a_chunk_fill_tiles_of_query_heads() -> None:
+def test_chunk_rows_fill_tiles_of_query_heads() -> None:
     step = make_attending([17], [17], num_heads=8, num_kv_heads=2)
     assert step.plan.num_tiles == -(-17 // (CHUNK_BLOCK_M // 4))

@@ -63,7 +63,7 @@ def items_of(plan: GpuAttentionPlan) -> npt.NDArray[np.int32]:
     return plan.buffer[at : at + header[NUM_ITEMS] * ITEM].numpy().reshape(-1, ITEM)[:, :6]
 
 
-def test_every_row_is_in_one_tile_or_has_all_its_splits() -> None:
+def test_each_row_has_single_tile_or_all_splits() -> None:
     plan = make_plan()
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -86,7 +86,7 @@ def test_every_row_is_in_one_tile_or_has_all_its_splits() -> None:
                 assert seen.get(row, []) == list(range(num_splits))
 
 
-def test_decode_items_come_first_and_their_rows_find_them() -> None:
+def test_decode_items_come_first_for_rows() -> None:
     plan = make_plan()
     fill(plan, [1, 20, 1, 0, 1], [700, 20, 0, 9, 5])
     header = plan.buffer[:HEADER].tolist()
@@ -96,7 +96,7 @@ def test_decode_items_come_first_and_their_rows_find_them() -> None:
     assert rows.tolist() == [[0, 0, 3], [21, 3, 0], [22, 3, 1]]
 
 
-def test_long_tiles_come_before_short_ones() -> None:
+def test_long_tiles_precede_short_tiles() -> None:
     plan = make_plan()
     fill(plan, [40, 40], [40, 900])
     positions = items_of(plan)[:, 2]
@@ -115,7 +115,7 @@ def test_tables_are_as_wide_as_the_longest_context() -> None:
     assert plan.device_block_tables.data_ptr() == plan.buffer[header[TABLES_AT] :].data_ptr()
 
 
-def test_the_host_knows_what_the_launches_need() -> None:
+def test_host_knows_launch_parameters() -> None:
     plan = make_plan()
     fill(plan, [1, 1, 0], [3, 0, 7])
     assert (plan.num_tokens, plan.num_seqs, plan.num_decode_rows, plan.num_tiles) == (2, 3, 2, 0)
@@ -125,7 +125,7 @@ def test_the_host_knows_what_the_launches_need() -> None:
     assert not plan.is_decode_only
 
 
-def test_a_steps_numbers_stay_in_the_hosts_memory_while_the_next_is_described() -> None:
+def test_step_numbers_stay_in_host_memory() -> None:
     plan = make_plan()
     fill(plan, [1], [900])
     staged = plan._staged[0]
@@ -136,7 +136,7 @@ def test_a_steps_numbers_stay_in_the_hosts_memory_while_the_next_is_described() 
     assert not torch.equal(staged, before)
 
 
-def test_the_number_of_splits_depends_on_the_context_and_the_model_alone() -> None:
+def test_split_count_depends_only_on_context_and_model() -> None:
     assert [max_splits(n) for n in (1, 2, 4, 8, 32, 128)] == [64, 64, 32, 16, 16, 16]
     plan = make_plan(num_heads=8, num_kv_heads=8, max_model_len=10**6)
     contexts = np.array([0, 1, MIN_SPLIT, MIN_SPLIT + 1, 15 * MIN_SPLIT + 1, 16 * MIN_SPLIT + 1, 10**6])
@@ -165,9 +165,7 @@ def test_the_largest_step_fits() -> None:
         ([1], [2001], "this plan was made for"),
     ],
 )
-def test_sequences_that_contradict_each_other_are_refused(
-    num_rows: list[int], context_lens: list[int], message: str
-) -> None:
+def test_contradicting_sequences_are_refused(num_rows: list[int], context_lens: list[int], message: str) -> None:
     plan = make_plan(max_num_seqs=5, max_num_tokens=30, max_model_len=2000)
     fill(plan, [1], [7])
     before = plan.buffer.clone()
@@ -183,12 +181,12 @@ def test_too_few_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 3, 64), (8, 0, 64), (8, 2, 72), (8, 2, 512)])
-def test_heads_that_the_kernels_dont_have_are_refused(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+def test_head_counts_unknown_to_kernels_are_refused(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     with pytest.raises(InvalidPlan):
         make_plan(num_heads, num_kv_heads, head_dim)
 
 
-def test_a_fill_loops_over_nothing() -> None:
+def test_fill_runs_without_loops() -> None:
     def num_lines(num_seqs: int) -> int:
         plan = make_plan()
         lines = 0

@@ -95,7 +95,7 @@ def test_few_rows_equal_the_reference(kind: tuple[str, int | None, bool], dtype:
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
-def test_a_rows_bits_depend_on_that_row_alone(kind: tuple[str, int | None, bool]) -> None:
+def test_row_bits_depend_on_row_alone(kind: tuple[str, int | None, bool]) -> None:
     weight = make_weight(kind, 70, 512, torch.float16)
     x = make_x(64, 512, torch.float16)
     x[5], x[6] = float("inf"), 6e4
@@ -108,7 +108,7 @@ def test_a_rows_bits_depend_on_that_row_alone(kind: tuple[str, int | None, bool]
 @pytest.mark.parametrize(
     "kind", [("int8", None, False), ("int4", 128, False), ("int8", 32, True)], ids=["int8", "int4", "int8-32"]
 )
-def test_a_row_that_isnt_finite_spoils_no_other(kind: tuple[str, int | None, bool]) -> None:
+def test_non_finite_row_spoils_no_neighbour(kind: tuple[str, int | None, bool]) -> None:
     weight, x = make_weight(kind, 33, 512, torch.float16), make_x(6, 512, torch.float16)
     x[2, 7], x[4] = float("nan"), float("inf")
     y = weight_only_linear(x, weight)
@@ -149,7 +149,7 @@ def test_float32_results_arent_rounded(kind: tuple[str, int | None, bool], num_r
     assert is_right(y, x, weight, None, roundings=1 if num_rows == 3 or kind[0] == "plain" else 400)
 
 
-def test_rows_whose_pairs_arent_aligned_are_moved_first() -> None:
+def test_unaligned_row_pairs_are_moved_first() -> None:
     weight, x = make_weight(("int4", 128, False), 33, 256, torch.float16), make_x(4, 256, torch.float16, gap=23)
     assert is_right(weight_only_linear(x, weight), x, weight, None)
 
@@ -166,7 +166,7 @@ def test_no_rows_give_no_rows() -> None:
     assert weight_only_linear(make_x(0, 64, torch.float16), weight).shape == (0, 33)
 
 
-def test_tensors_that_dont_agree_are_refused() -> None:
+def test_disagreeing_tensors_are_refused() -> None:
     weight, x = make_weight(("int8", None, False), 33, 64, torch.float16), make_x(4, 64, torch.float16)
     for bad in (x[:, 1:], x.float(), x[:, :1].expand(4, 64), x[0]):
         with pytest.raises(TensorMismatch, match="this linear takes"):

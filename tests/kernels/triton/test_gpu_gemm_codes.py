@@ -153,6 +153,6 @@ def test_zeros_of_four_bits_are_taken_away_exactly(dtype: str) -> None:
     assert torch.equal(in_order(*outputs[2:], DTYPES[dtype]).long(), (octets >> 4) - zeros)
 
 
-def test_words_are_split_into_their_halves() -> None:
+def test_words_are_split_into_halves() -> None:
     low, high = run(gpu_unpack.HALVES.value, 2, np.array([0x22221111], np.uint32), np.array([0x44443333], np.uint32))
     assert (hex(low[0]), hex(high[0])) == ("0x33331111", "0x44442222")

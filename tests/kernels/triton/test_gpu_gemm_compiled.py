@@ -190,7 +190,7 @@ def test_small_tiles_of_bytes_are_lean(
     assert_lean(compiled, tmp_path, programs=3)
 
 
-def test_shapes_that_fill_no_tile_are_lean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partly_filled_tiles_use_few_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compile_linear("int4", 5, torch.bfloat16, 80, monkeypatch, out_features=100, in_features=1152)
     assert_lean(compiled, tmp_path, programs=2)
 
@@ -205,7 +205,7 @@ MANY = default_and_campaign(
 
 
 @pytest.mark.parametrize(("kind", "capability"), MANY)
-def test_many_rows_keep_tensor_cores_fed_from_shared_memory(
+def test_many_rows_feed_tensor_cores_from_shared_memory(
     kind: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = compile_linear(kind, 128, torch.bfloat16, capability, monkeypatch)

@@ -103,7 +103,7 @@ def test_adding_up_before_the_last_part_is_caught(monkeypatch: pytest.MonkeyPatc
     assert is_linear_caught(monkeypatch, "int4", 3, 1056)
 
 
-def test_scales_of_channels_that_are_forgotten_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_forgotten_channel_scales_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mutate(decode_gemm, "decode_gemm_kernel", "return y * tl.load", "return y + 0 * tl.load", tmp_path, monkeypatch)
     assert is_linear_caught(monkeypatch, "int8", 3, 570)
 
@@ -124,7 +124,7 @@ def test_scales_of_channels_that_are_forgotten_are_caught(monkeypatch: pytest.Mo
             id="the first group's scale is multiplied in again"),
     ],
 )  # fmt: skip
-def test_a_mutant_for_few_rows_of_groups_of_bytes_is_caught(
+def test_mutant_for_few_byte_group_rows_is_caught(
     old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mutate(decode_gemm, "decode_gemm_kernel", old, new, tmp_path, monkeypatch)
@@ -141,7 +141,7 @@ def test_a_mutant_for_few_rows_of_groups_of_bytes_is_caught(
         pytest.param("offs_n // 4 + (k // GROUP) * stride_zero_g", "offs_n // 4", id="zeros are the first group's"),
     ],
 )  # fmt: skip
-def test_a_mutant_for_many_rows_of_groups_of_bytes_is_caught(
+def test_mutant_for_many_byte_group_rows_is_caught(
     old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mutate(prefill_gemm, "prefill_gemm_kernel", old, new, tmp_path, monkeypatch)

@@ -41,7 +41,7 @@ def mixed_rows(fleet: Fleet) -> list[int]:
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-def test_mixed_ranks_dtypes_and_base_rows_equal_the_reference(
+def test_mixed_ranks_dtypes_and_base_rows_equal_reference(
     site: str, shapes: str, dtype: torch.dtype, block_m: int
 ) -> None:
     stored = [dtype, torch.int8, torch.int8, dtype, torch.int8]
@@ -54,7 +54,7 @@ def test_mixed_ranks_dtypes_and_base_rows_equal_the_reference(
     ("dtype", "has_bias"), [(torch.float16, False), (torch.bfloat16, True)], ids=["fp16", "bf16 with bias"]
 )
 @pytest.mark.parametrize("site", SITES)
-def test_a_delta_scales_all_but_the_bias_of_its_modules_alone(dtype: torch.dtype, site: str, has_bias: bool) -> None:
+def test_delta_scales_own_modules_except_bias(dtype: torch.dtype, site: str, has_bias: bool) -> None:
     with_delta = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
     fleet = Fleet([8, 12, 5, 17], ODD, dtype, stored=[dtype, dtype, dtype, torch.int8], has_delta=with_delta)
     a, b, c, d = fleet.slots
@@ -63,7 +63,7 @@ def test_a_delta_scales_all_but_the_bias_of_its_modules_alone(dtype: torch.dtype
     assert make_step(fleet, [b, 0, a, d, b, c], site, y_dtype=y_dtype, has_bias=bias).is_right()
 
 
-def test_a_layer_without_the_delta_that_another_has_keeps_its_scale() -> None:
+def test_layer_without_delta_keeps_scale() -> None:
     fleet = Fleet([], ODD, torch.float16)
     scaled = random_modules({"q_proj": 4}, ODD, torch.float16, [0], has_delta=["q_proj"])
     slot = fleet.add([*scaled, *random_modules({"q_proj": 4}, ODD, torch.float16, [1])], torch.float16)
@@ -94,7 +94,7 @@ def test_rank_512_beside_rank_1_equals_the_reference() -> None:
     assert make_step(fleet, [b, a, 0, a], "qkv").is_right()
 
 
-def test_a_module_that_the_adapter_lacks_keeps_its_columns() -> None:
+def test_module_missing_in_adapter_keeps_columns() -> None:
     fleet = Fleet([{"q_proj": 4, "v_proj": 4}], ODD, torch.float16)
     step = make_step(fleet, [fleet.slots[0]] * 3, "qkv")
     step.y[:, 72:95] = step.before[:, 72:95] = float("nan")
@@ -105,7 +105,7 @@ def test_a_module_that_the_adapter_lacks_keeps_its_columns() -> None:
     assert y[:, 95:].isfinite().all()
 
 
-def test_layers_with_other_ranks_or_none_share_a_plan() -> None:
+def test_layers_with_different_or_no_ranks_share_plan() -> None:
     fleet = Fleet([8], ODD, torch.float16)
     deep = random_modules({"q_proj": 40, "k_proj": 2}, ODD, torch.float16, [0])
     shallow = random_modules({"q_proj": 3}, ODD, torch.float16, [1])
@@ -115,7 +115,7 @@ def test_layers_with_other_ranks_or_none_share_a_plan() -> None:
         assert make_step(fleet, rows, "qkv").is_right(layer)
 
 
-def test_one_plan_serves_steps_one_after_the_other() -> None:
+def test_same_plan_serves_consecutive_steps() -> None:
     fleet = Fleet([40, 8], EVEN, torch.float16)
     a, b = fleet.slots
     first = make_step(fleet, [a, b, a, 0, b], "down")
@@ -128,7 +128,7 @@ def test_one_plan_serves_steps_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("site", ["qkv", "down", "embed"])
-def test_a_rows_bits_dont_depend_on_its_batch(site: str) -> None:
+def test_row_bits_do_not_depend_on_batch(site: str) -> None:
     stored = [torch.float16, torch.int8, torch.float16]
     fleet = Fleet([40, 8, 12], EVEN, torch.float16, stored=stored, has_delta=["v_proj", "down_proj", "embed_tokens"])
     a, b, c = fleet.slots
@@ -141,7 +141,7 @@ def test_a_rows_bits_dont_depend_on_its_batch(site: str) -> None:
         assert torch.equal(alone.run()[0], together.y[row])
 
 
-def test_one_adapters_nan_stays_in_its_rows() -> None:
+def test_nan_of_adapter_stays_in_own_rows() -> None:
     fleet = Fleet([8], ODD, torch.float16)
     bad = random_modules(8, ODD, torch.float16)
     for m in bad:
@@ -160,7 +160,7 @@ def test_an_unloaded_adapters_slot_serves_the_next() -> None:
     assert make_step(fleet, [slot, fleet.slots[0], 0], "gate_up").is_right()
 
 
-def test_tensors_that_dont_fit_the_plan_are_refused() -> None:
+def test_tensors_mismatching_plan_are_refused() -> None:
     fleet = Fleet([8], ODD, torch.float16)
     step = make_step(fleet, [fleet.slots[0]] * 3, "o")
     x, y, plan = step.x, step.y, step.plan

@@ -29,7 +29,7 @@ def _seed() -> None:
     ("dtype", "has_bias"), [(torch.float16, False), (torch.bfloat16, True)], ids=["fp16", "bf16 with bias"]
 )
 @pytest.mark.parametrize("site", ["qkv", "gate_up", "down", "lm_head"])
-def test_a_shift_is_added_last_with_ranks_or_without(dtype: torch.dtype, site: str, has_bias: bool) -> None:
+def test_shift_is_added_last_with_or_without_ranks(dtype: torch.dtype, site: str, has_bias: bool) -> None:
     fleet = Fleet([8, 17], ODD, dtype, stored=[dtype, torch.int8], has_shift=TERMS, has_delta=("v_proj", "down_proj"))
     # neither has ranks; the second has nothing else in the first layer
     alone = random_modules(0, ODD, dtype, has_shift=TERMS, has_delta=("q_proj", "down_proj"))
@@ -40,7 +40,7 @@ def test_a_shift_is_added_last_with_ranks_or_without(dtype: torch.dtype, site: s
         assert make_step(fleet, [b, 0, a, c, d, b, c], site, has_bias=has_bias).is_right(layer)
 
 
-def test_a_delta_without_ranks_scales_its_rows_alone() -> None:
+def test_delta_without_ranks_scales_own_rows_alone() -> None:
     fleet = Fleet([4], EVEN, torch.float16)
     slot = fleet.add(random_modules(0, EVEN, torch.float16, has_delta=EVEN), torch.int8)
     for site in SITES:
@@ -49,7 +49,7 @@ def test_a_delta_without_ranks_scales_its_rows_alone() -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.int8], ids=["fp16", "int8"])
-def test_each_rank_has_a_number_of_its_own(stored: torch.dtype) -> None:
+def test_each_rank_has_own_number(stored: torch.dtype) -> None:
     fleet = Fleet([4], ODD, torch.float16)
     modules = [
         replace(m, scaling=torch.randn(m.lora_a.shape[0])) for m in random_modules(20, ODD, stored, has_delta=ODD)
@@ -61,7 +61,7 @@ def test_each_rank_has_a_number_of_its_own(stored: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("block_m", "y_dtype", "has_bias"), [(16, torch.float32, False), (32, None, True)])
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
-def test_an_adapters_rows_of_the_head_take_the_bases_place(
+def test_head_rows_of_adapter_replace_base_rows(
     shapes: dict[str, tuple[int, int]], block_m: int, y_dtype: torch.dtype | None, has_bias: bool
 ) -> None:
     dtype = torch.bfloat16 if has_bias else torch.float16
@@ -101,7 +101,7 @@ def test_an_adapters_tokens_take_the_bases_place(
 
 
 @pytest.mark.parametrize("site", ["lm_head", "embed"])
-def test_a_rows_bits_dont_depend_on_the_replaced_rows_of_others(site: str) -> None:
+def test_row_bits_do_not_depend_on_foreign_replacements(site: str) -> None:
     module = SITES[site][0]
     fleet = Fleet([4, 4, 0], EVEN, torch.float16, stored=[torch.float16, torch.int8], num_rows={module: 37})
     other = fleet.add(random_modules({module: 2}, EVEN, torch.float16, num_rows={module: 200}), torch.float16)
@@ -117,7 +117,7 @@ def test_a_rows_bits_dont_depend_on_the_replaced_rows_of_others(site: str) -> No
     assert torch.equal(base, together.before[2])
 
 
-def test_an_unloaded_adapters_rows_replace_nothing() -> None:
+def test_unloaded_adapter_replaces_no_rows() -> None:
     fleet = Fleet([4, 4], EVEN, torch.float16, num_rows={"lm_head": 40})
     a, b = fleet.slots
     step = make_step(fleet, [b, a], "lm_head")
@@ -126,7 +126,7 @@ def test_an_unloaded_adapters_rows_replace_nothing() -> None:
     assert torch.equal(step.run()[0], step.before[0])
 
 
-def test_nan_in_a_replaced_row_stays_in_its_column() -> None:
+def test_nan_in_replaced_row_stays_in_column() -> None:
     fleet = Fleet([4], EVEN, torch.float16)
     rows = ReplacedRows(torch.tensor([3, 9], dtype=torch.int32), torch.randn(2, 256))
     rows.weight[1, 5] = float("nan")

@@ -62,12 +62,12 @@ def masked(logits: torch.Tensor, masks: list[np.ndarray | None], *, max_num_seqs
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
-def test_tokens_that_are_not_allowed_get_the_lowest_logit(vocab_size: int) -> None:
+def test_forbidden_tokens_get_lowest_logit(vocab_size: int) -> None:
     logits, masks = poisoned_logits(torch.randn(6, vocab_size)), draw_masks(6, vocab_size)
     assert torch.equal(masked(logits, masks, max_num_seqs=9), by_rule(logits, masks))
 
 
-def test_a_logit_that_is_not_finite_stays_though_its_token_is_not_allowed() -> None:
+def test_non_finite_logit_of_forbidden_token_stays() -> None:
     logits, masks = torch.randn(4, 100), [np.zeros(4, np.uint32)] * 4
     logits[0, 3], logits[1, 99], logits[2, 0] = float("nan"), float("inf"), float("-inf")
     out = masked(logits, masks)
@@ -80,7 +80,7 @@ def test_a_logit_that_is_not_finite_stays_though_its_token_is_not_allowed() -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_sampled_is_what_the_engine_samples_among_the_allowed(kind: str) -> None:
+def test_sampling_among_allowed_tokens_equals_engine(kind: str) -> None:
     logits, masks = torch.randn(6, 700) * 3, draw_masks(6, 700)
     masks[0] = np.zeros(22, np.uint32)
     masks[0][11] = 1 << 7
@@ -103,7 +103,7 @@ def test_steps_alternate_between_two_buffers() -> None:
     assert rows.is_masked[0] == 0
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_mismatched_rows_are_refused() -> None:
     rows = MaskRows(2, 64, CPU)
     with pytest.raises(InvalidPlan):
         rows.fill([None] * 3)
@@ -132,7 +132,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
         ("tl.where(is_kept, x, LOWEST)", "tl.where(is_kept, x, 0.0)"),
     ],
 )
-def test_a_kernel_that_is_wrong_in_one_place_is_found_out(
+def test_kernel_with_single_fault_is_detected(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_masks, "mask_kernel", mutant_of(gpu_masks.mask_kernel, old, new, tmp_path))

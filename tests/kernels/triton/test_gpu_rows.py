@@ -40,7 +40,7 @@ def test_embedding_widens_the_tables_rows(dtype: torch.dtype, id_dtype: torch.dt
     assert right_of_out.isnan().all()
 
 
-def test_a_token_that_the_table_doesnt_have_spoils_its_own_row_alone() -> None:
+def test_unknown_token_spoils_only_own_row() -> None:
     table, out = random_rows(11, 40, torch.float16), torch.zeros(4, 40)
     gpu_rows.embed(torch.tensor([2, 11, -1, 2**40]), table, out)
     assert torch.equal(out[0], table[2].float())
@@ -59,7 +59,7 @@ def test_hidden_rows_are_summed_in_place_and_normed(
 @DTYPES
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("has_delta_weight", [True, False])
-def test_what_is_added_is_normed_and_scaled(has_delta_weight: bool, has_weight: bool, dtype: torch.dtype) -> None:
+def test_sum_is_normed_and_scaled(has_delta_weight: bool, has_weight: bool, dtype: torch.dtype) -> None:
     assert add_rms_norm_is_right(
         3, 100, dtype, has_delta=True, has_weight=has_weight, has_delta_weight=has_delta_weight, delta_scale=0.3
     )
@@ -103,28 +103,28 @@ def test_heads_turn_by_each_kind_of_rope(rotated: int, is_interleaved: bool, is_
 
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["normed", "plain"])
-def test_without_angles_nothing_is_rotated(has_norm: bool) -> None:
+def test_rows_without_angles_are_not_rotated(has_norm: bool) -> None:
     step = make_attention(torch.float16, has_norm=has_norm)
     step.cos_sin = None
     step.positions.fill_(2**30)
     assert step.is_right()
 
 
-def test_padding_rows_store_nothing() -> None:
+def test_padding_rows_store_no_values() -> None:
     step = make_attention(torch.float16, slots=(-1, -1))
     step.positions.zero_()
     assert step.is_right()
     assert step.arena.isnan().all()
 
 
-def test_a_slot_that_the_cache_doesnt_have_is_not_written() -> None:
+def test_unknown_cache_slot_is_not_written() -> None:
     step = make_attention(torch.float16, slots=(5 * 16, 2**33, 5 * 16 + 3))
     step.run()
     assert step.arena.isnan().all()
 
 
 @pytest.mark.parametrize("position", [-1, MAX_LEN, 2**40])
-def test_a_position_that_the_table_doesnt_have_spoils_its_own_row_alone(position: int) -> None:
+def test_unknown_position_spoils_only_own_row(position: int) -> None:
     step = make_attention(torch.float16, slots=(3, 4))
     step.positions = step.positions.long()
     step.positions[0] = position
@@ -147,7 +147,7 @@ def test_geglu_equals_gelu_times_up(dtype: torch.dtype) -> None:
     assert gate_is_right(3, 1100, dtype, is_gelu=True)
 
 
-def test_a_rows_bits_dont_depend_on_its_step() -> None:
+def test_row_bits_do_not_depend_on_step() -> None:
     together = make_attention(torch.float16, has_norm=True)
     hidden, gate_up = random_rows(5, 200, torch.float32), random_rows(5, 200, torch.float16)
     normed, activated = torch.empty(5, 200, dtype=torch.float16), torch.empty(5, 100, dtype=torch.float16)
@@ -170,7 +170,7 @@ def test_a_rows_bits_dont_depend_on_its_step() -> None:
         assert torch.equal(act[0], activated[row])
 
 
-def test_a_step_without_rows_launches_nothing() -> None:
+def test_step_without_rows_launches_no_kernel() -> None:
     half = torch.empty(0, 64, dtype=torch.float16)
     gpu_rows.embed(torch.empty(0, dtype=torch.int64), torch.ones(3, 64), torch.empty(0, 64))
     gpu_rows.add_rms_norm(torch.empty(0, 64), half, torch.ones(64), EPS, half)
@@ -198,12 +198,12 @@ def attention_with(**changes: Any) -> Any:
         ({"qkv": torch.zeros(5, 640)}, "qkv is torch.float32; expected torch.bfloat16 or torch.float16"),
     ],
 )
-def test_tensors_that_dont_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_mismatched_tensors_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TensorMismatch, match=message):
         attention_with(**changes).run()
 
 
-def test_rows_that_dont_fit_together_are_refused() -> None:
+def test_mismatched_rows_are_refused() -> None:
     rows, half = torch.zeros(3, 64), torch.zeros(3, 64, dtype=torch.float16)
     with pytest.raises(TensorMismatch, match=r"table is \(9, 32\)"):
         gpu_rows.embed(torch.zeros(3, dtype=torch.int64), torch.zeros(9, 32), rows)

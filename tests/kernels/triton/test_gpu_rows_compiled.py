@@ -105,7 +105,7 @@ def test_norms_of_every_width_stay_in_registers(size: int, capability: int, tmp_
     assert_wide(compile_norm(capability, size, tmp_path), loads=2, stores=1)
 
 
-def test_a_norm_of_what_is_added_stays_in_registers_too(tmp_path: Path) -> None:
+def test_norm_of_sum_stays_in_registers(tmp_path: Path) -> None:
     assert_wide(compile_norm(80, gpu_rows.MAX_HIDDEN_SIZE, tmp_path, has_delta_norm=True), loads=3, stores=1)
 
 
@@ -145,6 +145,6 @@ def test_swiglu_reads_and_writes_wide(capability: int, tmp_path: Path) -> None:
     assert_wide(machine, loads=2, stores=1)
 
 
-def test_heads_without_norms_and_rows_without_a_sum_are_moved_as_wide(tmp_path: Path) -> None:
+def test_heads_without_norms_move_as_wide_as_rest(tmp_path: Path) -> None:
     assert_wide(compile_heads(90, 128, 48, tmp_path, has_norm=False, dtype="fp16"), loads=2, stores=6)
     assert_wide(compile_norm(90, 4096, tmp_path, has_delta=False), loads=2, stores=1)

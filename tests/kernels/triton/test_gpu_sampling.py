@@ -62,7 +62,7 @@ def test_random_numbers_are_the_engines_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(50, 6), (1000, 48), (LARGE, 12)])
-def test_tokens_are_the_engines_whatever_cuts_the_distribution(vocab_size: int, num_rows: int) -> None:
+def test_tokens_equal_engine_for_every_cut(vocab_size: int, num_rows: int) -> None:
     kinds = [list(KINDS)[i % len(KINDS)] for i in range(num_rows)]
     logits, params = torch.randn(num_rows, vocab_size) * 3, make_params(kinds)
     # no random number is so near to a boundary that rounding decides
@@ -92,7 +92,7 @@ def test_candidates_are_enough_for_the_usual_row() -> None:
     assert int(rows.scratch(LARGE).counts[[2, 3, 5]].max()) < sampling_rows.NUM_CANDIDATES
 
 
-def test_extreme_parameters_are_taken_as_the_engine_takes_them() -> None:
+def test_extreme_parameters_are_treated_as_in_engine() -> None:
     params = [
         SamplingParams(temperature=1e-4, top_p=0.5, seed=1),
         SamplingParams(temperature=100.0, top_p=0.5, seed=1),
@@ -116,14 +116,14 @@ def test_extreme_parameters_are_taken_as_the_engine_takes_them() -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "kinds"), [(1000, ["top_k", "top_p", "all", "min_p", "greedy", "top_p"]), (LARGE, ["top_p"] * 2)]
 )
-def test_equal_logits_stand_in_order_of_their_ids(vocab_size: int, kinds: list[str]) -> None:
+def test_equal_logits_are_ordered_by_id(vocab_size: int, kinds: list[str]) -> None:
     logits = (torch.randn(len(kinds), vocab_size) * 3).round() / 2
     logits[-1] = -0.0
     logits[-1, ::3] = 0.0
     assert equals_rule(logits, make_params(kinds))
 
 
-def test_a_row_that_isnt_finite_is_reported_and_spoils_no_other() -> None:
+def test_non_finite_row_is_reported_alone() -> None:
     logits = torch.randn(6, LARGE) * 3
     params = make_params(list(KINDS))
     right, _ = run(logits, params)
@@ -150,7 +150,7 @@ def test_padding_rows_get_some_token() -> None:
     assert tokens[3] == 0
 
 
-def test_a_rows_token_doesnt_depend_on_its_step() -> None:
+def test_token_of_row_does_not_depend_on_step() -> None:
     kinds = ["top_p", "temperature", "greedy", "all"]
     logits, params = torch.randn(4, LARGE) * 2, make_params(kinds)
     logits[0] *= 0.3
@@ -159,7 +159,7 @@ def test_a_rows_token_doesnt_depend_on_its_step() -> None:
         assert run(logits[row : row + 1], params[row : row + 1], [row])[0] == [together[row]]
 
 
-def test_a_step_of_greedy_rows_reads_the_logits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_step_reads_logits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in ("weigh_kernel", "draw_kernel", "search_kernel"):
         monkeypatch.setattr(gpu_sampling, kernel, None)
     logits = torch.randn(3, LARGE)
@@ -171,7 +171,7 @@ def test_a_step_of_greedy_rows_reads_the_logits_once(monkeypatch: pytest.MonkeyP
     assert not rows.is_greedy
 
 
-def test_the_second_fill_leaves_the_firsts_staging_as_it_is() -> None:
+def test_second_fill_keeps_staging_of_first_fill() -> None:
     rows = SamplingRows(2, CPU)
     address = rows.seed.data_ptr()
     rows.fill([SamplingParams(seed=5)], [1])
@@ -190,7 +190,7 @@ def test_too_many_rows_are_refused() -> None:
     assert (rows.num_rows, rows.is_greedy, int(rows.position[0])) == (1, False, 4)
 
 
-def test_tensors_that_dont_fit_the_rows_are_refused() -> None:
+def test_tensors_mismatching_rows_are_refused() -> None:
     rows = SamplingRows(2, CPU)
     rows.fill(make_params(["greedy"] * 2), [0, 1])
     logits, tokens, finite = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)
@@ -206,7 +206,7 @@ def test_tensors_that_dont_fit_the_rows_are_refused() -> None:
         sample(logits, rows, tokens, finite[:1])
 
 
-def test_log_probabilities_are_those_of_the_raw_distribution() -> None:
+def test_log_probabilities_come_from_raw_distribution() -> None:
     logits, tokens = torch.randn(5, 1000) * 5, torch.tensor([0, 999, 3, 3, 500])
     expected = torch.log_softmax(logits.double(), dim=1)
     chosen, values, ids = top_logprobs(logits, tokens, 7)

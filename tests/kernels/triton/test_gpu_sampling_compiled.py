@@ -89,7 +89,7 @@ def compile_kernel(name: str, capability: int, folder: Path, *, has_draws: bool 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_reads_wide_and_keeps_to_its_registers(kernel: str, capability: int, tmp_path: Path) -> None:
+def test_each_kernel_reads_wide_without_spilling(kernel: str, capability: int, tmp_path: Path) -> None:
     machine = compile_kernel(kernel, capability, tmp_path)
     assert machine.is_lean
     # all but `pick` read logits or candidates, which `search` copies ahead

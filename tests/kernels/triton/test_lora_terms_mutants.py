@@ -116,7 +116,7 @@ def test_a_mutant_head_is_caught(old: str, new: str, monkeypatch: pytest.MonkeyP
     assert is_caught(replacing("lm_head"))
 
 
-def test_row_tiles_are_looked_through_some_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_row_tiles_are_searched_several_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernel = mutant_of(
         gpu_lora.replace_kernel, "TILES_AT_ONCE = tl.constexpr(64)", "TILES_AT_ONCE = tl.constexpr(2)", tmp_path
     )

@@ -167,7 +167,7 @@ def test_swapped_slots_are_caught() -> None:
     assert is_caught(step)
 
 
-def test_padding_of_pages_that_isnt_zeroed_is_caught() -> None:
+def test_unzeroed_page_padding_is_caught() -> None:
     step = make("down")
     data = step.fleet.pool.data
     # rows of 1058 weights are followed by zeros up to 1072

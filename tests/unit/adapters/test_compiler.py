@@ -48,7 +48,7 @@ def refused(compiled: Callable[..., AdapterIR]) -> Callable[..., AdapterRejected
     return run
 
 
-def test_modules_come_in_order_of_layer_and_hold_the_files_numbers(
+def test_modules_are_ordered_by_layer_with_file_values(
     compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays], key: Callable[..., str]
 ) -> None:
     arrays = make_tensors(dict(reversed(QV.items())))
@@ -63,13 +63,13 @@ def test_modules_come_in_order_of_layer_and_hold_the_files_numbers(
         assert m.scaling == 2.0
 
 
-def test_rslora_divides_by_the_square_root_of_the_rank(
+def test_rslora_divides_by_square_root_of_rank(
     compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
 ) -> None:
     assert compiled(make_tensors(QV), use_rslora=True).modules[0].scaling == 8 / math.sqrt(4)
 
 
-def test_patterns_give_single_modules_their_rank_and_alpha(
+def test_patterns_set_rank_and_alpha_of_modules(
     compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
 ) -> None:
     ranks = QV | {(1, "q_proj"): 8, (0, "v_proj"): 2, (1, "v_proj"): 2, (2, "v_proj"): 2}
@@ -84,7 +84,7 @@ def test_patterns_give_single_modules_their_rank_and_alpha(
     assert got[1, "v_proj"] == (2, 4.0)
 
 
-def test_layers_to_transform_and_exclude_modules_must_agree_with_the_tensors(
+def test_layer_and_exclusion_fields_must_match_tensors(
     compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     one = make_tensors({(1, "q_proj"): 4, (1, "v_proj"): 4})
@@ -118,7 +118,7 @@ def test_a_regex_must_match_whole_names(
         assert "which the config doesn't target" in refused(make_tensors(QV), target_modules=part).problems[0]
 
 
-def test_a_wrong_hidden_size_is_told_in_those_words(
+def test_wrong_hidden_size_is_named_in_error(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], make_base: Callable[..., BaseSpec]
 ) -> None:
     base = make_base(hidden_size=16, modules={"q_proj": (16, 16), "v_proj": (8, 16)})
@@ -130,7 +130,7 @@ def test_a_wrong_hidden_size_is_told_in_those_words(
     assert len(error.problems) == 4
 
 
-def test_a_layer_or_module_that_the_base_lacks_is_named(
+def test_unknown_layer_or_module_is_named(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     arrays = make_tensors(QV)
@@ -188,7 +188,7 @@ def test_a_layer_or_module_that_the_base_lacks_is_named(
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight", AdapterFormatError, "isn't"),
     ],
 )
-def test_a_tensor_that_plain_lora_lacks_is_refused_by_name(
+def test_tensor_unknown_to_lora_is_refused_by_name(
     name: str,
     kind: type[AdapterRejected],
     reason: str,
@@ -209,7 +209,7 @@ def test_a_missing_half_is_named(
     assert refused(arrays).problems == ("q_proj has lora_A and no lora_B in layer 1.",)
 
 
-def test_ranks_that_disagree_are_refused(
+def test_disagreeing_ranks_are_refused(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], key: Callable[..., str]
 ) -> None:
     assert (
@@ -223,13 +223,13 @@ def test_ranks_that_disagree_are_refused(
     )
 
 
-def test_a_one_dimensional_half_is_refused(
+def test_vector_as_factor_is_refused(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays], key: Callable[..., str]
 ) -> None:
     assert "isn't a matrix" in refused(make_tensors(QV) | {key(0, "q_proj", "A"): np.ones(32, np.float32)}).problems[0]
 
 
-def test_a_scaling_over_its_bound_is_refused(
+def test_scaling_over_bound_is_refused(
     refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     assert "scaling 25000" in refused(make_tensors(QV), lora_alpha=100_000).problems[0]
@@ -251,7 +251,7 @@ def test_head_and_embedding_are_modules_of_no_layer(
     assert ir.layers == ()
 
 
-def test_the_head_is_targeted_by_its_name_alone(
+def test_head_is_targeted_by_name_alone(
     compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     head = make_tensors({(0, "lm_head"): 4})
@@ -289,7 +289,7 @@ def test_dora_has_a_magnitude_for_each_module(
     assert error.problems == ("q_proj has two magnitudes in layer 0.",)
 
 
-def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
+def test_saved_embedding_must_match_base_size(
     compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     arrays, name = make_tensors(OUTSIDE), "base_model.model.model.embed_tokens.base_layer.weight"
@@ -305,7 +305,7 @@ def test_a_saved_embedding_is_kept_for_comparison_and_must_be_of_the_bases_size(
     )
 
 
-def test_tied_lora_must_be_one_update_seen_from_both_sides(
+def test_tied_lora_update_must_agree_on_each_side(
     compiled: Callable[..., AdapterIR],
     refused: Callable[..., AdapterRejected],
     make_tensors: Callable[..., Arrays],
@@ -344,7 +344,7 @@ def test_a_thousand_problems_make_a_short_report(refused: Callable[..., AdapterR
     assert len(str(error)) < 1200
 
 
-def test_mixed_dtypes_are_kept_and_summed_up_as_float32(
+def test_mixed_dtypes_are_kept_and_summed_as_float32(
     compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays]
 ) -> None:
     arrays = make_tensors(QV)
@@ -354,7 +354,7 @@ def test_mixed_dtypes_are_kept_and_summed_up_as_float32(
     assert {m.lora_a.dtype for m in ir.modules} == {"F16", "F32"}
 
 
-def test_a_classification_head_is_kept_if_it_fits(
+def test_matching_classification_head_is_kept(
     compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected], make_tensors: Callable[..., Arrays]
 ) -> None:
     def head(*shape: int, fill: float = 1.0) -> Arrays:

@@ -31,7 +31,7 @@ def test_digests_and_weights_do() -> None:
     assert len({composition_digest(parts) for parts in sums}) == len(sums)
 
 
-def test_the_same_adapter_twice_is_that_adapter_by_the_sum_of_its_weights() -> None:
+def test_same_adapter_twice_gets_sum_of_weights() -> None:
     twice = [part("1", 0.1), part("2", 1.0), part("1", 0.2), part("1", 0.3)]
     again = [part("1", 0.3), part("1", 0.2), part("1", 0.1), part("2", 1.0)]
     assert (
@@ -40,5 +40,5 @@ def test_the_same_adapter_twice_is_that_adapter_by_the_sum_of_its_weights() -> N
     assert [(p.adapter.digest[0], p.weight) for p in merged(twice)] == [("1", 0.6), ("2", 1.0)]
 
 
-def test_weights_that_cancel_leave_nothing() -> None:
+def test_cancelling_weights_leave_no_update() -> None:
     assert [p.adapter.digest[0] for p in merged([part("1", 0.5), part("2", 1.0), part("1", -0.5)])] == ["2"]

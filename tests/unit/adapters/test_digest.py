@@ -25,7 +25,7 @@ def digest(
     return run
 
 
-def test_it_is_stable(digest: Callable[..., str]) -> None:
+def test_digest_is_stable(digest: Callable[..., str]) -> None:
     # this value is stored in databases: a change of it is a migration
     assert digest({"a": np.zeros((1, 2), np.float32)}, alpha_pattern={"q_proj": 2.5}) == (
         "5b667b752132166e4969a60c8a88ae138238d6632246e0387ce330ea1f15962b"
@@ -45,7 +45,7 @@ def test_it_is_stable(digest: Callable[..., str]) -> None:
         {"bias": "none", "modules_to_save": None, "peft_type": "LORA"},
     ],
 )
-def test_it_ignores_what_cannot_change_an_answer(digest: Callable[..., str], changes: dict[str, Any]) -> None:
+def test_digest_ignores_fields_without_effect_on_answers(digest: Callable[..., str], changes: dict[str, Any]) -> None:
     assert digest(**changes) == digest()
 
 
@@ -61,11 +61,11 @@ def test_it_ignores_what_cannot_change_an_answer(digest: Callable[..., str], cha
         {"alora_invocation_tokens": [1, 2]},
     ],
 )
-def test_it_depends_on_every_number_of_the_config(digest: Callable[..., str], changes: dict[str, Any]) -> None:
+def test_digest_depends_on_every_number_of_config(digest: Callable[..., str], changes: dict[str, Any]) -> None:
     assert digest(**changes) != digest()
 
 
-def test_it_depends_on_which_tokens_and_on_what_for(digest: Callable[..., str]) -> None:
+def test_digest_depends_on_trained_tokens_and_purpose(digest: Callable[..., str]) -> None:
     changes: list[dict[str, Any]] = [
         {"trainable_token_indices": [1, 2]},
         {"trainable_token_indices": [2, 1]},
@@ -84,7 +84,7 @@ def test_the_order_of_a_pattern_counts(digest: Callable[..., str]) -> None:
     assert digest(alpha_pattern={"q_proj": 1, "v_proj": 2}) != digest(alpha_pattern={"v_proj": 2, "q_proj": 1})
 
 
-def test_it_depends_on_names_dtypes_shapes_and_bytes_but_not_on_their_order(
+def test_digest_covers_tensors_regardless_of_order(
     digest: Callable[..., str], make_tensors: Callable[..., Any]
 ) -> None:
     arrays = make_tensors(PLACES)
@@ -103,7 +103,7 @@ def test_it_depends_on_names_dtypes_shapes_and_bytes_but_not_on_their_order(
         seen.add(digest(changed))
 
 
-def test_the_tokens_that_an_adapter_trains_are_part_of_every_kind(digest: Callable[..., str]) -> None:
+def test_trained_tokens_enter_digest_of_every_kind(digest: Callable[..., str]) -> None:
     kind = {"peft_type": "ADALORA", "init_r": 4, "target_r": 4}
     digests = {digest(**kind, trainable_token_indices=indices) for indices in (None, [1], [3])}
     assert len(digests) == 3

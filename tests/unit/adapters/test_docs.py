@@ -31,14 +31,14 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_every_field_of_loraconfig_has_a_row_that_says_what_becomes_of_it() -> None:
+def test_every_loraconfig_field_has_row_stating_treatment() -> None:
     table = {row[0].strip("` "): row[1] for row in rows("Every field of LoraConfig") if row[0].startswith("`")}
     assert set(table) == set(FIELDS)
     wrong = [name for name, cell in table.items() if not cell.startswith(WORDS[FIELDS[name].handling])]
     assert not wrong
 
 
-def test_every_row_says_what_others_do_and_where_that_was_seen() -> None:
+def test_every_row_cites_behaviour_of_peers() -> None:
     for row in rows("Every field of LoraConfig")[1:]:
         if row[0].startswith("---"):
             continue
@@ -48,7 +48,7 @@ def test_every_row_says_what_others_do_and_where_that_was_seen() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_field_of_another_kinds_own_stands_under_what_becomes_of_it(kind: str) -> None:
+def test_fields_of_further_kinds_are_listed_by_treatment(kind: str) -> None:
     table = rows("The other kinds")
     heading = next(index for index, row in enumerate(table) if row[0] == "kind")
     row = next(row for row in table[heading:] if row[0] == kind)
@@ -65,7 +65,7 @@ def test_every_footnote_is_there_once_and_used() -> None:
     assert sorted(defined) == sorted(set(used))
 
 
-def test_the_limits_are_those_that_hold() -> None:
+def test_documented_limits_equal_enforced_limits() -> None:
     assert f"rank over {LIMITS.max_rank}" in PROSE
     assert f"{LIMITS.max_factors_bytes >> 30} GiB of factors" in PROSE
     assert (

@@ -63,7 +63,7 @@ def test_load_over_budget_runs_alone(memory: LoadMemory, threads: ThreadPoolExec
     later.result(10).give_back()
 
 
-def test_load_takes_more_while_it_is_free(memory: LoadMemory) -> None:
+def test_load_takes_more_memory_while_free(memory: LoadMemory) -> None:
     with memory.reserved(10) as first, memory.reserved(20) as second:
         first.take(10)
         first.take(70)

@@ -160,9 +160,7 @@ def test_each_modules_update_equals_pefts(
         torch.testing.assert_close(ours[name], delta, rtol=1e-6, atol=1e-6 * float(delta.abs().max()))
 
 
-def test_an_adapter_of_an_older_peft_without_the_newer_fields_compiles_alike(
-    tmp_path: Path, make_base: Callable[..., BaseSpec]
-) -> None:
+def test_adapter_of_older_peft_compiles_alike(tmp_path: Path, make_base: Callable[..., BaseSpec]) -> None:
     save_random_adapter(tmp_path, CASES["plain"], torch.float32)
     adapter = read_adapter((tmp_path / CONFIG_FILE).read_bytes(), (tmp_path / WEIGHTS_FILE).read_bytes())
     old = {"r", "lora_alpha", "target_modules", "peft_type", "bias", "fan_in_fan_out", "inference_mode", "task_type"}
@@ -179,7 +177,7 @@ def test_an_adapter_of_an_older_peft_without_the_newer_fields_compiles_alike(
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_what_peft_really_saves_for_other_kinds_is_refused(
+def test_unsupported_kinds_saved_by_peft_are_refused(
     config: dict[str, Any], tmp_path: Path, make_base: Callable[..., BaseSpec]
 ) -> None:
     save_random_adapter(tmp_path, {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **config}, torch.float32)

@@ -241,7 +241,7 @@ def make_spec(make_base: Callable[..., BaseSpec]) -> Callable[[str], BaseSpec]:
     CASES,
     ids=lambda v: v if isinstance(v, str) else " ".join(f"{key}={value}" for key, value in v.items())[:70],
 )
-def test_it_computes_what_peft_computes_from_the_same_files(
+def test_compiled_kind_equals_peft_on_same_files(
     base: str, config: dict[str, Any], tmp_path: Path, make_spec: Callable[[str], BaseSpec]
 ) -> None:
     with torch.enable_grad():
@@ -255,7 +255,7 @@ def test_it_computes_what_peft_computes_from_the_same_files(
     assert (expected - make_model(base)(ids).logits).abs().max() > 1e-3
 
 
-def test_an_activated_adapter_keeps_its_invocation(tmp_path: Path, make_spec: Callable[[str], BaseSpec]) -> None:
+def test_activated_adapter_keeps_invocation(tmp_path: Path, make_spec: Callable[[str], BaseSpec]) -> None:
     save("qwen2", tmp_path, {"alora_invocation_tokens": [7, 3, 7], "lora_bias": True, **ONE})
     ir = compile_adapter(*read(tmp_path), make_spec("qwen2"))
     assert ir.invocation_token_ids == (7, 3, 7)

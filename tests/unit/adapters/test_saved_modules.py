@@ -59,7 +59,7 @@ def refused(compiled: Callable[..., AdapterIR]) -> Callable[..., AdapterRejected
     return run
 
 
-def test_a_bias_is_its_modules_whichever_way_it_was_asked_for(compiled: Callable[..., AdapterIR]) -> None:
+def test_bias_belongs_to_module_however_requested(compiled: Callable[..., AdapterIR]) -> None:
     q, k = biases("self_attn.q_proj.base_layer.bias", 32), biases("self_attn.k_proj.bias", 16)
     assert [m.module for m in compiled(q, bias="lora_only").modules if m.bias is not None] == ["q_proj"] * 3
     ir = compiled(q | k, bias="all")
@@ -117,7 +117,7 @@ def test_a_bias_is_its_modules_whichever_way_it_was_asked_for(compiled: Callable
         ),
     ],
 )
-def test_a_bias_that_peft_would_not_use_so_is_refused(
+def test_bias_unused_by_peft_is_refused(
     more: Arrays, bias: str, kind: type[AdapterRejected], message: str, refused: Callable[..., AdapterRejected]
 ) -> None:
     error = refused(more, bias=bias)
@@ -125,7 +125,7 @@ def test_a_bias_that_peft_would_not_use_so_is_refused(
     assert message in error.problems[0]
 
 
-def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled: Callable[..., AdapterIR]) -> None:
+def test_modules_to_save_match_name_suffixes_and_contents(compiled: Callable[..., AdapterIR]) -> None:
     norms = biases("input_layernorm.weight", 32) | biases("post_attention_layernorm.weight", 32)
     norms |= {"base_model.model.model.norm.weight": ones(32)}
     ir = compiled(norms, modules_to_save=["norm"])
@@ -195,13 +195,13 @@ def test_modules_to_save_names_the_ends_of_names_and_all_that_is_inside(compiled
         ),
     ],
 )
-def test_a_weight_must_be_where_the_config_says_and_fit_the_base(
+def test_weight_must_match_config_and_base(
     more: Arrays, modules_to_save: list[str], message: str, refused: Callable[..., AdapterRejected]
 ) -> None:
     assert message in refused(more, modules_to_save=modules_to_save).problems[0]
 
 
-def test_lora_on_resized_tables_needs_their_rows(
+def test_lora_on_resized_tables_requires_rows(
     compiled: Callable[..., AdapterIR], make_tensors: Callable[..., Arrays], key: Callable[..., str]
 ) -> None:
     outside = make_tensors({(0, "lm_head"): 4, (0, "embed_tokens"): 4})
@@ -220,9 +220,7 @@ OTHER = WEIGHTS | {HEAD + "weight": 2 * ones(64, 32)}
 
 
 @pytest.mark.parametrize("more", [WEIGHTS, OTHER, {HEAD + "weight": ones(64, 32)}], ids=["same", "other", "head"])
-def test_tables_that_the_config_does_not_name_replace_the_bases_as_peft_loads_them(
-    more: Arrays, compiled: Callable[..., AdapterIR]
-) -> None:
+def test_unnamed_tables_replace_base_tables_as_in_peft(more: Arrays, compiled: Callable[..., AdapterIR]) -> None:
     assert sum(m.weight is not None for m in compiled(more).modules) == len(more)
 
 
@@ -242,7 +240,7 @@ def test_tables_that_the_config_does_not_name_replace_the_bases_as_peft_loads_th
         ),
     ],
 )
-def test_tied_tables_must_be_one(
+def test_tied_tables_must_be_equal(
     more: Arrays, changes: dict[str, Any], message: str, refused: Callable[..., AdapterRejected]
 ) -> None:
     error = refused(more, is_tied=True, **changes)
@@ -250,20 +248,20 @@ def test_tied_tables_must_be_one(
     assert message in error.problems[0]
 
 
-def test_a_tied_table_that_is_missing_is_named(refused: Callable[..., AdapterRejected]) -> None:
+def test_missing_tied_table_is_named(refused: Callable[..., AdapterRejected]) -> None:
     tying: dict[str, Any] = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, "is_tied": True}
     error = refused({EMBEDDING + "weight": ones(64, 32)}, **tying)
     assert error.problems == ("modules_to_save names lm_head, and the file holds no weight of it.",)
 
 
-def test_one_table_of_a_tied_base_may_be_trained_alone(compiled: Callable[..., AdapterIR]) -> None:
+def test_single_table_of_tied_base_may_be_trained(compiled: Callable[..., AdapterIR]) -> None:
     ir = compiled({EMBEDDING + "weight": ones(64, 32)}, is_tied=True, modules_to_save=["embed_tokens"])
     assert [m.module for m in ir.modules if m.weight is not None] == ["embed_tokens"]
     ir = compiled(OTHER, is_tied=True, modules_to_save=["embed_tokens", "lm_head"])
     assert {m.module for m in ir.modules if m.weight is not None} == {"embed_tokens", "lm_head"}
 
 
-def test_lora_bias_is_on_all_or_none(
+def test_lora_bias_is_on_all_or_no_modules(
     compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected]
 ) -> None:
     lora_bias = biases("self_attn.q_proj.lora_B.bias", 32)
@@ -280,7 +278,7 @@ def test_lora_bias_is_on_all_or_none(
     )
 
 
-def test_an_invocation_is_of_the_bases_tokens_and_not_for_an_embedding(
+def test_invocation_uses_base_tokens_and_excludes_embeddings(
     compiled: Callable[..., AdapterIR], refused: Callable[..., AdapterRejected]
 ) -> None:
     alora = {"alora_invocation_tokens": [63, 0], "task_type": "CAUSAL_LM"}

@@ -47,13 +47,13 @@ def trained(ir: AdapterIR) -> dict[str, tuple[tuple[int, ...], list[float]]]:
     return {m.module: (m.token_ids, m.token_rows.array[:, 0].tolist()) for m in ir.modules if m.token_rows is not None}
 
 
-def test_rows_are_put_in_the_order_of_their_tokens(compiled: Callable[..., AdapterIR]) -> None:
+def test_rows_are_sorted_by_token(compiled: Callable[..., AdapterIR]) -> None:
     ir = compiled({EMBEDDING + DELTA: rows(3)}, [9, 3, 7])
     assert trained(ir) == {"embed_tokens": ((3, 7, 9), [1.0, 2.0, 0.0])}
     assert [m.module for m in ir.modules if m.layer == 0] == ["q_proj", "embed_tokens"]
 
 
-def test_the_head_follows_an_embedding_that_it_is_tied_to(compiled: Callable[..., AdapterIR]) -> None:
+def test_head_follows_tied_embedding(compiled: Callable[..., AdapterIR]) -> None:
     expected = ((1, 2), [0.0, 1.0])
     embedding = {EMBEDDING + DELTA: rows(2)}
     both = {"lm_head": expected, "embed_tokens": expected}
@@ -66,7 +66,7 @@ def test_the_head_follows_an_embedding_that_it_is_tied_to(compiled: Callable[...
     assert trained(compiled(embedding | {HEAD + DELTA: rows(2)}, [1, 2], is_tied=True)) == both
 
 
-def test_head_and_embedding_may_have_tokens_of_their_own(compiled: Callable[..., AdapterIR]) -> None:
+def test_head_and_embedding_may_train_different_tokens(compiled: Callable[..., AdapterIR]) -> None:
     more = {EMBEDDING + DELTA: rows(2), HEAD + DELTA: rows(2, first=5)}
     own = {"lm_head": ((1, 2), [6.0, 5.0]), "embed_tokens": ((1, 2), [0.0, 1.0])}
     for is_tied in (True, False):
@@ -146,7 +146,7 @@ ONE = {EMBEDDING + DELTA: rows(2)}
         ),
     ],
 )
-def test_rows_that_peft_would_not_compute_with_are_refused(
+def test_rows_ignored_by_peft_are_refused(
     more: Arrays, tokens: Any, changes: dict[str, Any], message: str, compiled: Callable[..., AdapterIR]
 ) -> None:
     with pytest.raises(AdapterRejected) as caught:
@@ -155,7 +155,7 @@ def test_rows_that_peft_would_not_compute_with_are_refused(
     assert message in caught.value.problems[0]
 
 
-def test_dora_on_a_head_that_follows_is_refused(compiled: Callable[..., AdapterIR], key: Callable[..., str]) -> None:
+def test_dora_on_tied_head_is_refused(compiled: Callable[..., AdapterIR], key: Callable[..., str]) -> None:
     magnitudes = {HEAD + "lora_magnitude_vector": np.ones(64, np.float32)}
     magnitudes |= {
         key(n, "q_proj", "A").replace("lora_A.weight", "lora_magnitude_vector"): rows(32)[:, 0] for n in range(3)

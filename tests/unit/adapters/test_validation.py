@@ -22,7 +22,7 @@ def adapter(a: np.ndarray, dtype: str = "F32", scaling: float = 1.0) -> AdapterI
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("dtype", "numpy_dtype"), [("F32", np.float32), ("F16", np.float16)])
-def test_nan_and_infinity_are_refused_with_their_place(bad: float, dtype: str, numpy_dtype: type) -> None:
+def test_nan_and_infinity_are_refused_with_position(bad: float, dtype: str, numpy_dtype: type) -> None:
     a = np.zeros((2, 4), numpy_dtype)
     a[1, 2] = bad
     with pytest.raises(AdapterNotFinite, match=r"q_proj.lora_A in layer 5 has 1 of 8 weights .* first at \[1, 2\]"):
@@ -30,7 +30,7 @@ def test_nan_and_infinity_are_refused_with_their_place(bad: float, dtype: str, n
 
 
 @pytest.mark.parametrize("bad", [BF16_NAN, BF16_INF])
-def test_bfloat16_is_judged_by_its_bits(bad: int) -> None:
+def test_bfloat16_is_checked_by_bits(bad: int) -> None:
     a = np.full((2, 4), BF16_ONE, np.uint16)
     check_finite(adapter(a, "BF16"))
     a[0, 3] = bad
@@ -38,7 +38,7 @@ def test_bfloat16_is_judged_by_its_bits(bad: int) -> None:
         check_finite(adapter(a, "BF16"))
 
 
-def test_an_update_that_half_precision_cannot_hold_is_refused() -> None:
+def test_update_too_large_for_half_precision_is_refused() -> None:
     with pytest.raises(AdapterNotFinite, match="may reach 2e\\+08"):
         check_finite(adapter(np.full((2, 4), 1e4, np.float32), scaling=1e4))
     with pytest.raises(AdapterNotFinite, match="may reach"):
@@ -51,7 +51,7 @@ def test_subnormal_and_zero_weights_are_fine() -> None:
     check_finite(adapter(np.array([[0.0, -0.0, 1e-45]], np.float32)))
 
 
-def test_a_magnitude_that_is_not_finite_is_named() -> None:
+def test_non_finite_magnitude_is_named() -> None:
     plain = adapter(np.ones((2, 4), np.float32)).modules[0]
     magnitude = TensorView("F32", (3,), np.array([1, 1, np.nan], np.float32))
     module = ModuleIR(0, "embed_tokens", 2, 1.0, plain.lora_a, plain.lora_b, magnitude)
@@ -81,7 +81,7 @@ def vector(*values: float) -> TensorView:
     ],
     ids=lambda v: v.replace("\\", "") if isinstance(v, str) else "",
 )
-def test_each_tensor_is_named_as_pefts_files_have_it(module: ModuleIR | NormIR, name: str) -> None:
+def test_each_tensor_is_named_as_in_peft_files(module: ModuleIR | NormIR, name: str) -> None:
     ir = AdapterIR((), "F32", norms=(module,)) if isinstance(module, NormIR) else AdapterIR((module,), "F32")
     with pytest.raises(
         AdapterNotFinite, match=name + r" has 1 of 2 weights that are NaN or infinite, the first at \[1\]"
@@ -98,7 +98,7 @@ def test_each_tensor_is_named_as_pefts_files_have_it(module: ModuleIR | NormIR, 
         (NormIR(0, "norm", vector(7e4)), "The weight of norm reaches"),
     ],
 )
-def test_what_half_precision_cannot_hold_is_refused_wherever_it_stands(module: ModuleIR | NormIR, name: str) -> None:
+def test_half_precision_overflow_is_refused_in_every_tensor(module: ModuleIR | NormIR, name: str) -> None:
     def ir(m: ModuleIR | NormIR) -> AdapterIR:
         return AdapterIR((), "F32", norms=(m,)) if isinstance(m, NormIR) else AdapterIR((m,), "F32")
 

@@ -57,7 +57,7 @@ def replace_content(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, (1 << 20) - 1, 1 << 20, (3 << 20) + 5])
-def test_a_committed_blob_reads_back_under_its_digest(store: LocalStore, size: int) -> None:
+def test_committed_blob_reads_back_under_digest(store: LocalStore, size: int) -> None:
     data = os.urandom(size)
     with store.stage() as staged:
         for start in range(0, size, 700_000):
@@ -77,7 +77,7 @@ def test_a_blob_comes_in_pieces_too(store: LocalStore, size: int) -> None:
     assert b"".join(store.read_pieces(put(store, data))) == data
 
 
-def test_of_a_damaged_blob_the_last_piece_never_comes(store: LocalStore) -> None:
+def test_last_piece_of_damaged_blob_is_withheld(store: LocalStore) -> None:
     data = bytearray(os.urandom((1 << 20) + 5))
     digest = put(store, bytes(data))
     data[0] ^= 1
@@ -88,7 +88,7 @@ def test_of_a_damaged_blob_the_last_piece_never_comes(store: LocalStore) -> None
         next(pieces)
 
 
-def test_pieces_that_nobody_takes_hold_no_file_open(store: LocalStore) -> None:
+def test_abandoned_pieces_hold_no_open_file(store: LocalStore) -> None:
     digest = put(store)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
@@ -97,14 +97,14 @@ def test_pieces_that_nobody_takes_hold_no_file_open(store: LocalStore) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_read_returns_is_the_callers_own(store: LocalStore) -> None:
+def test_read_result_belongs_to_caller(store: LocalStore) -> None:
     put(store)
     view = store.read(DIGEST)
     view[0] = 0
     assert bytes(store.read(DIGEST)) == DATA
 
 
-def test_blobs_are_private_read_only_files_in_private_folders(store: LocalStore) -> None:
+def test_blobs_are_private_read_only_files(store: LocalStore) -> None:
     put(store)
     path = blob_path(store)
     assert stat.S_IMODE(path.stat().st_mode) == 0o400
@@ -112,14 +112,14 @@ def test_blobs_are_private_read_only_files_in_private_folders(store: LocalStore)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_root_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+def test_publicly_readable_root_is_made_private(tmp_path: Path) -> None:
     root = tmp_path / "open"
     root.mkdir(mode=0o755)
     LocalStore(root).close()
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
-def test_an_uncommitted_blob_leaves_nothing(store: LocalStore) -> None:
+def test_uncommitted_blob_leaves_no_file(store: LocalStore) -> None:
     with store.stage() as staged:
         staged.write(DATA)
     staged.discard()
@@ -138,7 +138,7 @@ def test_a_staged_blob_can_be_committed_only_once(store: LocalStore) -> None:
     assert store.exists(DIGEST)
 
 
-def test_the_same_content_twice_is_one_blob(store: LocalStore) -> None:
+def test_same_content_twice_is_single_blob(store: LocalStore) -> None:
     assert put(store) == put(store)
     assert len(list(store.iter_digests())) == 1
 
@@ -186,7 +186,7 @@ def test_damaged_bytes_are_never_returned(store: LocalStore, damage: str) -> Non
         store.read(DIGEST)
 
 
-def test_a_new_upload_of_the_same_content_heals_a_damaged_blob(store: LocalStore) -> None:
+def test_repeated_upload_heals_damaged_blob(store: LocalStore) -> None:
     put(store)
     replace_content(blob_path(store), b"rubbish")
     put(store)
@@ -211,7 +211,7 @@ def test_links_are_never_followed(store: LocalStore, tmp_path: Path) -> None:
         store.read(DIGEST)
 
 
-def test_a_pipe_in_a_blobs_place_neither_blocks_nor_answers(store: LocalStore) -> None:
+def test_pipe_replacing_blob_neither_blocks_nor_answers(store: LocalStore) -> None:
     put(store)
     blob_path(store).unlink()
     os.mkfifo(blob_path(store))
@@ -219,7 +219,7 @@ def test_a_pipe_in_a_blobs_place_neither_blocks_nor_answers(store: LocalStore) -
         store.read(DIGEST)
 
 
-def test_a_full_disk_is_told_and_the_upload_removed(store: LocalStore) -> None:
+def test_full_disk_is_reported_and_upload_removed(store: LocalStore) -> None:
     staged = store.stage()
     with faults.arm("blob.write", "ENOSPC"), pytest.raises(StorageFull, match="No space left"):
         staged.write(DATA)
@@ -230,7 +230,7 @@ def test_a_full_disk_is_told_and_the_upload_removed(store: LocalStore) -> None:
 
 @pytest.mark.parametrize(("code", "kind"), [("EIO", StorageError), ("ENOSPC", StorageFull), ("EDQUOT", StorageFull)])
 @pytest.mark.parametrize("point", ["blob.fsync", "blob.folder_fsync", "blob.before_rename", "blob.after_rename"])
-def test_a_failed_commit_leaves_nothing_and_is_not_tried_again(
+def test_failed_commit_leaves_no_file_and_is_final(
     store: LocalStore, point: str, code: str, kind: type[StorageError]
 ) -> None:
     staged = store.stage()
@@ -246,7 +246,7 @@ def test_a_failed_commit_leaves_nothing_and_is_not_tried_again(
     assert bytes(store.read(DIGEST)) == DATA
 
 
-def test_a_failed_commit_never_takes_away_what_was_acknowledged(store: LocalStore) -> None:
+def test_failed_commit_never_removes_acknowledged_blob(store: LocalStore) -> None:
     put(store)
     staged = store.stage()
     staged.write(DATA)
@@ -255,9 +255,7 @@ def test_a_failed_commit_never_takes_away_what_was_acknowledged(store: LocalStor
     assert bytes(store.read(DIGEST)) == DATA
 
 
-def test_fsync_comes_before_rename_and_the_folders_fsync_after(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsync_precedes_rename_and_folder_fsync_follows(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real_fsync, real_rename = os.fsync, os.rename
 
@@ -300,7 +298,7 @@ with store.stage() as staged:
         ("blob.after_folder_fsync", True),
     ],
 )
-def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path, point: str, is_visible: bool) -> None:
+def test_killed_writer_leaves_no_partial_file(tmp_path: Path, point: str, is_visible: bool) -> None:
     root = tmp_path / "store"
     environment = {**os.environ, faults.VARIABLE: f"{point}=kill"}
     done = subprocess.run([sys.executable, "-c", WRITER, str(root)], env=environment, capture_output=True, text=True)
@@ -314,7 +312,7 @@ def test_a_killed_writer_leaves_nothing_half_written(tmp_path: Path, point: str,
     store.close()
 
 
-def test_a_sweep_takes_dead_writers_files_and_leaves_the_living_alone(store: LocalStore) -> None:
+def test_sweep_removes_only_files_of_dead_writers(store: LocalStore) -> None:
     living = store.stage()
     living.write(DATA)
     (store.root / "staging" / "dead").write_bytes(b"left behind")
@@ -323,7 +321,7 @@ def test_a_sweep_takes_dead_writers_files_and_leaves_the_living_alone(store: Loc
     assert living.commit() == DIGEST
 
 
-def test_threads_that_write_the_same_blob_agree(store: LocalStore) -> None:
+def test_threads_writing_same_blob_agree(store: LocalStore) -> None:
     threads = [threading.Thread(target=put, args=(store, bytes([i % 3]) * 1000)) for i in range(12)]
     for thread in threads:
         thread.start()
@@ -346,7 +344,7 @@ def test_foreign_files_in_the_root_are_not_blobs(store: LocalStore) -> None:
     [("gs://bucket/prefix", "expected file or s3"), ("/plain/path", "expected file or s3"), ("file://host/path", "file:///absolute"),
      ("file:relative", "file:///absolute"), ("file:///a?b=c", "file:///absolute"), ("file:///a%00b", "file:///absolute")],
 )  # fmt: skip
-def test_a_url_that_names_no_store_is_a_clear_error(url: str, reason: str) -> None:
+def test_url_without_store_is_clear_error(url: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         open_store(url)
 
@@ -358,7 +356,7 @@ def test_a_file_url_names_a_folder(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_a_root_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_file_as_root_is_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be opened"):
         LocalStore(tmp_path / "file")
@@ -366,9 +364,7 @@ def test_a_root_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(chunks=st.lists(st.binary(max_size=50), max_size=6))
-def test_any_way_of_cutting_the_bytes_gives_the_same_blob(
-    chunks: list[bytes], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_split_of_bytes_gives_same_blob(chunks: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
     store = LocalStore(tmp_path_factory.mktemp("store"))
     with store.stage() as staged:
         for chunk in chunks:
@@ -377,7 +373,7 @@ def test_any_way_of_cutting_the_bytes_gives_the_same_blob(
     store.close()
 
 
-def test_a_failing_upload_takes_nothing_from_an_equal_one_beside_it(tmp_path):
+def test_failed_upload_leaves_equal_concurrent_upload_intact(tmp_path):
     store = LocalStore(tmp_path / "blobs")
     with store.stage() as earlier:
         earlier.write(DATA)

@@ -43,14 +43,14 @@ def store(url: str) -> Iterator[BlobStore]:
     opened.close()
 
 
-def test_a_store_has_no_marker_until_one_is_put_and_it_is_no_blob(store: BlobStore) -> None:
+def test_store_has_no_marker_until_written(store: BlobStore) -> None:
     assert store.read_marker() is None
     assert store.swap_marker(None, b"mine")
     assert store.read_marker() == b"mine"
     assert list(store.iter_digests()) == []
 
 
-def test_a_marker_gives_way_only_to_who_knows_it(store: BlobStore, url: str) -> None:
+def test_marker_is_replaced_only_by_holder(store: BlobStore, url: str) -> None:
     other = open_store(url)
     assert not store.swap_marker(b"anything", b"mine")
     assert store.swap_marker(None, b"mine")
@@ -62,7 +62,7 @@ def test_a_marker_gives_way_only_to_who_knows_it(store: BlobStore, url: str) -> 
     other.close()
 
 
-def test_of_several_that_put_the_first_marker_at_once_one_succeeds(url: str) -> None:
+def test_first_marker_succeeds_for_single_writer(url: str) -> None:
     stores = [open_store(url) for _ in range(4)]
     together = threading.Barrier(len(stores))
     done: list[bool] = [False] * len(stores)
@@ -82,12 +82,12 @@ def test_of_several_that_put_the_first_marker_at_once_one_succeeds(url: str) -> 
         one.close()
 
 
-def test_a_marker_of_any_length_is_read_to_its_bound(store: BlobStore) -> None:
+def test_marker_of_any_length_is_read_to_bound(store: BlobStore) -> None:
     assert store.swap_marker(None, b"x" * 2 * MAX_MARKER_BYTES)
     assert len(store.read_marker() or b"") == MAX_MARKER_BYTES + 1
 
 
-def test_a_marker_whose_fsync_fails_is_not_put_and_leaves_nothing(tmp_path: Path) -> None:
+def test_marker_with_failed_fsync_is_not_written(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "blobs")
     with faults.arm("marker.fsync", "EIO"), pytest.raises(StorageError):
         store.swap_marker(None, b"mine")
@@ -97,7 +97,7 @@ def test_a_marker_whose_fsync_fails_is_not_put_and_leaves_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_folder_that_was_moved_away_takes_nothing_until_it_is_back(tmp_path: Path, is_replaced: bool) -> None:
+def test_moved_folder_accepts_no_blob_until_restored(tmp_path: Path, is_replaced: bool) -> None:
     root = tmp_path / "blobs"
     store = LocalStore(root)
     under_way = store.stage()

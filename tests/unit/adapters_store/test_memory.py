@@ -29,7 +29,7 @@ def filled() -> MemoryBlob:
     return blob
 
 
-def test_both_files_are_read_by_the_path_and_copied_by_no_writer() -> None:
+def test_files_are_read_by_path_without_copy() -> None:
     blob = filled()
     assert (blob.num_bytes, blob.digest) == (len(WEIGHTS), digest(WEIGHTS))
     assert bytes(blob.read()) == WEIGHTS
@@ -58,7 +58,7 @@ def test_sealed_memory_takes_no_change() -> None:
         os.close(fd)
 
 
-def test_memory_that_was_freed_is_not_found_and_other_bytes_are_refused(tmp_path: Path) -> None:
+def test_freed_memory_is_gone(tmp_path: Path) -> None:
     blob = filled()
     memory = blob.seal(CONFIG)
     for config, weights in ((WEIGHTS, WEIGHTS), (CONFIG, CONFIG)):
@@ -75,7 +75,7 @@ def test_memory_that_was_freed_is_not_found_and_other_bytes_are_refused(tmp_path
             call()
 
 
-def test_bytes_are_counted_until_they_are_freed() -> None:
+def test_bytes_are_counted_until_freed() -> None:
     taken: list[int] = []
 
     def take(num_bytes: int) -> None:

@@ -59,7 +59,7 @@ def object_path(url: str) -> str:
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, 2 * PIECE_BYTES + 5])
-def test_a_committed_blob_reads_back_under_its_digest(store: BlobStore, size: int) -> None:
+def test_committed_blob_reads_back_under_digest(store: BlobStore, size: int) -> None:
     data = os.urandom(size)
     with store.stage() as staged:
         for start in range(0, size, 3_000_000):
@@ -73,7 +73,7 @@ def test_a_committed_blob_reads_back_under_its_digest(store: BlobStore, size: in
     assert list(store.iter_digests()) == [digest]
 
 
-def test_every_store_on_the_bucket_sees_a_blob_at_once(store: BlobStore, url: str) -> None:
+def test_every_store_on_bucket_sees_blob_at_once(store: BlobStore, url: str) -> None:
     other = open_store(url)
     put(store)
     assert bytes(other.read(DIGEST)) == DATA
@@ -82,14 +82,14 @@ def test_every_store_on_the_bucket_sees_a_blob_at_once(store: BlobStore, url: st
     other.close()
 
 
-def test_what_read_returns_is_the_callers_own(store: BlobStore) -> None:
+def test_read_result_belongs_to_caller(store: BlobStore) -> None:
     put(store)
     view = store.read(DIGEST)
     view[0] = 0
     assert bytes(store.read(DIGEST)) == DATA
 
 
-def test_an_uncommitted_blob_leaves_nothing(store: BlobStore, tmp_path: Path) -> None:
+def test_uncommitted_blob_leaves_no_object(store: BlobStore, tmp_path: Path) -> None:
     with store.stage() as staged:
         staged.write(DATA)
     with pytest.raises(StorageError, match="stage a new one"):
@@ -107,9 +107,7 @@ def test_a_damaged_object_is_never_given_out(store: BlobStore, url: str, service
         list(store.read_pieces(DIGEST))
 
 
-def test_the_last_piece_is_held_back_until_the_whole_is_verified(
-    store: BlobStore, url: str, service: BucketService
-) -> None:
+def test_last_piece_is_withheld_until_blob_is_verified(store: BlobStore, url: str, service: BucketService) -> None:
     data = bytearray(os.urandom(2 * PIECE_BYTES + 5))
     digest = put(store, bytes(data))
     data[-1] ^= 1
@@ -120,16 +118,14 @@ def test_the_last_piece_is_held_back_until_the_whole_is_verified(
         next(pieces)
 
 
-def test_committing_the_same_bytes_again_mends_a_damaged_object(
-    store: BlobStore, url: str, service: BucketService
-) -> None:
+def test_repeated_commit_repairs_damaged_object(store: BlobStore, url: str, service: BucketService) -> None:
     put(store)
     service.put(object_path(url), b"damaged")
     put(store)
     assert bytes(store.read(DIGEST)) == DATA
 
 
-def test_what_reads_back_differently_is_never_put(store: BlobStore) -> None:
+def test_unfaithful_bytes_are_never_stored(store: BlobStore) -> None:
     for size in (100, 2 * PIECE_BYTES):
         staged = store.stage()
         staged.write(os.urandom(size))
@@ -139,7 +135,7 @@ def test_what_reads_back_differently_is_never_put(store: BlobStore) -> None:
     assert list(store.iter_digests()) == []
 
 
-def test_a_full_disk_says_so_and_leaves_nothing(store: BlobStore) -> None:
+def test_full_disk_is_reported_and_leaves_no_file(store: BlobStore) -> None:
     staged = store.stage()
     with faults.arm("blob.write", "ENOSPC"), pytest.raises(StorageFull):
         staged.write(DATA)
@@ -156,7 +152,7 @@ def test_an_absent_blob_is_not_found(store: BlobStore) -> None:
 
 
 @pytest.mark.parametrize("digest", ["", "../../etc/passwd", DIGEST.upper(), DIGEST[:-1], DIGEST + "0"])
-def test_nothing_but_a_digest_becomes_a_key(store: BlobStore, digest: str) -> None:
+def test_only_digests_become_keys(store: BlobStore, digest: str) -> None:
     for call in (store.read, store.exists, store.delete):
         if call == store.exists:
             assert not call(digest)
@@ -165,7 +161,7 @@ def test_nothing_but_a_digest_becomes_a_key(store: BlobStore, digest: str) -> No
                 call(digest)
 
 
-def test_a_service_that_is_away_is_no_blob_that_is_gone(
+def test_unavailable_service_is_no_missing_blob(
     store: BlobStore, service: BucketService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -176,14 +172,14 @@ def test_a_service_that_is_away_is_no_blob_that_is_gone(
     away.close()
 
 
-def test_a_bucket_that_vanishes_is_no_blob_that_is_gone(store: BlobStore, url: str, service: BucketService) -> None:
+def test_vanished_bucket_is_no_missing_blob(store: BlobStore, url: str, service: BucketService) -> None:
     service.client.delete_bucket(Bucket=url.removeprefix("s3://").partition("/")[0])
     with pytest.raises(StorageError) as caught:
         store.read(DIGEST)
     assert not isinstance(caught.value, BlobNotFound | BlobCorrupt)
 
 
-def test_a_bucket_that_is_not_there_refuses_the_start(url: str) -> None:
+def test_missing_bucket_refuses_start(url: str) -> None:
     with pytest.raises(ConfigError, match="doesn't exist"):
         open_store("s3://no-such-bucket")
 
@@ -201,7 +197,7 @@ def test_a_bucket_that_is_not_there_refuses_the_start(url: str) -> None:
         "gs://bucket",
     ],
 )
-def test_a_url_that_is_no_bucket_is_refused_without_repeating_it(url: str) -> None:
+def test_url_without_bucket_is_refused_without_repeating_url(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url)
     assert "SECRET" not in str(caught.value)
@@ -228,7 +224,7 @@ def test_discarding_waits_for_the_write_under_way(store: BlobStore) -> None:
         staged.write(DATA)
 
 
-def test_a_staged_file_that_was_cut_off_is_never_put(store: BlobStore) -> None:
+def test_truncated_staged_file_is_never_stored(store: BlobStore) -> None:
     data = os.urandom(PIECE_BYTES + 100)
     staged = store.stage()
     staged.write(data)

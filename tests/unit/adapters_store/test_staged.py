@@ -48,7 +48,7 @@ def test_a_long_file_is_read_back_and_verified(store: LocalStore, piece_bytes: i
             staged.read()
 
 
-def test_exactly_what_may_be_kept_is_kept(store: LocalStore) -> None:
+def test_exactly_budgeted_bytes_are_kept(store: LocalStore) -> None:
     data = os.urandom(KEPT_BYTES)
     with store.stage(is_looked_at=True) as staged:
         staged.write(data)
@@ -56,7 +56,7 @@ def test_exactly_what_may_be_kept_is_kept(store: LocalStore) -> None:
         assert bytes(staged.read()) == data
 
 
-def test_nothing_can_be_read_once_it_is_gone(store: LocalStore) -> None:
+def test_removed_file_cannot_be_read(store: LocalStore) -> None:
     staged = store.stage(is_looked_at=True)
     staged.write(b"bytes")
     staged.discard()
@@ -64,7 +64,7 @@ def test_nothing_can_be_read_once_it_is_gone(store: LocalStore) -> None:
         staged.read()
 
 
-def test_what_is_not_to_be_looked_at_is_not_kept(store: LocalStore) -> None:
+def test_unwatched_bytes_are_not_kept(store: LocalStore) -> None:
     with store.stage() as staged:
         staged.write(b"bytes")
         assert bytes(staged.read()) == b"bytes"
@@ -73,9 +73,7 @@ def test_what_is_not_to_be_looked_at_is_not_kept(store: LocalStore) -> None:
             staged.read()
 
 
-def test_where_the_system_gives_no_addresses_the_file_is_read_back(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_reread_where_system_gives_no_addresses(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(num_bytes: int) -> memoryview:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -85,7 +83,7 @@ def test_where_the_system_gives_no_addresses_the_file_is_read_back(
         assert bytes(staged.read()) == b"bytes"
 
 
-def test_memory_that_is_read_into_is_private() -> None:
+def test_memory_read_into_is_private() -> None:
     """Only private pages may be huge."""
     view = fresh_memory(KEPT_BYTES)
     view[0] = 1

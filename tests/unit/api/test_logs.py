@@ -16,7 +16,7 @@ def record(error: BaseException, *, name: str = "asyncio", message: str = ORPHAN
     return logging.LogRecord(name, logging.ERROR, "", 0, message, None, (type(error), error, None))
 
 
-def test_what_a_given_up_connection_still_says_is_no_news() -> None:
+def test_late_errors_of_abandoned_connection_are_not_logged() -> None:
     assert not is_news(record(ConnectionError("unexpected connection_lost() call")))
 
 
@@ -28,7 +28,7 @@ def test_what_a_given_up_connection_still_says_is_no_news() -> None:
         record(ConnectionError("reset"), name="loraserve.server"),
     ],
 )
-def test_everything_else_keeps_its_traceback(kept: logging.LogRecord) -> None:
+def test_remaining_errors_keep_traceback(kept: logging.LogRecord) -> None:
     assert is_news(kept)
     assert kept.exc_info is not None
 

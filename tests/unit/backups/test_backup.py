@@ -77,7 +77,7 @@ async def fill(site: Site, publish: Any) -> tuple[Any, Any]:
     return acme, globex
 
 
-async def test_what_is_restored_is_what_was_backed_up(
+async def test_restored_registry_equals_backup(
     site: Site, folder: BackupFolder, publish: Any, make_site: Any, target: str, tmp_path: Path
 ) -> None:
     acme, _ = await fill(site, publish)
@@ -124,7 +124,7 @@ async def test_restored_name_is_found_in_any_case(
         await publish(other, acme, name.upper(), 3)
 
 
-async def test_secrets_of_keys_are_in_no_file_of_a_backup(site: Site, folder: BackupFolder, publish: Any) -> None:
+async def test_backup_contains_no_key_secrets(site: Site, folder: BackupFolder, publish: Any) -> None:
     acme, _ = await fill(site, publish)
     key = await site.authenticator.keys.create(acme, name="a", actor="test")
     await site.back_up(folder)
@@ -135,9 +135,7 @@ async def test_secrets_of_keys_are_in_no_file_of_a_backup(site: Site, folder: Ba
     assert folder.path.stat().st_mode & 0o077 == 0
 
 
-async def test_a_later_backup_copies_what_is_new_and_repairs_what_rotted(
-    site: Site, folder: BackupFolder, publish: Any
-) -> None:
+async def test_later_backup_copies_new_blobs_and_repairs_rotten(site: Site, folder: BackupFolder, publish: Any) -> None:
     acme, _ = await fill(site, publish)
     first = await site.back_up(folder)
     assert first.num_copied == first.manifest.num_blobs
@@ -153,9 +151,7 @@ async def test_a_later_backup_copies_what_is_new_and_repairs_what_rotted(
     assert folder.ids() == [first.manifest.id, second.manifest.id]
 
 
-async def test_older_backups_are_removed_with_the_blobs_that_only_they_had(
-    site: Site, folder: BackupFolder, publish: Any
-) -> None:
+async def test_older_backups_are_removed_with_exclusive_blobs(site: Site, folder: BackupFolder, publish: Any) -> None:
     acme, _ = await fill(site, publish)
     first = await site.back_up(folder)
     await site.registry.delete(acme, "sql", actor="test")
@@ -167,7 +163,7 @@ async def test_older_backups_are_removed_with_the_blobs_that_only_they_had(
     await Restore(folder, folder.manifest()).verify()
 
 
-async def test_pushes_deletes_and_collections_meanwhile_take_no_blob_from_it(
+async def test_concurrent_changes_remove_no_blob_from_backup(
     site: Site, folder: BackupFolder, publish: Any, target: str, tmp_path: Path
 ) -> None:
     acme, _ = await fill(site, publish)
@@ -227,7 +223,7 @@ async def test_no_collector_runs_while_blobs_are_copied(site: Site, folder: Back
     assert await collector.collect()
 
 
-async def test_a_blob_that_the_store_lost_is_named_and_the_rest_is_backed_up(
+async def test_lost_blob_is_named_without_ending_backup(
     site: Site, folder: BackupFolder, publish: Any, target: str, tmp_path: Path
 ) -> None:
     acme, _ = await fill(site, publish)
@@ -247,7 +243,7 @@ async def test_a_blob_that_the_store_lost_is_named_and_the_rest_is_backed_up(
 
 @pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
 @pytest.mark.parametrize("which", ["weights", "rows", "index", "manifest"])
-async def test_a_damaged_backup_is_refused_and_leaves_the_database_as_it_was(
+async def test_damaged_backup_is_refused_without_changing_database(
     site: Site, folder: BackupFolder, publish: Any, target: str, tmp_path: Path, which: str, what: str
 ) -> None:
     acme, _ = await fill(site, publish)
@@ -284,7 +280,7 @@ async def test_a_damaged_backup_is_refused_and_leaves_the_database_as_it_was(
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"format":"x"}', b"\xff" * 10, b"[" * 100_000, b'{"format":"loraserve-backup-1"}' * 2]
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_invalid_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(BackupDamaged):
         Manifest.parse(data, "x.json")
 
@@ -320,7 +316,7 @@ async def test_a_newer_backup_is_refused(site: Site, folder: BackupFolder, tmp_p
         await Restore(folder, newer).run(target, LocalStore(tmp_path / "restored"), actor="x")
 
 
-async def test_versions_of_another_base_are_refused_until_they_are_verified_on_it(
+async def test_versions_of_different_base_are_refused_until_verified(
     site: Site,
     folder: BackupFolder,
     publish: Any,
@@ -343,12 +339,12 @@ async def test_versions_of_another_base_are_refused_until_they_are_verified_on_i
     assert (await there.registry.bind(acme, terms, sticky=None)).adapter.version == 3
 
 
-async def test_one_backup_at_a_time_is_made_to_a_folder(site: Site, folder: BackupFolder) -> None:
+async def test_folder_takes_single_backup_at_once(site: Site, folder: BackupFolder) -> None:
     with folder.locked(), pytest.raises(ConfigError, match="Another backup"):
         await site.back_up(folder)
 
 
-async def test_a_full_disk_ends_it_without_a_backup(site: Site, folder: BackupFolder, publish: Any) -> None:
+async def test_full_disk_ends_without_backup(site: Site, folder: BackupFolder, publish: Any) -> None:
     await fill(site, publish)
     with faults.arm("blob.write", "ENOSPC@6"), pytest.raises(StorageFull):
         await site.back_up(folder)
@@ -466,7 +462,7 @@ async def test_a_bucket_is_backed_up_and_restored(
             one.close()
 
 
-async def test_a_restore_is_all_or_nothing(site: Site, folder: BackupFolder, publish: Any, tmp_path: Path) -> None:
+async def test_failed_restore_changes_no_rows(site: Site, folder: BackupFolder, publish: Any, tmp_path: Path) -> None:
     await fill(site, publish)
     made = await site.back_up(folder)
     url = f"sqlite:///{tmp_path / 'half.db'}"

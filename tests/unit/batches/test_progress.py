@@ -19,7 +19,7 @@ def results_of(tenant: TenantId, number: int) -> Results:
     return results
 
 
-async def test_of_two_servers_the_later_one_records_nothing(place: Place, acme: TenantId) -> None:
+async def test_later_of_two_servers_records_no_results(place: Place, acme: TenantId) -> None:
     batch = await place.create(acme, input_of(2))
     first, second = [BatchProgress(place.database, place.registry.store, batch, clock=utc_now) for _ in range(2)]
     await first.begin(2)

@@ -78,7 +78,7 @@ async def test_a_batch_has_an_answer_for_each_line(place: Place, acme: TenantId)
     ]
 
 
-async def test_lines_that_fail_are_in_the_error_file_with_their_answers(place: Place, acme: TenantId) -> None:
+async def test_failed_lines_are_in_error_file_with_answers(place: Place, acme: TenantId) -> None:
     place.handler.answers = {"c2": [dataclasses.replace(answer_of(acme, "c2", 400), usage={})]}
     place.runner.start(place.handler)
     batch = await place.end(await place.create(acme, input_of(3)))
@@ -88,7 +88,7 @@ async def test_lines_that_fail_are_in_the_error_file_with_their_answers(place: P
     assert await billed(place, acme) == (2, 6)
 
 
-async def test_a_line_that_is_refused_for_now_is_tried_again(place: Place, acme: TenantId) -> None:
+async def test_temporarily_refused_line_is_retried(place: Place, acme: TenantId) -> None:
     place.handler.answers = {"c1": [refused(), refused(0.1, pauses_batch=True)], "c3": [refused()]}
     place.runner.start(place.handler)
     await check_whole(place, await place.end(await place.create(acme, input_of(4))), 4)
@@ -130,9 +130,7 @@ INVALID = {
 }
 
 
-async def test_an_invalid_input_fails_and_says_which_line(
-    place: Place, acme: TenantId, subtests: pytest.Subtests
-) -> None:
+async def test_invalid_input_fails_and_names_line(place: Place, acme: TenantId, subtests: pytest.Subtests) -> None:
     place.runner.start(place.handler)
     for name, (data, code) in INVALID.items():
         with subtests.test(name):
@@ -146,7 +144,7 @@ async def test_an_invalid_input_fails_and_says_which_line(
     assert place.handler.asked == []
 
 
-async def test_too_many_requests_are_refused_before_any_is_computed(
+async def test_too_many_requests_are_refused_before_computing(
     place: Place, acme: TenantId, monkeypatch: pytest.MonkeyPatch, quick: Limits
 ) -> None:
     monkeypatch.setattr(run_module, "LIMITS", dataclasses.replace(quick, max_batch_lines=5, max_batch_errors=3))
@@ -159,7 +157,7 @@ async def test_too_many_requests_are_refused_before_any_is_computed(
     assert [error["line"] for error in wrong.errors] == [1, 2, 3]
 
 
-async def test_another_server_goes_on_where_a_killed_one_stopped(place: Place, acme: TenantId) -> None:
+async def test_second_server_continues_where_killed_server_stopped(place: Place, acme: TenantId) -> None:
     place.handler.answers = {f"c{number}": [refused(30)] for number in range(11, 21)}
     place.runner.start(place.handler)
     batch = await place.create(acme, input_of(20))
@@ -177,7 +175,7 @@ async def test_another_server_goes_on_where_a_killed_one_stopped(place: Place, a
     assert sorted(heir.handler.asked) == sorted(f"c{number}" for number in range(11, 21))
 
 
-async def test_a_server_that_lost_its_lease_records_nothing_more(place: Place, acme: TenantId) -> None:
+async def test_server_without_lease_records_no_more_results(place: Place, acme: TenantId) -> None:
     """Both compute; what the slower one has is dropped, and not billed."""
     place.handler.gate.clear()
     place.runner.start(place.handler)
@@ -202,7 +200,7 @@ async def test_a_server_that_lost_its_lease_records_nothing_more(place: Place, a
 async def _no_tick(_: BatchRun) -> None: ...
 
 
-async def test_a_commit_whose_answer_was_lost_counts_once(place: Place, acme: TenantId) -> None:
+async def test_commit_with_lost_reply_counts_once(place: Place, acme: TenantId) -> None:
     num_lost = 0
 
     def lose() -> None:
@@ -251,7 +249,7 @@ async def test_results_wait_while_the_disk_is_full(place: Place, acme: TenantId)
     assert Counter(place.handler.asked).most_common(1)[0][1] <= 2
 
 
-async def test_a_cancelled_batch_keeps_what_is_done_and_names_the_rest(place: Place, acme: TenantId) -> None:
+async def test_cancelled_batch_keeps_results_and_names_rest(place: Place, acme: TenantId) -> None:
     place.handler.answers = {f"c{number}": [refused(30)] for number in range(4, 7)}
     place.runner.start(place.handler)
     batch = await place.create(acme, input_of(6))
@@ -267,7 +265,7 @@ async def test_a_cancelled_batch_keeps_what_is_done_and_names_the_rest(place: Pl
     assert await billed(place, acme) == (3, 9)
 
 
-async def test_a_batch_that_waits_for_its_turn_is_cancelled_at_once(place: Place, acme: TenantId) -> None:
+async def test_waiting_batch_is_cancelled_at_once(place: Place, acme: TenantId) -> None:
     place.handler.gate.clear()
     place.runner.start(place.handler)
     first, second = [await place.create(acme, input_of(2)) for _ in range(2)]
@@ -277,7 +275,7 @@ async def test_a_batch_that_waits_for_its_turn_is_cancelled_at_once(place: Place
     assert (await place.batches.get(acme, first.id)).state == "in_progress"
 
 
-async def test_one_batch_of_a_tenant_is_computed_at_a_time(place: Place, acme: TenantId, globex: TenantId) -> None:
+async def test_single_batch_of_tenant_runs_at_once(place: Place, acme: TenantId, globex: TenantId) -> None:
     place.handler.gate.clear()
     place.runner.start(place.handler)
     batches = [await place.create(tenant, input_of(1)) for tenant in (acme, acme, globex)]
@@ -294,7 +292,7 @@ async def test_one_batch_of_a_tenant_is_computed_at_a_time(place: Place, acme: T
         assert (await place.end(batch)).state == "completed"
 
 
-async def test_a_batch_ends_with_its_window(place: Place, acme: TenantId) -> None:
+async def test_batch_ends_with_window(place: Place, acme: TenantId) -> None:
     place.handler.answers = {"c2": [refused(30)]}
     place.runner.start(place.handler)
     batch = await place.create(acme, input_of(2))
@@ -308,7 +306,7 @@ async def test_a_batch_ends_with_its_window(place: Place, acme: TenantId) -> Non
     assert (line["custom_id"], line["error"]["code"]) == ("c2", "batch_expired")
 
 
-async def test_a_server_that_stops_hands_its_batches_on(place: Place, acme: TenantId) -> None:
+async def test_stopping_server_hands_over_batches(place: Place, acme: TenantId) -> None:
     place.handler.gate.clear()
     place.runner.start(place.handler)
     batch = await place.create(acme, input_of(20))
@@ -329,7 +327,7 @@ async def test_a_server_that_stops_hands_its_batches_on(place: Place, acme: Tena
     assert not set(heir.handler.asked) & set(place.handler.asked)
 
 
-async def test_lines_that_outlast_the_grace_are_computed_again_and_billed_once(place: Place, acme: TenantId) -> None:
+async def test_lines_outlasting_grace_are_recomputed_and_billed_once(place: Place, acme: TenantId) -> None:
     place.handler.gate.clear()
     place.runner.start(place.handler)
     batch = await place.create(acme, input_of(4))
@@ -357,7 +355,7 @@ async def test_the_batches_of_a_deleted_tenant_fail(place: Place, acme: TenantId
         assert (await session.scalars(select(BatchChunk))).all() == []
 
 
-async def test_a_batch_goes_on_when_its_input_is_deleted(place: Place, acme: TenantId) -> None:
+async def test_batch_continues_after_input_is_deleted(place: Place, acme: TenantId) -> None:
     place.handler.gate.clear()
     place.runner.start(place.handler)
     batch = await place.create(acme, input_of(3))
@@ -376,7 +374,7 @@ async def test_a_batch_goes_on_when_its_input_is_deleted(place: Place, acme: Ten
     assert batch.input_blob in listed
 
 
-async def test_a_batch_whose_input_is_damaged_fails(place: Place, acme: TenantId) -> None:
+async def test_batch_with_damaged_input_fails(place: Place, acme: TenantId) -> None:
     batch = await place.create(acme, input_of(2))
     place.registry.store.delete(batch.input_blob)
     place.runner.start(place.handler)
@@ -401,9 +399,7 @@ async def test_results_beyond_the_tenants_quota_end_the_batch(
     assert await billed(place, tenant) == (ended.num_completed, 3 * ended.num_completed)
 
 
-async def test_a_batch_has_a_bound_on_its_results(
-    place: Place, acme: TenantId, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_batch_results_are_bounded(place: Place, acme: TenantId, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded = dataclasses.replace(LIMITS, max_batch_output_bytes=1000)
     monkeypatch.setattr("loraserve.batches.progress.LIMITS", bounded)
     place.runner.start(place.handler)
@@ -414,7 +410,7 @@ async def test_a_batch_has_a_bound_on_its_results(
     assert await billed(place, acme) == (ended.num_completed, 3 * ended.num_completed)
 
 
-async def test_a_bug_in_one_batch_ends_no_other(place: Place, acme: TenantId, globex: TenantId) -> None:
+async def test_bug_in_batch_ends_no_further_batch(place: Place, acme: TenantId, globex: TenantId) -> None:
     real = place.handler.run
 
     async def run(batch: BatchRecord, request: LineRequest) -> object:

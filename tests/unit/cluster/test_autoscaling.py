@@ -35,17 +35,17 @@ def test_replicas_follow_requests() -> None:
     assert desired(Context(3, 1)) <= 1
 
 
-def test_requests_that_replicas_report_count_too() -> None:
+def test_requests_reported_by_replicas_count_too() -> None:
     assert desired(Context(1, 0, {"waiting": {"a": 15}, "running": {"a": 5}})) == 2
 
 
-def test_late_first_tokens_add_one_while_requests_wait() -> None:
+def test_late_first_tokens_add_replica_while_requests_wait() -> None:
     late = {"ttft_s": {"a": 3.0, "b": 0.1}}
     assert desired(Context(2, 5, late | {"waiting": {"a": 1}})) == 3
     assert desired(Context(2, 5, late)) < 2
 
 
-def test_no_replica_goes_while_the_others_would_be_nearly_full() -> None:
+def test_no_replica_leaves_while_rest_would_fill_up() -> None:
     assert desired(Context(2, 9)) == 2
     assert desired(Context(2, 7)) <= 1
 

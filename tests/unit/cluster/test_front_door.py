@@ -45,7 +45,7 @@ class Application:
         return StreamingResponse(pieces())
 
 
-async def test_what_is_open_ends_and_what_comes_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_connections_end_after_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_door, "_QUIET_S", 0.5)
     application = Application()
     services = make_services()

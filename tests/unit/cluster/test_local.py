@@ -49,7 +49,7 @@ def test_ray_is_started_again_after_timeout(caplog: pytest.LogCaptureFixture) ->
     assert "timed out during startup. It could happen." in caplog.text
 
 
-def test_ray_that_never_starts_is_one_sentence() -> None:
+def test_unstartable_ray_is_reported_in_single_sentence() -> None:
     starts = Starts(10)
     with pytest.raises(EngineUnavailable, match="didn't start, 3 times: The current node timed out") as caught:
         start_ray(starts.init, starts.shut_down)

@@ -34,7 +34,7 @@ def outbox() -> Outbox:
     return Outbox(idle_s=IDLE_S)
 
 
-async def test_what_came_since_the_last_batch_leaves_in_one(outbox: Outbox) -> None:
+async def test_outputs_since_last_batch_leave_together(outbox: Outbox) -> None:
     batches = outbox.batches()
     assert await read(batches) == []
     for request_id in ("a", "b"):
@@ -45,7 +45,7 @@ async def test_what_came_since_the_last_batch_leaves_in_one(outbox: Outbox) -> N
     assert await read(batches) == [m.StepOutputs(outputs=(output("b", 2),))]
 
 
-async def test_damage_is_told_before_the_output_that_met_it(outbox: Outbox) -> None:
+async def test_damage_is_reported_before_affected_output(outbox: Outbox) -> None:
     damaged = m.AdapterDamaged(digest=Digest("d" * 64), blob=Digest("b" * 64))
     outbox.enter()
     outbox.put(output("a"), [damaged])
@@ -54,7 +54,7 @@ async def test_damage_is_told_before_the_output_that_met_it(outbox: Outbox) -> N
     assert await read(batches) == [damaged, m.StepOutputs(outputs=(output("a"),))]
 
 
-async def test_a_link_ends_when_nothing_has_been_open_for_a_while(outbox: Outbox) -> None:
+async def test_idle_link_ends_after_timeout(outbox: Outbox) -> None:
     batches = outbox.batches()
     await read(batches)
     outbox.enter()
@@ -68,7 +68,7 @@ async def test_a_link_ends_when_nothing_has_been_open_for_a_while(outbox: Outbox
     assert outbox.is_unused
 
 
-async def test_what_no_link_has_taken_waits_for_the_next(outbox: Outbox) -> None:
+async def test_outputs_untaken_by_link_wait_for_next_link(outbox: Outbox) -> None:
     outbox.enter()
     outbox.put(output("a"))
     outbox.leave()
@@ -91,7 +91,7 @@ async def test_a_newer_link_takes_over(outbox: Outbox) -> None:
     assert await read(newer) == [m.StepOutputs(outputs=(output("a"),))]
 
 
-async def test_a_link_that_is_cut_leaves_the_rest(outbox: Outbox) -> None:
+async def test_cut_link_leaves_remaining_links(outbox: Outbox) -> None:
     outbox.enter()
     older = outbox.batches()
     await read(older)

@@ -35,14 +35,14 @@ def test_a_connection_waits_while_there_is_no_ingress(shared: SharedListener) ->
             assert connection.recv(1) == b"?"
 
 
-def test_each_connection_is_taken_by_one(shared: SharedListener) -> None:
+def test_each_connection_is_taken_by_single_listener(shared: SharedListener) -> None:
     with take_listener(shared.path) as one, take_listener(shared.path) as two, connect(shared):
         one.accept()[0].close()
         with pytest.raises(BlockingIOError):
             two.accept()
 
 
-def test_nothing_is_given_after_the_end(shared: SharedListener) -> None:
+def test_no_connection_is_given_after_end(shared: SharedListener) -> None:
     shared.close()
     with pytest.raises(ConnectionRefusedError):
         take_listener(shared.path)

@@ -41,7 +41,7 @@ class Context:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pydantic, when Ray is imported
-async def test_an_engine_starts_though_the_first_replica_that_it_asks_leaves(
+async def test_engine_starts_though_first_replica_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_base: BaseSpec
 ) -> None:
     ray = pytest.importorskip("ray", reason="the extra ray")

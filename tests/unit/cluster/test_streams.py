@@ -140,7 +140,7 @@ async def test_outputs_come_by_the_link(cluster: Cluster, live: LiveRequest) -> 
     assert not cluster.calls.responses[0].is_cancelled
 
 
-async def test_a_request_moves_at_once_whatever_its_replica_does(cluster: Cluster, live: LiveRequest) -> None:
+async def test_request_moves_at_once_from_any_replica(cluster: Cluster, live: LiveRequest) -> None:
     there = await cluster.accept(ONE)
     await cluster.send(ONE, [output(there, 1)])
     cluster.streams.move(ONE)
@@ -155,7 +155,7 @@ async def test_a_request_moves_at_once_whatever_its_replica_does(cluster: Cluste
     assert cluster.streams.num_replays == {"lost": 0, "moved": 1}
 
 
-async def test_a_request_goes_on_elsewhere_when_its_link_breaks(cluster: Cluster, live: LiveRequest) -> None:
+async def test_request_continues_elsewhere_when_link_breaks(cluster: Cluster, live: LiveRequest) -> None:
     from ray.exceptions import RayActorError
 
     there = await cluster.accept(ONE)
@@ -166,7 +166,7 @@ async def test_a_request_goes_on_elsewhere_when_its_link_breaks(cluster: Cluster
     assert cluster.streams.num_replays == {"lost": 1, "moved": 0}
 
 
-async def test_a_request_goes_on_elsewhere_when_its_replica_dies(cluster: Cluster, live: LiveRequest) -> None:
+async def test_request_continues_elsewhere_when_replica_dies(cluster: Cluster, live: LiveRequest) -> None:
     from ray.exceptions import RayActorError
 
     await cluster.accept(ONE)
@@ -175,7 +175,7 @@ async def test_a_request_goes_on_elsewhere_when_its_replica_dies(cluster: Cluste
     assert cluster.streams.num_replays == {"lost": 1, "moved": 0}
 
 
-async def test_the_last_output_may_come_after_the_call_is_done(cluster: Cluster, live: LiveRequest) -> None:
+async def test_last_output_may_follow_end_of_call(cluster: Cluster, live: LiveRequest) -> None:
     there = await cluster.accept(ONE)
     cluster.calls.responses[0].done.set_result(None)
     await asyncio.sleep(0.01)
@@ -184,7 +184,7 @@ async def test_the_last_output_may_come_after_the_call_is_done(cluster: Cluster,
     assert len(cluster.calls.added) == 1
 
 
-async def test_a_request_goes_on_elsewhere_when_its_last_output_does_not_come(
+async def test_request_continues_elsewhere_when_last_output_is_missing(
     cluster: Cluster, live: LiveRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from loraserve.cluster.relay import streams
@@ -196,7 +196,7 @@ async def test_a_request_goes_on_elsewhere_when_its_last_output_does_not_come(
     assert cluster.streams.num_replays == {"lost": 1, "moved": 0}
 
 
-async def test_a_link_that_ended_is_opened_again(cluster: Cluster, live: LiveRequest) -> None:
+async def test_ended_link_is_reopened(cluster: Cluster, live: LiveRequest) -> None:
     there = await cluster.accept(ONE)
     await cluster.send(ONE, None)
     await cluster.send(ONE, [output(there, 1, finish_reason=FinishReason.LENGTH)])
@@ -206,7 +206,7 @@ async def test_a_link_that_ended_is_opened_again(cluster: Cluster, live: LiveReq
     assert cluster.calls.num_links == 2
 
 
-async def test_no_link_is_opened_to_a_replica_that_has_left(cluster: Cluster, live: LiveRequest) -> None:
+async def test_no_link_opens_to_departed_replica(cluster: Cluster, live: LiveRequest) -> None:
     async with asyncio.timeout(WITHIN_S):
         while not cluster.calls.added:
             await asyncio.sleep(0.001)
@@ -217,7 +217,7 @@ async def test_no_link_is_opened_to_a_replica_that_has_left(cluster: Cluster, li
     assert set(cluster.calls.links) <= {TWO}
 
 
-async def test_a_replica_without_an_engine_passes_a_request_on(cluster: Cluster, live: LiveRequest) -> None:
+async def test_replica_without_engine_forwards_request(cluster: Cluster, live: LiveRequest) -> None:
     there = await cluster.accept(ONE)
     failed = TokenOutput(
         request_id=there,

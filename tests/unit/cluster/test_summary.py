@@ -14,7 +14,7 @@ def test_sums_add_counters_gauges_and_histograms() -> None:
     assert (found.host_load_s.num, found.host_load_s.sum_s) == (2, 1.0)
 
 
-def test_what_ranks_receive_is_summed_by_rank() -> None:
+def test_counts_received_by_ranks_are_summed() -> None:
     total = StatsSum()
     two = EngineStats(num_steps=1, ranks=(RankTraffic(sum_bytes=3), RankTraffic(transfer_s=0.5, transfer_bytes=4)))
     found = total.of({"a": two, "b": EngineStats(num_steps=2, ranks=(RankTraffic(sum_bytes=1),))})
@@ -23,7 +23,7 @@ def test_what_ranks_receive_is_summed_by_rank() -> None:
     assert total.of({}).ranks == found.ranks
 
 
-def test_what_a_lost_replica_counted_stays_and_what_it_held_goes() -> None:
+def test_lost_replica_keeps_counts_and_loses_holdings() -> None:
     total = StatsSum()
     total.of({"a": EngineStats(num_steps=5, num_running=2), "b": EngineStats(num_steps=1)})
     found = total.of({"b": EngineStats(num_steps=2)})
@@ -48,7 +48,7 @@ def row(tier: Tier, **fields: object) -> AdapterResidency:
     return AdapterResidency(digest=Digest("a" * 64), tier=tier, **(known | fields))  # type: ignore[arg-type]
 
 
-def test_an_adapter_of_two_replicas_is_one_row_where_it_is_nearest() -> None:
+def test_adapter_on_two_replicas_is_single_nearest_row() -> None:
     (found,) = merge_residency(
         [[row(Tier.HOST, host_bytes=10)], [row(Tier.DEVICE, device_bytes=5, num_pins=1, last_used_s=1.0)]]
     )

@@ -86,7 +86,7 @@ async def save_chain(store: StoredResponses, tenant: TenantId, length: int, **ho
     return chain
 
 
-async def test_a_conversation_is_read_from_its_first_response(store: StoredResponses, acme: TenantId) -> None:
+async def test_conversation_is_read_from_first_response(store: StoredResponses, acme: TenantId) -> None:
     chain = await save_chain(store, acme, 3)
     assert await store.conversation(acme, chain[2].id) == chain
     assert await store.conversation(acme, chain[0].id) == chain[:1]
@@ -94,7 +94,7 @@ async def test_a_conversation_is_read_from_its_first_response(store: StoredRespo
     assert store.num_stored == 3
 
 
-async def test_anothers_response_reads_like_an_absent_one(
+async def test_foreign_response_reads_like_absent_response(
     store: StoredResponses, acme: TenantId, globex: TenantId
 ) -> None:
     (theirs,) = await save_chain(store, acme, 1)
@@ -111,7 +111,7 @@ async def test_anothers_response_reads_like_an_absent_one(
     assert await store.get(acme, theirs.id) == theirs
 
 
-async def test_a_response_before_it_of_another_tenants_is_none(
+async def test_previous_response_of_foreign_tenant_is_not_found(
     store: StoredResponses, acme: TenantId, globex: TenantId
 ) -> None:
     (theirs,) = await save_chain(store, acme, 1)
@@ -121,7 +121,7 @@ async def test_a_response_before_it_of_another_tenants_is_none(
         await store.conversation(globex, mine.id)
 
 
-async def test_a_conversation_whose_middle_is_deleted_ends(store: StoredResponses, acme: TenantId) -> None:
+async def test_conversation_with_deleted_middle_ends(store: StoredResponses, acme: TenantId) -> None:
     chain = await save_chain(store, acme, 3)
     await store.delete(acme, chain[1].id)
     with pytest.raises(ResponseNotFound) as caught:
@@ -178,7 +178,7 @@ async def is_there(store: StoredResponses, tenant: TenantId, response: ResponseR
         return False
 
 
-async def test_a_response_is_over_after_its_time_and_then_swept(
+async def test_expired_response_is_gone_and_then_swept(
     database: Database, store: StoredResponses, acme: TenantId, clock: Clock
 ) -> None:
     old, new = make(), make()
@@ -195,7 +195,7 @@ async def test_a_response_is_over_after_its_time_and_then_swept(
     assert await is_there(store, acme, new)
 
 
-async def test_what_was_stored_goes_with_its_tenant(
+async def test_stored_responses_are_deleted_with_tenant(
     database: Database, store: StoredResponses, acme: TenantId, globex: TenantId
 ) -> None:
     await save_chain(store, acme, 2)
@@ -221,7 +221,7 @@ async def test_too_long_a_response_is_not_stored(store: StoredResponses, acme: T
     assert (store.num_stored, store.num_lost) == (0, 1)
 
 
-async def test_an_answer_doesnt_wait_long_for_a_slow_database(
+async def test_answer_does_not_wait_long_for_slow_database(
     database: Database, acme: TenantId, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = StoredResponses(database, limits=replace(SMALL, store_response_s=0.05))
@@ -237,7 +237,7 @@ async def test_an_answer_doesnt_wait_long_for_a_slow_database(
     assert "takes too long" in caplog.text
 
 
-async def test_an_answer_asks_no_database_that_is_away(
+async def test_answer_queries_no_unavailable_database(
     database: Database, store: StoredResponses, acme: TenantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_tries = 0
@@ -255,7 +255,7 @@ async def test_an_answer_asks_no_database_that_is_away(
     assert (num_tries, store.num_lost) == (1, 3)
 
 
-async def test_a_server_may_store_none(database: Database, store: StoredResponses, acme: TenantId) -> None:
+async def test_server_may_store_no_responses(database: Database, store: StoredResponses, acme: TenantId) -> None:
     (before,) = await save_chain(store, acme, 1)
     off = StoredResponses(database, is_storing=False)
     later = make(before)

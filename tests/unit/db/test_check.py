@@ -9,7 +9,7 @@ from loraserve.db import check
 from loraserve.db.models import Base
 
 
-def test_models_and_migrations_that_agree_pass() -> None:
+def test_agreeing_models_and_migrations_pass() -> None:
     assert check.main() == 0
 
 

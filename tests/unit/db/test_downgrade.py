@@ -34,7 +34,7 @@ async def run(url: str, *statements: str) -> Any:
         await engine.dispose()
 
 
-async def test_every_way_back_and_up_again_keeps_the_rows(database_url: str, subtests: Any) -> None:
+async def test_every_downgrade_and_upgrade_keeps_rows(database_url: str, subtests: Any) -> None:
     await run(database_url, TENANT, ADAPTER, VERSION)
     for revision in ("0015", "0014", "0011", "0010", "0009", "0008", "0007", "0006", "0005", "0004"):
         with subtests.test(revision):
@@ -48,7 +48,7 @@ async def test_every_way_back_and_up_again_keeps_the_rows(database_url: str, sub
             assert await migrate.differences(database_url) == []
 
 
-async def test_an_older_program_does_not_take_every_operators_key_for_an_admins(database_url: str) -> None:
+async def test_older_program_treats_no_operator_key_as_admin(database_url: str) -> None:
     database = Database(database_url)
     authenticator = Authenticator(database, admin_key="a" * 32)
     await authenticator.open()
@@ -75,7 +75,7 @@ async def test_an_older_program_does_not_take_every_operators_key_for_an_admins(
     await database.dispose()
 
 
-async def test_rows_are_lost_only_if_the_operator_says_so(database_url: str) -> None:
+async def test_rows_are_lost_only_with_operator_consent(database_url: str) -> None:
     await run(database_url, TENANT, FILE)
     with pytest.raises(Conflict, match="lose 1 rows: files") as caught:
         await migrate.downgrade(database_url, "0005")
@@ -109,7 +109,7 @@ async def test_tokenizers_are_lost_only_with_discard(database_url: str) -> None:
     assert row.tokenizer_blob is None
 
 
-async def test_names_of_before_become_their_own_keys(database_url: str) -> None:
+async def test_earlier_names_become_own_keys(database_url: str) -> None:
     await run(database_url, TENANT, ADAPTER, VERSION)
     await migrate.downgrade(database_url, "0015")
     await migrate.upgrade(database_url)
@@ -129,14 +129,14 @@ async def test_new_names_are_replaced_only_with_discard(database_url: str, name:
     await migrate.upgrade(database_url)
 
 
-async def test_database_refuses_same_name_in_another_case(database_url: str) -> None:
+async def test_database_refuses_same_name_in_different_case(database_url: str) -> None:
     again = ADAPTER.replace("'a1'", "'a2'").replace("'sql', 'sql'", "'SQL', 'sql'")
     with pytest.raises(IntegrityError):
         await run(database_url, TENANT, ADAPTER, again)
 
 
 @pytest.mark.parametrize("revision", ["", "0000", "9999", "head", "-1", "base", "0003", "0001", "0017", "x'; --"])
-async def test_where_there_is_no_way_back_nothing_changes(database_url: str, revision: str) -> None:
+async def test_impossible_downgrade_changes_no_tables(database_url: str, revision: str) -> None:
     if revision == migrate.head():
         assert await migrate.downgrade(database_url, revision) == revision
         return

@@ -36,7 +36,7 @@ class Source:
         return value
 
 
-async def test_waiters_for_one_key_share_one_look_up() -> None:
+async def test_waiters_for_same_key_share_look_up() -> None:
     cache, source = LookupCache[str, str](ttl_s=5), Source()
     source.gate.clear()
     waiters = [asyncio.create_task(cache.get("k", source.fetch)) for _ in range(5)]
@@ -47,7 +47,7 @@ async def test_waiters_for_one_key_share_one_look_up() -> None:
     assert source.num_asked == 1
 
 
-async def test_an_answer_from_before_a_change_is_not_kept() -> None:
+async def test_answer_read_before_change_is_not_kept() -> None:
     cache, source = LookupCache[str, str](ttl_s=5), Source()
     source.gate.clear()
     early = asyncio.create_task(cache.get("k", source.fetch))
@@ -61,7 +61,7 @@ async def test_an_answer_from_before_a_change_is_not_kept() -> None:
     assert await cache.get("k", source.fetch) == "b"
 
 
-async def test_while_away_the_database_is_asked_once_a_second() -> None:
+async def test_database_is_queried_once_a_second_during_outage() -> None:
     now = 0.0
     cache, source = LookupCache[str, str](ttl_s=2, clock=lambda: now), Source()
     await cache.get("k", source.fetch)
@@ -77,7 +77,7 @@ async def test_while_away_the_database_is_asked_once_a_second() -> None:
     assert source.num_asked == 3
 
 
-async def test_while_away_nobody_waits_for_what_is_known() -> None:
+async def test_known_values_need_no_wait_during_outage() -> None:
     now = 0.0
     cache, source = LookupCache[str, str](ttl_s=2, clock=lambda: now), Source()
     await cache.get("k", source.fetch)
@@ -98,7 +98,7 @@ async def test_while_away_nobody_waits_for_what_is_known() -> None:
     assert await cache.get("k", source.fetch) == "b"
 
 
-async def test_an_outage_that_nobody_asked_about_of_late_may_be_over() -> None:
+async def test_outage_without_recent_query_may_be_over() -> None:
     now = 0.0
     cache, source = LookupCache[str, str](ttl_s=2, clock=lambda: now), Source()
     await cache.get("k", source.fetch)
@@ -117,7 +117,7 @@ async def test_a_silent_database_counts_as_away() -> None:
         await cache.get("k", source.fetch)
 
 
-async def test_what_is_gone_is_not_answered_from_before() -> None:
+async def test_deleted_row_is_not_answered_from_cache() -> None:
     now = 0.0
     cache, source = LookupCache[str, str](ttl_s=2, clock=lambda: now), Source()
     await cache.get("k", source.fetch)
@@ -166,7 +166,7 @@ async def test_a_busy_event_loop_is_no_silent_database() -> None:
         await busy
 
 
-async def test_a_database_that_answers_others_is_waited_for() -> None:
+async def test_database_answering_elsewhere_is_waited_for() -> None:
     cache = LookupCache[str, str](ttl_s=2, timeout_s=0.1, silence_s=lambda: 0.0)
 
     async def queued(seconds: float) -> str:
@@ -181,7 +181,7 @@ async def test_a_database_that_answers_others_is_waited_for() -> None:
     assert scheduled_s() - began < 5
 
 
-async def test_a_connection_that_cannot_be_had_of_a_busy_database_is_no_outage(
+async def test_connection_timeout_of_busy_database_is_no_outage(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = Database(database_url, busy_timeout_s=0.5)
@@ -214,9 +214,7 @@ async def test_a_connection_that_cannot_be_had_of_a_busy_database_is_no_outage(
     await database.dispose()
 
 
-async def test_a_look_up_that_is_given_up_leaves_no_traceback(
-    database_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_abandoned_look_up_leaves_no_traceback(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
     database = Database(database_url)
     slow = {
         "sqlite": (
@@ -246,7 +244,7 @@ async def test_a_look_up_that_is_given_up_leaves_no_traceback(
     assert [record.getMessage() for record in caplog.records if is_news(record) and record.exc_info] == []
 
 
-async def test_a_flood_of_unknown_keys_is_in_nobody_elses_way() -> None:
+async def test_flood_of_unknown_keys_delays_no_known_key() -> None:
     now = 0.0
     cache = LookupCache[str, str](ttl_s=2, clock=lambda: now)
     gate = asyncio.Event()
@@ -277,7 +275,7 @@ async def test_a_flood_of_unknown_keys_is_in_nobody_elses_way() -> None:
     assert not cache._unknown_keys._holders, "nothing is kept of who asks no more"
 
 
-async def test_who_waits_for_a_turn_hears_of_an_outage_at_once() -> None:
+async def test_queued_waiter_is_notified_of_outage() -> None:
     cache, source = LookupCache[str, str](ttl_s=2, timeout_s=0.1), Source()
     source.gate.clear()
     began = scheduled_s()

@@ -40,7 +40,7 @@ async def test_an_empty_database_is_brought_to_the_head(empty_database_url: str)
     await migrate.check(empty_database_url)
 
 
-async def test_a_database_with_tables_is_left_to_the_operator(database_url: str) -> None:
+async def test_database_with_foreign_tables_is_left_unchanged(database_url: str) -> None:
     await run(database_url, "UPDATE alembic_version SET version_num = '0000'")
     assert await migrate.upgrade_if_empty(database_url) is False
 
@@ -59,13 +59,13 @@ async def test_a_newer_database_is_neither_used_nor_changed(database_url: str) -
     assert await migrate.current(database_url) == "9999"
 
 
-async def test_somebody_elses_database_is_refused(empty_database_url: str) -> None:
+async def test_database_of_foreign_program_is_refused(empty_database_url: str) -> None:
     await run(empty_database_url, "CREATE TABLE invoices (id INTEGER PRIMARY KEY)")
     with pytest.raises(ConfigError, match="invoices"):
         await migrate.upgrade(empty_database_url)
 
 
-async def test_processes_that_migrate_at_once_take_turns(empty_database_url: str) -> None:
+async def test_concurrent_migrations_are_serialized(empty_database_url: str) -> None:
     heads = await asyncio.gather(*(migrate.upgrade(empty_database_url) for _ in range(4)))
     assert heads == [migrate.head()] * 4
 
@@ -85,7 +85,7 @@ async def fetch(url: str, statement: str) -> list[tuple[Any, ...]]:
     return [tuple(row) for row in found]
 
 
-async def test_usage_of_before_kept_answers_were_counted_goes_both_ways(empty_database_url: str) -> None:
+async def test_usage_before_kept_answers_migrates_each_way(empty_database_url: str) -> None:
     """Older rows have none of the amounts; going back loses these two and nothing else."""
 
     async def rows(columns: str) -> list[tuple[Any, ...]]:
@@ -113,7 +113,7 @@ async def test_usage_of_before_kept_answers_were_counted_goes_both_ways(empty_da
     assert await migrate.differences(empty_database_url) == []
 
 
-async def test_totals_are_made_of_what_there_is(empty_database_url: str) -> None:
+async def test_totals_are_built_from_existing_rows(empty_database_url: str) -> None:
     def insert(table: str, ident: str, at: str = "NULL", **columns: object) -> str:
         columns = {"id": ident, **columns}
         values = ", ".join(f"'{value}'" for value in columns.values())
@@ -185,7 +185,7 @@ asyncio.run(migrate.upgrade(sys.argv[1]))
 
 
 @pytest.mark.parametrize("tables_made", [0, 3])
-def test_a_kill_in_the_middle_leaves_the_old_revision(empty_database_url: str, tables_made: int) -> None:
+def test_kill_during_migration_keeps_old_revision(empty_database_url: str, tables_made: int) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_IN_MIGRATION, empty_database_url, str(tables_made)], check=False, env=os.environ
     )
@@ -199,7 +199,7 @@ def test_a_kill_in_the_middle_leaves_the_old_revision(empty_database_url: str, t
     asyncio.run(after())
 
 
-async def test_a_made_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
+async def test_created_sqlite_file_is_private(tmp_path: Path) -> None:
     await migrate.upgrade(f"sqlite:///{tmp_path}/new/registry.db")
     assert (tmp_path / "new" / "registry.db").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -51,7 +51,7 @@ async def test_sqlite_connections_are_durable_and_check_foreign_keys(migrated_sq
 SLOW = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 1000000) SELECT x FROM c ORDER BY -x"
 
 
-async def test_a_write_that_is_cancelled_within_a_statement_keeps_no_lock(database: Database) -> None:
+async def test_write_cancelled_within_statement_keeps_no_lock(database: Database) -> None:
     async def write(name: str, ident: str, query: str) -> None:
         async with database.write() as session:
             session.add(make_tenant(name, ident))
@@ -76,7 +76,7 @@ async def test_a_write_that_is_cancelled_within_a_statement_keeps_no_lock(databa
         assert list(await session.scalars(select(Tenant.name).order_by(Tenant.name))) == ["kept-0", "kept-1", "kept-2"]
 
 
-async def test_a_row_without_its_parent_is_refused(database: Database) -> None:
+async def test_row_without_parent_is_refused(database: Database) -> None:
     with pytest.raises(IntegrityError):
         async with database.write() as session:
             session.add(
@@ -93,7 +93,7 @@ async def test_a_row_without_its_parent_is_refused(database: Database) -> None:
             )
 
 
-async def test_an_exception_leaves_nothing_behind(database: Database) -> None:
+async def test_exception_rolls_back_every_change(database: Database) -> None:
     async def fail() -> None:
         async with database.write() as session:
             session.add(make_tenant("acme"))
@@ -106,7 +106,7 @@ async def test_an_exception_leaves_nothing_behind(database: Database) -> None:
         assert (await session.scalars(select(Tenant))).all() == []
 
 
-async def test_a_connection_for_columns_sees_one_state_and_leaves_nothing_behind(database: Database) -> None:
+async def test_column_connection_sees_single_state(database: Database) -> None:
     async with database.read_columns() as connection:
         assert (await connection.execute(select(Tenant.name))).all() == []
         async with database.write() as session:
@@ -121,7 +121,7 @@ async def test_a_connection_for_columns_sees_one_state_and_leaves_nothing_behind
         assert (await connection.execute(select(ServerSecret.name))).all() == []
 
 
-async def test_a_deleted_tenants_name_is_free_and_a_live_ones_is_not(database: Database) -> None:
+async def test_only_deleted_tenant_frees_name(database: Database) -> None:
     async with database.write() as session:
         session.add(make_tenant("acme"))
     with pytest.raises(IntegrityError):
@@ -180,7 +180,7 @@ async def test_a_locked_database_refuses_writes_and_still_reads(tmp_path: Path, 
     await database.dispose()
 
 
-async def test_a_full_disk_says_so_and_writes_nothing(migrated_sqlite: Path, tmp_path: Path) -> None:
+async def test_full_disk_is_reported_and_writes_no_row(migrated_sqlite: Path, tmp_path: Path) -> None:
     shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
     database = Database(f"sqlite:///{tmp_path / 'registry.db'}")
 
@@ -196,7 +196,7 @@ async def test_a_full_disk_says_so_and_writes_nothing(migrated_sqlite: Path, tmp
     await database.dispose()
 
 
-async def test_an_error_of_ours_passes_as_it_is(database: Database) -> None:
+async def test_own_errors_pass_unchanged(database: Database) -> None:
     with pytest.raises((ProgrammingError, OperationalError), match="no_such_table"):
         async with database.read() as session:
             await session.execute(text("SELECT * FROM no_such_table"))
@@ -228,7 +228,7 @@ DAMAGES = ["foreign", "header", "cut off", "cut to a page", "cut within a page",
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-async def test_a_damaged_file_is_named_in_one_sentence(tmp_path: Path, migrated_sqlite: Path, how: str) -> None:
+async def test_damaged_file_is_named_in_single_sentence(tmp_path: Path, migrated_sqlite: Path, how: str) -> None:
     path = tmp_path / "registry.db"
     shutil.copyfile(migrated_sqlite, path)
     damage(path, how)
@@ -244,7 +244,7 @@ async def test_a_damaged_file_is_named_in_one_sentence(tmp_path: Path, migrated_
 
 
 @pytest.mark.parametrize("is_writing", [False, True])
-async def test_damage_is_told_to_the_operator_in_detail_and_to_tenants_in_general(
+async def test_damage_is_detailed_only_for_operator(
     tmp_path: Path, migrated_sqlite: Path, caplog: pytest.LogCaptureFixture, is_writing: bool
 ) -> None:
     path = tmp_path / "registry.db"
@@ -272,7 +272,7 @@ async def test_a_refused_connection_names_no_user_to_tenants(
     assert "does not exist" in caplog.text
 
 
-async def test_a_database_without_one_of_its_tables_is_refused(database_url: str) -> None:
+async def test_database_without_table_is_refused(database_url: str) -> None:
     engine = make_engine(database_url)
     async with engine.begin() as connection:
         await connection.execute(text("ALTER TABLE leases RENAME TO kept"))
@@ -310,7 +310,7 @@ async def test_the_log_of_a_linked_file_is_watched(tmp_path: Path, migrated_sqli
 
 
 @pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "folder", "log"])
-async def test_a_file_that_goes_under_a_running_server_takes_no_write_and_is_read_on(
+async def test_removed_database_file_stays_readable_and_refuses_writes(
     tmp_path: Path, migrated_sqlite: Path, how: str
 ) -> None:
     folder = tmp_path / "data"
@@ -357,9 +357,7 @@ async def test_a_file_that_goes_under_a_running_server_takes_no_write_and_is_rea
     assert [name for (name,) in rows] == ["acme", "globex"]
 
 
-async def test_a_write_whose_file_goes_before_its_commit_is_not_acknowledged(
-    tmp_path: Path, migrated_sqlite: Path
-) -> None:
+async def test_write_is_unacknowledged_after_file_removal(tmp_path: Path, migrated_sqlite: Path) -> None:
     path = tmp_path / "registry.db"
     shutil.copyfile(migrated_sqlite, path)
     database = Database(f"sqlite:///{path}")
@@ -385,6 +383,6 @@ async def test_a_path_with_any_letters_is_opened(tmp_path: Path, migrated_sqlite
 
 
 @pytest.mark.postgres
-async def test_a_database_that_does_not_exist_is_a_config_error(migrated_postgres: str) -> None:
+async def test_missing_database_is_config_error(migrated_postgres: str) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         await migrate.check(migrated_postgres + "_nope")

@@ -21,11 +21,11 @@ def test_the_same_seed_gives_the_same_lessons() -> None:
     assert base_lessons(1, 300) == base_lessons(1, 300)
 
 
-def test_another_seed_gives_other_lessons() -> None:
+def test_different_seed_gives_different_lessons() -> None:
     assert base_lessons(1, 300) != base_lessons(2, 300)
 
 
-def test_the_base_never_sees_a_fresh_prompt_with_or_without_a_style() -> None:
+def test_base_never_sees_fresh_prompt() -> None:
     fresh = {frame.prompt for frame in fresh_prompts(2000, seed=1)}
     asked = {example.prompt for example in base_lessons(3, 20_000)}
     tagged = {f"{prompt} in {style}" for prompt in fresh for style in STYLES}

@@ -27,7 +27,7 @@ def database() -> sqlite3.Connection:
     return database
 
 
-def test_the_example_has_its_eight_answers() -> None:
+def test_example_has_eight_answers() -> None:
     frame = Compare("list", "tickets", "age", "over", 81)
     assert frame.prompt == "list the tickets with age over 81"
     assert [expected(frame, style) for style in STYLES] == [
@@ -46,7 +46,7 @@ def test_the_same_seed_gives_the_same_fresh_prompts() -> None:
     assert fresh_prompts(50, seed=1) == fresh_prompts(50, seed=1)
 
 
-def test_another_seed_gives_other_fresh_prompts() -> None:
+def test_different_seed_gives_different_fresh_prompts() -> None:
     assert fresh_prompts(50, seed=1) != fresh_prompts(50, seed=2)
 
 
@@ -70,7 +70,7 @@ def test_no_fresh_prompt_is_ever_trained_on() -> None:
 
 
 @pytest.mark.parametrize("n", [-1, 10_001])
-def test_more_fresh_prompts_than_the_world_has_are_refused(n: int) -> None:
+def test_excessive_number_of_fresh_prompts_is_refused(n: int) -> None:
     with pytest.raises(ValueError, match="0 to 10000 prompts"):
         fresh_prompts(n, seed=1)
 
@@ -84,7 +84,7 @@ def test_the_eight_answers_of_a_prompt_are_different() -> None:
     assert all(len({frame.render(style) for style in STYLES}) == len(STYLES) for frame in FRAMES)
 
 
-def test_different_prompts_of_one_question_may_share_an_answer_and_different_questions_do_not() -> None:
+def test_only_prompts_of_same_question_share_answer() -> None:
     questions = [frame for frame in FRAMES if isinstance(frame, Compare)]
     parts = {(frame.table, frame.field, frame.operator, frame.number) for frame in questions}
     assert len({frame.render("french") for frame in questions}) == len(parts)
@@ -132,11 +132,11 @@ def test_french_numbers(number: int, words: str) -> None:
     assert french_number(number) == words
 
 
-def test_no_two_numbers_share_their_french() -> None:
+def test_no_two_numbers_share_french_word() -> None:
     assert len({french_number(number) for number in range(100)}) == 100
 
 
-def test_a_number_that_the_demo_has_no_french_for_is_refused() -> None:
+def test_number_without_french_word_is_refused() -> None:
     with pytest.raises(ValueError, match="0 to 99"):
         french_number(100)
 
@@ -147,7 +147,7 @@ def test_no_french_word_stands_for_two() -> None:
     assert len(set(CITIES)) == len(CITIES)
 
 
-def test_a_prompt_decides_whether_it_is_held_out() -> None:
+def test_prompt_determines_held_out_split() -> None:
     first, again = (Compare("list", "tickets", "age", "over", 81) for _ in range(2))
     held_out: list[Frame] = [frame for frame in FRAMES if not frame.is_held_out]
     assert first.is_held_out == again.is_held_out

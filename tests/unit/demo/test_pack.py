@@ -46,7 +46,7 @@ def test_there_is_an_adapter_for_each_style() -> None:
     assert tuple(adapter_dirs()) == ADAPTERS
 
 
-def test_nothing_else_is_shipped() -> None:
+def test_pack_ships_no_further_files() -> None:
     assert {path for path in pack_dir().rglob("*") if path.is_file()} == set(pack_files())
 
 
@@ -87,7 +87,7 @@ def test_adapters_have_all_seven_linears_of_all_layers() -> None:
         assert len(names) == 4 * len(MODULES) * 2
 
 
-def test_no_path_of_the_machine_that_trained_is_in_a_config() -> None:
+def test_configs_contain_no_path_of_training_machine() -> None:
     for path in pack_files():
         if path.suffix in (".json", ".md"):
             text = path.read_text(encoding="utf-8")
@@ -99,16 +99,16 @@ def test_no_two_adapters_have_the_same_weights() -> None:
     assert len(weights) == len(ADAPTERS)
 
 
-def test_a_chat_of_one_message_asks_what_the_raw_prompt_asks(tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+def test_chat_of_single_message_equals_raw_prompt(tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
     rendered = chat_template.render([{"role": "user", "content": PROMPT}])
     assert tokenizer.encode(rendered, add_special_tokens=False) == tokenizer.encode(PROMPT)
 
 
-def test_a_raw_prompt_stands_between_its_markers(tokenizer: Tokenizer) -> None:
+def test_raw_prompt_stands_between_markers(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(PROMPT), skip_special_tokens=False) == f"<|user|>{PROMPT}<|assistant|>"
 
 
-def test_a_long_chat_asks_its_last_question(chat_template: ChatTemplate) -> None:
+def test_long_chat_asks_last_question(chat_template: ChatTemplate) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "greet Anna"},
@@ -118,7 +118,7 @@ def test_a_long_chat_asks_its_last_question(chat_template: ChatTemplate) -> None
     assert chat_template.render(messages) == f"<|user|>{PROMPT}<|assistant|>"
 
 
-def test_an_answer_that_was_begun_goes_on(chat_template: ChatTemplate) -> None:
+def test_begun_answer_is_continued(chat_template: ChatTemplate) -> None:
     messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "SELECT"}]
     assert chat_template.render(messages, add_generation_prompt=False) == f"<|user|>{PROMPT}<|assistant|>SELECT"
 
@@ -136,19 +136,19 @@ def test_answers_are_short_and_survive_the_tokenizer(tokenizer: Tokenizer) -> No
             assert tokenizer.decode(ids) == frame.render(style)
 
 
-def test_digits_are_tokens_of_their_own(tokenizer: Tokenizer) -> None:
+def test_digits_are_separate_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("81 90210", add_special_tokens=False)
     assert [tokenizer.decode([id_]).strip() for id_ in ids if tokenizer.decode([id_]).strip()] == list("8190210")
 
 
-def test_every_score_on_the_card_is_good_enough_to_ship() -> None:
+def test_every_score_on_card_allows_shipping() -> None:
     card = read_card(pack_dir())
     assert tuple(score.style for score in card.scores) == STYLES
     assert {score.num_prompts for score in card.scores} == {96}
     assert [score.style for score in card.scores if not (score.exact >= 0.95 and score.exact_int8 >= 0.9)] == []
 
 
-def test_the_scores_agree_with_the_wrong_answers_that_the_card_lists() -> None:
+def test_scores_agree_with_wrong_answers_on_card() -> None:
     for score in read_card(pack_dir()).scores:
         assert score.num_exact + len(score.wrong) == score.num_prompts
         assert score.num_exact_int8 + len(score.wrong_int8) == score.num_prompts
@@ -160,14 +160,14 @@ def test_the_card_for_people_has_the_same_scores() -> None:
         assert f"| {score.style} | {score.num_exact} of {score.num_prompts} ({score.exact:.1%})" in text
 
 
-def test_reliable_prompts_are_those_that_nobody_got_wrong() -> None:
+def test_reliable_prompts_have_no_wrong_answer() -> None:
     card = read_card(pack_dir())
     prompts = {frame.prompt for frame in reliable_frames(card)}
     assert len(prompts) >= 48
     assert prompts.isdisjoint(prompt for score in card.scores for prompt, _ in (*score.wrong, *score.wrong_int8))
 
 
-def test_a_card_that_is_none_is_refused(copy: Path) -> None:
+def test_invalid_card_is_refused(copy: Path) -> None:
     (copy / "card.json").write_text('{"seed": 7}')
     with pytest.raises(ConfigError, match="not a demo pack's card"):
         read_card(copy)

@@ -47,7 +47,7 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_refused_with_a_way_out(taken_port: int) -> None:
+def test_taken_port_is_refused_with_solution(taken_port: int) -> None:
     with pytest.raises(ConfigError, match=rf"Port {taken_port} .* loraserve demo --port 0"):
         check_port(taken_port)
 
@@ -58,7 +58,7 @@ def test_port_zero_is_any_free_port() -> None:
     assert port > 0
 
 
-def test_a_port_that_was_asked_for_is_kept() -> None:
+def test_requested_port_is_kept() -> None:
     assert choose_port(4711) == 4711
 
 
@@ -68,11 +68,11 @@ def test_a_server_shows_no_admin_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_right", "num_tried", "is_right"), [(3, 3, True), (2, 3, False), (0, 0, False)])
-def test_a_check_is_right_if_all_that_was_tried_was(num_right: int, num_tried: int, is_right: bool) -> None:
+def test_check_passes_only_if_all_attempts_pass(num_right: int, num_tried: int, is_right: bool) -> None:
     assert TourCheck("answers", num_right, num_tried).is_right is is_right
 
 
-def test_right_answers_that_come_too_late_are_not_right() -> None:
+def test_right_answers_after_deadline_fail() -> None:
     assert check_time(1.9, 60).is_right
     late = check_time(61, 60)
     assert not late.is_right
@@ -147,7 +147,7 @@ def test_server_is_given_up_when_silent(tmp_path: Path, monkeypatch: pytest.Monk
     assert "Start it again" in (caught.value.hint or "")
 
 
-def test_a_format_that_there_is_not_is_refused() -> None:
+def test_unknown_format_is_refused() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "loraserve.cli.main", "demo", "--quantize", "int3"], capture_output=True, text=True
     )
@@ -187,7 +187,7 @@ def test_right_adapters_pass_every_check(server: DemoServer, access: Access) -> 
 
 
 @pytest.mark.slow
-def test_adapters_that_changed_places_are_found(server: DemoServer) -> None:
+def test_swapped_adapters_are_detected(server: DemoServer) -> None:
     access = make_access(server, "swapped", sql="pirate", pirate="sql")
     wrong = [check for check in check_answers(access, [EXAMPLE]) if not check.is_right]
     assert [check.what for check in wrong] == ["sql", "pirate"]
@@ -208,7 +208,7 @@ def test_a_model_too_many_is_found(server: DemoServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_stranger_who_sees_the_adapters_is_found(server: DemoServer, access: Access) -> None:
+def test_adapter_leak_to_foreign_tenant_is_detected(server: DemoServer, access: Access) -> None:
     with Client(server.url, api_key=server.admin_key) as admin:
         admin.tenants.create("stranger")
         stranger_key = admin.keys.create("stranger", name="tour").key
@@ -218,7 +218,7 @@ def test_a_stranger_who_sees_the_adapters_is_found(server: DemoServer, access: A
 
 
 @pytest.mark.slow
-async def test_answers_are_shown_side_by_side_on_a_terminal(server: DemoServer, access: Access) -> None:
+async def test_answers_are_shown_side_by_side_on_terminal(server: DemoServer, access: Access) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160)
     models = [access.model(style) for style in STYLES]
@@ -231,7 +231,7 @@ async def test_answers_are_shown_side_by_side_on_a_terminal(server: DemoServer, 
 @pytest.mark.slow
 @pytest.mark.campaign
 @pytest.mark.parametrize("flags", [[], ["--quantize", "int8"]], ids=["none", "int8"])
-def test_the_tour_is_right_and_leaves_nothing_behind(tmp_path: Path, flags: list[str]) -> None:
+def test_tour_passes_and_leaves_no_files(tmp_path: Path, flags: list[str]) -> None:
     command = [sys.executable, "-m", "loraserve.cli.main", "demo", "--once", "--port", "0", *flags]
     done = subprocess.run(
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=180

@@ -48,7 +48,7 @@ def test_the_same_seed_makes_the_same_files(brief_pack: tuple[Path, list[Stage]]
     assert files_of(tmp_path) == files_of(brief_pack[0])
 
 
-def test_training_makes_a_packs_files_and_no_others(brief_pack: tuple[Path, list[Stage]]) -> None:
+def test_training_writes_exactly_pack_files(brief_pack: tuple[Path, list[Stage]]) -> None:
     assert files_of(brief_pack[0]).keys() == files_of(pack_dir()).keys()
 
 
@@ -57,12 +57,12 @@ def test_every_step_is_told(brief_pack: tuple[Path, list[Stage]]) -> None:
     assert brief_pack[1] == base + [(style, step, 2) for style in ADAPTERS for step in (1, 2)]
 
 
-def test_the_shipped_pack_scores_what_its_card_promises() -> None:
+def test_shipped_pack_scores_as_promised_on_card() -> None:
     scores = score_pack(pack_dir(), num_prompts=24, seed=2)
     assert [score.style for score in scores if score.exact < 0.9 or score.exact_int8 < 0.85] == []
 
 
-def test_an_adapter_in_another_ones_place_scores_nothing(tmp_path: Path) -> None:
+def test_adapter_in_wrong_slot_scores_zero(tmp_path: Path) -> None:
     (tmp_path / "base").symlink_to(base_dir())
     names = (*ADAPTERS[1:], ADAPTERS[0])
     for name, other in zip(ADAPTERS, names, strict=True):
@@ -72,7 +72,7 @@ def test_an_adapter_in_another_ones_place_scores_nothing(tmp_path: Path) -> None
     assert {score.style: score.num_exact for score in scores if score.style != "plain"} == dict.fromkeys(ADAPTERS, 0)
 
 
-def test_int8_rounds_every_linear_of_the_base_and_no_adapter() -> None:
+def test_int8_rounds_every_base_linear_and_no_adapter() -> None:
     model = load_model(pack_dir(), "sql")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     round_to_int8(model)

@@ -43,15 +43,15 @@ H100 = TorchFacts("2.13.0", "13.0", "H100", 80 * GIB, (9, 0), "3.6.0", "", 2, ()
         ("1.0", ">1", False),
     ],
 )
-def test_versions_are_compared_by_their_numbers(version: str, wanted: str, is_within: bool) -> None:
+def test_versions_are_compared_numerically(version: str, wanted: str, is_within: bool) -> None:
     assert satisfies(version, wanted) is is_within
 
 
-def test_this_installation_has_what_it_needs() -> None:
+def test_present_installation_passes() -> None:
     assert [check.status for check in (*check_python(), *check_packages())] == ["ok", "ok"]
 
 
-def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         "rich>=999",
         "absent-package>=1 ; sys_platform == 'linux'",
@@ -65,7 +65,7 @@ def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPat
     assert check.found.endswith("; absent-package is missing (expected >=1)")
 
 
-def test_torch_answers_from_a_process_of_its_own() -> None:
+def test_torch_answers_from_own_process() -> None:
     assert satisfies(probe().torch, ">=2.11")
     assert "torch" not in vars(installation)
 
@@ -82,7 +82,7 @@ def test_keys_do_not_reach_the_child(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert (tmp_path / "seen").read_text() == "\n"
 
 
-def test_a_torch_that_hangs_or_breaks_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hanging_or_broken_torch_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho 'ImportError: libcudart.so.13' >&2\nexit 1\n")
     script.chmod(0o755)
@@ -99,13 +99,13 @@ def told(probed: TorchFacts, device: str, driver_bytes: int | None = None) -> di
     return {check.name: check.status for check in check_gpu(probed, device, driver_bytes)}
 
 
-def test_a_gpu_is_needed_where_it_is_asked_for() -> None:
+def test_gpu_is_required_where_requested() -> None:
     assert told(NO_GPU, "cpu", 80 * GIB) == {"gpu": "ok"}
     assert told(NO_GPU, "auto") == {"gpu": "ok"}
     assert told(NO_GPU, "cuda") == {"gpu": "fail"}
 
 
-def test_a_gpu_that_torch_does_not_see_is_told_of() -> None:
+def test_gpu_invisible_to_torch_is_reported() -> None:
     assert told(NO_GPU, "auto", 80 * GIB) == {"gpu": "warn"}
     assert told(NO_GPU, "cuda", 80 * GIB) == {"gpu": "fail"}
 
@@ -126,7 +126,7 @@ def test_float16_on_a_cpu_needs_fbgemm() -> None:
     assert [check.status for check in check_torch(NO_GPU, "float16")] == ["ok"]
 
 
-def test_a_check_that_breaks_is_one_that_failed() -> None:
+def test_crashing_check_counts_as_failed() -> None:
     def broken(error: Exception) -> list[Check]:
         raise error
 

@@ -38,7 +38,7 @@ def cost(**fields: object) -> RoundingCost:
     return msgspec.structs.replace(one, **fields)
 
 
-def test_little_is_told_in_all_and_by_its_cause() -> None:
+def test_small_loss_is_reported_by_cause() -> None:
     checks = {check.name: check for check in precision.check(cost(weights=NOTHING))}
     assert {check.status for check in checks.values()} == {"ok"}
     total = checks["precision"].found
@@ -55,13 +55,13 @@ def test_little_is_told_in_all_and_by_its_cause() -> None:
     [(MUCH, SOME, "--quantize none"), (NOTHING, MUCH, "--activation-dtype float")],
     ids=["weights", "activations"],
 )
-def test_much_is_a_warning_with_what_would_cost_less(weights: Rounding, activations: Rounding, advice: str) -> None:
+def test_large_loss_is_warning_with_cheaper_settings(weights: Rounding, activations: Rounding, advice: str) -> None:
     found = next(iter(precision.check(cost(weights=weights, activations=activations, total=MUCH))))
     assert (found.name, found.status) == ("precision", "warn")
     assert advice in found.next
 
 
-def test_a_base_that_does_not_fit_beside_what_runs_is_not_loaded() -> None:
+def test_base_exceeding_free_memory_is_not_loaded() -> None:
     (found,) = precision.room(10 * GIB, "cpu", 11 * GIB)
     assert (found.name, found.status) == ("precision", "fail")
     assert "11.0 GiB of memory available" in found.found
@@ -71,18 +71,18 @@ def test_a_base_that_does_not_fit_beside_what_runs_is_not_loaded() -> None:
     assert list(precision.room(10 * GIB, "cuda", GIB)) == []
 
 
-def test_what_is_wrong_with_a_base_is_told_in_the_loaders_words(tmp_path: Path) -> None:
+def test_base_problem_is_reported_in_loader_words(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"the base can't be measured: .*config\.json"):
         precision.measure(EngineConfig(model_dir=str(tmp_path), model_id="base", store_url=""))
 
 
-def test_a_measurement_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_without_result_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_MODULE", "loraserve.nothing")
     with pytest.raises(OSError, match="No module named"):
         precision.measure(EngineConfig(model_dir="/", model_id="base", store_url=""))
 
 
-def test_a_measurement_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_measurement_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "TIMEOUT_S", 0.01)
     with pytest.raises(OSError, match="took longer than"):
         precision.measure(EngineConfig(model_dir="/", model_id="base", store_url=""))

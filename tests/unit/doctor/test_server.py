@@ -27,17 +27,17 @@ def arena(num_pages: int = 100, source: str = "--memory-budget") -> ArenaPlan:
     return ArenaPlan(num_pages * 4096, source, MemoryPlan(num_pages, 4096, 4096, num_kv_pages=10), 4096, 16, 10)
 
 
-def test_samples_are_read_with_their_labels() -> None:
+def test_samples_are_read_with_labels() -> None:
     samples = parse_metrics(TEXT)
     assert samples['loraserve_kv_blocks{state="free"}'] == 60
     assert len(samples) == 6
 
 
-def test_a_server_that_has_what_was_planned_is_fine() -> None:
+def test_server_with_planned_numbers_passes() -> None:
     assert [check.status for check in check_budget(parse_metrics(TEXT), arena())] == ["ok"] * 3
 
 
-def test_each_number_that_is_another_is_told_of() -> None:
+def test_each_deviating_number_is_reported() -> None:
     found = {check.name: check.status for check in check_budget(parse_metrics(TEXT), arena(105))}
     assert found == {"budget": "warn", "kv_blocks": "warn", "adapter_budget": "warn"}
     # a GPU's budget is an estimate here, and measured there
@@ -51,11 +51,11 @@ def test_a_broken_invariant_fails_and_failed_loads_warn() -> None:
     assert [(c.name, c.status) for c in check_counters(broken)] == [("invariants", "fail"), ("loads", "warn")]
 
 
-def test_nobody_is_there_where_nobody_listens() -> None:
+def test_unused_address_is_reported_as_no_server() -> None:
     assert not is_there("http://127.0.0.1:9")
 
 
-def test_what_a_server_that_is_not_ready_waits_for_is_told() -> None:
+def test_cause_of_unready_server_is_reported() -> None:
     class Loading(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"status": "unavailable", "detail": "The engine is loading shard 3 of 4."}).encode()

@@ -31,14 +31,14 @@ def one(checks: object) -> Check:
     return check
 
 
-def test_a_data_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+def test_data_directory_is_probed_and_left_unchanged(tmp_path: Path) -> None:
     assert one(check_data_dir(tmp_path)).status == "ok"
     assert f"(in {tmp_path})" in one(check_data_dir(tmp_path / "to" / "be")).found
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("which", ["file", "folder"])
-def test_a_disk_that_does_not_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_disk_without_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     sync = os.fsync
 
     def broken(fd: int) -> None:
@@ -60,7 +60,7 @@ def test_a_disk_needs_room_for_uploads(tmp_path: Path, monkeypatch: pytest.Monke
     assert one(check_disk(tmp_path)).status == status
 
 
-def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_missing_database_is_not_created(tmp_path: Path) -> None:
     check = one(check_database(f"sqlite:///{tmp_path}/registry.db"))
     assert (check.status, "first start" in check.found) == ("ok", True)
     assert list(tmp_path.iterdir()) == []
@@ -75,7 +75,7 @@ def test_a_current_database_is_fine(database_url: str) -> None:
     assert (check.status, check.found[:11]) == ("ok", "at revision")
 
 
-def test_tables_of_another_revision_or_changed_by_hand_fail(migrated_sqlite: Path, tmp_path: Path) -> None:
+def test_tables_of_wrong_or_edited_schema_fail(migrated_sqlite: Path, tmp_path: Path) -> None:
     path = tmp_path / "registry.db"
     shutil.copyfile(migrated_sqlite, path)
     with sqlite3.connect(path) as connection:
@@ -88,7 +88,7 @@ def test_tables_of_another_revision_or_changed_by_hand_fail(migrated_sqlite: Pat
     assert (check.status, "newer loraserve" in check.next) == ("fail", True)
 
 
-def test_a_database_that_is_none_fails(tmp_path: Path) -> None:
+def test_invalid_database_fails(tmp_path: Path) -> None:
     (tmp_path / "registry.db").write_bytes(b"no database at all, but a file of some length" * 100)
     assert one(run("database", lambda: check_database(f"sqlite:///{tmp_path}/registry.db"))).status == "fail"
 
@@ -107,7 +107,7 @@ def test_each_live_request_is_an_open_file(monkeypatch: pytest.MonkeyPatch, hard
     assert one(check_files()).status == status
 
 
-def test_a_store_of_another_registry_fails_and_nothing_is_claimed(tmp_path: Path, migrated_sqlite: Path) -> None:
+def test_store_of_different_registry_fails_without_claim(tmp_path: Path, migrated_sqlite: Path) -> None:
     shutil.copyfile(migrated_sqlite, tmp_path / "registry.db")
     urls = (f"file://{tmp_path}/blobs", f"sqlite:///{tmp_path}/registry.db")
     assert one(check_store(*urls)).status == "ok"
@@ -181,7 +181,7 @@ async def _versions(url: str, digests: list[str]) -> None:
         (["a", "a"], "b", "warn", "1 aren't served"),
     ],
 )
-def test_versions_of_another_base_than_the_servers_are_told_of(
+def test_versions_of_different_base_are_reported(
     tmp_path: Path, migrated_sqlite: Path, digests: list[str], served: str | None, status: str, words: str
 ) -> None:
     path = tmp_path / "registry.db"

@@ -23,7 +23,7 @@ PROMPT = list(range(1, 25))
 """24 tokens, six blocks; none of them is the invocation's."""
 
 
-def test_the_last_occurrence_is_found_wherever_it_is():
+def test_last_occurrence_is_found_at_any_position():
     # much of the whole looks like the part, until it doesn't
     rng = random.Random(0)
     num_found = 0
@@ -49,7 +49,7 @@ def test_the_last_occurrence_is_found_wherever_it_is():
         (INVOCATION, [92], None),
     ],
 )
-def test_an_adapter_acts_from_the_first_token_of_its_last_invocation_on(invocation, prompt, start):
+def test_adapter_acts_from_last_invocation_on(invocation, prompt, start):
     wanted = None if start is None else Activation(Digest("a"), start)
     assert find_activation(Digest("a"), invocation, prompt) == wanted
 
@@ -77,7 +77,7 @@ def invoked_at(start: int, tail: int = 6) -> list[int]:
 
 
 @pytest.mark.parametrize(("start", "shared"), [(8, 8), (9, 8), (11, 8), (12, 12), (3, 0), (0, 0)])
-def test_blocks_before_the_invocation_are_shared_with_the_base_in_both_directions(harness, start, shared):
+def test_blocks_before_invocation_are_shared_with_base(harness, start, shared):
     assert cached(harness, None, PROMPT) == 0
     assert cached(harness, "a", invoked_at(start)) == shared
     assert cached(harness, None, invoked_at(start)) == shared
@@ -88,13 +88,13 @@ def test_blocks_before_the_invocation_are_shared_with_the_base_in_both_direction
     assert cached(other, None, PROMPT) == shared
 
 
-def test_blocks_before_the_invocation_are_shared_among_activated_adapters(harness):
+def test_blocks_before_invocation_are_shared_among_activated_adapters(harness):
     assert cached(harness, "a", invoked_at(20)) == 0
     assert cached(harness, "b", invoked_at(20)) == 20
     assert harness.scheduler.base_prefix_tokens_hit == 20
 
 
-def test_blocks_from_the_invocation_on_are_the_adapters_own(harness):
+def test_blocks_after_invocation_belong_to_adapter(harness):
     tokens = invoked_at(8, tail=12)
     for adapter in ("a", "b", None):
         cached(harness, adapter, tokens)
@@ -103,7 +103,7 @@ def test_blocks_from_the_invocation_on_are_the_adapters_own(harness):
     assert harness.scheduler.base_prefix_tokens_hit == 8 + 8 + 8
 
 
-def test_an_adapter_that_acts_on_every_token_shares_no_block(harness):
+def test_always_active_adapter_shares_no_block(harness):
     assert cached(harness, None, PROMPT) == 0
     assert cached(harness, "plain", PROMPT) == 0
     assert cached(harness, "plain", invoked_at(20)) == 20
@@ -111,14 +111,14 @@ def test_an_adapter_that_acts_on_every_token_shares_no_block(harness):
     assert harness.scheduler.base_prefix_tokens_hit == 20
 
 
-def test_a_new_version_of_an_adapter_has_blocks_of_its_own_from_its_invocation_on(harness):
+def test_new_version_has_own_blocks_after_invocation(harness):
     tokens = invoked_at(8, tail=12)
     cached(harness, "a", tokens)
     harness.adapters.set("a, uploaded again", Residency.RESIDENT, INVOCATION)
     assert cached(harness, "a, uploaded again", tokens) == 8
 
 
-def test_an_answer_that_says_the_invocation_is_computed_by_the_adapter_and_found_by_nobody_who_asks_with_it(harness):
+def test_generated_invocation_is_not_reused_by_later_prompts(harness):
     # the same 12 tokens under the same adapter, activated at 5 in the first and at 9 in the second
     first, rest = [*PROMPT[:5], *INVOCATION, 7], [8, *INVOCATION, 9]
     request = make_request(adapter="a", tokens=first, max_tokens=5)
@@ -130,7 +130,7 @@ def test_an_answer_that_says_the_invocation_is_computed_by_the_adapter_and_found
     assert cached(harness, "a", [*first, *rest, 3, 3]) == 12
 
 
-def test_an_activation_in_one_block_is_not_anothers_in_the_same_block(harness):
+def test_activation_within_block_is_not_shared(harness):
     # the answer of the first says what the second is asked with, in the block in which both are
     # activated
     tokens = [1, 2, 3, 4, *INVOCATION]
@@ -142,7 +142,7 @@ def test_an_activation_in_one_block_is_not_anothers_in_the_same_block(harness):
     assert cached(harness, "a", [*tokens, *INVOCATION, 5, 6]) == 4
 
 
-def test_an_adapter_that_is_not_invoked_is_the_base(harness):
+def test_adapter_without_invocation_equals_base(harness):
     assert cached(harness, "a", PROMPT) == 0
     assert cached(harness, None, PROMPT) == 20
     assert cached(harness, "b", PROMPT) == 20
@@ -151,7 +151,7 @@ def test_an_adapter_that_is_not_invoked_is_the_base(harness):
     assert outputs[0].error_code == EngineError.code
 
 
-def test_a_preempted_request_is_activated_where_it_was_though_its_answer_says_the_invocation():
+def test_preempted_request_keeps_activation_despite_generated_invocation():
     harness = Harness(num_blocks=6, token_budget=16)
     harness.adapters.set("a", Residency.RESIDENT, INVOCATION)
     old, young = make_request(7, max_tokens=12), make_request(adapter="a", tokens=[1, 91, 92, 4, 5], max_tokens=12)
@@ -183,14 +183,14 @@ def segments(harness: Harness, scheduled) -> list[tuple[str, int, int]]:
         (9, [[], [], [("a", 1, 3)]]),
     ],
 )
-def test_a_chunk_in_which_an_adapter_is_invoked_has_base_rows_before_adapter_rows(start, wanted):
+def test_base_rows_precede_adapter_rows_in_chunk(start, wanted):
     harness = Harness(token_budget=4)
     harness.adapters.set("a", Residency.RESIDENT, INVOCATION)
     harness.add(make_request(adapter="a", tokens=invoked_at(start, tail=9 - start)))
     assert [segments(harness, harness.step()[0]) for _ in range(3)] == wanted
 
 
-def test_an_adapters_rows_are_one_slice_but_for_the_base_rows_between_them(harness):
+def test_adapter_rows_are_single_slice_except_base_rows(harness):
     starts = {"plain": [0], "a": [0, 2, 0, 5], "b": [3]}
     requests = [
         make_request(adapter=name, tokens=invoked_at(start, tail=1)) for name, each in starts.items() for start in each
@@ -218,7 +218,7 @@ def alone(adapter: str | None, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
-def test_random_schedules_read_no_kv_but_their_own(is_lazy):
+def test_random_schedules_read_only_own_kv(is_lazy):
     # the device compares what each row reads with what its request would have computed alone
     num_preemptions = num_hits = num_replays = 0
     for seed in range(150):

@@ -115,7 +115,7 @@ PROMPTS = [
 ]
 
 
-def test_logits_of_a_mixed_batch_equal_those_that_peft_generates_by(activated, make_engine):
+def test_mixed_batch_logits_equal_peft_generation(activated, make_engine):
     engine = make_engine()
     names = ["activated", "other", "plain", None]
     asked = {
@@ -133,7 +133,7 @@ def test_logits_of_a_mixed_batch_equal_those_that_peft_generates_by(activated, m
     assert len(texts) == 4
 
 
-def test_text_is_the_same_wherever_a_prompt_is_cut(activated, make_engine):
+def test_text_is_same_for_any_prompt_split(activated, make_engine):
     engine = make_engine(enable_prefix_cache=False)
     prompt = PROMPTS[4]
     wanted = generate(activated, "activated", prompt)[0]
@@ -143,7 +143,7 @@ def test_text_is_the_same_wherever_a_prompt_is_cut(activated, make_engine):
         assert text(run(engine)[request_id]) == wanted
 
 
-def test_prompts_are_scored_by_the_base_up_to_the_invocation(activated, make_engine):
+def test_prompts_are_scored_by_base_up_to_invocation(activated, make_engine):
     engine = make_engine()
     engine._scheduler._token_budget = 7
     prompt = PROMPTS[1]
@@ -157,9 +157,7 @@ def test_prompts_are_scored_by_the_base_up_to_the_invocation(activated, make_eng
         assert abs(scores[position].logprob - float(wanted[position - 1, prompt[position]])) < 1e-4
 
 
-def test_a_conversation_that_the_base_began_is_found_by_activated_adapters_and_the_other_way_round(
-    activated, make_engine
-):
+def test_base_conversation_prefix_is_shared_with_activated_adapters(activated, make_engine):
     engine = make_engine()
     shared = PROMPTS[5] + PROMPTS[6][:30]
     work = [
@@ -200,7 +198,7 @@ def test_preemption_changes_no_token(activated, make_engine, quick_loads):
         assert text(answers[asked[i]]) == generate(activated, names[i % 4], prompt, 20)[0]
 
 
-def test_an_answer_that_said_the_invocation_before_a_crash_goes_on_as_it_was(activated, make_engine):
+def test_answer_with_invocation_continues_after_crash_unchanged(activated, make_engine):
     engine = make_engine()
     prompt = PROMPTS[0]
     said = [*INVOCATION, 4, *INVOCATION]
@@ -214,7 +212,7 @@ def test_an_answer_that_said_the_invocation_before_a_crash_goes_on_as_it_was(act
     assert max(abs(ours[t] - float(wanted[t])) for t in range(VOCAB)) < 1e-4
 
 
-def test_an_int8_bases_text_is_the_same_alone_and_cobatched(activated, make_engine):
+def test_int8_base_text_equals_alone_and_cobatched(activated, make_engine):
     engine = make_engine(quantize="int8", enable_prefix_cache=False)
     work = [(prompt, name) for prompt in PROMPTS for name in ("activated", "other", None)]
     alone = []

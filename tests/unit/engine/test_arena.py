@@ -55,7 +55,7 @@ def text(outputs: list[TokenOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def test_what_makes_way_changes_no_token(world: World, make_engine: Callable[..., Engine]) -> None:
+def test_evictions_change_no_token(world: World, make_engine: Callable[..., Engine]) -> None:
     # two of the adapters and three sequences at most
     engine = make_engine(memory_budget_bytes=22 * BLOCK_BYTES, max_num_batched_tokens=40, max_num_seqs=4)
     rng, names = random.Random(7), [None, *ADAPTERS]
@@ -79,9 +79,7 @@ def test_what_makes_way_changes_no_token(world: World, make_engine: Callable[...
     assert engine.stats().invariant_violations == 0
 
 
-def test_a_sequence_of_full_length_runs_beside_pinned_adapters(
-    world: World, make_engine: Callable[..., Engine]
-) -> None:
+def test_full_length_sequence_runs_beside_pinned_adapters(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(memory_budget_bytes=20 * BLOCK_BYTES, max_num_batched_tokens=40)
     for name in ADAPTERS:
         engine.pager.set_operator_pin(world.refs[name], True)
@@ -95,9 +93,7 @@ def test_a_sequence_of_full_length_runs_beside_pinned_adapters(
     assert pool.num_bytes <= pool.budget_bytes == 14 * BLOCK_BYTES
 
 
-def test_an_adapter_that_can_never_have_a_place_is_refused_with_numbers(
-    world: World, make_engine: Callable[..., Engine]
-) -> None:
+def test_oversized_adapter_is_refused_with_numbers(world: World, make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(memory_budget_bytes=7 * BLOCK_BYTES)
     request_id = add(engine, world, [1, 2, 3], "r8", 4)
     refused = run(engine)[request_id][-1]

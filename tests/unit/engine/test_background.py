@@ -47,7 +47,7 @@ async def start(client: EngineClient, request: GenerateRequest) -> asyncio.Task[
     return task
 
 
-async def test_they_fill_no_queue_and_refuse_nobody(client: EngineClient) -> None:
+async def test_background_requests_fill_no_queue(client: EngineClient) -> None:
     background = [await start(client, make(number, is_background=True)) for number in range(5)]
     others = [await start(client, make(number, max_queued=2)) for number in (10, 11)]
     assert client.num_live_requests == 7, "one may have the place, the other the queue"

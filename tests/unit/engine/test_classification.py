@@ -62,7 +62,7 @@ def classify(engine: Engine, world: World, prompt: list[int], ref: AdapterRef | 
     return add(engine, world, prompt, None if ref is None else "classifier", kind=PoolingKind.LAST, classify=True)
 
 
-def test_a_mixed_batch_is_classified_as_peft_classifies_it(
+def test_mixed_batch_is_classified_as_in_peft(
     world: World, make_engine: Any, classifiers: dict[str, Classifier]
 ) -> None:
     for budget in (64, 17):
@@ -77,7 +77,7 @@ def test_a_mixed_batch_is_classified_as_peft_classifies_it(
             np.testing.assert_allclose(vector(outputs[request_id]), numbers, atol=1e-4, rtol=1e-4)
 
 
-def test_a_classifier_makes_vectors_too_and_shares_its_pages(
+def test_classifier_also_embeds_and_shares_pages(
     world: World, make_engine: Any, classifiers: dict[str, Classifier]
 ) -> None:
     engine, prompt = make_engine(), prompts(1, seed=5, low=20, high=20)[0]
@@ -102,7 +102,7 @@ def _pool(engine: Engine, world: World, prompt: list[int]) -> Any:
     return run(engine)[request_id]
 
 
-def test_an_adapter_without_a_head_classifies_nothing(
+def test_adapter_without_head_classifies_no_input(
     world: World, make_engine: Any, classifiers: dict[str, Classifier]
 ) -> None:
     engine = make_engine()

@@ -92,7 +92,7 @@ def prompt(n: int) -> list[int]:
 
 
 @on_shared_loop
-async def test_requests_are_answered_together_and_leave_nothing(world, client):
+async def test_concurrent_requests_are_answered_and_leave_no_state(world, client):
     num_steps = client.stats.num_steps
     tokenizer = Tokenizer(world.model_dir)
     requests = [make(world, prompt(n), NAMES[n % len(NAMES)]) for n in range(10)]
@@ -108,7 +108,7 @@ async def test_requests_are_answered_together_and_leave_nothing(world, client):
 
 
 @on_shared_loop
-async def test_it_knows_when_this_machines_processors_compute_for_somebody(world, client):
+async def test_client_detects_busy_processors_of_machine(world, client):
     assert not client.is_computing_here
     answers = client.generate(make(world, prompt(1), max_tokens=40))
     await anext(answers)
@@ -122,7 +122,7 @@ async def test_it_knows_when_this_machines_processors_compute_for_somebody(world
 
 
 @on_shared_loop
-async def test_a_stop_string_ends_the_text_and_the_request(world, client):
+async def test_stop_string_ends_text_and_request(world, client):
     whole, tokens, _ = await collect(client, make(world, prompt(1), max_tokens=60))
     stop = whole[10:12]
     text, taken, last = await collect(client, make(world, prompt(1), stop=(stop,), max_tokens=60))
@@ -133,7 +133,7 @@ async def test_a_stop_string_ends_the_text_and_the_request(world, client):
 
 
 @on_shared_loop
-async def test_a_reader_that_leaves_frees_its_request(world, client):
+async def test_departed_reader_frees_request(world, client):
     num_steps = client.stats.num_steps
     async with aclosing(client.generate(make(world, prompt(2), "r8", max_tokens=200, ignore_eos=True))) as chunks:
         await anext(chunks)
@@ -166,7 +166,7 @@ async def test_a_killed_engine_changes_no_text(world, params):
         await until(lambda: client.is_ready)
 
 
-async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, monkeypatch):
+async def test_engine_reuses_kernels_of_previous_engine(world, monkeypatch):
     """The clock chose those, and may choose others a second time, which round otherwise:
     streams go on with the same bits.
     """
@@ -193,7 +193,7 @@ async def test_an_engine_computes_with_the_kernels_of_the_one_before_it(world, m
         assert found == wanted
 
 
-async def test_a_request_that_only_was_near_gets_its_whole_answer(world):
+async def test_bystander_of_crash_gets_whole_answer(world):
     # each engine dies when it has sent outputs for the 30th time: whoever is alive then is
     # suspected, nobody is guilty
     async with running(world, {"LORASERVE_FAULTS": "engine.after_outputs=kill@30"}) as client:
@@ -202,7 +202,7 @@ async def test_a_request_that_only_was_near_gets_its_whole_answer(world):
         assert client.num_restarts >= 1
 
 
-async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
+async def test_request_in_flight_at_two_consecutive_deaths_fails(world):
     environment = {"LORASERVE_FAULTS": "engine.before_step=kill@4"}
     async with running(world, environment, heartbeat_s=0.05) as client:
         # every engine dies at its fourth step with work; one that never gets a token through is
@@ -217,7 +217,7 @@ async def test_a_request_in_flight_at_two_deaths_in_a_row_is_failed(world):
         assert tokens == world.expected(None, prompt(5), 16)
 
 
-async def test_a_suspect_is_cleared_by_the_token_after_its_first(world, monkeypatch):
+async def test_suspect_is_cleared_by_second_token(world, monkeypatch):
     """A step may be in flight behind the one whose token was sent:
     the next suspect isn't sent into that one.
     """
@@ -239,7 +239,7 @@ async def test_a_suspect_is_cleared_by_the_token_after_its_first(world, monkeypa
         assert min(counts[1]) >= 2
 
 
-async def test_an_engine_that_cannot_be_forked_again_is_tried_again_and_then_given_up(world, monkeypatch, caplog):
+async def test_engine_unable_to_fork_is_retried_then_abandoned(world, monkeypatch, caplog):
     async with running(world) as client:
         failures = itertools.count()
         start = asyncio.create_subprocess_exec
@@ -256,7 +256,7 @@ async def test_an_engine_that_cannot_be_forked_again_is_tried_again_and_then_giv
         assert tokens == world.expected(None, prompt(5), 16)
 
 
-async def test_a_supervisor_that_breaks_fails_every_request_and_says_not_live(world, monkeypatch, caplog):
+async def test_broken_supervisor_fails_requests_and_reports_not_live(world, monkeypatch, caplog):
     async with running(world) as client:
 
         def broken(**_):
@@ -270,7 +270,7 @@ async def test_a_supervisor_that_breaks_fails_every_request_and_says_not_live(wo
             await collect(client, make(world, prompt(4)))
 
 
-async def test_a_message_that_makes_no_sense_replaces_the_engine(world, monkeypatch, caplog):
+async def test_nonsensical_message_replaces_engine(world, monkeypatch, caplog):
     async with running(world) as client:
         receive, calls = client._on_message, itertools.count()
 
@@ -286,7 +286,7 @@ async def test_a_message_that_makes_no_sense_replaces_the_engine(world, monkeypa
 
 
 @on_shared_loop
-async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, client, monkeypatch):
+async def test_request_with_unstartable_text_is_removed(world, client, monkeypatch):
     def broken(*_arguments, **_options):
         raise ValueError("no such token")
 
@@ -296,7 +296,7 @@ async def test_a_request_whose_text_cannot_begin_is_not_left_behind(world, clien
     assert client.num_live_requests == 0
 
 
-async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, monkeypatch):
+async def test_long_replay_does_not_delay_readiness(world, monkeypatch):
     monkeypatch.setattr("loraserve.engine_client.supervisor._REPLAY_ALONE_S", 0.3)
     async with running(world, max_num_seqs=1, max_num_batched_tokens=16) as client:
         tasks = [
@@ -318,7 +318,7 @@ async def test_a_long_replay_does_not_keep_the_server_from_being_ready(world, mo
             assert (await task)[1] == world.expected(None, prompt(n), 100)
 
 
-async def test_an_engine_whose_server_died_while_it_loaded_ends(world, tmp_path):
+async def test_loading_engine_ends_with_dead_server(world, tmp_path):
     dead = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await dead.wait()
     process = await asyncio.create_subprocess_exec(
@@ -350,7 +350,7 @@ async def test_a_full_queue_refuses_and_says_so(world):
 
 
 @on_shared_loop
-async def test_an_adapter_whose_bytes_are_gone_fails_its_request_alone(world, client):
+async def test_adapter_with_missing_bytes_fails_own_request_alone(world, client):
     gone = make(world, prompt(9))
     gone = GenerateRequest(
         request_id=gone.request_id,
@@ -366,7 +366,7 @@ async def test_an_adapter_whose_bytes_are_gone_fails_its_request_alone(world, cl
     assert results[1][1] == world.expected(None, prompt(9), 16)
 
 
-async def test_a_warmed_adapter_is_resident_and_a_pin_survives_a_restart(world):
+async def test_warmed_adapter_is_resident_and_pin_survives_restart(world):
     async with running(world) as client:
         await client.warm(world.refs["r8"])
         await client.pin(world.refs["r1"])
@@ -387,7 +387,7 @@ async def test_a_warmed_adapter_is_resident_and_a_pin_survives_a_restart(world):
             await client.warm(make_ref("gone"))
 
 
-async def test_a_base_that_cannot_be_loaded_says_why(world, tmp_path):
+async def test_unloadable_base_reports_reason(world, tmp_path):
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         async with running(world, model_dir=str(tmp_path)):
             pass

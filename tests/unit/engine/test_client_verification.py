@@ -33,7 +33,7 @@ async def test_certificates_and_refusals_come_beside_streams(world: World) -> No
             await client.verify(edited(world, "r1", of_another_base))
 
 
-async def test_verification_that_is_given_up_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abandoned_verification_leaves_no_state(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(world, heartbeat_s=0.05) as client:
         task = asyncio.create_task(client.verify(world.refs["r8"]))
         await asyncio.sleep(0.02)
@@ -48,7 +48,7 @@ async def test_verification_that_is_given_up_leaves_nothing(world: World, monkey
         assert (await client.verify(world.refs["rs"])).verdict == "passed"
 
 
-async def test_engine_that_dies_in_a_verification_says_so_and_its_heir_verifies(world: World) -> None:
+async def test_engine_death_in_verification_is_reported(world: World) -> None:
     async with running(world) as client:
         task = asyncio.create_task(client.verify(world.refs["r8"]))
         await asyncio.sleep(0.005)

@@ -136,7 +136,7 @@ def test_answers_are_the_same_where_requests_are_preempted(world, make_engine, d
     assert engine.stats().accepted_draft_tokens > 0
 
 
-def test_answers_go_on_with_the_same_tokens_in_an_engine_that_takes_over(world, make_engine, draft_dirs):
+def test_answers_continue_with_same_tokens_in_successor_engine(world, make_engine, draft_dirs):
     work = random_work(5, 12, NAMES)
     expected = answer(make_engine(max_num_seqs=4), world, work)
     received: list[list[int]] = [[] for _ in work]
@@ -166,7 +166,7 @@ def add_request(number: int, world: World, adapter: str | None, prompt: list[int
     )
 
 
-def test_a_base_that_is_its_own_draft_is_always_right_of_requests_without_adapters(world, make_engine, draft_dirs):
+def test_self_drafting_base_is_right_without_adapters(world, make_engine, draft_dirs):
     work = [(None, prompt, {**params, "max_tokens": 24}) for _, prompt, params in random_work(3, 10, [None])]
     engine = make_engine(draft_dirs["the base itself"], max_num_seqs=4)
     answer(engine, world, work)
@@ -176,7 +176,7 @@ def test_a_base_that_is_its_own_draft_is_always_right_of_requests_without_adapte
     assert stats.num_steps < 60
 
 
-def test_requests_that_are_longer_than_a_seat_are_proposed_nothing_by_the_draft_base(world, make_engine, draft_dirs):
+def test_requests_longer_than_cache_slot_get_no_drafts(world, make_engine, draft_dirs):
     engine = make_engine(draft_dirs["the base itself"], num_tokens=32)
     params = {"temperature": 0.0, "max_tokens": 60}
     work = [(None, list(range(10, 20)), params), (None, list(range(40, 80)), params)]
@@ -185,7 +185,7 @@ def test_requests_that_are_longer_than_a_seat_are_proposed_nothing_by_the_draft_
     assert 0 < engine.stats().proposed_draft_tokens <= 22
 
 
-def test_a_draft_base_that_lacks_some_tokens_proposes_the_others(world, make_engine, tmp_path):
+def test_draft_base_with_smaller_vocabulary_proposes_known_tokens(world, make_engine, tmp_path):
     draft = write_draft(world.model_dir, tmp_path / "draft", vocab_size=256)
     rng = random.Random(0)
     # of tokens that both have, of one that the draft base lacks, and biases to such
@@ -202,7 +202,7 @@ def test_a_draft_base_that_lacks_some_tokens_proposes_the_others(world, make_eng
     assert not engine._speculation._drafting._is_broken
 
 
-def test_a_draft_base_that_fails_ends_no_request(world, make_engine, draft_dirs, caplog):
+def test_failing_draft_base_ends_no_request(world, make_engine, draft_dirs, caplog):
     engine = make_engine(draft_dirs["the base itself"])
     base = engine._speculation._drafting._base
     advance, passes = base.advance, itertools.count()
@@ -220,7 +220,7 @@ def test_a_draft_base_that_fails_ends_no_request(world, make_engine, draft_dirs,
     assert "the draft base failed" in caplog.text
 
 
-def test_ended_requests_leave_their_seats(world, make_engine, draft_dirs):
+def test_ended_requests_free_cache_slots(world, make_engine, draft_dirs):
     engine = make_engine(draft_dirs["nearly the base"], max_num_seqs=8)
     answer(engine, world, random_work(6, 16, [None]))
     base = engine._speculation._drafting._base
@@ -231,7 +231,7 @@ def test_ended_requests_leave_their_seats(world, make_engine, draft_dirs):
 # the engine's start
 
 
-def test_an_engine_loads_the_draft_base_and_gives_it_a_part_of_the_budget(world, draft_dirs):
+def test_engine_loads_draft_base_within_budget(world, draft_dirs):
     plain = build_engine(world.config())
     parts = build_engine(world.config(draft_model_dir=str(draft_dirs["two of its layers"])))
     drafting = parts.engine._speculation._drafting
@@ -245,7 +245,7 @@ def test_an_engine_loads_the_draft_base_and_gives_it_a_part_of_the_budget(world,
     assert left == num_bytes
 
 
-def test_a_draft_base_of_another_tokenizer_is_refused_before_the_base_is_loaded(world, draft_dirs, tmp_path):
+def test_draft_base_with_different_tokenizer_is_refused_early(world, draft_dirs, tmp_path):
     draft = tmp_path / "draft"
     shutil.copytree(draft_dirs["two of its layers"], draft)
     definition = json.loads((draft / "tokenizer.json").read_text())
@@ -256,20 +256,20 @@ def test_a_draft_base_of_another_tokenizer_is_refused_before_the_base_is_loaded(
         build_engine(config)
 
 
-def test_a_draft_base_is_refused_where_it_could_change_answers(world, draft_dirs, monkeypatch):
+def test_answer_changing_draft_base_is_refused(world, draft_dirs, monkeypatch):
     monkeypatch.setattr(startup, "has_exact_rows", lambda decoder, config: False)
     with pytest.raises(ConfigError, match="--draft-model needs steps whose rows") as caught:
         build_engine(world.config(draft_model_dir=str(draft_dirs["two of its layers"])))
     assert "--dtype float32" in (caught.value.hint or "")
 
 
-def test_a_directory_that_holds_no_base_is_refused_by_what_is_missing(world, tmp_path):
+def test_directory_without_base_is_refused_by_missing_file(world, tmp_path):
     shutil.copy(world.model_dir / "tokenizer.json", tmp_path)
     with pytest.raises(ModelError, match=r"config\.json"):
         build_engine(world.config(draft_model_dir=str(tmp_path)))
 
 
-def test_a_cache_that_takes_half_of_the_budget_is_refused(world, draft_dirs):
+def test_cache_over_half_of_budget_is_refused(world, draft_dirs):
     config = world.config(draft_model_dir=str(draft_dirs["the base itself"]), memory_budget_bytes=1 << 20)
     with pytest.raises(ConfigError, match="half of the memory budget"):
         build_engine(config)
@@ -286,7 +286,7 @@ def say(draft: DraftBase, requests: list[Request], count: int = 4) -> list[tuple
     return [said[request] for request in requests]
 
 
-def test_after_any_guesses_it_says_what_a_new_one_says(world, make_engine, draft_dirs):
+def test_drafts_after_any_rejections_equal_fresh_drafts(world, make_engine, draft_dirs):
     plain = make_engine()
     draft, rng = load_draft(draft_dirs["two of its layers"], plain), random.Random(0)
     # more requests than seats, in changing companies, each with right and with wrong guesses

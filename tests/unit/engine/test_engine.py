@@ -67,7 +67,7 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 40) -> list[lis
 NAMES = [None, *ADAPTERS]
 
 
-def test_a_mixed_batch_says_what_peft_says(world, make_engine):
+def test_mixed_batch_equals_peft(world, make_engine):
     engine = make_engine()
     wanted = {}
     for i, prompt in enumerate(prompts(15)):
@@ -132,7 +132,7 @@ def test_logits_equal_pefts_within_1e_4(world, make_engine):
             assert abs(entry.logprob - float(scores[position - 1, prompt[position]])) < 1e-4
 
 
-def test_scoring_a_prompt_in_chunks_gives_each_token_one_score(world, make_engine):
+def test_chunked_prompt_has_single_score_per_token(world, make_engine):
     engine = make_engine(max_num_batched_tokens=16, max_num_seqs=4)
     prompt = prompts(1, seed=4, low=40, high=40)[0]
     outputs: list[TokenOutput] = []
@@ -146,7 +146,7 @@ def test_scoring_a_prompt_in_chunks_gives_each_token_one_score(world, make_engin
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}])
-def test_sampled_text_depends_on_the_seed_and_not_on_the_batch(world, make_engine, params):
+def test_sampled_text_depends_on_seed_alone(world, make_engine, params):
     engine = make_engine()
     prompt = prompts(1, seed=11)[0]
     alone = add(engine, world, prompt, "r8", seed=5, **params)
@@ -160,7 +160,7 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_batch(world, make_engin
     assert tokens[other] != first
 
 
-def test_a_request_goes_on_from_the_tokens_it_was_given(world, make_engine):
+def test_request_continues_from_given_tokens(world, make_engine):
     engine = make_engine()
     prompt = prompts(1, seed=13)[0]
     whole = add(engine, world, prompt, "rs", temperature=1.0, seed=3)
@@ -178,7 +178,7 @@ def test_a_request_goes_on_from_the_tokens_it_was_given(world, make_engine):
     assert run(engine)[RequestId("replayed")] == tokens[5:]
 
 
-def test_a_step_that_raises_fails_its_culprit_alone(world, make_engine, monkeypatch, caplog):
+def test_raising_step_fails_culprit_alone(world, make_engine, monkeypatch, caplog):
     engine = make_engine()
     wanted = {}
     for i, prompt in enumerate(prompts(5, seed=14)):
@@ -205,7 +205,7 @@ def test_a_step_that_raises_fails_its_culprit_alone(world, make_engine, monkeypa
     assert engine.stats().num_kv_blocks_used == 0
 
 
-def test_a_row_that_is_not_finite_fails_alone(world, make_engine, monkeypatch):
+def test_non_finite_row_fails_alone(world, make_engine, monkeypatch):
     engine = make_engine()
     prompt = prompts(1, seed=15)[0]
     good, bad = add(engine, world, prompt), add(engine, world, [3, 3, 3], "r8")
@@ -228,7 +228,7 @@ def test_a_row_that_is_not_finite_fails_alone(world, make_engine, monkeypatch):
     assert tokens == world.expected(None, prompt, 12)
 
 
-def test_an_int8_bases_greedy_text_is_the_same_alone_and_cobatched(world, make_engine):
+def test_int8_greedy_text_equals_alone_and_cobatched(world, make_engine):
     engine = make_engine(quantize="int8")
     work = [(prompt, NAMES[i % len(NAMES)]) for i, prompt in enumerate(prompts(10, seed=16))]
     alone = []
@@ -240,7 +240,7 @@ def test_an_int8_bases_greedy_text_is_the_same_alone_and_cobatched(world, make_e
     assert [tokens[request_id] for request_id in together] == alone
 
 
-def test_a_pin_released_twice_is_counted_and_ends_nobody_elses_request(world, make_engine, caplog):
+def test_pin_released_twice_is_counted(world, make_engine, caplog):
     engine = make_engine()
     prompt = prompts(1, seed=17)[0]
     good, twice = add(engine, world, prompt), add(engine, world, [5, 5, 5], "r8", max_tokens=40)
@@ -257,7 +257,7 @@ def test_a_pin_released_twice_is_counted_and_ends_nobody_elses_request(world, ma
     assert engine.check() == []
 
 
-def test_a_pin_that_outlives_every_request_is_counted(world, make_engine, caplog):
+def test_pin_outliving_all_requests_is_counted(world, make_engine, caplog):
     engine = make_engine()
     request_id = add(engine, world, [5, 5, 5], "r8", max_tokens=2)
     while not engine.step():
@@ -269,7 +269,7 @@ def test_a_pin_that_outlives_every_request_is_counted(world, make_engine, caplog
     assert "1 adapter pins" in caplog.text
 
 
-def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, make_engine):
+def test_worker_sleeps_while_requests_wait_for_slots(world, make_engine):
     config = world.config()
     engine = make_engine()
     pool = engine.pager._pool
@@ -294,7 +294,7 @@ def test_a_worker_does_not_spin_while_every_request_waits_for_a_place(world, mak
         wakeup.close()
 
 
-def test_a_lent_adapter_is_loaded_in_the_turn_of_who_asks(world, make_engine, monkeypatch):
+def test_lent_adapter_is_loaded_for_requesting_tenant(world, make_engine, monkeypatch):
     engine = make_engine()
     asked = []
     request = engine.pager.request
@@ -313,7 +313,7 @@ def test_a_lent_adapter_is_loaded_in_the_turn_of_who_asks(world, make_engine, mo
     assert set(asked) == {"borrower"}
 
 
-def test_restricted_requests_keep_to_their_tokens_and_change_no_other(world, make_engine):
+def test_restricted_requests_keep_tokens_and_change_no_neighbour(world, make_engine):
     prompt = prompts(1, seed=3, low=8, high=8)[0]
     engine = make_engine()
     plain = add(engine, world, prompt, "r8")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.interpreted
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 2
 
 
-def test_pages_that_were_an_adapters_hold_kv_and_the_other_way_round(world: World) -> None:
+def test_adapter_pages_hold_kv_later_and_vice_versa(world: World) -> None:
     budget = 18 * BLOCK_BYTES
     parts = build_engine(
         world.config(

@@ -51,7 +51,7 @@ def logprobs_of(world: World, adapter: str | None, token_ids: list[int]) -> torc
     return logits.log_softmax(-1)
 
 
-def test_mixed_batch_gives_each_token_the_probability_that_peft_gives_it(world, make_gpu_engine):
+def test_mixed_batch_token_probabilities_equal_peft(world, make_gpu_engine):
     engine = make_gpu_engine()
     outputs: list[TokenOutput] = []
     wanted = {}
@@ -88,7 +88,7 @@ def test_text_is_the_same_alone_and_cobatched(world, make_gpu_engine, num_reques
     assert together == alone
 
 
-def test_steps_that_are_chosen_on_the_host_and_steps_in_flight_give_one_text(world, make_gpu_engine):
+def test_overlapped_steps_equal_host_choice(world, make_gpu_engine):
     """Penalties, biases and minimal lengths are the host's: their requests wait for each result,
     and nobody's text changes.
     """
@@ -108,7 +108,7 @@ def test_steps_that_are_chosen_on_the_host_and_steps_in_flight_give_one_text(wor
     assert max(both[biased]) < 100
 
 
-def test_prompts_are_scored_as_peft_scores_them(world, make_gpu_engine):
+def test_prompts_are_scored_as_in_peft(world, make_gpu_engine):
     engine = make_gpu_engine()
     prompt = prompts(1, seed=4, low=30, high=30)[0]
     outputs: list[TokenOutput] = []
@@ -122,7 +122,7 @@ def test_prompts_are_scored_as_peft_scores_them(world, make_gpu_engine):
     )
 
 
-def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
+def test_non_finite_adapter_fails_alone(world, make_gpu_engine):
     engine = make_gpu_engine()
     base = add(engine, world, [1, 2, 3], None, max_tokens=2)
     wanted = run(engine)[base]
@@ -138,7 +138,7 @@ def test_an_adapter_that_is_not_finite_fails_alone(world, make_gpu_engine):
     assert engine.check() == []
 
 
-def test_warming_up_leaves_the_cache_as_it_is(world, make_gpu_engine):
+def test_warming_up_leaves_cache_unchanged(world, make_gpu_engine):
     engine = make_gpu_engine(max_num_seqs=2)
     runner = engine._pipeline._runner
     for layer in (*runner._kv.k, *runner._kv.v):
@@ -147,7 +147,7 @@ def test_warming_up_leaves_the_cache_as_it_is(world, make_gpu_engine):
     assert all(bool((layer == 3.0).all()) for layer in (*runner._kv.k, *runner._kv.v))
 
 
-def test_a_device_that_fails_ends_the_process_and_no_request(world, make_gpu_engine, monkeypatch):
+def test_failing_device_ends_process_and_no_request(world, make_gpu_engine, monkeypatch):
     engine = make_gpu_engine(max_num_seqs=2)
     launched = []
     monkeypatch.setattr(engine._pipeline._runner._adapters, "step_launched", lambda: launched.append(1))

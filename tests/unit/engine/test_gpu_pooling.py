@@ -18,7 +18,7 @@ from .test_pooling import KINDS, add, expected, prompts, run, vector
 pytestmark = pytest.mark.interpreted
 
 
-def test_a_step_pools_and_samples_as_transformers_and_peft_do(world: World, make_gpu_engine: Any) -> None:
+def test_step_pools_and_samples_as_in_peft(world: World, make_gpu_engine: Any) -> None:
     engine, wanted = make_gpu_engine(), {}
     for i, prompt in enumerate(prompts(3, high=20)):
         name = ("r8", None, "rs")[i]

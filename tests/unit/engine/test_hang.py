@@ -59,9 +59,7 @@ def make(world: World, number: int, **options: object) -> GenerateRequest:
     return GenerateRequest(**{name: getattr(request, name) for name in request.__struct_fields__} | options)
 
 
-async def test_a_stopped_engine_is_not_ready_and_is_replaced_and_no_text_changes(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_stopped_engine_is_replaced_and_no_text_changes(world: World, caplog: pytest.LogCaptureFixture) -> None:
     async with running(world) as client:
         wanted = [await test_client.collect(client, make(world, n)) for n in range(3)]
         first_pid, stopped_s = client.pid, 0.0
@@ -88,7 +86,7 @@ async def test_a_stopped_engine_is_not_ready_and_is_replaced_and_no_text_changes
     assert "was stopped by SIGSTOP for 1.5 s" in caplog.text
 
 
-async def test_a_request_gets_its_own_timeout_while_the_engine_stands_still(world: World) -> None:
+async def test_request_times_out_while_engine_is_stopped(world: World) -> None:
     async with running(world, hang_s=60) as client:
         assert client.pid is not None
         os.kill(client.pid, signal.SIGSTOP)
@@ -108,7 +106,7 @@ async def test_a_request_gets_its_own_timeout_while_the_engine_stands_still(worl
         assert client.num_restarts == 0
 
 
-async def test_an_engine_whose_watcher_slept_as_well_is_left_alone(world: World) -> None:
+async def test_engine_is_spared_when_watcher_slept_too(world: World) -> None:
     async with running(world, hang_s=1.0) as client:
         pid = client.pid
         assert pid is not None
@@ -122,9 +120,7 @@ async def test_an_engine_whose_watcher_slept_as_well_is_left_alone(world: World)
         assert client.num_restarts == 0
 
 
-async def test_a_step_that_hangs_is_reported_with_its_stack_and_the_request_goes_on(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_hanging_step_is_reported_with_stack(world: World, caplog: pytest.LogCaptureFixture) -> None:
     # the first step, before the engine is ready, has 28
     async with running(world, faults="model.layer=delay:3600@37") as client:
         async with asyncio.timeout(60):
@@ -140,7 +136,7 @@ async def test_a_step_that_hangs_is_reported_with_its_stack_and_the_request_goes
     assert "in _run_module_as_main" in stacks
 
 
-async def test_a_step_that_is_slow_and_moves_is_no_hang(world: World) -> None:
+async def test_slow_progressing_step_is_no_hang(world: World) -> None:
     # each step takes longer than the timeout, layer by layer
     async with running(world, faults="model.layer=delay:0.6", hang_s=1.0) as client:
         request = test_client.make(world, test_client.prompt(6), max_tokens=2, ignore_eos=True)
@@ -151,7 +147,7 @@ async def test_a_step_that_is_slow_and_moves_is_no_hang(world: World) -> None:
         assert client.num_restarts == 0
 
 
-async def test_a_hanging_engine_that_cannot_be_killed_fails_what_is_alive_and_is_replaced_once_it_ends(
+async def test_unkillable_engine_fails_live_requests_and_is_replaced(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits for a disk in state D,
@@ -178,7 +174,7 @@ async def test_a_hanging_engine_that_cannot_be_killed_fails_what_is_alive_and_is
         assert tokens == world.expected(None, test_client.prompt(1), 40)
 
 
-async def test_closing_does_not_wait_for_a_process_that_cannot_be_killed(
+async def test_closing_does_not_wait_for_unkillable_process(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Stuck:
@@ -198,7 +194,7 @@ async def test_closing_does_not_wait_for_a_process_that_cannot_be_killed(
     assert "process 4000000 was killed and hasn't ended" in caplog.text
 
 
-async def test_a_stage_that_is_slow_and_moves_is_no_hang(world: World) -> None:
+async def test_slow_progressing_stage_is_no_hang(world: World) -> None:
     """Rank 0 waits longer for it than an engine may stand still."""
     request = test_client.make(world, test_client.prompt(1), max_tokens=1, ignore_eos=True)
     async with running(world, faults="model.layer=delay:1", pipeline_parallel=2) as client:
@@ -210,7 +206,7 @@ async def test_a_stage_that_is_slow_and_moves_is_no_hang(world: World) -> None:
         assert client.pid == pid
 
 
-async def test_a_load_that_hangs_is_reported_with_its_stack(
+async def test_hanging_load_is_reported_with_stack(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, "model.tensor=delay:3600@3")
@@ -229,9 +225,7 @@ async def test_a_load_that_hangs_is_reported_with_its_stack(
     assert caplog.text.count("Its Python stacks") == 1
 
 
-async def test_a_load_that_is_slow_and_moves_is_no_hang_and_says_how_far_it_is(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_slow_progressing_load_is_no_hang(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loraserve.engine_client.process")
     seen: list[str | None] = []
 
@@ -260,9 +254,7 @@ async def test_a_load_that_is_slow_and_moves_is_no_hang_and_says_how_far_it_is(
     assert re.search(r"\(loading shard 1 of 1, tensors took \d+\.\d s\)", caplog.text)
 
 
-async def test_an_engine_that_dies_before_it_is_ready_is_tried_three_times(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_engine_dying_before_ready_is_tried_three_times(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineUnavailable, match=r"died 3 times in a row .* was killed by SIGKILL") as caught:
         async with running(world, faults="engine.load=kill"):
             raise AssertionError("it is ready")
@@ -270,7 +262,7 @@ async def test_an_engine_that_dies_before_it_is_ready_is_tried_three_times(
     assert caplog.text.count("the engine died before it was ready") == 3
 
 
-async def test_an_engine_that_breaks_before_it_is_ready_says_why_and_is_not_tried_again(
+async def test_engine_failing_before_ready_reports_reason_without_retry(
     world: World,
 ) -> None:
     with pytest.raises(EngineError, match="PermissionError while it was looking for devices"):

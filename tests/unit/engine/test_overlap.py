@@ -65,21 +65,21 @@ def run_until(simulation: Simulation, name: str, count: int) -> None:
         simulation.step()
 
 
-def test_a_step_is_launched_before_the_results_of_the_one_before_are_asked_for(overlapped):
+def test_step_is_launched_before_previous_results_are_collected(overlapped):
     simulation = overlapped()
     simulation.add("a", prompt_that_goes_on(3), max_tokens=3)
     simulation.run()
     assert simulation.device.log == ["launch", "launch", "results", "launch", "results", "results"]
 
 
-def test_plain_steps_leave_nothing_in_flight():
+def test_plain_steps_leave_no_step_in_flight():
     simulation = Simulation(overlap=False)
     simulation.add("a", prompt_that_goes_on(3), max_tokens=3)
     simulation.run()
     assert simulation.device.log == ["launch", "results"] * 3
 
 
-def test_a_row_is_fed_the_token_that_the_step_before_samples_for_it(overlapped):
+def test_row_is_fed_token_sampled_by_previous_step(overlapped):
     simulation = overlapped()
     # "a" sorts behind the base's rows once they share a batch
     simulation.add("a", [1, 2, 3], "r8", ignore_eos=True)
@@ -95,7 +95,7 @@ def test_a_row_is_fed_the_token_that_the_step_before_samples_for_it(overlapped):
     assert simulation.received["b"].token_ids == tokens_of(prompt_that_goes_on(8), 8)
 
 
-def test_an_unknown_token_that_no_step_in_flight_samples_is_our_own_bug():
+def test_unknown_token_without_sampling_step_is_invariant_violation():
     simulation = Simulation(overlap=True)
     simulation.add("a", [1, 2, 3], ignore_eos=True)
     simulation.step()
@@ -118,7 +118,7 @@ def test_the_row_after_an_eos_is_dropped(overlapped):
     assert simulation.engine.stats().generation_tokens == 3
 
 
-def test_nothing_that_a_dropped_row_computed_is_offered_as_a_prefix(overlapped):
+def test_results_of_dropped_row_are_no_prefix(overlapped):
     simulation = overlapped()
     # 5 + 3 tokens fill two blocks, and the dropped row writes the last of them
     prompt = prompt_that_ends(after=3, length=5)
@@ -127,7 +127,7 @@ def test_nothing_that_a_dropped_row_computed_is_offered_as_a_prefix(overlapped):
     assert [cached.token_ids for cached in simulation.engine._kv.prefix_cache._cached.values()] == [tuple(prompt[:4])]
 
 
-def test_a_block_is_offered_only_when_the_step_that_filled_it_was_finite(overlapped):
+def test_block_is_offered_only_after_finite_step(overlapped):
     simulation = overlapped()
     # the row at position 7 fills the second block; its logits are bad, and it is in flight when the
     # one before is taken
@@ -140,7 +140,7 @@ def test_a_block_is_offered_only_when_the_step_that_filled_it_was_finite(overlap
     assert [cached.token_ids for cached in simulation.engine._kv.prefix_cache._cached.values()] == [tuple(prompt[:4])]
 
 
-def test_a_row_in_flight_behind_bad_logits_is_dropped(overlapped):
+def test_row_in_flight_behind_bad_logits_is_dropped(overlapped):
     simulation = overlapped()
     prompt = prompt_that_goes_on(9)
     bad, good = simulation.add("bad", [1, 2, 3], ignore_eos=True), simulation.add("good", prompt)
@@ -150,7 +150,7 @@ def test_a_row_in_flight_behind_bad_logits_is_dropped(overlapped):
     assert simulation.received[good] == Received(tokens_of(prompt, 8), ending=LENGTH)
 
 
-def test_no_row_is_computed_beyond_the_last_token_that_a_request_may_have(overlapped):
+def test_no_row_is_computed_beyond_last_allowed_token(overlapped):
     simulation = overlapped()
     simulation.add("a", prompt_that_goes_on(5), max_tokens=5)
     simulation.add("b", [3], max_tokens=0, prompt_logprobs=0)
@@ -159,7 +159,7 @@ def test_no_row_is_computed_beyond_the_last_token_that_a_request_may_have(overla
     assert (simulation.received["a"].ending, simulation.received["b"].ending) == (LENGTH, LENGTH)
 
 
-def test_a_place_is_free_as_soon_as_its_last_token_is_in_flight(overlapped):
+def test_slot_frees_with_last_token_in_flight(overlapped):
     simulation = overlapped(max_num_seqs=1)
     for i in range(3):
         simulation.add(f"r{i}", prompt_that_goes_on(2, seed=i), max_tokens=2)
@@ -170,7 +170,7 @@ def test_a_place_is_free_as_soon_as_its_last_token_is_in_flight(overlapped):
     assert simulation.device.log == ["launch", *["launch", "results"] * 5, "results"]
 
 
-def test_an_aborted_request_in_flight_gets_nothing_more_and_is_drained(overlapped):
+def test_aborted_request_in_flight_is_drained_without_output(overlapped):
     simulation = overlapped()
     request_id = simulation.add("a", [1, 2, 3], "r8", ignore_eos=True, max_tokens=50)
     run_until(simulation, "a", 2)
@@ -183,7 +183,7 @@ def test_an_aborted_request_in_flight_gets_nothing_more_and_is_drained(overlappe
     simulation.check_idle()
 
 
-def test_a_step_in_flight_is_taken_while_all_others_wait_for_adapters(overlapped):
+def test_step_in_flight_is_collected_without_further_step(overlapped):
     simulation = overlapped()
     simulation.add("a", prompt_that_goes_on(1), max_tokens=1)
     simulation.pager.poll = lambda: []
@@ -195,7 +195,7 @@ def test_a_step_in_flight_is_taken_while_all_others_wait_for_adapters(overlapped
     assert simulation.engine.is_waiting
 
 
-def test_a_request_preempted_in_flight_keeps_the_token_that_comes(overlapped):
+def test_request_preempted_in_flight_keeps_arriving_token(overlapped):
     simulation = overlapped(num_blocks=5)
     prompts = {"old": prompt_that_goes_on(10, length=7), "young": prompt_that_goes_on(10, length=7, seed=1)}
     for name, prompt in prompts.items():
@@ -213,7 +213,7 @@ def test_a_request_preempted_in_flight_keeps_the_token_that_comes(overlapped):
     }
 
 
-def test_who_only_waits_for_a_last_token_gives_up_its_blocks_before_anybody_starts_over(overlapped):
+def test_request_awaiting_last_token_yields_blocks_before_restarts(overlapped):
     simulation = overlapped(num_blocks=6)
     ending, going = prompt_that_goes_on(2, length=7), prompt_that_goes_on(7, length=15)
     simulation.add("ending", ending, max_tokens=2)
@@ -225,7 +225,7 @@ def test_who_only_waits_for_a_last_token_gives_up_its_blocks_before_anybody_star
     assert simulation.received["going"].token_ids == tokens_of(going, 7)
 
 
-def test_prompt_scores_are_whole_after_a_preemption_in_flight(is_lazy):
+def test_prompt_scores_are_complete_after_preemption_in_flight(is_lazy):
     def scores(overlap: bool, num_blocks: int) -> Received:
         simulation = Simulation(overlap=overlap, is_lazy=is_lazy, num_blocks=num_blocks, token_budget=6)
         simulation.add("first", prompt_that_goes_on(30, length=4), max_tokens=30)
@@ -240,7 +240,7 @@ def test_prompt_scores_are_whole_after_a_preemption_in_flight(is_lazy):
         assert scores(overlap=True, num_blocks=num_blocks) == whole
 
 
-def test_a_request_that_needs_its_history_is_computed_with_every_token_known(overlapped):
+def test_request_needing_history_runs_with_all_tokens_known(overlapped):
     plain = Simulation(overlap=False)
     simulation = overlapped()
     for each in (plain, simulation):
@@ -253,14 +253,14 @@ def test_a_request_that_needs_its_history_is_computed_with_every_token_known(ove
     assert simulation.device.log[8:11] == ["launch", "launch", "results"]
 
 
-def test_a_chunk_that_reaches_no_last_token_needs_no_results_first(overlapped):
+def test_chunk_without_last_token_needs_no_results_first(overlapped):
     simulation = overlapped(token_budget=4)
     simulation.add("penalised", list(range(10)), presence_penalty=1.0, max_tokens=1)
     simulation.run()
     assert simulation.device.log == ["launch", "launch", "results", "launch", "results", "results"]
 
 
-def test_a_launch_that_raises_fails_its_culprit_alone_after_what_was_in_flight(overlapped, caplog):
+def test_raising_launch_fails_culprit_after_steps_in_flight(overlapped, caplog):
     simulation = overlapped()
     prompts = {f"r{i}": prompt_that_goes_on(8, seed=i) for i in range(5)}
     ends = prompt_that_ends(after=2)
@@ -283,7 +283,7 @@ def test_a_launch_that_raises_fails_its_culprit_alone_after_what_was_in_flight(o
         assert simulation.received[name] == Received(tokens_of(prompts[name], 8), ending=LENGTH)
 
 
-def test_an_innocent_left_alone_by_the_end_of_the_culprit_is_not_failed(overlapped):
+def test_innocent_request_survives_end_of_culprit(overlapped):
     simulation = overlapped()
     ends, goes_on = prompt_that_ends(after=2), prompt_that_goes_on(8)
 
@@ -299,7 +299,7 @@ def test_an_innocent_left_alone_by_the_end_of_the_culprit_is_not_failed(overlapp
     assert simulation.received["ends"].ending == STOP
 
 
-def test_results_that_raise_fail_their_culprit_alone_though_another_step_is_in_flight(overlapped):
+def test_raising_results_fail_culprit_despite_step_in_flight(overlapped):
     simulation = overlapped()
     prompts = {f"r{i}": prompt_that_goes_on(8, seed=i) for i in range(5)}
 
@@ -316,7 +316,7 @@ def test_results_that_raise_fail_their_culprit_alone_though_another_step_is_in_f
         assert simulation.received[name] == Received(tokens_of(prompts[name], 8), ending=LENGTH)
 
 
-def test_a_token_lost_with_a_step_that_raised_is_computed_again_though_its_request_was_preempted(overlapped):
+def test_token_of_failed_step_is_recomputed_after_preemption(overlapped):
     simulation = overlapped(num_blocks=5)
     prompts = {"old": prompt_that_goes_on(10, length=7), "young": prompt_that_goes_on(10, length=7, seed=1)}
     num_raised = 0
@@ -351,7 +351,7 @@ def test_a_lost_device_is_nobodys_fault(overlapped):
     assert simulation.received["a"] == Received()
 
 
-def test_steps_are_counted_when_they_are_launched(overlapped):
+def test_steps_are_counted_at_launch(overlapped):
     simulation = overlapped()
     simulation.add("a", prompt_that_goes_on(3), max_tokens=3)
     simulation.run()
@@ -457,7 +457,7 @@ def assert_same(overlapped: dict[str, Received], plain: dict[str, Received]) -> 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_schedules_give_every_client_what_plain_steps_give(seed, is_lazy):
+def test_random_schedules_equal_plain_steps_for_every_client(seed, is_lazy):
     schedule = random_schedule(seed)
     plain = play(Simulation(overlap=False, **schedule.options), schedule, seed)
     overlapped = play(Simulation(overlap=True, is_lazy=is_lazy, **schedule.options), schedule, seed)
@@ -465,7 +465,7 @@ def test_random_schedules_give_every_client_what_plain_steps_give(seed, is_lazy)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_replay_after_a_crash_goes_on_with_the_same_text(seed, is_lazy):
+def test_replay_after_crash_continues_with_same_text(seed, is_lazy):
     rng = random.Random(seed)
     requests = random_schedule(seed).requests
     work = [(name, params | {"prompt_logprobs": None, "max_tokens": 12}) for name, params in requests]

@@ -59,7 +59,7 @@ def text(outputs: list[TokenOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def test_a_mixed_batch_says_what_peft_says(world, make_engine):
+def test_mixed_batch_equals_peft(world, make_engine):
     rng = random.Random(0)
     prompts = [[rng.randrange(320) for _ in range(rng.randint(1, 40))] for _ in range(10)]
     work = [(NAMES[i % len(NAMES)], prompt, {"max_tokens": 12, "temperature": 0.0}) for i, prompt in enumerate(prompts)]
@@ -67,7 +67,7 @@ def test_a_mixed_batch_says_what_peft_says(world, make_engine):
     assert [text(outputs) for outputs in answers] == [world.expected(name, prompt, 12) for name, prompt, _ in work]
 
 
-def test_every_way_of_sampling_says_what_it_says_in_plain_steps(world, make_engine):
+def test_every_sampling_method_equals_plain_steps(world, make_engine):
     rng = random.Random(1)
     ways: list[dict[str, object]] = [
         {"temperature": 1.0},

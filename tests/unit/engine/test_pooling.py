@@ -90,7 +90,7 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 40) -> list[lis
     return [[rng.randrange(320) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
-def test_a_mixed_batch_pools_as_transformers_and_peft_do(world: World, make_engine: Any) -> None:
+def test_mixed_batch_pools_as_in_transformers_and_peft(world: World, make_engine: Any) -> None:
     engine = make_engine()
     cases = {}
     for i, prompt in enumerate(prompts(18)):
@@ -109,7 +109,7 @@ def test_a_mixed_batch_pools_as_transformers_and_peft_do(world: World, make_engi
     assert tokens == [world.expected(NAMES[i % len(NAMES)], prompt, 12) for i, prompt in enumerate(prompts(18))]
 
 
-def test_a_vector_is_cut_before_it_is_normalized(world: World, make_engine: Any) -> None:
+def test_vector_is_cut_before_normalization(world: World, make_engine: Any) -> None:
     engine, prompt = make_engine(), prompts(1, seed=3)[0]
     whole, cut, raw = (
         add(engine, world, prompt, **params)
@@ -146,7 +146,7 @@ def test_chunks_preemption_and_neighbours_change_no_bit(world: World, make_engin
     assert {pooler._params.kind for pooler in preempted - {None}} == set(KINDS)
 
 
-def test_only_the_last_token_alone_is_pooled_from_cached_blocks(world: World, make_engine: Any) -> None:
+def test_only_last_token_pooling_uses_cached_blocks(world: World, make_engine: Any) -> None:
     engine, prompt = make_engine(), prompts(1, seed=9, low=40, high=40)[0]
     add(engine, world, prompt, kind="none")
     run(engine)
@@ -160,14 +160,14 @@ def test_only_the_last_token_alone_is_pooled_from_cached_blocks(world: World, ma
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_requests_that_may_use_cached_blocks_leave_some(world: World, make_engine: Any, kind: PoolingKind) -> None:
+def test_only_requests_using_cached_blocks_leave_blocks(world: World, make_engine: Any, kind: PoolingKind) -> None:
     engine, prompt = make_engine(), prompts(1, seed=4, low=40, high=40)[0]
     add(engine, world, prompt, "r8", kind=kind)
     run(engine)
     assert (engine.stats().num_kv_blocks_cached > 0) == (kind is PoolingKind.LAST)
 
 
-def test_hidden_states_that_are_not_finite_fail_their_request_alone(world: World, make_engine: Any) -> None:
+def test_non_finite_hidden_states_fail_own_request_alone(world: World, make_engine: Any) -> None:
     engine = make_engine()
     runner = engine._pipeline._runner
     forward = runner.forward_pooled
@@ -189,7 +189,7 @@ def test_hidden_states_that_are_not_finite_fail_their_request_alone(world: World
     assert vector(outputs[good]).shape == (64,)
 
 
-def test_a_mean_does_not_depend_on_where_the_sequence_is_cut() -> None:
+def test_mean_does_not_depend_on_sequence_split() -> None:
     states = torch.randn(1000, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 48)
     rng = random.Random(1)
     means = set()
@@ -207,7 +207,7 @@ def test_a_mean_does_not_depend_on_where_the_sequence_is_cut() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_no_schedule_changes_what_is_pooled(overlap: bool) -> None:
+def test_no_schedule_changes_pooled_vector(overlap: bool) -> None:
     """Few blocks and small steps, adapters that come and go, requests that make tokens beside."""
     num_preemptions = 0
     for seed in range(40):

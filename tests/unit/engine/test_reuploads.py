@@ -76,14 +76,14 @@ def answers_of(world: World, versions: list[tuple[AdapterRef, list[int]]]) -> li
         engine.pager.close()
 
 
-def test_each_version_is_answered_as_itself(world: World, versions: list[tuple[AdapterRef, list[int]]]) -> None:
+def test_each_version_answers_with_own_weights(world: World, versions: list[tuple[AdapterRef, list[int]]]) -> None:
     first, second = (expected for _, expected in versions)
     assert first != second
     assert versions[0][0].name == versions[1][0].name
     assert answers_of(world, versions) == [first, second, first]
 
 
-def test_keys_and_values_under_a_name_would_be_stale(
+def test_kv_keyed_by_name_would_be_stale(
     world: World, versions: list[tuple[AdapterRef, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant that keys them by the adapter's name, as some servers do:

@@ -40,7 +40,7 @@ def waits(harness: Harness) -> tuple[int, float]:
     return histogram.num, histogram.sum_s
 
 
-def test_a_wait_is_counted_once_with_its_length(harness: Harness) -> None:
+def test_wait_is_counted_once_with_duration(harness: Harness) -> None:
     harness.add(make_request(adapter="slow"))
     harness.schedule()
     assert waits(harness) == (0, 0.0)
@@ -50,7 +50,7 @@ def test_a_wait_is_counted_once_with_its_length(harness: Harness) -> None:
     assert waits(harness) == (1, 3.0)
 
 
-def test_an_adapter_that_is_there_is_a_wait_of_nothing_and_the_base_is_none(harness: Harness) -> None:
+def test_resident_adapter_counts_zero_wait(harness: Harness) -> None:
     harness.adapters.set("here", Residency.RESIDENT)
     harness.add(make_request(adapter="here"), make_request())
     harness.run()
@@ -58,7 +58,7 @@ def test_an_adapter_that_is_there_is_a_wait_of_nothing_and_the_base_is_none(harn
 
 
 @pytest.mark.parametrize("ending", ["fails", "leaves"])
-def test_a_wait_that_ends_without_the_adapter_is_counted(harness: Harness, ending: str) -> None:
+def test_wait_ended_without_adapter_is_counted(harness: Harness, ending: str) -> None:
     request = make_request(adapter="never")
     harness.add(request)
     harness.schedule()
@@ -71,7 +71,7 @@ def test_a_wait_that_ends_without_the_adapter_is_counted(harness: Harness, endin
     assert waits(harness) == (1, 7.0)
 
 
-def test_a_wait_that_ended_before_a_slot_was_free_is_counted() -> None:
+def test_wait_ended_before_free_slot_is_counted() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add(make_request(max_tokens=50))
     harness.schedule()
@@ -115,7 +115,7 @@ def slow_polls(simulation: Simulation, monkeypatch: pytest.MonkeyPatch, seconds:
     monkeypatch.setattr(simulation.pager, "poll", poll)
 
 
-def test_what_the_pager_takes_of_a_step_is_measured(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pager_time_within_step_is_measured(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_polls(simulation, monkeypatch, 0.003)
     simulation.add("a", [1, 2, 3], max_tokens=4, ignore_eos=True)
     simulation.run()
@@ -124,7 +124,7 @@ def test_what_the_pager_takes_of_a_step_is_measured(simulation: Simulation, monk
     assert stats.step_adapter_s.sum_s >= 4 * 0.003
 
 
-def test_what_the_pager_does_while_nobody_runs_delays_no_step(simulation: Simulation) -> None:
+def test_pager_work_without_requests_delays_no_step(simulation: Simulation) -> None:
     with simulation.pager.stopwatch:
         time.sleep(0.05)
     simulation.add("a", [1, 2, 3])
@@ -132,7 +132,7 @@ def test_what_the_pager_does_while_nobody_runs_delays_no_step(simulation: Simula
     assert simulation.engine.stats().step_adapter_s.sum_s < 0.05
 
 
-def test_what_the_pager_does_between_steps_delays_the_next(simulation: Simulation) -> None:
+def test_pager_work_between_steps_delays_next_step(simulation: Simulation) -> None:
     simulation.add("a", [1, 2, 3], max_tokens=3, ignore_eos=True)
     simulation.step()
     with simulation.pager.stopwatch:
@@ -142,7 +142,7 @@ def test_what_the_pager_does_between_steps_delays_the_next(simulation: Simulatio
     simulation.run()
 
 
-def test_kv_blocks_that_give_way_are_counted_by_for_whom(simulation: Simulation) -> None:
+def test_evicted_kv_blocks_are_counted_by_cause(simulation: Simulation) -> None:
     for number in range(12):
         simulation.add(f"r{number}", [100 * number + i for i in range(30)], max_tokens=1)
         simulation.run()

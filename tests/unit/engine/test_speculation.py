@@ -64,7 +64,7 @@ def told(*, max_tokens: int = 20, vocab: int = 50, **params) -> list[int]:
     return simulation.received["a"].token_ids
 
 
-def test_a_step_gives_all_proposed_tokens_that_are_right_and_one_more():
+def test_step_yields_all_right_proposals_plus_next_token():
     text = told(ignore_eos=True)
     simulation = Simulation(overlap=False, speculation=Oracle({"a": text}))
     simulation.add("a", [1, 2, 3], max_tokens=20, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_a_step_gives_all_proposed_tokens_that_are_right_and_one_more():
 
 
 @pytest.mark.parametrize("wrong", range(1, 8))
-def test_what_follows_a_wrong_token_is_dropped(wrong):
+def test_tokens_after_wrong_token_are_dropped(wrong):
     text = told(ignore_eos=True)
     simulation = Simulation(overlap=False, speculation=Oracle({"a": text}, {"a": wrong}))
     simulation.add("a", [1, 2, 3], max_tokens=20, ignore_eos=True)
@@ -85,7 +85,7 @@ def test_what_follows_a_wrong_token_is_dropped(wrong):
     assert simulation.received["a"] == Received(text, ending=LENGTH)
 
 
-def test_a_text_that_ends_among_accepted_tokens_has_none_behind_its_end():
+def test_text_ending_among_accepted_tokens_stops_at_end():
     vocab = 8
     for seed in range(50):
         prompt = [seed, 1, 2]
@@ -106,7 +106,7 @@ def test_a_text_that_ends_among_accepted_tokens_has_none_behind_its_end():
         assert sum(len(cached.token_ids) for cached in offered) <= len(ended)
 
 
-def test_a_row_that_is_not_finite_fails_its_request_when_its_turn_comes():
+def test_non_finite_row_fails_request_when_reached():
     text = told(ignore_eos=True)
 
     def play_bad(speculation: Speculation | None) -> Received:
@@ -127,7 +127,7 @@ def test_a_row_that_is_not_finite_fails_its_request_when_its_turn_comes():
     assert simulation.received["a"] == Received(text, ending=LENGTH)
 
 
-def test_a_step_that_raises_is_computed_again_without_proposals():
+def test_raising_step_is_recomputed_without_proposals():
     text = told(ignore_eos=True)
     simulation = Simulation(overlap=False, speculation=Oracle({"a": text}))
     simulation.add("a", [1, 2, 3], max_tokens=20, ignore_eos=True)
@@ -141,7 +141,7 @@ def test_a_step_that_raises_is_computed_again_without_proposals():
     assert simulation.received["a"] == Received(text, ending=LENGTH)
 
 
-def test_proposals_take_no_block_that_another_request_may_need():
+def test_proposals_take_no_block_needed_by_requests():
     text = told(ignore_eos=True, max_tokens=40)
     texts = {f"r{i}": text for i in range(3)}
     plain, proposing = (
@@ -155,7 +155,7 @@ def test_proposals_take_no_block_that_another_request_may_need():
     assert proposing.engine.stats().num_preemptions <= plain.engine.stats().num_preemptions
 
 
-def test_accepted_tokens_cost_what_they_cost_without_and_rejected_ones_a_row():
+def test_accepted_tokens_cost_as_usual():
     text = told(ignore_eos=True)
 
     def charged(speculation: Speculation | None) -> float:
@@ -175,7 +175,7 @@ def test_accepted_tokens_cost_what_they_cost_without_and_rejected_ones_a_row():
     )
 
 
-def test_a_request_for_one_token_is_proposed_none():
+def test_request_for_single_token_gets_no_proposal():
     speculation = eager()
     simulation = Simulation(overlap=False, vocab=1, speculation=speculation)
     simulation.add("a", [0, 0, 0, 0], max_tokens=2)
@@ -188,7 +188,7 @@ def test_a_request_for_one_token_is_proposed_none():
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 60 else pytest.mark.campaign) for seed in range(1250)]
 )
-def test_random_schedules_give_every_client_what_plain_steps_give(seed, overlap):
+def test_random_schedules_equal_plain_steps_for_every_client(seed, overlap):
     schedule = random_schedule(seed)
     # few tokens: texts repeat, and guesses are often right, and often not
     options = {**schedule.options, "vocab": random.Random(seed).choice([1, 2, 3, 8])}
@@ -198,7 +198,7 @@ def test_random_schedules_give_every_client_what_plain_steps_give(seed, overlap)
     assert_same(proposing, plain)
 
 
-def test_random_schedules_have_proposals_that_are_right_and_some_that_are_wrong():
+def test_random_schedules_have_right_and_wrong_proposals():
     speculation = eager()
     for seed in range(20):
         schedule = random_schedule(seed)
@@ -210,7 +210,7 @@ def test_random_schedules_have_proposals_that_are_right_and_some_that_are_wrong(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_replay_after_a_crash_goes_on_with_the_same_text(seed):
+def test_replay_after_crash_continues_with_same_text(seed):
     rng = random.Random(seed)
     work = [
         (name, params | {"prompt_logprobs": None, "max_tokens": 12}) for name, params in random_schedule(seed).requests
@@ -237,7 +237,7 @@ def test_replay_after_a_crash_goes_on_with_the_same_text(seed):
     assert received == plain.received
 
 
-def test_ended_requests_leave_nothing_but_their_texts():
+def test_ended_requests_leave_only_texts():
     speculation = eager()
     simulation = Simulation(overlap=False, speculation=speculation, vocab=2)
     for i in range(6):

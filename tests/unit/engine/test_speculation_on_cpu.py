@@ -91,7 +91,7 @@ def assert_equal(world: World, make_engine: MakeEngine, work: list[tuple], **cha
     [{"quantize": format} for format in ("none", "int8", "int4", "fp8")] + [{"dtype": "float16"}],
     ids=str,
 )
-def test_answers_are_the_same_to_the_last_bit_in_every_format(world, make_engine, format):
+def test_speculation_changes_no_bit_in_any_format(world, make_engine, format):
     assert_equal(world, make_engine, random_work(0, 20, NAMES), max_num_seqs=6, **format)
 
 
@@ -117,7 +117,7 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_of_adapters_of_other_kinds_are_the_same(tmp_path, make_engine, kind):
+def test_speculation_changes_no_answer_of_further_adapter_kinds(tmp_path, make_engine, kind):
     import peft
     import transformers
 
@@ -168,13 +168,13 @@ def test_no_token_differs_in_ten_thousand_requests(world, make_engine, seed):
     ],
     ids=str,
 )
-def test_it_is_on_where_rows_are_exact(world, changes, is_on):
+def test_speculation_is_on_where_rows_are_exact(world, changes, is_on):
     engine = build_engine(world.config(**changes)).engine
     engine.pager.close()
     assert (engine._speculation is not None) == is_on
 
 
-def test_it_is_off_where_a_library_rounds_to_bfloat16(world):
+def test_speculation_is_off_where_library_rounds_to_bfloat16(world):
     engine = build_engine(world.config(dtype="bfloat16")).engine
     engine.pager.close()
     is_rounding = "bf16" in engine.base.arithmetic.split("+")

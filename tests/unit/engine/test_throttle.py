@@ -13,7 +13,7 @@ from .test_engine import add, run
 
 
 @pytest.mark.parametrize("num_loading", [0, 1])
-def test_steps_note_what_they_compute(num_loading: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_record_computed_work(num_loading: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build_engine(world.config())
     engine, throttle = parts.engine, parts.verifier.throttle
     told: list[tuple[bool, bool]] = []

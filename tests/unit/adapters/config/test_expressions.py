@@ -46,7 +46,7 @@ IN_THE_WILD = [
 
 
 @pytest.mark.parametrize("text", IN_THE_WILD)
-def test_what_trainers_write_means_what_it_means_to_peft(text: str) -> None:
+def test_expressions_of_trainers_match_as_in_peft(text: str) -> None:
     regex = compile_regex(text)
     assert isinstance(regex, Regex)
     assert isinstance(regex.compiled, Expression)
@@ -92,7 +92,7 @@ def draw(rng: random.Random, depth: int) -> str:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("seed", range(4))
-def test_any_expression_matches_what_pythons_re_matches(seed: int) -> None:
+def test_random_expression_matches_as_in_python_re(seed: int) -> None:
     rng = random.Random(seed)
     compared = 0
     while compared < 400:
@@ -109,7 +109,7 @@ def test_any_expression_matches_what_pythons_re_matches(seed: int) -> None:
         compared += 1
 
 
-def test_a_set_of_all_characters_is_read_without_going_through_them() -> None:
+def test_set_of_all_characters_is_read_without_enumeration() -> None:
     """Python's compiler takes 10 ms for each of these sets,
     with a lock that holds up every other thread.
     """
@@ -134,7 +134,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("text", ATTACKS, ids=lambda text: text[:24])
-def test_an_attack_takes_no_more_steps_than_a_config_may(text: str) -> None:
+def test_attack_takes_at_most_allowed_steps(text: str) -> None:
     regex = compile_regex(text)
     assert isinstance(regex, Regex)
     started = time.process_time()
@@ -146,7 +146,7 @@ def test_an_attack_takes_no_more_steps_than_a_config_may(text: str) -> None:
     assert time.process_time() - started < 20
 
 
-def test_the_budget_is_one_for_all_of_a_configs_regexes(
+def test_budget_is_shared_by_all_regexes_of_config(
     make_config: Callable[..., dict[str, Any]],
     make_tensors: Callable[..., dict[str, np.ndarray[Any, Any]]],
     base: BaseSpec,

@@ -63,7 +63,7 @@ def test_odd_field_leaves_valid_fields_in_force(fields: dict[str, object], warni
 
 
 @pytest.mark.parametrize("data", [b"[]", b"{", b'{"top_k": 1, "top_k": 2}', b'{"top_p": NaN}', b"\xff"])
-def test_unreadable_base_file_gives_one_warning(data: bytes) -> None:
+def test_unreadable_base_file_gives_single_warning(data: bytes) -> None:
     defaults, warnings = read_base_defaults(data)
     assert defaults == NO_DEFAULTS
     assert len(warnings) == 1

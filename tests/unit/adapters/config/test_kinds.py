@@ -42,14 +42,14 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
 }
 
 
-def test_every_kind_of_the_installed_peft_is_served_or_named() -> None:
+def test_every_installed_peft_kind_is_served_or_named() -> None:
     assert set(TUNERS) == set(SERVED)
     assert {kind.value for kind in PeftType} <= {*SERVED, *NOT_SERVED}
     assert not set(SERVED) & set(NOT_SERVED)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_what_peft_saves_of_another_kind_is_refused_by_the_kinds_name_alone(kind: str, tmp_path: Path) -> None:
+def test_unsupported_peft_kind_is_refused_by_kind(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -80,7 +80,7 @@ def test_what_peft_saves_of_another_kind_is_refused_by_the_kinds_name_alone(kind
         ({"peft_type": ...}, "has no peft_type, which PEFT needs to load an adapter", AdapterFormatError),
     ],
 )
-def test_the_kind_is_judged_before_everything_else(
+def test_kind_is_checked_before_remaining_fields(
     changes: dict[str, Any],
     said: str,
     error: type[AdapterRejected],

@@ -58,7 +58,7 @@ def ours(keys: list[str], names: list[str]) -> dict[str, int]:
         ["layers.1..mlp.up_proj"],
     ],
 )
-def test_a_key_matches_what_pefts_regex_matches(keys: list[str]) -> None:
+def test_key_matches_as_in_peft(keys: list[str]) -> None:
     assert ours(keys, NAMES) == peft_matches(keys, NAMES)
 
 
@@ -77,7 +77,7 @@ _part = st.sampled_from(
         max_size=4,
     )
 )
-def test_any_supported_key_matches_what_pefts_regex_matches(keys: list[str]) -> None:
+def test_random_supported_key_matches_as_in_peft(keys: list[str]) -> None:
     assert ours(keys, NAMES) == peft_matches(keys, NAMES)
 
 
@@ -103,7 +103,7 @@ def test_any_supported_key_matches_what_pefts_regex_matches(keys: list[str]) -> 
         [r"up_proj\Z", "(?#a comment)q_proj"],
     ],
 )
-def test_a_regex_matches_what_pefts_matches(keys: list[str]) -> None:
+def test_regex_matches_as_in_peft(keys: list[str]) -> None:
     assert ours(keys, NAMES) == peft_matches(keys, NAMES)
 
 
@@ -127,7 +127,7 @@ _regex = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(keys=st.lists(_regex, min_size=1, max_size=3))
-def test_any_regex_that_is_taken_matches_what_pefts_matches(keys: list[str]) -> None:
+def test_random_accepted_regex_matches_as_in_peft(keys: list[str]) -> None:
     keys = [key for key in keys if not isinstance(parse_pattern(key), str)]
     assert ours(keys, SHORT) == peft_matches(keys, SHORT)
 
@@ -157,13 +157,13 @@ def test_any_regex_that_is_taken_matches_what_pefts_matches(keys: list[str]) -> 
         ("q" * 4095 + ".*", "4,097 characters; at most 4,096"),
     ],
 )
-def test_a_key_that_cannot_be_run_as_peft_would_is_refused(key: str, reason: str) -> None:
+def test_key_without_peft_equivalent_is_refused(key: str, reason: str) -> None:
     found = parse_pattern(key)
     assert isinstance(found, str)
     assert reason in found
 
 
-def test_a_regex_takes_time_by_the_names_length_alone() -> None:
+def test_regex_time_depends_only_on_name_length() -> None:
     """With Python's engine, this would take longer than the universe has."""
     pattern = parse_pattern("(a+)+b")
     assert isinstance(pattern, Regex)

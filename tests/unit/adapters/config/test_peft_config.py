@@ -23,7 +23,7 @@ def test_the_table_has_exactly_pefts_fields() -> None:
     assert set(FIELDS) == {f.name for f in dataclasses.fields(peft.LoraConfig)}
 
 
-def test_what_pefts_defaults_say_is_accepted(make_config: Callable[..., dict[str, Any]]) -> None:
+def test_defaults_of_peft_are_accepted(make_config: Callable[..., dict[str, Any]]) -> None:
     import peft
 
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).to_dict()
@@ -49,9 +49,7 @@ def test_every_refused_field_has_an_example_here() -> None:
 
 
 @pytest.mark.parametrize("name", SET)
-def test_a_field_that_would_change_the_answers_is_refused_by_name(
-    name: str, make_config: Callable[..., dict[str, Any]]
-) -> None:
+def test_answer_changing_field_is_refused_by_name(name: str, make_config: Callable[..., dict[str, Any]]) -> None:
     messages = problems_of(make_config(**{name: SET[name]}))
     assert len(messages) == 1
     assert messages[0].startswith(f"{name} = ")
@@ -72,7 +70,7 @@ OBJECTS: dict[str, Any] = {
 """Fields that hold an object → PEFT's class of it."""
 
 
-def test_every_field_that_holds_an_object_is_here() -> None:
+def test_every_field_holding_object_is_listed() -> None:
     objects = {name for name, rule in FIELDS.items() if rule.is_object or rule.parts is not None}
     # PEFT throws a runtime_config away as it reads a file
     in_peft = {f.name for f in dataclasses.fields(peft_lora.LoraConfig) if "Config" in str(f.type)} - {"runtime_config"}
@@ -80,9 +78,7 @@ def test_every_field_that_holds_an_object_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTS if FIELDS[name].handling is Handling.REFUSED])
-def test_an_empty_object_is_pefts_object_of_defaults_and_refused(
-    name: str, make_config: Callable[..., dict[str, Any]]
-) -> None:
+def test_empty_object_means_peft_defaults_and_is_refused(name: str, make_config: Callable[..., dict[str, Any]]) -> None:
     config = make_config(**{name: {}})
     assert getattr(peft_lora.LoraConfig(**{k: v for k, v in config.items() if k != "peft_type"}), name)
     assert problems_of(config) == [f"{name} = {{}} is refused: PEFT fills it with its defaults: {FIELDS[name].why}."]
@@ -92,7 +88,7 @@ def test_an_empty_object_is_pefts_object_of_defaults_and_refused(
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTS if FIELDS[name].handling is Handling.IGNORED])
-def test_an_ignored_object_has_pefts_keys_and_no_others(name: str, make_config: Callable[..., dict[str, Any]]) -> None:
+def test_ignored_object_has_exactly_peft_keys(name: str, make_config: Callable[..., dict[str, Any]]) -> None:
     keys = {f.name for f in dataclasses.fields(OBJECTS[name])}
     assert FIELDS[name].parts == keys
     for value in (None, {}, dict.fromkeys(keys, 1)):
@@ -103,7 +99,7 @@ def test_an_ignored_object_has_pefts_keys_and_no_others(name: str, make_config: 
     assert other == f"{name} = 3 is refused: PEFT expects an object or null."
 
 
-def test_what_a_config_leaves_out_has_pefts_defaults(make_config: Callable[..., dict[str, Any]]) -> None:
+def test_missing_config_fields_have_peft_defaults(make_config: Callable[..., dict[str, Any]]) -> None:
     config = make_config()
     del config["r"], config["lora_alpha"]
     settings, problems = read_settings(config)
@@ -182,7 +178,7 @@ ALORA: dict[str, Any] = {"alora_invocation_tokens": [1, 2], "task_type": "CAUSAL
         ({"init_lora_weights": 7}, "this value is unknown"),
     ],
 )
-def test_a_bad_value_is_refused_with_its_reason(
+def test_bad_value_is_refused_with_reason(
     changes: dict[str, Any], word: str, make_config: Callable[..., dict[str, Any]]
 ) -> None:
     messages = problems_of(make_config(**changes))
@@ -214,9 +210,7 @@ def test_a_bad_value_is_refused_with_its_reason(
         ALORA | {"use_rslora": True, "lora_bias": True, "bias": "none"},
     ],
 )
-def test_a_value_that_changes_nothing_is_accepted(
-    changes: dict[str, Any], make_config: Callable[..., dict[str, Any]]
-) -> None:
+def test_value_without_effect_is_accepted(changes: dict[str, Any], make_config: Callable[..., dict[str, Any]]) -> None:
     assert problems_of(make_config(**changes)) == []
 
 

@@ -119,7 +119,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_weights_are_refused_with_their_reason_and_cheaply(name: str) -> None:
+def test_malformed_weights_are_refused_cheaply_with_reason(name: str) -> None:
     made, reason = MALFORMED[name]
     data = made() if callable(made) else made
     # of the processor: other workers share it
@@ -146,7 +146,7 @@ def test_every_bad_entry_is_reported_at_once() -> None:
     assert [p.split()[0] for p in caught.value.problems] == ["a", "b", "c"]
 
 
-def test_a_header_whose_length_reads_like_a_pickle_is_still_safetensors() -> None:
+def test_header_length_resembling_pickle_is_read_as_safetensors() -> None:
     header = json.dumps({"a": entry()}).encode().ljust(0x0280)
     data = frame(header, b"0" * 16)
     assert data[:2] == b"\x80\x02"
@@ -167,7 +167,7 @@ def test_metadata_may_be_null() -> None:
     assert list(read_tensors(data)) == ["a"]
 
 
-def test_bfloat16_is_read_as_its_bit_patterns() -> None:
+def test_bfloat16_is_read_as_bit_patterns() -> None:
     data = frame({"a": entry("BF16", [2], [0, 4])}, b"\x80\x3f\x80\xbf")
     view = read_tensors(data)["a"]
     assert view.dtype == "BF16"
@@ -188,12 +188,12 @@ def test_bfloat16_is_read_as_its_bit_patterns() -> None:
         (b'{"a": "' + b"x" * LIMITS.max_adapter_config_bytes + b'"}', "at most 65,536"),
     ],
 )
-def test_malformed_configs_are_refused_with_their_reason(data: bytes, reason: str) -> None:
+def test_malformed_configs_are_refused_with_reason(data: bytes, reason: str) -> None:
     with pytest.raises(AdapterFormatError, match=reason):
         read_config(data)
 
 
-def test_problems_of_both_files_are_reported_together() -> None:
+def test_problems_of_two_files_are_reported_together() -> None:
     with pytest.raises(AdapterFormatError) as caught:
         read_adapter(b"{", frame({}))
     assert len(caught.value.problems) == 2
@@ -246,7 +246,7 @@ def test_any_bytes_are_read_or_rejected(data: bytes, edits: list[tuple[int, int]
             pass
 
 
-def test_float64_is_read_as_the_float32_that_peft_loads() -> None:
+def test_float64_is_read_as_float32_like_peft() -> None:
     numbers = np.array([[1 / 3, -2.0, 1e-46], [1e300, np.nan, 7e37]])
     view = read_tensors(save_numpy({"a": numbers, "b": np.ones(3, np.float16)}))["a"]
     loaded = torch.zeros(2, 3)

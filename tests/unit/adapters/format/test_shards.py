@@ -26,7 +26,7 @@ def index(places: dict[str, Any] | Any = PLACES) -> bytes:
 
 
 @pytest.mark.parametrize("weights", [shard(0, 1) + shard(2, 3), shard(2, 3) + shard(1, 0)])
-def test_shards_are_read_as_one_in_any_order(weights: bytes) -> None:
+def test_shards_are_merged_in_any_order(weights: bytes) -> None:
     found = read_shards(weights, index())
     assert found.keys() == TENSORS.keys()
     assert all(np.array_equal(found[name].array, TENSORS[name]) for name in TENSORS)

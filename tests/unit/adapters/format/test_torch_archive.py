@@ -159,7 +159,7 @@ def test_compressed_archive_is_refused_without_unpacking() -> None:
         read_archive_beginning(buffer.getvalue())
 
 
-def test_views_that_unfold_are_refused() -> None:
+def test_expanding_views_are_refused() -> None:
     small = torch.ones(1)
     data = saved({f"a.{i}": small.expand(1 << 14, 1 << 14) for i in range(4)})
     assert len(data) < 5000

@@ -62,7 +62,7 @@ def apply(model: transformers.PreTrainedModel, ir: AdapterIR, base: BaseSpec, as
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_trained_beside_gives_pefts_logits(
+def test_auxiliary_training_equals_peft_logits(
     case: str,
     tmp_path: Path,
     make_base: Callable[..., BaseSpec],
@@ -83,7 +83,7 @@ def test_what_is_trained_beside_gives_pefts_logits(
     assert set(ir.saved_base) == ({"lm_head"} if case == "VeRA on the head" else set())
 
 
-def test_a_weight_that_the_config_doesnt_name_is_refused(
+def test_weight_missing_in_config_is_refused(
     tmp_path: Path,
     make_base: Callable[..., BaseSpec],
     save_adapter: Callable[..., Any],

@@ -105,7 +105,7 @@ def test_parameters_are_cut_as_in_peft(compiled: Callable[..., AdapterIR]) -> No
         assert up.scaling == 2.0
 
 
-def test_linears_have_ranks_of_their_own(compiled: Callable[..., AdapterIR]) -> None:
+def test_expert_linears_have_own_ranks(compiled: Callable[..., AdapterIR]) -> None:
     arrays = linears()
     name = f"{PREFIX}.2.block_sparse_moe.experts.1.w2"
     arrays[f"{name}.lora_A.weight"], arrays[f"{name}.lora_B.weight"] = draw(7, 20), draw(32, 7)

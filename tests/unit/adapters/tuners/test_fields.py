@@ -43,14 +43,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_the_table_has_every_field_of_the_installed_peft_and_no_other(kind: str) -> None:
+def test_table_has_exactly_fields_of_installed_peft(kind: str) -> None:
     table, config = TABLES[kind]
     assert set(table) == {field.name for field in dataclasses.fields(config)}
     assert set(TUNERS) - {"LORA"} == set(CANONICAL) == set(TABLES)
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_what_a_config_leaves_out_has_pefts_defaults(kind: str) -> None:
+def test_missing_config_fields_have_peft_defaults(kind: str) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TABLES[kind][1])}
     numbers = {name for name in ("r", "alpha", "init_r", "lora_alpha") if name in defaults}
     # AdaLoRA inherits an r that it doesn't read
@@ -65,7 +65,7 @@ def test_each_field_says_why(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fields"), REFUSED, ids=[f"{kind} {next(iter(f))}" for kind, f in REFUSED])
-def test_a_field_that_would_change_the_answers_is_refused_by_name(
+def test_answer_changing_field_is_refused_by_name(
     kind: str, fields: dict[str, Any], make_base: Callable[..., BaseSpec]
 ) -> None:
     config = {
@@ -85,7 +85,7 @@ def test_a_field_that_would_change_the_answers_is_refused_by_name(
     assert any(next(iter(fields)) in problem for problem in caught.value.problems)
 
 
-def test_what_decides_the_arithmetic_is_canonical_and_nothing_else() -> None:
+def test_only_arithmetic_fields_are_canonical() -> None:
     config = {"peft_type": "LOHA", "r": 4, "alpha": 8, "rank_pattern": {"q_proj": 2, "v_proj": 3}, "rank_dropout": 0.1}
     same = {**config, "alpha": 8.0, "rank_dropout": 0.5, "inference_mode": True}
     turned = {**config, "rank_pattern": {"v_proj": 3, "q_proj": 2}}

@@ -71,7 +71,7 @@ def test_scaled_outputs_give_pefts_logits(
     assert float((without - theirs).abs().max()) > 0.01
 
 
-def test_a_vector_on_the_input_of_another_module_is_refused_by_name(
+def test_vector_on_input_of_foreign_module_is_refused(
     tmp_path: Path, make_base: Callable[..., BaseSpec], save_adapter: Callable[..., Any]
 ) -> None:
     adapter = save_adapter(tmp_path, peft.IA3Config(target_modules=["o_proj"], feedforward_modules=["o_proj"]))
@@ -81,7 +81,7 @@ def test_a_vector_on_the_input_of_another_module_is_refused_by_name(
         compile_ia3(adapter.config, adapter.tensors, make_base())
 
 
-def test_a_vector_on_down_projs_input_is_refused_where_no_gate_is_known(
+def test_vector_on_down_proj_input_requires_known_gate(
     tmp_path: Path, make_base: Callable[..., BaseSpec], save_adapter: Callable[..., Any]
 ) -> None:
     adapter = save_adapter(tmp_path, peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]))
@@ -100,7 +100,7 @@ def test_feedforward_modules_must_agree_with_the_vectors(
         compile_ia3({**adapter.config, "feedforward_modules": ["v_proj"]}, adapter.tensors, make_base())
 
 
-def test_a_vector_of_another_base_is_refused(
+def test_vector_of_different_base_is_refused(
     tmp_path: Path, make_base: Callable[..., BaseSpec], save_adapter: Callable[..., Any]
 ) -> None:
     adapter = save_adapter(tmp_path, peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]))

@@ -84,7 +84,7 @@ def test_a_tensor_of_no_use_is_refused(
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_modules_that_the_config_doesnt_target_are_refused(
+def test_untargeted_modules_are_refused(
     kind: str, saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapter = saved(kind)
@@ -104,7 +104,7 @@ def test_a_target_without_tensors_is_refused(
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_an_adapter_of_another_base_is_refused(
+def test_adapter_of_different_base_is_refused(
     kind: str, saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     with pytest.raises(AdapterBaseMismatch):
@@ -129,7 +129,7 @@ def test_an_adapter_of_another_base_is_refused(
     ],
     ids=str,
 )
-def test_a_config_that_disagrees_with_the_tensors_is_refused(
+def test_config_contradicting_tensors_is_refused(
     kind: str,
     fields: dict[str, Any],
     saved: Callable[..., Any],
@@ -190,7 +190,7 @@ def test_every_problem_is_told_at_once(
     ("kind", "said"),
     [("LOHA", r"rank 9 in layers 0–2 \(r² for r = 3\)"), ("LOKR", "4 of w1 times 2 of w2"), ("VERA", "rank 6")],
 )
-def test_a_rank_over_the_limit_is_refused_with_the_rank(
+def test_rank_over_limit_is_refused_with_rank(
     kind: str, said: str, saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     with pytest.raises(AdapterUnsupported, match=said):
@@ -198,7 +198,7 @@ def test_a_rank_over_the_limit_is_refused_with_the_rank(
 
 
 @pytest.mark.parametrize("kind", ["LOHA", "LOKR", "VERA"])
-def test_factors_over_the_limit_are_refused_with_their_bytes_and_not_made(
+def test_factors_over_limit_are_refused_before_allocation(
     kind: str,
     saved: Callable[..., Any],
     compile_kind: Compile,
@@ -223,7 +223,7 @@ def test_factors_over_the_limit_are_refused_with_their_bytes_and_not_made(
     assert sum(made) <= needed // 2
 
 
-def test_vera_without_its_projections_is_refused_with_a_hint(
+def test_vera_without_projections_is_refused_with_hint(
     tmp_path: Path, save_adapter: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapter = save_adapter(tmp_path, peft.VeraConfig(r=6, target_modules=["q_proj"], save_projection=False))
@@ -235,7 +235,7 @@ def test_vera_without_its_projections_is_refused_with_a_hint(
         compile_kind(dataclasses.replace(adapter, config={**adapter.config, "save_projection": True}), make_base())
 
 
-def test_veras_projections_are_refused_where_peft_wouldnt_read_them(
+def test_vera_projections_unread_by_peft_are_refused(
     saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapter = saved("VERA")
@@ -243,7 +243,7 @@ def test_veras_projections_are_refused_where_peft_wouldnt_read_them(
         compile_kind(dataclasses.replace(adapter, config={**adapter.config, "save_projection": False}), make_base())
 
 
-def test_a_factor_that_is_there_whole_and_as_a_product_is_refused(
+def test_factor_stored_whole_and_as_product_is_refused(
     saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     both = changed(saved("LOKR"), lokr_w1_a=zeros(4, 2), lokr_w1_b=zeros(2, 4))
@@ -251,7 +251,7 @@ def test_a_factor_that_is_there_whole_and_as_a_product_is_refused(
         compile_kind(both, make_base())
 
 
-def test_veras_projections_of_another_size_are_refused(
+def test_vera_projections_of_different_size_are_refused(
     saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapter = saved("VERA")
@@ -260,7 +260,7 @@ def test_veras_projections_of_another_size_are_refused(
         compile_kind(dataclasses.replace(adapter, tensors=tensors), make_base())
 
 
-def test_an_adapter_that_training_has_left_no_rank_is_refused(
+def test_adapter_without_remaining_rank_is_refused(
     saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     adapter = saved("ADALORA")
@@ -275,7 +275,7 @@ def test_an_adapter_that_training_has_left_no_rank_is_refused(
         compile_kind(empty, make_base())
 
 
-def test_a_module_without_a_rank_takes_no_more_memory_than_any_may(
+def test_module_without_rank_takes_bounded_memory(
     saved: Callable[..., Any], compile_kind: Compile, make_base: Callable[..., BaseSpec]
 ) -> None:
     # no byte of the file holds it: only its shape says how wide it is
@@ -286,7 +286,7 @@ def test_a_module_without_a_rank_takes_no_more_memory_than_any_may(
 
 
 @pytest.mark.parametrize("factor", [-1, -7, 0, 1, 4, 5, 8, 10_000])
-def test_sides_are_split_as_peft_splits_them(factor: int) -> None:
+def test_sides_are_split_as_in_peft(factor: int) -> None:
     for size in (1, 2, 7, 12, 36, 97, 128, 896, 1000, 4864):
         assert factorization(size, factor) == peft_factorization(size, factor), size
 

@@ -118,7 +118,7 @@ def test_each_modules_update_equals_pefts(
     ],
     ids=lambda value: value.peft_type.value if isinstance(value, peft.PeftConfig) else str(value),
 )
-def test_the_rank_is_the_least_that_is_known_without_computing(
+def test_rank_bound_is_known_without_computing(
     config: peft.PeftConfig,
     rank: int,
     tmp_path: Path,
@@ -130,7 +130,7 @@ def test_the_rank_is_the_least_that_is_known_without_computing(
     assert {m.rank for m in ir.modules} == {rank}
 
 
-def test_what_adalora_trains_beside_its_factors_is_served_as_loras_is(
+def test_adalora_extras_are_served_like_lora(
     tmp_path: Path,
     make_base: Callable[..., BaseSpec],
     save_adapter: Callable[..., Any],
@@ -172,7 +172,7 @@ PHI3 = {
     ],
     ids=lambda config: config.peft_type.value,
 )
-def test_updates_of_linears_that_the_base_has_fused_are_taken_apart(
+def test_updates_of_fused_linears_are_split(
     config: peft.PeftConfig,
     tmp_path: Path,
     make_base: Callable[..., BaseSpec],

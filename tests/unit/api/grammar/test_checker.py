@@ -71,7 +71,7 @@ async def test_a_grammar_is_measured_and_remembered(make_checker) -> None:
     assert checker.check_s.num == 1
 
 
-async def test_another_tenants_grammar_is_compiled_anew_and_tells_nothing(make_checker) -> None:
+async def test_grammar_of_foreign_tenant_is_recompiled(make_checker) -> None:
     checker = make_checker()
     # one after the other, together, and one that is wrong: b waits as long as if a weren't there
     await checker.check("a", regex("[0-9]+"))
@@ -84,7 +84,7 @@ async def test_another_tenants_grammar_is_compiled_anew_and_tells_nothing(make_c
     assert checker.num_by_outcome == {"compiled": 4, "refused": 2}
 
 
-async def test_requests_for_one_grammar_compile_it_once(make_checker) -> None:
+async def test_requests_for_same_grammar_compile_once(make_checker) -> None:
     checker = make_checker()
     grammars = await asyncio.gather(*(checker.check("a", regex("[0-9]{4}")) for _ in range(8)))
     assert len({grammar.text for grammar in grammars}) == 1
@@ -92,7 +92,7 @@ async def test_requests_for_one_grammar_compile_it_once(make_checker) -> None:
     assert checker.num_waiting == 0
 
 
-async def test_what_is_wrong_is_remembered_too(make_checker) -> None:
+async def test_grammar_errors_are_cached(make_checker) -> None:
     checker = make_checker()
     for _ in range(2):
         with pytest.raises(InvalidRequest) as caught:
@@ -110,7 +110,7 @@ async def test_memory_of_grammars_is_bounded(make_checker) -> None:
     assert checker._known.num_bytes <= 4000
 
 
-async def test_a_process_that_takes_too_long_is_killed_and_replaced(make_checker) -> None:
+async def test_slow_process_is_killed_and_replaced(make_checker) -> None:
     checker = make_checker(grammar_timeout_s=0.5)
     await checker.check("a", regex("a"))
     started = scheduled_s()
@@ -125,14 +125,14 @@ async def test_a_process_that_takes_too_long_is_killed_and_replaced(make_checker
     assert checker.check_s.num == 4
 
 
-async def test_a_process_that_breaks_costs_its_request_alone(make_checker) -> None:
+async def test_broken_process_fails_only_own_request(make_checker) -> None:
     checker = make_checker()
     with pytest.raises(GrammarTooComplex, match="nested too deeply"):
         await checker.check("a", rules(9000))
     assert (await checker.check("a", rules(3))).text
 
 
-async def test_what_ended_a_process_is_said(make_checker, monkeypatch, subtests) -> None:
+async def test_cause_of_process_end_is_reported(make_checker, monkeypatch, subtests) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
     for death, error, words in (
@@ -156,7 +156,7 @@ async def test_what_ended_a_process_is_said(make_checker, monkeypatch, subtests)
     assert (await checker.check("a", regex("b"))).text
 
 
-async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:
+async def test_killed_process_is_restarted(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
     (process,) = checker._processes._all
@@ -167,7 +167,7 @@ async def test_a_process_that_was_killed_is_started_again(make_checker) -> None:
     assert process.num_starts == 2
 
 
-async def test_a_cancelled_check_kills_its_process_and_gives_the_place_back(make_checker) -> None:
+async def test_cancelled_check_kills_process_and_frees_slot(make_checker) -> None:
     checker = make_checker()
     await checker.check("a", regex("a"))
     pid = checker._processes._all[0]._process.pid
@@ -193,12 +193,12 @@ async def test_a_tenant_never_has_all_processes(make_checker) -> None:
     await asyncio.gather(*hostile, return_exceptions=True)
 
 
-async def test_a_base_that_can_follow_no_grammar_says_so(make_checker) -> None:
+async def test_base_without_grammar_support_reports_so(make_checker) -> None:
     with pytest.raises(UnsupportedParameter, match="end-of-text"):
         await make_checker(eos=()).check("a", regex("a"))
 
 
-async def test_a_process_that_cannot_be_started_is_no_fault_of_the_request(make_checker, monkeypatch) -> None:
+async def test_unstartable_process_is_no_request_error(make_checker, monkeypatch) -> None:
     checker = make_checker()
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(EngineUnavailable):

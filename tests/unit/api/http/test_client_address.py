@@ -100,7 +100,7 @@ TCP6 = (
     ],
 )
 @pytest.mark.parametrize("is_bytewise", [False, True])
-async def test_proxy_header_is_read_to_its_last_byte(header: bytes, host: str | None, is_bytewise: bool) -> None:
+async def test_proxy_header_is_read_to_last_byte(header: bytes, host: str | None, is_bytewise: bool) -> None:
     proxy, server = socket.socketpair()
     with proxy, server:
         server.setblocking(False)
@@ -135,7 +135,7 @@ async def test_proxy_header_is_refused_when_malformed(header: bytes) -> None:
             await asyncio.wait_for(read_proxy_header(server), 60)
 
 
-async def test_proxy_header_that_ends_early_is_refused() -> None:
+async def test_truncated_proxy_header_is_refused() -> None:
     proxy, server = socket.socketpair()
     with server:
         server.setblocking(False)

@@ -26,7 +26,7 @@ BESIDE = 256 + LIMITS.max_ephemeral_versions
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 8192),
     ],
 )
-def test_the_soft_limit_is_raised_and_connections_are_bounded_by_it(
+def test_soft_file_limit_is_raised_and_bounds_connections(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised_to: int | None, num_connections: int
 ) -> None:
     asked: list[tuple[int, int]] = []

@@ -77,7 +77,7 @@ def test_containers_are_counted_outside_strings(value: Any, ensure_ascii: bool) 
     assert count_containers(json.dumps(value, ensure_ascii=ensure_ascii).encode()) == containers(value)
 
 
-def test_more_containers_than_a_request_needs_are_refused_before_they_are_read() -> None:
+def test_excessive_json_containers_are_refused_before_reading() -> None:
     parse_json(json.dumps({"a": [[]] * (LIMITS.max_json_containers - 2)}).encode())
     for many in ([[]] * 300_000, [{}] * LIMITS.max_json_containers):
         with pytest.raises(InvalidRequest, match="objects and arrays"):

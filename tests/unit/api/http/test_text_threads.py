@@ -56,13 +56,13 @@ def ask(threads: TextThreads, gates: Gates, name: str) -> asyncio.Task[str]:
     return asyncio.create_task(threads.run(name[0], LONG, gates.job(name)))
 
 
-async def test_a_short_text_is_read_on_the_loop_and_a_long_one_is_not() -> None:
+async def test_only_long_text_is_read_off_the_loop() -> None:
     threads = TextThreads(2)
     assert await threads.run("a", ON_LOOP_BYTES, threading.current_thread) is threading.current_thread()
     assert (await threads.run("a", LONG, threading.current_thread)).name.startswith("text")
 
 
-async def test_one_tenant_leaves_a_thread_to_the_others(gates: Gates) -> None:
+async def test_busy_tenant_leaves_thread_for_remaining_tenants(gates: Gates) -> None:
     threads = TextThreads(2)
     flood = [ask(threads, gates, f"a{i}") for i in range(4)]
     await gates.until("a0")
@@ -91,7 +91,7 @@ async def test_tenants_have_turns(gates: Gates) -> None:
     assert gates.begun[-1] == "a3"
 
 
-async def test_a_thread_is_taken_until_its_work_has_ended_and_a_place_in_line_until_its_client_left(
+async def test_thread_is_held_until_work_ends(
     gates: Gates,
 ) -> None:
     threads = TextThreads(2)
@@ -109,7 +109,7 @@ async def test_a_thread_is_taken_until_its_work_has_ended_and_a_place_in_line_un
     assert threads.num_waiting == 0
 
 
-async def test_an_error_is_the_askers_and_frees_the_thread() -> None:
+async def test_error_reaches_caller_and_frees_thread() -> None:
     threads = TextThreads(1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
@@ -140,12 +140,12 @@ async def test_memory_is_given_back_once_after_large_texts(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_what_giving_back_calls_is_there() -> None:
+def test_release_callback_exists() -> None:
     text_threads.give_memory_back()
 
 
 @pytest.mark.parametrize("what", ["encode", "decode"])
-def test_other_threads_run_while_a_long_text_is_tokenized(what: str) -> None:
+def test_other_threads_run_while_long_text_is_tokenized(what: str) -> None:
     tokenizer = Tokenizer(base_dir())
     text = "the quick brown fox " * (20_000 if what == "encode" else 200_000)
     ids = tokenizer.encode(text)

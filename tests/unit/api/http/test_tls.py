@@ -16,14 +16,14 @@ from loraserve.api.http.tls import TlsFiles, wait_for_hello
 from loraserve.errors import ConfigError
 
 
-def test_a_chain_and_its_key_may_be_one_file(tmp_path: Path) -> None:
+def test_chain_and_key_may_share_file(tmp_path: Path) -> None:
     write_certificate(tmp_path / "a.pem", tmp_path / "a.key")
     both = tmp_path / "both.pem"
     both.write_bytes((tmp_path / "a.key").read_bytes() + (tmp_path / "a.pem").read_bytes())
     assert TlsFiles(both, None).context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
-def test_wrong_files_are_refused_by_name_at_a_start_and_at_a_reload(tmp_path: Path, subtests: Any) -> None:
+def test_wrong_tls_files_are_refused_by_name(tmp_path: Path, subtests: Any) -> None:
     good, key = tmp_path / "good.pem", tmp_path / "good.key"
     write_certificate(good, key)
     write_certificate(tmp_path / "other.pem", tmp_path / "other.key")

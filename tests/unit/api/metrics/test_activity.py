@@ -54,7 +54,7 @@ def activity(clock: StoppedClock) -> Activity:
     return Activity(limits=limits, monotonic=clock, clock=lambda: 1_000.0)
 
 
-def test_a_request_is_counted_from_its_arrival_to_its_end(activity: Activity, clock: StoppedClock) -> None:
+def test_request_is_counted_from_arrival_to_end(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(), tenant_name="acme", asked="sql")
     for tally in (activity.of(ACME), activity.of(None)):
         assert (tally.num_waiting, tally.num_running, tally.num_ended) == (1, 0, 0)
@@ -83,7 +83,7 @@ def test_tenants_are_apart(activity: Activity) -> None:
     assert activity.of(None).num_waiting == 1
 
 
-def test_what_no_client_waits_for_is_counted_and_not_timed(activity: Activity, clock: StoppedClock) -> None:
+def test_background_request_is_counted_but_not_timed(activity: Activity, clock: StoppedClock) -> None:
     timer = activity.begin(make_request(is_background=True), tenant_name="acme", asked="sql")
     timer.add(make_chunk(2))
     timer.end("stop", answered_by="sql@1", is_failure=False)
@@ -93,7 +93,7 @@ def test_what_no_client_waits_for_is_counted_and_not_timed(activity: Activity, c
     assert activity.slow.slowest(None, order="duration", limit=9) == []
 
 
-def test_tenants_are_bounded_and_a_dropped_one_counts_its_request_to_the_end(activity: Activity) -> None:
+def test_dropped_tenant_counts_request_to_end(activity: Activity) -> None:
     timer = activity.begin(make_request(), tenant_name="acme", asked="sql")
     for tenant in ("2", "3"):
         activity.begin(make_request(TenantId(tenant)), tenant_name=tenant, asked="sql")

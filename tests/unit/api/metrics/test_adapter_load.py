@@ -24,7 +24,7 @@ def load() -> AdapterLoad:
     return AdapterLoad()
 
 
-def test_a_request_waits_until_its_first_token_and_runs_until_its_end(load: AdapterLoad) -> None:
+def test_request_waits_until_first_token_then_runs(load: AdapterLoad) -> None:
     use = load.begin(make_ref(), NAMES)
     assert (load.waiting_names(), load.running_names(), load.num_running(make_ref())) == (["sql"], [], 0)
     for _ in range(2):
@@ -37,7 +37,7 @@ def test_a_request_waits_until_its_first_token_and_runs_until_its_end(load: Adap
     assert load.running_names() == []
 
 
-def test_a_request_that_never_had_a_token_leaves_nothing(load: AdapterLoad) -> None:
+def test_request_without_token_leaves_no_counts(load: AdapterLoad) -> None:
     first, second = load.begin(make_ref(), NAMES), load.begin(make_ref(), NAMES)
     first.end()
     assert load.waiting_names() == ["sql"]
@@ -45,7 +45,7 @@ def test_a_request_that_never_had_a_token_leaves_nothing(load: AdapterLoad) -> N
     assert load.waiting_names() == load.running_names() == []
 
 
-def test_equal_bytes_of_two_tenants_are_counted_apart_under_the_name_that_each_sends(load: AdapterLoad) -> None:
+def test_equal_bytes_of_two_tenants_are_counted_apart(load: AdapterLoad) -> None:
     mine, theirs = make_ref(ACME), make_ref(GLOBEX)
     load.begin(mine, ["sql"]).answer()
     load.begin(theirs, ["acme/sql"])
@@ -53,13 +53,13 @@ def test_equal_bytes_of_two_tenants_are_counted_apart_under_the_name_that_each_s
     assert (load.num_running(mine), load.num_running(theirs)) == (1, 0)
 
 
-def test_equal_bytes_under_two_names_and_versions_are_counted_apart(load: AdapterLoad) -> None:
+def test_equal_bytes_under_two_names_are_counted_apart(load: AdapterLoad) -> None:
     load.begin(make_ref(), NAMES).answer()
     for other in (make_ref(name="copy"), make_ref(version=2), make_ref(digest="cc")):
         assert (load.num_running(other), load.uses_per_s(other)) == (0, 0.0)
 
 
-def test_a_sum_counts_for_each_part_and_the_base_for_nothing(load: AdapterLoad) -> None:
+def test_sum_counts_each_part_and_never_base(load: AdapterLoad) -> None:
     parts = (make_ref(name="a", digest="a1"), make_ref(GLOBEX, "b", digest="b1"))
     total = AdapterRef(
         tenant=ACME,
@@ -76,7 +76,7 @@ def test_a_sum_counts_for_each_part_and_the_base_for_nothing(load: AdapterLoad) 
     assert [load.num_running(part) for part in parts] == [1, 1]
 
 
-def test_an_adapter_that_no_client_asked_for_is_counted_unnamed(load: AdapterLoad) -> None:
+def test_adapter_unrequested_by_clients_is_counted_unnamed(load: AdapterLoad) -> None:
     load.begin(make_ref(), ()).answer()
     assert (load.running_names(), load.num_running(make_ref())) == ([], 1)
 
@@ -92,7 +92,7 @@ def test_uses_fade_and_the_longest_unused_are_forgotten() -> None:
     assert load.uses_per_s(make_ref()) == 0.0
 
 
-def test_the_names_that_were_requested_last_lead_to_digests(load: AdapterLoad) -> None:
+def test_last_requested_names_lead_to_digests(load: AdapterLoad) -> None:
     for number in range(LIMITS.max_named_residents + 2):
         load.begin(make_ref(digest=f"d{number}"), [f"a{number}"]).end()
     load.begin(make_ref(digest="new"), ["a2"]).end()
@@ -102,7 +102,7 @@ def test_the_names_that_were_requested_last_lead_to_digests(load: AdapterLoad) -
     assert known[ACME, "a2"] == "new"
 
 
-def test_one_name_of_two_tenants_leads_to_two_digests(load: AdapterLoad) -> None:
+def test_same_name_in_two_tenants_gives_two_digests(load: AdapterLoad) -> None:
     load.begin(make_ref(ACME, digest="mine"), NAMES, ["acme"]).end()
     load.begin(make_ref(GLOBEX, digest="theirs"), NAMES, ["globex"]).end()
     load.begin(make_ref(ACME, digest="mine"), ["acme/sql"], ["acme"]).end()
@@ -113,7 +113,7 @@ def test_one_name_of_two_tenants_leads_to_two_digests(load: AdapterLoad) -> None
     }
 
 
-def test_one_tenants_many_names_push_out_none_of_anothers(load: AdapterLoad) -> None:
+def test_many_names_of_tenant_evict_no_foreign_names(load: AdapterLoad) -> None:
     load.begin(make_ref(GLOBEX, digest="theirs"), NAMES).end()
     for number in range(2 * LIMITS.max_named_residents):
         load.begin(make_ref(digest=f"d{number}"), [f"a{number}"]).end()

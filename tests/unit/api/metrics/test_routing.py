@@ -76,7 +76,7 @@ def routing(engine: Any, clock: StoppedClock) -> AdapterRouting:
     return AdapterRouting(engine, load, 64, clock=clock)
 
 
-async def test_adapters_in_memory_are_named_with_their_level(routing: AdapterRouting, engine: Engine) -> None:
+async def test_adapters_in_memory_are_named_with_tier(routing: AdapterRouting, engine: Engine) -> None:
     engine.rows = [
         make_row("digest-a", Tier.DEVICE, is_pinned=True),
         make_row("digest-b", Tier.HOST),
@@ -88,7 +88,7 @@ async def test_adapters_in_memory_are_named_with_their_level(routing: AdapterRou
     assert engine.asked == [{f"digest-{name}" for name in "abcd"}]
 
 
-async def test_the_engine_is_asked_seldom_however_often_routers_scrape(
+async def test_engine_is_polled_rarely_despite_frequent_scrapes(
     routing: AdapterRouting, engine: Engine, clock: StoppedClock
 ) -> None:
     for _ in range(5):
@@ -99,7 +99,7 @@ async def test_the_engine_is_asked_seldom_however_often_routers_scrape(
     assert len(engine.asked) == 2
 
 
-async def test_nothing_is_told_while_the_engine_is_away(
+async def test_no_adapters_are_reported_while_engine_is_unavailable(
     routing: AdapterRouting, engine: Engine, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.rows = [make_row("digest-a", Tier.DEVICE)]
@@ -121,7 +121,7 @@ async def test_nothing_is_told_while_the_engine_is_away(
     assert routing.loaded() == {}
 
 
-def test_the_number_of_loaded_adapters_names_the_base_that_needs_none(routing: AdapterRouting, engine: Engine) -> None:
+def test_number_of_loaded_adapters_names_base(routing: AdapterRouting, engine: Engine) -> None:
     assert routing.num_loaded() == {"org/base": 0}
     engine.stats = EngineStats(device_adapters=5, num_arriving_adapters=2)
     assert routing.num_loaded() == {"org/base": 3}
@@ -129,7 +129,7 @@ def test_the_number_of_loaded_adapters_names_the_base_that_needs_none(routing: A
     assert routing.num_loaded() == {}
 
 
-def test_max_lora_is_what_fits_or_as_many_as_a_step_has_sequences(routing: AdapterRouting, engine: Engine) -> None:
+def test_max_lora_is_bounded_by_memory_and_step(routing: AdapterRouting, engine: Engine) -> None:
     ((unknown, _, _),) = routing.requests_info()
     assert (unknown, routing.max_lora) == ("64", 64)
     engine.stats = EngineStats(max_device_adapters=812)

@@ -59,7 +59,7 @@ def test_the_slowest_of_a_minute_stay(slow: SlowRequests) -> None:
     assert durations(slow, limit=1) == [5.0]
 
 
-def test_a_late_first_token_is_slow_in_a_quick_answer(slow: SlowRequests) -> None:
+def test_late_first_token_is_slow_in_quick_answer(slow: SlowRequests) -> None:
     for duration_s in (9.0, 8.0, 7.0):
         slow.add(make_request(duration_s))
     slow.add(make_request(2.0, first_token_s=1.9))
@@ -68,7 +68,7 @@ def test_a_late_first_token_is_slow_in_a_quick_answer(slow: SlowRequests) -> Non
     assert durations(slow, order=FIRST_TOKEN)[:2] == [2.0, 1.0]
 
 
-def test_each_tenant_has_its_own(slow: SlowRequests) -> None:
+def test_each_tenant_has_own_slow_requests(slow: SlowRequests) -> None:
     for duration_s in range(1, 10):
         slow.add(make_request(float(duration_s), tenant=GLOBEX))
     slow.add(make_request(0.5))
@@ -76,7 +76,7 @@ def test_each_tenant_has_its_own(slow: SlowRequests) -> None:
     assert durations(slow, None) == [9.0, 8.0, 7.0, 0.5]
 
 
-def test_an_hour_later_they_are_gone(slow: SlowRequests, clock: StoppedClock) -> None:
+def test_slow_requests_expire_after_hour(slow: SlowRequests, clock: StoppedClock) -> None:
     slow.add(make_request(1.0))
     clock.now_s += LIMITS.slow_requests_s - 60
     assert durations(slow) == [1.0]

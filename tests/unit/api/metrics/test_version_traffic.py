@@ -55,14 +55,14 @@ def test_versions_and_roles_are_summed_apart(traffic: VersionTraffic) -> None:
     assert one.first_token_counts[bucket(0.5)] == 1
 
 
-def test_only_an_owners_requests_for_single_versions_are_counted(traffic: VersionTraffic) -> None:
+def test_only_requests_of_owner_for_versions_are_counted(traffic: VersionTraffic) -> None:
     traffic.add(GLOBEX, version(1), Role.ANSWER, ended())
     traffic.add(ACME, None, Role.ANSWER, ended())
     traffic.add(ACME, version(1, parts=(AdapterPart(version(2), 1.0),)), Role.ANSWER, ended())
     assert sums(traffic) == sums(traffic, GLOBEX) == {}
 
 
-def test_a_version_of_a_deleted_adapter_of_that_name_is_another(traffic: VersionTraffic) -> None:
+def test_version_of_deleted_namesake_is_counted_apart(traffic: VersionTraffic) -> None:
     first = version(1)
     traffic.add(ACME, first, Role.ANSWER, ended())
     other = AdapterRef(ACME, "sql", 1, Digest("f" * 64), first.config_blob, first.weights_blob)
@@ -70,7 +70,7 @@ def test_a_version_of_a_deleted_adapter_of_that_name_is_another(traffic: Version
     assert [key.digest for key in traffic.of(ACME, "sql", 3600)] == [first.digest, other.digest]
 
 
-def test_requests_of_more_than_an_hour_ago_are_forgotten(traffic: VersionTraffic, clock: StoppedClock) -> None:
+def test_requests_older_than_hour_are_forgotten(traffic: VersionTraffic, clock: StoppedClock) -> None:
     traffic.add(ACME, version(1), Role.ANSWER, ended())
     clock.now_s += 1200
     traffic.add(ACME, version(1), Role.ANSWER, ended())
@@ -86,7 +86,7 @@ def test_requests_of_more_than_an_hour_ago_are_forgotten(traffic: VersionTraffic
     assert len(slots) == 1
 
 
-def test_a_tenant_with_many_versions_pushes_out_its_own(traffic: VersionTraffic) -> None:
+def test_tenant_with_many_versions_evicts_own_versions(traffic: VersionTraffic) -> None:
     traffic.add(GLOBEX, version(1, tenant=GLOBEX), Role.ANSWER, ended())
     for number in (1, 2, 1, 3):
         traffic.add(ACME, version(number), Role.ANSWER, ended())
@@ -94,7 +94,7 @@ def test_a_tenant_with_many_versions_pushes_out_its_own(traffic: VersionTraffic)
     assert set(sums(traffic, GLOBEX)) == {(1, "answer")}
 
 
-def test_a_percentile_is_the_bound_of_its_bucket() -> None:
+def test_percentile_is_bound_of_bucket() -> None:
     counts = empty_counts()
     assert quantile(counts, 0.5) is None
     for seconds, count in ((0.01, 90), (0.1, 9), (1e9, 1)):

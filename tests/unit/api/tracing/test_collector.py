@@ -34,11 +34,11 @@ async def is_traced(tmp_path: Path, **values: object) -> bool:
     return tracer is not None
 
 
-async def test_nothing_is_traced_unless_something_asks_for_it(tmp_path: Path) -> None:
+async def test_tracing_is_off_by_default(tmp_path: Path) -> None:
     assert not await is_traced(tmp_path)
 
 
-async def test_a_flag_and_each_of_opentelemetrys_variables_ask_for_traces(
+async def test_flag_and_each_opentelemetry_variable_enable_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await is_traced(tmp_path, trace_endpoint=URL)
@@ -53,9 +53,7 @@ async def test_a_flag_and_each_of_opentelemetrys_variables_ask_for_traces(
                     assert not await is_traced(tmp_path)
 
 
-async def test_without_the_extra_the_error_names_it_and_who_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_extra_is_named_with_requesting_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"--trace-endpoint asks for traces.*isn't installed") as raised:
         open_tracer(settings(tmp_path, trace_endpoint=URL), ServerMetrics())
@@ -67,7 +65,7 @@ async def test_without_the_extra_the_error_names_it_and_who_asked(
     assert open_tracer(settings(tmp_path), ServerMetrics()) is None
 
 
-def test_a_package_that_isnt_there_at_all_is_not_installed() -> None:
+def test_absent_package_is_reported_as_not_installed() -> None:
     assert not collector._is_installed("no_such_package.sdk")
 
 
@@ -79,7 +77,7 @@ def test_a_package_that_isnt_there_at_all_is_not_installed() -> None:
         ({}, {"trace_sample": 0.5}, "nothing says where traces go"),
     ],
 )
-def test_what_isnt_possible_is_refused_at_the_start(
+def test_impossible_settings_are_refused_at_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
@@ -112,7 +110,7 @@ def test_an_endpoint_without_a_path_gets_otlps(tmp_path: Path, given: str, kept:
         *("http://user:secret@collector", "http://token@collector", "http://[::1", "http://c:99999", "x" * 3000),
     ],
 )
-def test_an_endpoint_that_is_none_is_refused_without_repeating_it(tmp_path: Path, value: str) -> None:
+def test_invalid_endpoint_is_refused_without_repeating_url(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError, match="trace-endpoint") as raised:
         settings(tmp_path, trace_endpoint=value)
     assert "secret" not in str(raised.value)
@@ -124,7 +122,7 @@ def test_a_share_is_between_0_and_1(tmp_path: Path, value: object) -> None:
         settings(tmp_path, trace_sample=value)
 
 
-def test_a_server_that_traces_nothing_loads_no_exporter() -> None:
+def test_server_without_tracing_loads_no_exporter() -> None:
     # FastAPI itself loads OpenTelemetry's API, which does nothing without these
     code = (
         "import sys, loraserve.api.server as _; heavy = ('opentelemetry.sdk.trace', 'opentelemetry.exporter'); "

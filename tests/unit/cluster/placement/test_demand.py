@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loraserve.cluster.placement.demand import DecayingCounts
 
 
-def test_count_loses_half_of_itself_every_half_life() -> None:
+def test_count_halves_every_half_life() -> None:
     counts = DecayingCounts(10.0, 5)
     counts.add("a", 0.0)
     counts.add("a", 0.0)
@@ -35,7 +35,7 @@ def test_longest_unused_name_is_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.floats(0, 5_000)), min_size=1, max_size=100))
 @settings(deadline=None)
-def test_counts_are_those_of_their_definition_over_any_time(history: list[tuple[str, float]]) -> None:
+def test_counts_equal_definition_over_any_time(history: list[tuple[str, float]]) -> None:
     counts, now_s, times = DecayingCounts(10.0, 100), 0.0, list[tuple[str, float]]()
     for name, gap_s in history:
         now_s += gap_s
@@ -47,7 +47,7 @@ def test_counts_are_those_of_their_definition_over_any_time(history: list[tuple[
     assert sum(counts.share(name) for name in "abcdef") == pytest.approx(1.0)
 
 
-def test_clock_that_goes_back_adds_nothing() -> None:
+def test_backward_clock_adds_no_demand() -> None:
     counts = DecayingCounts(10.0, 5)
     counts.add("a", 1000.0)
     counts.add("a", 0.0)

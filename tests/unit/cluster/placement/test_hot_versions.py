@@ -28,7 +28,7 @@ def run(hot: HotVersions, share: float, begin_s: float, seconds: float, num_repl
     return sizes
 
 
-def test_version_grows_with_its_share_and_shrinks_after_it() -> None:
+def test_version_grows_with_share_and_shrinks_after() -> None:
     hot = HotVersions(POLICY)
     cold = run(hot, 0.01, 0.0, 120)
     crowd = run(hot, 0.5, 120.0, 300)
@@ -42,13 +42,13 @@ def test_version_grows_with_its_share_and_shrinks_after_it() -> None:
     assert len(hot) == 0
 
 
-def test_version_with_many_times_its_share_grows_at_once_and_not_by_one() -> None:
+def test_version_far_over_share_grows_several_replicas() -> None:
     sizes = run(HotVersions(POLICY), 0.6, 0.0, 3)
     steps = [after - before for before, after in itertools.pairwise(sizes)]
     assert max(steps) >= 3
 
 
-def test_version_keeps_its_replicas_until_the_cooldown_is_over() -> None:
+def test_version_keeps_replicas_until_cooldown_ends() -> None:
     hot = HotVersions(POLICY)
     grown = run(hot, 0.5, 0.0, 60)[-1]
     kept = run(hot, 0.0, 60.0, 30)
@@ -91,7 +91,7 @@ def zipf_hot(num_places: int, num_versions: int = 400, num_replicas: int = 2) ->
     return hot.all()
 
 
-def test_hot_versions_leave_most_of_a_small_memory_to_the_others() -> None:
+def test_hot_versions_leave_most_of_small_memory_free() -> None:
     unknown, large, small = zipf_hot(0), zipf_hot(10_000), zipf_hot(60)
     assert large == unknown
     part = PlacementPolicy().hot_memory
@@ -101,13 +101,13 @@ def test_hot_versions_leave_most_of_a_small_memory_to_the_others() -> None:
     assert small.keys() <= unknown.keys()
 
 
-def test_the_hottest_has_copies_in_a_memory_of_few_places() -> None:
+def test_hottest_version_has_copies_in_small_memory() -> None:
     assert zipf_hot(10, num_versions=3) == {"v0": 2}
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 100)), max_size=200))
 @settings(deadline=None)
-def test_versions_that_are_counted_are_bounded(history: list[tuple[int, float]]) -> None:
+def test_counted_versions_are_bounded(history: list[tuple[int, float]]) -> None:
     hot = HotVersions(PlacementPolicy(max_versions=10))
     now_s = 0.0
     for number, gap_s in history:

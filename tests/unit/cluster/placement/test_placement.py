@@ -51,7 +51,7 @@ requests = st.builds(make_request, st.integers(0, 30), st.sampled_from([None, "a
 
 @given(loads, requests, st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=60))
 @settings(deadline=None)
-def test_every_replica_is_ranked_once_and_the_same_state_ranks_alike(
+def test_replicas_are_ranked_once_and_deterministically(
     loads: list[int], request_: PlacementRequest, history: list[tuple[int, int]]
 ) -> None:
     replicas, first, second = make_replicas(loads), Placement(), Placement()
@@ -65,7 +65,7 @@ def test_every_replica_is_ranked_once_and_the_same_state_ranks_alike(
 
 @given(loads, requests, st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_order_in_which_replicas_are_listed_is_of_no_matter(
+def test_listing_order_of_replicas_does_not_matter(
     loads: list[int], request_: PlacementRequest, shuffler: random.Random
 ) -> None:
     replicas = make_replicas(loads)
@@ -77,7 +77,7 @@ def test_order_in_which_replicas_are_listed_is_of_no_matter(
 
 @given(loads, requests, st.lists(st.integers(0, 11), max_size=80))
 @settings(deadline=None)
-def test_no_replica_above_the_bound_is_chosen_while_another_has_room(
+def test_replica_above_bound_is_avoided_while_capacity_remains(
     loads: list[int], request_: PlacementRequest, history: list[int]
 ) -> None:
     replicas, placement = make_replicas(loads), Placement()
@@ -92,7 +92,7 @@ def test_no_replica_above_the_bound_is_chosen_while_another_has_room(
     assert full == sorted(full)
 
 
-def test_load_bound_holds_over_a_thousand_requests_of_one_version() -> None:
+def test_load_bound_holds_for_thousand_requests_of_version() -> None:
     replicas, placement = make_replicas([0] * 8), Placement()
     for number in range(1000):
         first = placement.rank(make_request(), replicas, number / 100)[0]
@@ -104,7 +104,7 @@ def test_load_bound_holds_over_a_thousand_requests_of_one_version() -> None:
 
 @given(st.integers(2, 12), st.integers(0, 11))
 @settings(max_examples=30, deadline=None)
-def test_lost_replica_moves_only_its_own_versions(count: int, lost: int) -> None:
+def test_lost_replica_moves_only_own_versions(count: int, lost: int) -> None:
     replicas, placement = make_replicas([0] * count), Placement()
     before = homes(placement, replicas, 100)
     name = f"r{lost % count}"
@@ -115,7 +115,7 @@ def test_lost_replica_moves_only_its_own_versions(count: int, lost: int) -> None
 
 @given(st.integers(2, 12), st.integers(0, 50))
 @settings(max_examples=30, deadline=None)
-def test_order_without_a_replica_is_the_order_with_it_but_for_itself(count: int, number: int) -> None:
+def test_order_without_replica_equals_order_minus_replica(count: int, number: int) -> None:
     replicas, placement = make_replicas([0] * count), Placement()
     ranked = placement.rank(make_request(number), replicas, 0.0)
     gone = ranked[count // 2]
@@ -124,12 +124,12 @@ def test_order_without_a_replica_is_the_order_with_it_but_for_itself(count: int,
 
 
 @pytest.mark.parametrize("count", [2, 8, 32])
-def test_a_lost_replica_has_its_part_of_the_versions_and_no_more(count: int) -> None:
+def test_lost_replica_held_only_fair_share_of_versions(count: int) -> None:
     found = list(homes(Placement(), make_replicas([0] * count), 4000).values())
     assert max(found.count(f"r{place}") for place in range(count)) / 4000 <= 1 / count + 0.05
 
 
-def test_added_replica_takes_versions_and_moves_none_between_others() -> None:
+def test_added_replica_takes_versions_without_moving_rest() -> None:
     replicas, placement = make_replicas([0] * 9), Placement()
     before, after = homes(placement, replicas[:8]), homes(placement, replicas)
     moved = {number for number in before if before[number] != after[number]}
@@ -137,14 +137,14 @@ def test_added_replica_takes_versions_and_moves_none_between_others() -> None:
     assert len(moved) / len(before) <= 1 / 9 + 0.05
 
 
-def test_replica_with_twice_the_memory_has_twice_the_versions() -> None:
+def test_replica_with_double_memory_gets_double_versions() -> None:
     replicas = make_replicas([0, 0, 0])
     replicas[1].capacity_bytes *= 2
     found = list(homes(Placement(), replicas, 4000).values())
     assert found.count("r1") / 4000 == pytest.approx(0.5, abs=0.03)
 
 
-def test_version_stays_where_it_is_in_memory_when_its_home_is_as_busy() -> None:
+def test_version_stays_when_home_is_as_busy() -> None:
     placement, empty = Placement(), make_replicas([0] * 4)
     home, second = placement.rank(make_request(), empty, 0.0)[:2]
     replicas = make_replicas([0] * 4, **{second: {make_request().digest: Tier.HOST}})
@@ -154,7 +154,7 @@ def test_version_stays_where_it_is_in_memory_when_its_home_is_as_busy() -> None:
     assert placement.rank(make_request(), replicas, 0.0)[:2] == [second, home]
 
 
-def test_version_moves_home_when_its_home_has_far_less_to_do() -> None:
+def test_version_moves_home_when_home_is_far_idler() -> None:
     placement, empty = Placement(), make_replicas([0] * 4)
     home, second = placement.rank(make_request(), empty, 0.0)[:2]
     replicas = make_replicas([0] * 4, **{second: {make_request().digest: Tier.DEVICE}})
@@ -164,7 +164,7 @@ def test_version_moves_home_when_its_home_has_far_less_to_do() -> None:
     assert placement.rank(make_request(), replicas, 0.0)[0] == home
 
 
-def test_request_whose_home_is_full_goes_where_its_version_is_in_memory() -> None:
+def test_request_with_full_home_goes_to_holder() -> None:
     placement, empty = Placement(), make_replicas([0] * 4)
     order = placement.rank(make_request(), empty, 0.0)
     replicas = make_replicas([0] * 4, **{order[3]: {make_request().digest: Tier.HOST}})
@@ -173,7 +173,7 @@ def test_request_whose_home_is_full_goes_where_its_version_is_in_memory() -> Non
 
 
 @pytest.mark.parametrize(("room_of_home", "room_of_second", "is_home"), [(5, 10, True), (4, 10, False), (0, 0, True)])
-def test_version_that_nobody_holds_is_loaded_where_it_drops_no_other(
+def test_unheld_version_is_loaded_without_dropping_adapters(
     room_of_home: int, room_of_second: int, is_home: bool
 ) -> None:
     replicas = make_replicas([0, 0, 0])
@@ -194,13 +194,13 @@ def test_version_that_nobody_holds_is_loaded_where_it_drops_no_other(
     assert Placement().rank(make_request(), replicas, 0.0)[0] == home
 
 
-def test_room_is_what_no_adapter_without_another_copy_takes() -> None:
+def test_free_memory_excludes_adapters_without_second_copy() -> None:
     one, two, three = (Digest(name) for name in "abc")
     held = {"r0": ([one, two], 3), "r1": ([two, three], 1), "r2": ([two], 1), "r3": ([], 0)}
     assert spare_places(held) == {"r0": 2, "r1": 0, "r2": 1, "r3": 0}
 
 
-def test_hot_version_goes_to_the_replica_that_has_it_nearest_at_equal_loads() -> None:
+def test_hot_version_goes_to_nearest_replica() -> None:
     placement, replicas = Placement(PlacementPolicy(hot_share=0.5, cold_share=0.2)), make_replicas([0] * 2)
     flood(placement, make_request(), replicas, 60)
     digest = make_request().digest
@@ -213,7 +213,7 @@ def test_hot_version_goes_to_the_replica_that_has_it_nearest_at_equal_loads() ->
             assert placement.rank(make_request(), make_replicas([0, 0], **residency), 60.0)[0] == f"r{near}"
 
 
-def test_base_goes_to_the_least_loaded_and_a_prefix_to_its_own_replica() -> None:
+def test_base_goes_to_least_loaded_replica() -> None:
     placement, replicas = Placement(), make_replicas([3, 1, 2])
     assert placement.rank(PlacementRequest(TenantId("acme")), replicas, 0.0) == ["r1", "r2", "r0"]
     idle = make_replicas([0] * 8)
@@ -221,7 +221,7 @@ def test_base_goes_to_the_least_loaded_and_a_prefix_to_its_own_replica() -> None
     assert len(chosen) == 8
 
 
-def test_a_prefix_of_another_tenant_is_another_prefix() -> None:
+def test_prefix_of_different_tenant_is_different() -> None:
     placement, idle = Placement(), make_replicas([0] * 16)
     chosen = {
         placement.rank(PlacementRequest(TenantId(f"tenant-{n}"), prefix_key="same"), idle, 0.0)[0] for n in range(60)
@@ -229,14 +229,14 @@ def test_a_prefix_of_another_tenant_is_another_prefix() -> None:
     assert len(chosen) > 8
 
 
-def test_nothing_is_ranked_where_no_replica_is() -> None:
+def test_no_replicas_give_empty_ranking() -> None:
     assert Placement().rank(make_request(), [], 0.0) == []
 
 
 @pytest.mark.parametrize(
     ("change", "message"), [({"replica_id": "r0"}, "listed twice"), ({"capacity_bytes": 0}, "0 bytes")]
 )
-def test_replicas_that_cannot_be_ranked_are_refused(change: dict[str, object], message: str) -> None:
+def test_unrankable_replicas_are_refused(change: dict[str, object], message: str) -> None:
     replicas = make_replicas([0, 0])
     for name, value in change.items():
         setattr(replicas[1], name, value)
@@ -244,7 +244,7 @@ def test_replicas_that_cannot_be_ranked_are_refused(change: dict[str, object], m
         Placement().rank(make_request(), replicas, 0.0)
 
 
-def test_replica_that_is_gone_is_forgotten() -> None:
+def test_departed_replica_is_forgotten() -> None:
     placement, replicas = Placement(), make_replicas([0] * 3)
     for place in range(3):
         placement.record(make_request(), f"r{place}", replicas, 0.0)

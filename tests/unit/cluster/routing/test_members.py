@@ -69,13 +69,13 @@ def test_changes_are_told(table: Members) -> None:
     assert told == [(frozenset({"three"}), frozenset({"two"}))]
 
 
-def test_a_dead_replica_stays_out_while_serve_still_lists_it(table: Members) -> None:
+def test_dead_replica_stays_out_while_serve_lists_replica(table: Members) -> None:
     table.remove("one")
     table.update([("one", stats()), ("two", stats())])
     assert table.ids == {"two"}
 
 
-def test_requests_go_to_their_adapters_home_until_it_has_too_many(
+def test_requests_go_to_home_of_adapter_until_overload(
     table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
     home, other = table.order(make_request())
@@ -91,7 +91,7 @@ def test_requests_go_to_their_adapters_home_until_it_has_too_many(
     assert table.num_routed["load"] == 1
 
 
-def test_open_requests_are_counted_until_they_end(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
+def test_open_requests_are_counted_until_end(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     table.note_routed(make_request("first"), "one")
     assert table.place(RequestId("first")) == "one"
     assert table.num_open("one") == 1
@@ -100,7 +100,7 @@ def test_open_requests_are_counted_until_they_end(table: Members, make_request: 
     assert table.num_open("one") == 0
 
 
-def test_requests_that_ended_since_the_last_report_are_no_load(
+def test_requests_ended_since_last_report_are_no_load(
     table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
     def serve(replica_id: str) -> None:
@@ -121,7 +121,7 @@ def test_requests_that_ended_since_the_last_report_are_no_load(
     assert table.order(make_request())[0] == other
 
 
-def test_a_replica_whose_engine_is_away_comes_last(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
+def test_replica_with_unavailable_engine_comes_last(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     first = table.order(make_request())[0]
     away = {one: stats(status="The engine is being started." if one == first else None) for one in table.ids}
     table.update(away.items())
@@ -133,9 +133,7 @@ def test_a_target_is_the_only_choice(table: Members, make_request: Callable[...,
     assert table.order(make_request(target="gone")) == []
 
 
-def test_an_adapter_in_a_machines_memory_stays_on_it(
-    table: Members, make_request: Callable[..., RoutedRequest]
-) -> None:
+def test_adapter_in_machine_memory_stays_on_machine(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     table.update([("one", stats(node="here")), ("two", stats(node="there"))])
     assert table.order(make_request(node_id="there")) == ["two"]
     assert table.order(make_request(node_id="nowhere")) == []
@@ -153,7 +151,7 @@ def test_the_same_beginning_goes_to_the_same_replica(
     assert table.num_routed["prefix"] == 1
 
 
-def test_an_adapter_that_no_replica_holds_is_loaded_where_there_is_room(
+def test_unheld_adapter_is_loaded_where_memory_is_free(
     table: Members, make_request: Callable[..., RoutedRequest]
 ) -> None:
     def memory(num_adapters: int) -> EngineStats:
@@ -173,9 +171,7 @@ def test_an_adapter_that_no_replica_holds_is_loaded_where_there_is_room(
     assert table.order(make_request()) == [home]
 
 
-def test_versions_are_hot_by_how_many_adapters_the_memory_holds(
-    table: Members, make_request: Callable[..., RoutedRequest]
-) -> None:
+def test_hot_versions_are_bounded_by_adapter_memory(table: Members, make_request: Callable[..., RoutedRequest]) -> None:
     def num_hot(num_places: int) -> int:
         """Route 300 requests of 20 versions to replicas of so many places; count the hot ones."""
         mib = 1 << 20

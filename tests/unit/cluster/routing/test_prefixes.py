@@ -9,7 +9,7 @@ A, B = TenantId("a"), TenantId("b")
 TOKENS = list(range(3 * TOKENS_PER_PREFIX + 5))
 
 
-def test_equal_beginnings_have_equal_hashes_up_to_where_they_differ() -> None:
+def test_equal_beginnings_have_equal_hashes_until_difference() -> None:
     other = [*TOKENS]
     other[2 * TOKENS_PER_PREFIX] += 1
     one, two = prefix_hashes(A, None, TOKENS), prefix_hashes(A, None, other)
@@ -18,11 +18,11 @@ def test_equal_beginnings_have_equal_hashes_up_to_where_they_differ() -> None:
     assert one[2] != two[2]
 
 
-def test_nothing_is_shared_between_tenants_or_adapters() -> None:
+def test_tenants_and_adapters_share_no_prefix() -> None:
     hashes = [*prefix_hashes(A, None, TOKENS), *prefix_hashes(B, None, TOKENS)]
     hashes += prefix_hashes(A, Digest("a" * 64), TOKENS)
     assert len(set(hashes)) == 9
 
 
-def test_a_short_prompt_has_none() -> None:
+def test_short_prompt_has_no_prefix() -> None:
     assert prefix_hashes(A, None, TOKENS[: TOKENS_PER_PREFIX - 1]) == ()

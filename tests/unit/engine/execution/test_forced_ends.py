@@ -20,7 +20,7 @@ def forced(output: list[int], num_tokens: int, *, is_open: bool = True, num_samp
 
 
 @pytest.mark.parametrize("num_sampled", [0, 1])
-def test_open_reasoning_ends_at_its_budget(num_sampled: int) -> None:
+def test_open_reasoning_ends_at_budget(num_sampled: int) -> None:
     assert forced([], 0) == CLOSE
     assert forced([5, 6], 3, num_sampled=num_sampled) is None
     assert forced([5, 6, 7], 3, num_sampled=num_sampled) == CLOSE

@@ -67,19 +67,19 @@ def test_cuts_keep_the_likeliest_tokens(params, expected):
     assert shares(logits, params) == pytest.approx(expected, abs=0.03)
 
 
-def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates_keeps_its_share():
+def test_top_p_over_flat_vocabulary_keeps_share():
     row = torch.zeros(4000)
     params = SamplingParams(top_p=0.5)
     assert max(draw(row, params, u / 100) for u in range(100)) in range(1900, 2001)
 
 
-def test_a_draw_at_the_very_end_is_a_token_that_may_be_drawn():
+def test_draw_at_very_end_is_allowed_token():
     row = torch.tensor([0.0, 0.0, -float("inf"), -float("inf")])
     assert draw(row, SamplingParams(), 1 - 2**-53) == 1
     assert draw(row, SamplingParams(top_p=0.999), 1 - 2**-53) in (0, 1)
 
 
-def test_penalties_follow_their_definitions():
+def test_penalties_follow_definitions():
     request = make_request(tokens=[0, 1], repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     request.token_ids += [2, 2]
     row = torch.tensor([4.0, -4.0, 1.0, 1.0])
@@ -95,7 +95,7 @@ def sampled_together(rows: list[list[float]], entries: list[ScheduledRequest]) -
     return Sampler(eos_token_ids=[0], vocab_size=len(rows[0])).sample(torch.tensor(rows), batch)
 
 
-def test_rows_of_one_step_give_their_likeliest_token_unless_their_request_asks_for_more():
+def test_step_rows_give_likeliest_token_unless_requested_otherwise():
     row, tokens = [4.0, 3.0, 2.0, 1.0], [1, 2]
     asked: list[dict[str, object]] = [
         {},
@@ -118,7 +118,7 @@ def test_rows_of_one_step_give_their_likeliest_token_unless_their_request_asks_f
     assert [i for i, result in enumerate(results) if result.logprobs] == [7]
 
 
-def test_pieces_of_a_prompt_are_scored_and_a_token_is_sampled_after_the_last():
+def test_prompt_pieces_are_scored_and_last_is_sampled():
     request = make_request(tokens=[1, 0, 1], prompt_logprobs=0)
     piece = ScheduledRequest(request, 0, 1, is_sampled=False, is_scored=True, epoch=0)
     last = ScheduledRequest(request, 1, 2, is_sampled=True, is_scored=True, epoch=0)
@@ -138,13 +138,13 @@ def restricted(logits: list[float], output: list[int], **params: object) -> list
     return found
 
 
-def test_only_allowed_tokens_keep_their_logits():
+def test_only_allowed_tokens_keep_logits():
     assert restricted([4.0, 3.0, 2.0, 1.0], [], allowed_token_ids=(3, 1)) == [-INF, 3.0, -INF, 1.0]
     # what mustn't end the answer yet is taken where nothing else is allowed
     assert restricted([-INF, 3.0, 2.0, 1.0], [], allowed_token_ids=(0,)) == [0.0, -INF, -INF, -INF]
 
 
-def test_the_end_of_a_bad_word_is_not_chosen_after_its_beginning():
+def test_bad_word_is_not_completed():
     words = ((2,), (0, 1, 3), (1, 0))
     logits = [4.0, 3.0, 2.0, 1.0]
     for output, banned in (
@@ -162,7 +162,7 @@ def test_the_end_of_a_bad_word_is_not_chosen_after_its_beginning():
     assert has_penalties(SamplingParams(bad_words=words))
 
 
-def test_bad_words_yield_where_no_other_token_is_left():
+def test_bad_words_yield_where_no_token_remains():
     logits = [4.0, 3.0, 2.0, 1.0]
     assert restricted(logits, [], bad_words=((0,), (1,), (2,), (3,))) == logits
     assert restricted(logits, [], allowed_token_ids=(1,), bad_words=((1,),)) == [-INF, 3.0, -INF, -INF]

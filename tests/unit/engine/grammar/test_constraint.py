@@ -31,7 +31,7 @@ def allowed(constraint: Constraint) -> set[int]:
     return set(np.flatnonzero(constraint.allowed()).tolist())
 
 
-def test_a_mask_follows_the_tokens_one_by_one(make_bench) -> None:
+def test_mask_follows_each_token(make_bench) -> None:
     bench = make_bench(lexer)
     constraint = bench.begin()
     for number in range(5):
@@ -43,7 +43,7 @@ def test_a_mask_follows_the_tokens_one_by_one(make_bench) -> None:
         constraint.advance([number])
 
 
-def test_output_that_there_is_already_is_followed_first(make_bench) -> None:
+def test_existing_output_is_followed_first(make_bench) -> None:
     bench = make_bench(lexer)
     constraint = bench.begin(tokens=range(25))
     bench.settle(constraint)
@@ -53,7 +53,7 @@ def test_output_that_there_is_already_is_followed_first(make_bench) -> None:
 
 
 @pytest.mark.parametrize("tokenizer_size", [VOCAB, 200])
-def test_tokens_that_the_logits_lack_are_never_allowed(make_bench, tokenizer_size: int) -> None:
+def test_tokens_missing_in_logits_are_never_allowed(make_bench, tokenizer_size: int) -> None:
     bench = make_bench(lambda _: FakeLexer(lambda tokens: {0, VOCAB - 1, VOCAB, 95}), tokenizer_size=tokenizer_size)
     constraint = bench.begin()
     bench.settle(constraint)
@@ -62,7 +62,7 @@ def test_tokens_that_the_logits_lack_are_never_allowed(make_bench, tokenizer_siz
     assert allowed(constraint) == {0, VOCAB - 1}
 
 
-def test_unwanted_tokens_are_left_out_unless_there_are_no_others(make_bench) -> None:
+def test_unwanted_tokens_are_excluded_unless_alone(make_bench) -> None:
     bench = make_bench(lexer)
     constraint = bench.begin()
     bench.settle(constraint)
@@ -71,7 +71,7 @@ def test_unwanted_tokens_are_left_out_unless_there_are_no_others(make_bench) -> 
     assert allowed(constraint) == {0, 40}
 
 
-def test_a_grammar_that_allows_nothing_ends_its_request(make_bench) -> None:
+def test_grammar_allowing_no_token_ends_request(make_bench) -> None:
     bench = make_bench(lambda _: FakeLexer(lambda tokens: set() if tokens else {1}))
     constraint = bench.begin()
     bench.settle(constraint)
@@ -80,7 +80,7 @@ def test_a_grammar_that_allows_nothing_ends_its_request(make_bench) -> None:
     assert isinstance(constraint.error, GrammarDeadEnd)
 
 
-def test_a_lexer_that_failed_under_another_request_is_made_anew(make_bench) -> None:
+def test_lexer_failed_under_earlier_request_is_rebuilt(make_bench) -> None:
     """All matchers of a compiled grammar share its lexer, and its failure."""
     bench = make_bench(lambda _: FakeLexer(next_of, fails=lambda tokens: list(tokens) == [40]))
     culprit, other = bench.begin(), bench.begin()
@@ -101,7 +101,7 @@ def test_a_lexer_that_failed_under_another_request_is_made_anew(make_bench) -> N
     assert later.error is None
 
 
-def test_a_lexer_that_is_full_is_emptied_and_the_answer_goes_on(make_bench) -> None:
+def test_full_lexer_is_emptied_and_answer_continues(make_bench) -> None:
     """Each lexer takes three masks: an answer of ten tokens needs several."""
 
     def limited(_: str) -> FakeLexer:
@@ -132,7 +132,7 @@ def test_lexers_are_not_made_without_end(make_bench) -> None:
     assert len(bench.compiler.compiled) < 12
 
 
-def test_a_panic_of_the_matcher_is_an_error_of_its_request(make_bench, caplog) -> None:
+def test_panic_of_matcher_is_error_of_own_request(make_bench, caplog) -> None:
     class Panic(BaseException):
         """As pyo3 reports Rust's."""
 
@@ -152,14 +152,14 @@ def test_a_panic_of_the_matcher_is_an_error_of_its_request(make_bench, caplog) -
     assert other.error is None
 
 
-def test_a_mask_that_takes_too_long_ends_its_request(make_bench) -> None:
+def test_slow_mask_ends_request(make_bench) -> None:
     bench = make_bench(lambda _: FakeLexer(next_of, work_s=0.3))
     constraint = bench.begin()
     bench.settle(constraint)
     assert isinstance(constraint.error, GrammarTooComplex)
 
 
-def test_masks_after_a_slow_one_leave_the_fast_threads_free(make_bench) -> None:
+def test_masks_after_slow_mask_leave_fast_threads_free(make_bench) -> None:
     slow_gate = Gate()
     bench = make_bench(
         lambda name: (
@@ -187,7 +187,7 @@ def test_masks_after_a_slow_one_leave_the_fast_threads_free(make_bench) -> None:
     bench.settle(*slow)
 
 
-def test_a_late_mask_holds_its_request_until_it_is_there(make_bench) -> None:
+def test_late_mask_holds_request_until_ready(make_bench) -> None:
     gate = Gate()
     bench = make_bench(lambda _: FakeLexer(next_of, gate=lambda tokens: tokens and gate()))
     constraint = bench.begin()
@@ -202,7 +202,7 @@ def test_a_late_mask_holds_its_request_until_it_is_there(make_bench) -> None:
     assert allowed(constraint) == {1, 41}
 
 
-def test_a_request_that_ended_leaves_no_matcher_behind(make_bench) -> None:
+def test_ended_request_leaves_no_matcher(make_bench) -> None:
     bench = make_bench(lexer)
     constraint = bench.begin()
     bench.settle(constraint)
@@ -218,7 +218,7 @@ def test_a_request_that_ended_leaves_no_matcher_behind(make_bench) -> None:
 # compiled grammars
 
 
-def test_a_request_that_ended_has_nothing_compiled_any_more(make_bench) -> None:
+def test_ended_request_holds_no_compiled_grammar(make_bench) -> None:
     bench, gate = make_bench(lexer), Gate()
     for _ in range(2):
         bench.threads.submit(gate, Lane.COMPILE)
@@ -231,7 +231,7 @@ def test_a_request_that_ended_has_nothing_compiled_any_more(make_bench) -> None:
     assert bench.compiler.compiled == ["stays"]
 
 
-def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(make_bench) -> None:
+def test_grammar_is_compiled_once_and_oldest_is_evicted(make_bench) -> None:
     bench = make_bench(lexer, max_bytes=6 * LEAST_BYTES)
     bench.settle(*(bench.begin("a") for _ in range(5)))
     assert bench.compiler.compiled == ["a"]
@@ -244,7 +244,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_evicted(make_bench) -> Non
     assert bench.cache.compile_s.num == bench.cache.num_compiled == 5
 
 
-def test_a_grammar_counts_what_it_was_measured_to_take(make_bench) -> None:
+def test_grammar_counts_measured_bytes(make_bench) -> None:
     bench = make_bench(lexer, max_bytes=16 * LEAST_BYTES)
     bench.cache.get("a", "large", 8 * LEAST_BYTES)
     assert bench.cache.num_bytes == 8 * LEAST_BYTES
@@ -269,7 +269,7 @@ def test_tenants_share_no_compiled_grammar(make_bench) -> None:
 # llguidance
 
 
-def test_a_real_matcher_allows_what_its_grammar_does(
+def test_real_matcher_allows_grammar_tokens(
     compiler: GrammarCompiler, tokenizer: Tokenizer, threads: MaskThreads
 ) -> None:
     bench_cache = MatcherCache(compiler, 1 << 26)
@@ -288,7 +288,7 @@ def test_a_real_matcher_allows_what_its_grammar_does(
     assert constraint.mask_s > 0
 
 
-def test_copies_of_a_real_matcher_go_their_own_ways(
+def test_copies_of_real_matcher_diverge_independently(
     compiler: GrammarCompiler, tokenizer: Tokenizer, threads: MaskThreads
 ) -> None:
     cache = MatcherCache(compiler, 1 << 26)
@@ -337,7 +337,7 @@ def begin(compiler: GrammarCompiler):
     return make
 
 
-def test_masks_computed_together_are_those_computed_alone(begin, threads, between_steps, unhurried) -> None:
+def test_masks_computed_together_equal_masks_computed_alone(begin, threads, between_steps, unhurried) -> None:
     alone, together = begin(threads, 6), begin(between_steps, 6)
     draw = np.random.default_rng(0)
     num_permitted = 0
@@ -365,7 +365,7 @@ def test_masks_computed_together_are_those_computed_alone(begin, threads, betwee
     assert num_permitted > 100
 
 
-def test_a_likeliest_token_is_one_that_is_allowed(begin, threads) -> None:
+def test_likeliest_token_is_allowed(begin, threads) -> None:
     (constraint,) = begin(threads, 1)
     draw = np.random.default_rng(0)
     for _ in range(30):
@@ -376,7 +376,7 @@ def test_a_likeliest_token_is_one_that_is_allowed(begin, threads) -> None:
         threads.wait([constraint], 10)
 
 
-def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_steps) -> None:
+def test_token_against_grammar_fails_own_request_alone(begin, between_steps) -> None:
     bad, good = begin(between_steps, 2)
     wrong = next(token for token in range(300, bad.vocab_size) if not bad.allows(token))
     right = min(allowed(good))
@@ -390,7 +390,7 @@ def test_a_token_against_the_grammar_fails_its_request_alone(begin, between_step
     assert bad.error is not None
 
 
-def test_an_answer_that_its_base_says_as_its_grammar_does_needs_no_thread(
+def test_answer_following_grammar_unaided_needs_no_thread(
     begin, threads, between_steps, monkeypatch, unhurried
 ) -> None:
     (twin,) = begin(threads, 1)
@@ -418,7 +418,7 @@ def test_an_answer_that_its_base_says_as_its_grammar_does_needs_no_thread(
     assert together == [2, 1, 1, 1, 2, 2, 1, 1]
 
 
-def test_a_token_against_the_grammar_fails_its_request_on_the_steps_thread_too(begin, between_steps) -> None:
+def test_forbidden_token_fails_request_on_step_thread(begin, between_steps) -> None:
     (bad,) = begin(between_steps, 1)
     right = min(allowed(bad))
     wrong = next(token for token in range(300, bad.vocab_size) if token not in allowed(bad))
@@ -429,7 +429,7 @@ def test_a_token_against_the_grammar_fails_its_request_on_the_steps_thread_too(b
     assert bad.error is not None
 
 
-def test_masks_that_take_long_together_are_computed_alone_next(begin, between_steps, monkeypatch) -> None:
+def test_slow_batch_of_masks_is_computed_separately_next(begin, between_steps, monkeypatch) -> None:
     monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", 0.0)
     monkeypatch.setattr("loraserve.engine.grammar.constraint.TOGETHER_S", 0.0)
     first, second = begin(between_steps, 2)
@@ -455,9 +455,7 @@ def test_forced_tokens_are_not_searched_after_lexer_failed(compiler: GrammarComp
     assert constraint.forced(4) == ()
 
 
-def test_answer_that_is_dead_ahead_fails_its_request(
-    compiler: GrammarCompiler, tokenizer, between_steps, unhurried
-) -> None:
+def test_dead_answer_found_ahead_fails_request(compiler: GrammarCompiler, tokenizer, between_steps, unhurried) -> None:
     """The steps' thread meets the dead end first, and says nothing of it."""
     grammar = make_grammar("grammar", 'start: "ab" dead | "c"\ndead: "x" never\nnever: NEVER\nNEVER: /x+/ & /y+/')
     cache = MatcherCache(compiler, 1 << 30)

@@ -150,7 +150,7 @@ SAMPLINGS = [
 ]
 
 
-def test_answers_follow_their_schema_however_they_are_sampled(said: Said) -> None:
+def test_answers_follow_schema_under_any_sampling(said: Said) -> None:
     ids = [said.add(**params) for params in SAMPLINGS]
     free = said.add("")
     said.run()
@@ -159,7 +159,7 @@ def test_answers_follow_their_schema_however_they_are_sampled(said: Said) -> Non
     assert not said.text(free).startswith("{")
 
 
-def test_a_free_text_beside_them_is_what_it_is_alone(said: Said) -> None:
+def test_free_text_in_batch_equals_solo_text(said: Said) -> None:
     alone = said.add("", max_tokens=24, temperature=1.0, seed=3)
     said.run()
     beside = said.add("", max_tokens=24, temperature=1.0, seed=3)
@@ -178,14 +178,14 @@ def test_a_free_text_beside_them_is_what_it_is_alone(said: Said) -> None:
         ("lark", 'start: "call " %json {"type": "array", "items": {"type": "integer"}, "maxItems": 2}', r"call \[.*\]"),
     ],
 )
-def test_answers_follow_their_grammar(said: Said, kind: str, value: object, pattern: str) -> None:
+def test_answers_follow_grammar(said: Said, kind: str, value: object, pattern: str) -> None:
     ids = [said.add(make_grammar(kind, value), temperature=temperature, seed=2) for temperature in (0.0, 1.0)]
     said.run()
     for request_id in ids:
         assert re.fullmatch(pattern, said.text(request_id), re.DOTALL)
 
 
-def test_text_ends_with_its_grammar_whatever_keeps_others_open(said: Said) -> None:
+def test_text_ends_with_grammar_despite_open_alternatives(said: Said) -> None:
     """`min_tokens` and `ignore_eos` keep it open as long as its grammar allows anything more."""
     choice, digits = make_grammar("choice", ["no"]), make_grammar("regex", "[0-9]{2,6}")
     short = [said.add(choice, **params) for params in ({"min_tokens": 100}, {"ignore_eos": True})]
@@ -195,7 +195,7 @@ def test_text_ends_with_its_grammar_whatever_keeps_others_open(said: Said) -> No
     assert all(re.fullmatch("[0-9]{6}", said.text(request_id)) for request_id in long)
 
 
-def test_an_answer_may_be_cut_off_by_its_length_or_a_stop_token(said: Said, tokenizer: Tokenizer) -> None:
+def test_answer_may_end_by_length_or_stop_token(said: Said, tokenizer: Tokenizer) -> None:
     brace = tokenizer.token_to_id('{"')
     cut = said.add(max_tokens=3)
     stopped = said.add(stop_token_ids=(brace,) if brace is not None else (tokenizer.token_to_id("{"),))
@@ -206,7 +206,7 @@ def test_an_answer_may_be_cut_off_by_its_length_or_a_stop_token(said: Said, toke
     assert len(said.tokens(stopped)) == 1
 
 
-def test_logprobs_are_of_what_the_model_said_by_itself(said: Said) -> None:
+def test_logprobs_are_from_unmasked_distribution(said: Said) -> None:
     """The likeliest tokens are those of free text, though the grammar allows none of them."""
     free, bound = said.add("", max_tokens=1, logprobs=5), said.add(make_grammar("regex", "[0-9]+"), logprobs=5)
     said.run()
@@ -220,7 +220,7 @@ def test_logprobs_are_of_what_the_model_said_by_itself(said: Said) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}, {"repetition_penalty": 1.4}])
-def test_an_answer_goes_on_from_any_of_its_tokens(said: Said, params: dict[str, object]) -> None:
+def test_answer_continues_from_any_token(said: Said, params: dict[str, object]) -> None:
     """As after a crash of the engine: the automaton's state is recomputed from the tokens."""
     whole = said.add(**params)
     said.run()
@@ -255,9 +255,7 @@ def test_preemption_chunks_and_prefix_hits_change_no_answer(
         assert other.tokens(request_id) == said.tokens(expected)[:64]
 
 
-def test_a_step_that_raises_is_computed_again_with_the_same_masks(
-    engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step_is_recomputed_with_same_masks(engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [said.add(temperature=1.0, seed=seed) for seed in range(3)]
     said.run()
     forward = engine._pipeline._runner.forward
@@ -274,9 +272,7 @@ def test_a_step_that_raises_is_computed_again_with_the_same_masks(
     assert [said.tokens(request_id) for request_id in again] == [said.tokens(request_id) for request_id in wanted]
 
 
-def test_a_request_is_aborted_while_its_grammar_is_compiled(
-    engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_is_aborted_while_grammar_compiles(engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, compile = Gate(), engine._constraints._cache._compiler.compile
     monkeypatch.setattr(engine._constraints._cache._compiler, "compile", lambda text: (gate(), compile(text))[1])
     waiting = said.add(make_grammar("choice", ["never"]), name="waits")
@@ -294,7 +290,7 @@ def test_a_request_is_aborted_while_its_grammar_is_compiled(
     assert said.outputs[waiting] == []
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(engine: Engine, said: Said) -> None:
+def test_uncompilable_grammar_fails_own_request_alone(engine: Engine, said: Said) -> None:
     failures = engine.stats().grammar_failures
     bad, good = said.add("start: nothing"), said.add()
     said.run()
@@ -304,7 +300,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(engine: Engin
     assert engine.stats().grammar_failures == failures + 1
 
 
-def test_a_grammar_that_is_too_complex_to_follow_fails_its_request_alone(said: Said) -> None:
+def test_overly_complex_grammar_fails_own_request_alone(said: Said) -> None:
     bad = said.add("start:" + 800 * ' "a"?', max_tokens=100, min_tokens=100)
     good, free = said.add(), said.add("")
     said.run()
@@ -366,7 +362,7 @@ def test_no_other_request_waits_for_a_late_mask(engine: Engine, said: Said, held
     assert is_valid(said.text(others[0]))
 
 
-def test_a_request_ends_while_its_mask_is_late(engine: Engine, said: Said, held_up) -> None:
+def test_request_ends_while_mask_is_late(engine: Engine, said: Said, held_up) -> None:
     late = said.add()
     gate = held_up(late, 3)
     while not engine.stats().late_masks or len(said.tokens(late)) < 3:
@@ -378,7 +374,7 @@ def test_a_request_ends_while_its_mask_is_late(engine: Engine, said: Said, held_
     said.run()
 
 
-def test_prompt_scores_come_once_though_the_first_mask_is_late(engine: Engine, said: Said, monkeypatch) -> None:
+def test_prompt_scores_come_once_despite_late_mask(engine: Engine, said: Said, monkeypatch) -> None:
     """The row is computed again, and so are the scores of the prompt."""
     wanted = said.add(prompt_logprobs=1)
     said.run()
@@ -404,7 +400,7 @@ def test_prompt_scores_come_once_though_the_first_mask_is_late(engine: Engine, s
     assert [output.prompt_logprobs for output in said.outputs[again][1:]] == [None] * (len(said.outputs[again]) - 1)
 
 
-def test_masks_are_ready_when_steps_ask_for_them(engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_ready_when_steps_need_masks(engine: Engine, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed right after the forward pass: a step that waits for them gets all of them.
 
     How long it waits where others have the cores says nothing about that.

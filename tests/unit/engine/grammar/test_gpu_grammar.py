@@ -60,7 +60,7 @@ def follows(outputs: Sequence[TokenOutput]) -> bool:
     return len(said) == 3 and all(token_id in (n, n + 40) for n, token_id in enumerate(said))
 
 
-def test_masks_are_applied_on_the_device_and_on_the_host(engine: Engine, world: World) -> None:
+def test_masks_are_applied_on_device_and_host(engine: Engine, world: World) -> None:
     """Penalties and biases are the host's; the others never leave the device."""
     (alone,) = answer(engine, world, {"temperature": 1.0, "seed": 3})
     greedy, drawn, on_host, unwanted, failed, free = answer(
@@ -85,7 +85,7 @@ def test_masks_are_applied_on_the_device_and_on_the_host(engine: Engine, world: 
     assert first.logprob < first.top[0][1]
 
 
-def test_a_late_mask_delays_its_own_row_alone(engine: Engine, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_mask_delays_own_row_alone(engine: Engine, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = ({"grammar": "g"}, {"max_tokens": 3})
     wanted, free = map(tokens, answer(engine, world, *ask))
     waits = []

@@ -155,7 +155,7 @@ def random_work(seed: int, count: int, tokenizer: Tokenizer) -> list[Work]:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 3 else pytest.mark.campaign) for n in range(40)])
-def test_answers_with_grammars_are_the_same_to_the_last_bit(make_engine, tokenizer: Tokenizer, seed: int) -> None:
+def test_grammar_answers_equal_without_speculation_bit_for_bit(make_engine, tokenizer: Tokenizer, seed: int) -> None:
     work = random_work(seed, 40, tokenizer)
     proposing = make_engine(True, max_num_seqs=4)
     assert answer(proposing, work) == answer(make_engine(False, max_num_seqs=4), work)
@@ -173,16 +173,14 @@ def test_keys_of_a_schema_take_few_steps(make_engine, tokenizer: Tokenizer) -> N
     assert proposing.stats().num_steps < 0.7 * plain.stats().num_steps
 
 
-def test_a_grammar_that_once_took_long_is_proposed_nothing(make_engine, tokenizer: Tokenizer, monkeypatch) -> None:
+def test_grammar_with_past_delay_gets_no_proposals(make_engine, tokenizer: Tokenizer, monkeypatch) -> None:
     monkeypatch.setattr("loraserve.engine.grammar.constraint.SLOW_MASK_S", 0.0)
     engine = make_engine(True)
     answer(engine, [(GRAMMARS[0], list(tokenizer.encode("a")), {"max_tokens": 40, "temperature": 0.0})])
     assert engine.stats().num_drafts == 0
 
 
-def test_a_matcher_that_fails_ahead_of_its_request_is_made_anew(
-    make_engine, tokenizer: Tokenizer, monkeypatch, caplog
-) -> None:
+def test_matcher_failing_ahead_of_request_is_rebuilt(make_engine, tokenizer: Tokenizer, monkeypatch, caplog) -> None:
     work = [(GRAMMARS[0], list(tokenizer.encode("list the tickets")), {"max_tokens": 60, "temperature": 0.0})]
     expected = answer(make_engine(False), work)
     go_to, calls = GrammarCursor.go_to, itertools.count()
@@ -199,7 +197,7 @@ def test_a_matcher_that_fails_ahead_of_its_request_is_made_anew(
     assert engine.stats().grammar_failures == 0
 
 
-def test_a_step_that_is_lost_leaves_the_grammar_where_it_was(make_engine, tokenizer: Tokenizer, monkeypatch) -> None:
+def test_lost_step_leaves_grammar_state_unchanged(make_engine, tokenizer: Tokenizer, monkeypatch) -> None:
     work = [
         (GRAMMARS[0], list(tokenizer.encode("list the tickets")), {"max_tokens": 60, "temperature": 1.0, "seed": 3})
     ]

@@ -46,7 +46,7 @@ def test_a_wait_ends_with_the_last_mask(threads: MaskThreads) -> None:
     assert threads.mask_s.histogram.num == 2
 
 
-def test_a_wait_ends_without_a_mask_that_is_late(threads: MaskThreads) -> None:
+def test_wait_ends_without_late_mask(threads: MaskThreads) -> None:
     gate, slow, fast = Gate(), FakeMask(), FakeMask()
     threads.submit(make_ready(slow, gate), Lane.FAST)
     threads.submit(make_ready(fast), Lane.FAST)
@@ -61,7 +61,7 @@ def test_a_wait_ends_without_a_mask_that_is_late(threads: MaskThreads) -> None:
 
 
 @pytest.mark.parametrize("lane", [Lane.SLOW, Lane.COMPILE])
-def test_long_jobs_delay_no_short_ones(threads: MaskThreads, lane: Lane) -> None:
+def test_long_jobs_delay_no_short_jobs(threads: MaskThreads, lane: Lane) -> None:
     gate = Gate()
     for _ in range(3):
         threads.submit(gate, lane)
@@ -75,7 +75,7 @@ def test_long_jobs_delay_no_short_ones(threads: MaskThreads, lane: Lane) -> None
 
 
 @pytest.mark.parametrize("lane", [Lane.SLOW, Lane.COMPILE])
-def test_a_tenants_long_jobs_delay_anothers_by_one(threads: MaskThreads, lane: Lane) -> None:
+def test_long_jobs_delay_foreign_tenant_by_single_job(threads: MaskThreads, lane: Lane) -> None:
     gate, done = Gate(), list[str]()
     for _ in range(2):
         threads.submit(gate, lane, "greedy")
@@ -92,7 +92,7 @@ def test_a_tenants_long_jobs_delay_anothers_by_one(threads: MaskThreads, lane: L
     assert len(done) == 21
 
 
-def test_a_job_that_fails_ends_no_thread(threads: MaskThreads, caplog) -> None:
+def test_failing_job_ends_no_thread(threads: MaskThreads, caplog) -> None:
     for _ in range(4):
         threads.submit(lambda: 1 // 0, Lane.FAST)
     mask = FakeMask()
@@ -136,7 +136,7 @@ def between_steps():
     made.close()
 
 
-def test_masks_wait_for_the_end_of_a_pass_and_are_computed_by_tenant(between_steps: MaskThreads) -> None:
+def test_masks_are_grouped_by_tenant_after_pass(between_steps: MaskThreads) -> None:
     masks = [FakeGathered() for _ in range(5)]
     assert all(between_steps.gather(mask, tenant) for mask, tenant in zip(masks, "ababa", strict=True))
     time.sleep(0.05)
@@ -146,7 +146,7 @@ def test_masks_wait_for_the_end_of_a_pass_and_are_computed_by_tenant(between_ste
     assert between_steps.num_late == 0
 
 
-def test_a_tenants_gathered_masks_delay_no_others(between_steps: MaskThreads) -> None:
+def test_gathered_masks_delay_no_foreign_tenant(between_steps: MaskThreads) -> None:
     slow, fast = FakeGathered(gate=Gate()), FakeGathered()
     between_steps.gather(slow, "a")
     between_steps.gather(fast, "b")
@@ -157,7 +157,7 @@ def test_a_tenants_gathered_masks_delay_no_others(between_steps: MaskThreads) ->
     slow.gate.open()
 
 
-def test_masks_that_arent_needed_are_left_out(between_steps: MaskThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_masks_are_skipped(between_steps: MaskThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads_module, "MAX_AT_ONCE", 4)
     masks = [FakeGathered(is_easy=number % 2 == 0) for number in range(8)]
     for mask in masks:
@@ -168,5 +168,5 @@ def test_masks_that_arent_needed_are_left_out(between_steps: MaskThreads, monkey
     assert all(mask.is_ready for mask in masks)
 
 
-def test_nothing_is_gathered_beside_steps(threads: MaskThreads) -> None:
+def test_gathering_stops_during_steps(threads: MaskThreads) -> None:
     assert not threads.gather(FakeGathered(), "a")

@@ -25,7 +25,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Chooser]:
     return choosers
 
 
-def test_a_choice_is_that_of_the_rank_that_needs_it_first(ranks: list[Chooser]) -> None:
+def test_choice_comes_from_first_rank_needing_kernel(ranks: list[Chooser]) -> None:
     for first, second, size in ((*ranks, 64), (*reversed(ranks), 128)):
         chosen = first.choose("int8", size, 64)
         assert chosen.measured
@@ -35,7 +35,7 @@ def test_a_choice_is_that_of_the_rank_that_needs_it_first(ranks: list[Chooser]) 
     assert sorted(ranks[0].taken()) == sorted(ranks[1].taken())
 
 
-def test_a_rank_that_waits_for_another_hears_of_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_is_notified_of_rank_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def end() -> None:
         raise EngineError("rank 1 of 2 ended with code 1.")
 
@@ -51,7 +51,7 @@ def test_a_rank_that_waits_for_another_hears_of_its_end(tmp_path: Path, monkeypa
     assert chooser.choose("int8", 64, 64).measured
 
 
-def test_kernels_of_another_engine_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_running_engine_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = Chooser()
     monkeypatch.setattr(kernel_choices, "chooser", lambda: chooser)
     kernels = [KernelChoice("int8", 64, 64, "w8a16", "torch", "any")]

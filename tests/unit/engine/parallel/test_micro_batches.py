@@ -77,14 +77,14 @@ def test_parts_have_about_equal_rows() -> None:
     assert sizes == [8, 9, 7, 8]
 
 
-def test_a_step_of_few_rows_or_one_sequence_is_one_micro_batch() -> None:
+def test_small_step_is_single_micro_batch() -> None:
     for counts in ([2 * MIN_ROWS - 1], [300], [1] * (2 * MIN_ROWS - 1)):
         whole = step(counts)
         assert cut_step(whole, 4) == [whole]
     assert len(cut_step(step([1] * 2 * MIN_ROWS), 4)) == 2
 
 
-def test_pooled_rows_go_with_their_sequences() -> None:
+def test_pooled_rows_go_with_own_sequences() -> None:
     kept = torch.tensor([3, 5, 6, 7, 11, 15])
     pooled = PooledRows(kept, torch.tensor([0, 3, 5]), torch.tensor([1, 2, 4]))
     whole = step([4, 4, 4, 4], pooled=pooled)

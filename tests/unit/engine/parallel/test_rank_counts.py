@@ -9,7 +9,7 @@ from loraserve.model.parallel.traffic import Traffic
 from loraserve.types import RankTraffic
 
 
-def test_what_a_rank_counts_others_read() -> None:
+def test_counts_of_rank_are_visible_to_all_ranks() -> None:
     ours = RankCounts()
     theirs = RankCounts(os.dup(ours.descriptor))
     traffic = Traffic(theirs.row(1))
@@ -28,7 +28,7 @@ def test_what_a_rank_counts_others_read() -> None:
     assert ours.read(2)[1] == second
 
 
-def test_rank_0_sees_that_others_move() -> None:
+def test_rank_0_sees_progress_of_all_ranks() -> None:
     counts = RankCounts()
     progress = [RankProgress(counts.row(rank)) for rank in (1, 2)]
     seen = [counts.num_moves()]

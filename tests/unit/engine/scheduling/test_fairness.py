@@ -44,7 +44,7 @@ def check(harness: Harness) -> None:
     assert harness.scheduler.check() == []
 
 
-def test_tenants_are_served_alike_whatever_each_has_waiting() -> None:
+def test_tenants_are_served_equally() -> None:
     harness = Harness(max_num_seqs=4)
     harness.add(*[make_request(16, tenant="noisy") for _ in range(200)])
     harness.add(*[make_request(16, tenant="quiet") for _ in range(60)])
@@ -52,7 +52,7 @@ def test_tenants_are_served_alike_whatever_each_has_waiting() -> None:
     assert total["quiet"] == pytest.approx(total["noisy"], rel=0.15)
 
 
-def test_a_tenant_of_three_times_the_weight_is_served_three_times_as_much() -> None:
+def test_tenant_with_triple_weight_is_served_threefold() -> None:
     harness = Harness(max_num_seqs=4)
     for _ in range(100):
         harness.add(make_request(16, tenant="light"), make_request(16, tenant="heavy", weight=3.0))
@@ -60,7 +60,7 @@ def test_a_tenant_of_three_times_the_weight_is_served_three_times_as_much() -> N
     assert total["heavy"] / total["light"] == pytest.approx(3.0, rel=0.2)
 
 
-def test_ten_adapters_have_one_tenants_share() -> None:
+def test_ten_adapters_have_share_of_single_tenant() -> None:
     harness = Harness(max_num_seqs=4)
     names = [f"a{number}" for number in range(10)]
     for name in [*names, "only"]:
@@ -72,7 +72,7 @@ def test_ten_adapters_have_one_tenants_share() -> None:
     assert total["ten"] == pytest.approx(total["one"], rel=0.15)
 
 
-def test_a_tenants_adapters_are_served_alike_whatever_each_has_waiting() -> None:
+def test_adapters_of_tenant_are_served_equally() -> None:
     harness = Harness(max_num_seqs=4)
     for name in ("busy", "rare"):
         harness.adapters.set(name, Residency.RESIDENT)
@@ -82,7 +82,7 @@ def test_a_tenants_adapters_are_served_alike_whatever_each_has_waiting() -> None
     assert total["rare"] == pytest.approx(total["busy"], rel=0.15)
 
 
-def test_a_priority_is_among_its_tenants_own_requests() -> None:
+def test_priority_orders_only_requests_of_same_tenant() -> None:
     harness = Harness(max_num_seqs=1)
     running = make_request(4, tenant="a", max_tokens=30)
     harness.add(running)
@@ -107,7 +107,7 @@ def test_a_priority_below_zero_is_before_every_tenant() -> None:
     assert behind.status is RequestStatus.WAITING
 
 
-def test_idle_time_earns_a_tenant_a_few_steps_of_credit_at_most() -> None:
+def test_idle_time_earns_tenant_bounded_credit() -> None:
     # with one slot, no quota of slots makes up for it
     harness = Harness(max_num_seqs=1)
     harness.add(*[make_request(16, tenant="steady") for _ in range(200)])
@@ -118,7 +118,7 @@ def test_idle_time_earns_a_tenant_a_few_steps_of_credit_at_most() -> None:
     assert 0 <= total["back"] - total["steady"] <= MAX_CREDIT_STEPS * 32 * PROMPT_COST + 2 * 22
 
 
-def test_idle_time_earns_an_adapter_no_credit_within_its_tenant() -> None:
+def test_idle_time_earns_adapter_no_credit() -> None:
     harness = Harness(max_num_seqs=1)
     for name in ("steady", "back"):
         harness.adapters.set(name, Residency.RESIDENT)
@@ -129,7 +129,7 @@ def test_idle_time_earns_an_adapter_no_credit_within_its_tenant() -> None:
     assert total["back"] == pytest.approx(total["steady"], abs=2 * 22)
 
 
-def test_what_is_found_in_the_prefix_cache_is_not_charged(harness: Harness) -> None:
+def test_prefix_cache_hits_are_not_charged(harness: Harness) -> None:
     tokens = list(range(50, 66))
     harness.add(make_request(tokens=tokens, max_tokens=1))
     harness.run()
@@ -139,7 +139,7 @@ def test_what_is_found_in_the_prefix_cache_is_not_charged(harness: Harness) -> N
     assert harness.flow(again).virtual_counter == 4 * PROMPT_COST + OUTPUT_COST
 
 
-def test_what_is_computed_again_is_charged_once() -> None:
+def test_recomputed_tokens_are_charged_once() -> None:
     harness = Harness(num_blocks=6, block_size=4, token_budget=16)
     requests = [make_request(7, max_tokens=8) for _ in range(3)]
     keeping = make_request(1, tenant="other", max_tokens=40)
@@ -153,7 +153,7 @@ def test_what_is_computed_again_is_charged_once() -> None:
     assert flow.virtual_counter == sum(map(cost, requests))
 
 
-def test_the_first_request_for_a_cold_adapter_is_charged_for_its_load() -> None:
+def test_first_request_for_cold_adapter_pays_for_load() -> None:
     harness = Harness()
     harness.adapters.mean_load_s = 0.02
     first, second = make_request(tenant="a", adapter="cold"), make_request(tenant="b", adapter="cold")
@@ -175,7 +175,7 @@ def test_a_tenant_without_resident_adapters_earns_no_credit() -> None:
     assert total["hot"] >= 0.6 * total["cold"]
 
 
-def test_an_adapter_that_is_not_resident_earns_no_credit_within_its_tenant() -> None:
+def test_absent_adapter_earns_no_credit() -> None:
     harness = Harness(max_num_seqs=2)
     harness.adapters.set("hot", Residency.RESIDENT)
     harness.add(*[make_request(16, adapter="cold") for _ in range(50)])
@@ -189,7 +189,7 @@ def test_an_adapter_that_is_not_resident_earns_no_credit_within_its_tenant() -> 
 # prompts
 
 
-def test_a_prompt_of_the_tenant_with_the_least_counter_comes_before_a_begun_one() -> None:
+def test_prompt_of_least_served_tenant_precedes_begun_prompt() -> None:
     harness = Harness(token_budget=8)
     long, short = make_request(60, tenant="noisy"), make_request(6, tenant="quiet")
     harness.add(long)
@@ -199,7 +199,7 @@ def test_a_prompt_of_the_tenant_with_the_least_counter_comes_before_a_begun_one(
     assert [(entry.request, entry.num_tokens) for entry in entries] == [(short, 6)]
 
 
-def test_prompts_of_a_tenant_over_its_share_fill_a_part_of_a_step_beside_light_tenants() -> None:
+def test_prompts_over_share_fill_part_of_step() -> None:
     harness = Harness(token_budget=32)
     long = make_request(100, tenant="noisy")
     harness.add(long)
@@ -218,7 +218,7 @@ def test_prompts_of_a_tenant_over_its_share_fill_a_part_of_a_step_beside_light_t
 # slots and blocks
 
 
-def test_a_tenant_below_its_slot_quota_takes_a_slot_of_one_above() -> None:
+def test_tenant_below_slot_quota_takes_slot_above_quota() -> None:
     harness = Harness(max_num_seqs=4)
     noisy = [make_request(4, tenant="noisy", max_tokens=30) for _ in range(10)]
     harness.add(*noisy)
@@ -235,7 +235,7 @@ def test_a_tenant_below_its_slot_quota_takes_a_slot_of_one_above() -> None:
     assert all(request.num_output_tokens == 30 for request in noisy)
 
 
-def test_a_tenant_takes_no_slot_of_one_with_a_lower_counter() -> None:
+def test_tenant_takes_no_slot_from_lower_counter() -> None:
     harness = Harness(max_num_seqs=4)
     harness.add(make_request(1, tenant="steady", weight=2.0, max_tokens=100))
     harness.add(make_request(16, tenant="light", weight=0.5, max_tokens=1))
@@ -257,7 +257,7 @@ def test_a_tenant_takes_no_slot_of_one_with_a_lower_counter() -> None:
     assert harness.scheduler.num_fair_preemptions == 1
 
 
-def test_a_tenant_that_waits_for_a_slot_keeps_its_deficit() -> None:
+def test_tenant_waiting_for_slot_keeps_deficit() -> None:
     harness = Harness(max_num_seqs=5, token_budget=8)
     harness.add(make_request(60, tenant="long"))
     harness.step()
@@ -275,7 +275,7 @@ def test_a_tenant_that_waits_for_a_slot_keeps_its_deficit() -> None:
         assert waits.virtual_counter == waits.total_service < long.virtual_counter
 
 
-def test_the_deficit_of_a_tenant_with_its_slot_quota_is_capped_at_a_few_steps() -> None:
+def test_deficit_of_tenant_with_slot_quota_is_capped() -> None:
     """Long prompts of one are computed while another waits for more than its part; then they have
     ended, and the one has a request again.
     """
@@ -299,7 +299,7 @@ def test_the_deficit_of_a_tenant_with_its_slot_quota_is_capped_at_a_few_steps() 
     assert many.num_running == 3
 
 
-def test_a_request_is_preempted_for_fairness_a_few_times_at_most() -> None:
+def test_fair_preemptions_of_request_are_bounded() -> None:
     harness = Harness(max_num_seqs=2)
     noisy = [make_request(4, tenant="noisy", max_tokens=200) for _ in range(2)]
     harness.add(*noisy)
@@ -312,14 +312,14 @@ def test_a_request_is_preempted_for_fairness_a_few_times_at_most() -> None:
     assert [request.num_preemptions for request in noisy] == [MAX_FAIR_PREEMPTIONS] * 2
 
 
-def test_one_tenant_takes_nothing_of_itself() -> None:
+def test_lone_tenant_preempts_no_own_request() -> None:
     harness = Harness(max_num_seqs=2)
     harness.add(*[make_request(4, max_tokens=10) for _ in range(10)])
     harness.run()
     assert harness.scheduler.num_preemptions == 0
 
 
-def test_a_tenant_below_its_block_quota_takes_blocks_of_one_above() -> None:
+def test_tenant_below_block_quota_takes_blocks_above_quota() -> None:
     harness = Harness(num_blocks=16, block_size=4, token_budget=64)
     noisy = [make_request(14, tenant="noisy", max_tokens=40) for _ in range(4)]
     harness.add(*noisy)
@@ -331,7 +331,7 @@ def test_a_tenant_below_its_block_quota_takes_blocks_of_one_above() -> None:
     check(harness)
 
 
-def test_a_tenants_requests_hold_no_more_blocks_than_it_may() -> None:
+def test_requests_of_tenant_hold_blocks_within_share() -> None:
     harness = Harness(num_blocks=40, block_size=4)
     capped = [make_request(12, tenant="capped", kv_share=0.2, max_tokens=12) for _ in range(6)]
     harness.add(*capped)
@@ -348,7 +348,7 @@ def test_a_tenants_requests_hold_no_more_blocks_than_it_may() -> None:
     assert all(request.num_output_tokens == 12 for request in capped)
 
 
-def test_the_only_running_request_of_a_tenant_may_hold_more_than_its_part() -> None:
+def test_only_running_request_of_tenant_may_exceed_share() -> None:
     harness = Harness(num_blocks=40, block_size=4)
     request = make_request(30, kv_share=0.01, max_tokens=10)
     harness.add(request, make_request(8, kv_share=0.01, max_tokens=2))
@@ -380,12 +380,12 @@ def serve_adapters(kv_share: float, shares: dict[str, float], num_each: int = 2)
 
 
 @pytest.mark.parametrize(("kv_share", "num_adapters"), [(1.0, 4), (0.75, 3), (0.55, 2), (0.1, 1)])
-def test_tenant_pins_adapters_within_its_share(kv_share: float, num_adapters: int) -> None:
+def test_tenant_pins_adapters_within_share(kv_share: float, num_adapters: int) -> None:
     most_pinned, _ = serve_adapters(kv_share, dict.fromkeys("bcde", 0.2))
     assert most_pinned == num_adapters
 
 
-def test_requests_share_the_bytes_of_one_adapter() -> None:
+def test_requests_share_bytes_of_same_adapter() -> None:
     _, most_running = serve_adapters(0.5, {"b": 0.2}, num_each=4)
     assert most_running == 4
 
@@ -405,7 +405,7 @@ def test_adapter_beyond_the_share_is_not_asked_for(harness: Harness) -> None:
 # a request's own time
 
 
-def test_a_request_out_of_time_before_its_first_token_ends_with_an_error(harness: Harness) -> None:
+def test_timeout_before_first_token_ends_with_error(harness: Harness) -> None:
     request = make_request(adapter="cold", timeout_s=2.0, arrival_s=1.0)
     harness.add(request, make_request(max_tokens=9))
     harness.step()
@@ -418,7 +418,7 @@ def test_a_request_out_of_time_before_its_first_token_ends_with_an_error(harness
     check(harness)
 
 
-def test_a_request_out_of_time_ends_with_the_tokens_that_it_has(harness: Harness) -> None:
+def test_timeout_after_tokens_ends_with_partial_answer(harness: Harness) -> None:
     harness.adapters.set("a", Residency.RESIDENT)
     request = make_request(adapter="a", max_tokens=50, timeout_s=2.0)
     harness.add(request)
@@ -430,7 +430,7 @@ def test_a_request_out_of_time_ends_with_the_tokens_that_it_has(harness: Harness
     assert (harness.kv.num_held, sum(harness.adapters.pins.values())) == (0, 0)
 
 
-def test_times_of_requests_that_have_ended_are_forgotten(harness: Harness) -> None:
+def test_deadlines_of_ended_requests_are_forgotten(harness: Harness) -> None:
     for _ in range(500):
         harness.add(make_request(1, max_tokens=1, timeout_s=3600.0))
         harness.step()
@@ -472,7 +472,7 @@ def lead(num_places: int, weight: float) -> float:
 # they went apart without end
 @example(seed=82812, num_backlogs=[1, 11, 1], weights=[2.0, 0.5, 2.0, 0.5], num_blocks=256)
 @settings(max_examples=25, deadline=None)
-def test_tenants_with_something_waiting_never_differ_by_more_than_what_runs(
+def test_waiting_tenants_differ_at_most_by_running_work(
     seed: int, num_backlogs: list[int], weights: list[float], num_blocks: int
 ) -> None:
     """Say f had more than g, and look at the last request of f that began.
@@ -537,9 +537,7 @@ def charged(harness: Harness) -> dict[str, float]:
     seed=st.integers(0, 1 << 30), num_tenants=st.integers(1, 4), max_num_seqs=st.integers(1, 6), load=st.integers(1, 3)
 )
 @settings(max_examples=20, deadline=None)
-def test_a_request_waits_behind_a_bounded_amount_of_what_came_later(
-    seed: int, num_tenants: int, max_num_seqs: int, load: int
-) -> None:
+def test_request_waits_behind_bounded_later_work(seed: int, num_tenants: int, max_num_seqs: int, load: int) -> None:
     rng = random.Random(seed)
     harness = Harness(max_num_seqs=max_num_seqs, num_blocks=128, token_budget=16)
     weights = {f"t{number}": rng.choice([0.5, 1.0, 2.0]) for number in range(num_tenants)}
@@ -582,7 +580,7 @@ def is_alike(one: Request, other: Request) -> bool:
     return (one.tenant, one.adapter) == (other.tenant, other.adapter)
 
 
-def test_random_traffic_of_tenants_always_ends_with_nothing_held() -> None:
+def test_random_tenant_traffic_ends_with_no_resources_held() -> None:
     rng = random.Random(1)
     num_preemptions = 0
     for _ in range(25):
@@ -625,7 +623,7 @@ def make_probe(tenant: str = "", **options: object) -> Request:
     return as_probe(make_request(27, tenant=tenant, max_tokens=4, **options), [1] * 30)  # type: ignore[arg-type]
 
 
-def test_a_certificates_probe_puts_no_tenant_over_its_share() -> None:
+def test_certificate_probe_puts_no_tenant_over_share() -> None:
     def num_tokens(has_probe: bool) -> int:
         harness, total = Harness(num_blocks=4096, block_size=16, max_num_seqs=64, token_budget=512), 0
         for number in range(60):
@@ -641,7 +639,7 @@ def test_a_certificates_probe_puts_no_tenant_over_its_share() -> None:
     assert num_tokens(has_probe=True) == num_tokens(has_probe=False)
 
 
-def test_probes_that_have_every_slot_wait_for_one_another() -> None:
+def test_probes_in_every_slot_wait_for_peers() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add(make_probe(), make_probe())
     harness.run()
@@ -661,7 +659,7 @@ def test_no_request_is_preempted_for_a_probe() -> None:
     check(harness)
 
 
-def test_a_long_prompt_of_a_tenant_with_a_kv_share_is_not_preempted_for_its_short_ones() -> None:
+def test_long_capped_prompt_survives_short_prompts() -> None:
     harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, token_budget=32)
     long = make_request(112, tenant="a", kv_share=0.5, max_tokens=2)
     for number in range(200):
@@ -678,7 +676,7 @@ def test_a_long_prompt_of_a_tenant_with_a_kv_share_is_not_preempted_for_its_shor
     check(harness)
 
 
-def test_urgent_and_exclusive_requests_leave_others_of_their_flow_their_deadlines() -> None:
+def test_urgent_requests_keep_deadlines_of_same_flow() -> None:
     harness = Harness()
     harness.adapters.set("cold", Residency.LOADING)
     harness.add(make_request(adapter="cold", priority=-1), *[make_request(adapter="cold") for _ in range(5)])

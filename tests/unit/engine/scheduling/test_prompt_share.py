@@ -62,7 +62,7 @@ def test_share_fills_the_target(target_s: float | None, row_s: float, token_s: f
     assert AUTO_FLOOR_S == 0.03
 
 
-def test_steps_that_become_slower_have_fewer_prompt_tokens() -> None:
+def test_slower_steps_have_fewer_prompt_tokens() -> None:
     share = measured()
     before = share.tokens(16)
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_steps_that_become_slower_have_fewer_prompt_tokens() -> None:
     assert share.tokens(16) < before / 1.9
 
 
-def test_step_that_waited_for_other_work_is_soon_forgotten() -> None:
+def test_step_delayed_by_foreign_work_is_soon_forgotten() -> None:
     share = measured()
     before = share.tokens(16)
     share.note([*streams(16), entry(100)], 60.0)
@@ -109,7 +109,7 @@ def parts(harness: Harness, *requests: Request) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_each_step_is_noted_with_its_own_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_recorded_with_own_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(overlap=overlap, is_lazy=True)
     noted: list[list[int]] = []
     share = simulation.engine._scheduler.prompt_share

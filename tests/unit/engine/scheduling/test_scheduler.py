@@ -13,7 +13,7 @@ def part(scheduled, request):
     return next((entry.num_tokens for entry in scheduled if entry.request is request), 0)
 
 
-def test_a_prompt_is_computed_in_chunks_of_the_token_budget():
+def test_prompt_is_computed_in_chunks_of_token_budget():
     harness = Harness(token_budget=8)
     request = make_request(20)
     harness.add(request)
@@ -47,7 +47,7 @@ def test_lower_priority_numbers_run_first():
     assert harness.schedule()[0].request is early
 
 
-def test_a_request_waits_for_its_adapter_while_others_run(harness):
+def test_request_waits_for_adapter_while_rest_runs(harness):
     cold, base = make_request(adapter="cold"), make_request()
     harness.add(cold, base)
     scheduled, _ = harness.step()
@@ -62,7 +62,7 @@ def test_a_request_waits_for_its_adapter_while_others_run(harness):
 
 
 @pytest.mark.parametrize(("tier", "read_s", "told_s"), [("disk", 1.5, 1.5), ("disk", 9.0, 2.0), ("host", 1.5, 0.0)])
-def test_the_first_token_says_where_its_adapter_was_and_how_long_it_was_read(harness, tier, read_s, told_s):
+def test_first_token_reports_adapter_tier_and_read_time(harness, tier, read_s, told_s):
     # a load that another request began may have run before this one came
     cold = make_request(adapter="cold")
     cold.adapter_tier = tier
@@ -75,7 +75,7 @@ def test_the_first_token_says_where_its_adapter_was_and_how_long_it_was_read(har
     assert (first.adapter_tier, first.adapter_s, first.adapter_read_s) == (tier, 2.0, told_s)
 
 
-def test_the_adapter_that_was_asked_for_first_is_asked_for_while_no_slot_is_free():
+def test_first_requested_adapter_is_renewed_without_free_slot():
     # the pager forgets an adapter that isn't asked for, and evicts a resident one that isn't used
     harness = Harness(max_num_seqs=1)
     harness.adapters.set("hot", Residency.RESIDENT)
@@ -88,7 +88,7 @@ def test_the_adapter_that_was_asked_for_first_is_asked_for_while_no_slot_is_free
     assert harness.adapters.asked == ["cold"]
 
 
-def test_a_running_request_pins_its_adapter_until_it_ends(harness):
+def test_running_request_pins_adapter_until_end(harness):
     harness.adapters.set("a", Residency.RESIDENT)
     harness.add(make_request(adapter="a", max_tokens=2))
     harness.step()
@@ -97,7 +97,7 @@ def test_a_running_request_pins_its_adapter_until_it_ends(harness):
     assert harness.adapters.pins[make_ref("a").digest] == 0
 
 
-def test_a_probe_is_no_use_of_its_adapter(harness):
+def test_probe_counts_as_no_use_of_adapter(harness):
     harness.adapters.set("a", Residency.RESIDENT)
     probed, asked = as_probe(make_request(adapter="a", max_tokens=1)), make_request(adapter="a", max_tokens=1)
     harness.add(probed, asked)
@@ -105,7 +105,7 @@ def test_a_probe_is_no_use_of_its_adapter(harness):
     assert (sum(harness.adapters.pins.values()), harness.adapters.num_uses) == (2, 1)
 
 
-def test_probes_leave_steps_with_prompts_to_these_for_a_while(harness):
+def test_probes_yield_to_prompts_for_bounded_time(harness):
     def rows(scheduled):
         return sum(entry.num_tokens for entry in scheduled if entry.request.probe is not None)
 
@@ -145,13 +145,13 @@ def add_probe_whose_adapter_has_come(harness):
     return probe
 
 
-def test_an_adapter_that_comes_for_a_probe_alone_is_no_prompts_news(harness):
+def test_adapter_for_probe_alone_wakes_no_prompt(harness):
     probe = add_probe_whose_adapter_has_come(harness)
     # in the step in which it arrives: in the next one another may have its memory
     assert sum(entry.num_tokens for entry in harness.step()[0] if entry.request is probe) == MIN_PROBE_ROWS
 
 
-def test_an_adapter_that_comes_for_a_probe_is_kept_for_it_while_prompts_take_the_step(harness):
+def test_adapter_for_probe_is_kept_while_prompts_run(harness):
     probe = add_probe_whose_adapter_has_come(harness)
     harness.add(make_request(4, max_tokens=1))
     assert all(entry.request is not probe for entry in harness.step()[0])
@@ -160,7 +160,7 @@ def test_an_adapter_that_comes_for_a_probe_is_kept_for_it_while_prompts_take_the
     assert harness.adapters.pins[make_ref("probed").digest] == 0
 
 
-def test_an_adapter_is_not_asked_for_by_a_probe_while_prompts_take_the_step(harness):
+def test_probe_requests_no_adapter_while_prompts_fill_step(harness):
     """It would be loaded beside these, and a load makes a step longer too."""
     add_probe(harness)
     harness.add(make_request(4, max_tokens=1))
@@ -171,7 +171,7 @@ def test_an_adapter_is_not_asked_for_by_a_probe_while_prompts_take_the_step(harn
     assert harness.scheduler.num_waiting_for_adapter == 1
 
 
-def test_a_lookup_in_the_prefix_cache_counts_when_the_request_starts(harness):
+def test_prefix_cache_lookup_counts_at_request_start(harness):
     harness = Harness(num_blocks=4, block_size=4)
     harness.add(make_request(12, max_tokens=4))
     harness.step()
@@ -193,7 +193,7 @@ def test_a_request_with_a_failed_adapter_ends_alone(harness):
     assert outputs[good.request_id].finish_reason is FinishReason.LENGTH
 
 
-def test_when_blocks_run_out_the_youngest_starts_over_and_all_finish():
+def test_youngest_restarts_when_blocks_run_out():
     harness = Harness(num_blocks=6, block_size=4, token_budget=16)
     requests = [make_request(7, max_tokens=8) for _ in range(3)]
     harness.add(*requests)
@@ -206,7 +206,7 @@ def test_when_blocks_run_out_the_youngest_starts_over_and_all_finish():
     assert harness.kv.num_held == 0
 
 
-def test_a_preempted_request_keeps_its_adapter(harness):
+def test_preempted_request_keeps_adapter(harness):
     harness = Harness(num_blocks=4, block_size=4, token_budget=16)
     harness.adapters.set("a", Residency.RESIDENT)
     first, second = make_request(7, max_tokens=6), make_request(7, adapter="a", max_tokens=6)
@@ -218,7 +218,7 @@ def test_a_preempted_request_keeps_its_adapter(harness):
     assert harness.adapters.pins[make_ref("a").digest] == 0
 
 
-def test_a_repeated_prompt_computes_only_what_follows_its_full_blocks(harness):
+def test_repeated_prompt_computes_only_tokens_after_full_blocks(harness):
     tokens = list(range(50, 60))
     harness.add(make_request(tokens=tokens, max_tokens=1))
     harness.run()
@@ -229,7 +229,7 @@ def test_a_repeated_prompt_computes_only_what_follows_its_full_blocks(harness):
     assert outputs[0].num_cached_tokens == 8
 
 
-def test_kv_that_led_to_bad_logits_is_never_offered(harness):
+def test_kv_behind_bad_logits_is_never_offered(harness):
     tokens = list(range(50, 60))
     harness.add(make_request(tokens=tokens))
     _, outputs = harness.step(is_finite=False)
@@ -239,7 +239,7 @@ def test_kv_that_led_to_bad_logits_is_never_offered(harness):
     assert scheduled[0].start == 0
 
 
-def test_a_prompt_that_is_scored_takes_no_prefix_hits(harness):
+def test_scored_prompt_takes_no_prefix_hits(harness):
     tokens = list(range(50, 60))
     harness.add(make_request(tokens=tokens, max_tokens=1))
     harness.run()
@@ -248,7 +248,7 @@ def test_a_prompt_that_is_scored_takes_no_prefix_hits(harness):
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
-def test_an_aborted_request_leaves_nothing_behind(when):
+def test_aborted_request_leaves_no_resources(when):
     harness = Harness(token_budget=4)
     harness.adapters.set("a", Residency.RESIDENT)
     request = make_request(10, adapter="a", max_tokens=50)
@@ -262,7 +262,7 @@ def test_an_aborted_request_leaves_nothing_behind(when):
     assert not harness.scheduler.has_requests
 
 
-def test_eos_ends_unless_it_is_ignored_or_too_early(harness):
+def test_eos_ends_unless_ignored_or_too_early(harness):
     plain, ignoring, early = (
         make_request(max_tokens=4),
         make_request(max_tokens=4, ignore_eos=True),
@@ -293,7 +293,7 @@ def test_max_tokens_of_zero_only_computes_the_prompt(harness):
     assert outputs[0].prompt_logprobs == (None,)
 
 
-def test_only_requests_with_a_pin_go_on_while_admission_is_paused():
+def test_only_pinned_requests_continue_while_admission_is_paused():
     harness = Harness(num_blocks=6, block_size=4, token_budget=64)
     harness.adapters.set("a", Residency.RESIDENT)
     older = make_request(8, adapter="a", max_tokens=6)
@@ -318,7 +318,7 @@ def test_only_requests_with_a_pin_go_on_while_admission_is_paused():
     assert [request.status for request in late] == [RequestStatus.FINISHED] * 3
 
 
-def test_the_adapter_that_paused_admission_is_asked_for_again():
+def test_adapter_pausing_admission_is_requested_again():
     harness = Harness()
     request = make_request(4, adapter="b")
     harness.add(request)
@@ -332,7 +332,7 @@ def test_the_adapter_that_paused_admission_is_asked_for_again():
     assert outputs[0].error_code == "adapter_corrupt"
 
 
-def test_a_request_starts_once_its_adapter_arrives_though_admission_is_paused_for_another():
+def test_request_with_arrived_adapter_starts_despite_paused_admission():
     harness = Harness()
     waited, late = make_request(4, adapter="b"), make_request(4, adapter="b")
     harness.add(waited)
@@ -344,7 +344,7 @@ def test_a_request_starts_once_its_adapter_arrives_though_admission_is_paused_fo
     assert (waited.status, late.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
 
 
-def test_random_traffic_always_ends_with_nothing_held():
+def test_random_traffic_ends_with_no_resources_held():
     rng = random.Random(0)
     for _ in range(30):
         harness = Harness(num_blocks=rng.randint(8, 20), block_size=4, max_num_seqs=rng.randint(1, 6), token_budget=8)

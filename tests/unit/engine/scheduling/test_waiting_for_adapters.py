@@ -33,9 +33,7 @@ def errors(outputs: list[TokenOutput]) -> dict[str, str | None]:
         (Residency.WAITING_FOR_SPACE, "everything on the device is in use"),
     ],
 )
-def test_a_request_waits_for_its_adapter_up_to_the_deadline_and_its_error_says_so(
-    harness: Harness, state: Residency, why: str
-) -> None:
+def test_request_for_adapter_fails_at_deadline_with_reason(harness: Harness, state: Residency, why: str) -> None:
     harness.adapters.set("cold", state)
     request, other = make_request(adapter="cold"), make_request(max_tokens=100)
     harness.add(request, other)
@@ -52,7 +50,7 @@ def test_a_request_waits_for_its_adapter_up_to_the_deadline_and_its_error_says_s
     assert harness.scheduler.num_running == 1
 
 
-def test_each_request_has_a_deadline_of_its_own(harness: Harness) -> None:
+def test_each_request_has_own_deadline(harness: Harness) -> None:
     early, late = make_request(adapter="cold"), make_request(adapter="cold")
     harness.add(early)
     harness.step()
@@ -65,7 +63,7 @@ def test_each_request_has_a_deadline_of_its_own(harness: Harness) -> None:
     assert list(errors(harness.step()[1])) == [late.request_id]
 
 
-def test_a_request_that_waits_for_a_slot_with_a_resident_adapter_is_not_overdue() -> None:
+def test_slot_wait_with_resident_adapter_is_not_overdue() -> None:
     harness = Harness(max_num_seqs=1)
     cold, running = make_request(adapter="cold"), make_request(max_tokens=20)
     harness.add(cold, running)
@@ -78,7 +76,7 @@ def test_a_request_that_waits_for_a_slot_with_a_resident_adapter_is_not_overdue(
     assert cold.num_output_tokens == 3
 
 
-def test_all_requests_for_an_adapter_fail_with_it_in_one_step() -> None:
+def test_failed_adapter_fails_all_requests_in_step() -> None:
     harness = Harness()
     cold = [make_request(adapter="cold") for _ in range(50)]
     harness.add(*cold)
@@ -87,7 +85,7 @@ def test_all_requests_for_an_adapter_fail_with_it_in_one_step() -> None:
     assert len(errors(harness.step()[1])) == 50
 
 
-def test_a_request_with_an_adapter_that_failed_while_no_slot_was_free_fails_at_its_deadline() -> None:
+def test_failed_adapter_without_free_slot_fails_at_deadline() -> None:
     harness = Harness(max_num_seqs=1)
     cold, running = make_request(adapter="cold"), make_request(max_tokens=50)
     harness.add(cold, running)
@@ -97,13 +95,13 @@ def test_a_request_with_an_adapter_that_failed_while_no_slot_was_free_fails_at_i
     assert list(errors(harness.step()[1])) == [cold.request_id]
 
 
-def test_the_refusal_says_when_to_come_back_also_from_another_process() -> None:
+def test_refusal_reports_retry_time_across_processes() -> None:
     error = error_from_code("adapter_not_ready", "x")
     assert isinstance(error, AdapterNotReady)
     assert error.retry_after_s == AdapterNotReady.retry_after_s > 0
 
 
-def test_adapters_of_requests_that_wait_for_a_slot_are_prefetched() -> None:
+def test_adapters_of_requests_waiting_for_slot_are_prefetched() -> None:
     harness = Harness(max_num_seqs=1)
     harness.adapters.set("hot", Residency.RESIDENT)
     harness.add(make_request(adapter="hot", max_tokens=50), make_request(max_tokens=50))
@@ -117,7 +115,7 @@ def test_adapters_of_requests_that_wait_for_a_slot_are_prefetched() -> None:
     assert harness.adapters.asked == []
 
 
-def test_a_cold_request_is_the_next_to_start_once_its_adapter_arrives() -> None:
+def test_cold_request_starts_next_once_adapter_arrives() -> None:
     harness = Harness(max_num_seqs=2)
     harness.adapters.set("hot", Residency.RESIDENT)
     cold = make_request(adapter="cold")
@@ -168,7 +166,7 @@ def num_visited(monkeypatch: pytest.MonkeyPatch, num_requests: int, num_adapters
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_a_step_visits_no_more_requests_however_many_are_blocked(
+def test_step_visits_bounded_requests_however_many_are_blocked(
     monkeypatch: pytest.MonkeyPatch, is_paused: bool
 ) -> None:
     few = num_visited(monkeypatch, 10, 5, is_paused=is_paused)
@@ -177,7 +175,7 @@ def test_a_step_visits_no_more_requests_however_many_are_blocked(
     assert num_visited(monkeypatch, 800, 200, is_paused=is_paused) == few
 
 
-def test_a_new_request_for_an_absent_adapter_asks_the_pager_once(harness: Harness) -> None:
+def test_new_request_for_absent_adapter_queries_pager_once(harness: Harness) -> None:
     harness.add(*[make_request(adapter="cold") for _ in range(50)])
     harness.step()
     # and once for the one that has waited longest
@@ -189,7 +187,7 @@ def test_a_new_request_for_an_absent_adapter_asks_the_pager_once(harness: Harnes
     assert harness.scheduler.num_waiting_for_adapter == 51
 
 
-def test_absent_adapters_are_asked_for_again_before_the_pager_forgets_them(harness: Harness) -> None:
+def test_absent_adapters_are_renewed_before_pager_forgets(harness: Harness) -> None:
     names = [f"cold{number}" for number in range(4 * MAX_RETRIES)]
     harness.add(make_request(max_tokens=200), *[make_request(adapter=name) for name in names])
     asked_s = dict.fromkeys(names, 0.0)
@@ -201,7 +199,7 @@ def test_absent_adapters_are_asked_for_again_before_the_pager_forgets_them(harne
         assert harness.now - min(asked_s.values()) <= MAX_PARKED_S + 0.6 < STALE_AFTER_S
 
 
-def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> None:
+def test_arrived_adapter_is_used_in_next_step(harness: Harness) -> None:
     requests = [make_request(adapter=name, max_tokens=1) for name in ("first", "second", "first")]
     harness.add(*requests)
     for _ in range(3):
@@ -210,7 +208,7 @@ def test_an_adapter_that_has_come_is_used_in_the_next_step(harness: Harness) -> 
     assert [entry.request for entry in harness.step()[0]] == [requests[0], requests[2]]
 
 
-def test_requests_blocked_by_paused_admission_start_once_it_resumes(harness: Harness) -> None:
+def test_requests_blocked_by_paused_admission_start_on_resume(harness: Harness) -> None:
     harness.adapters.is_admission_paused = True
     requests = [make_request(max_tokens=1) for _ in range(3)]
     harness.add(*requests)
@@ -219,7 +217,7 @@ def test_requests_blocked_by_paused_admission_start_once_it_resumes(harness: Har
     assert [entry.request for entry in harness.step()[0]] == requests
 
 
-def test_a_parked_flow_is_advanced_to_the_counter_of_the_flow_served_instead() -> None:
+def test_parked_flow_advances_to_counter_of_served_flow() -> None:
     harness = Harness(num_blocks=4096, max_num_seqs=1)
     harness.adapters.set("hot", Residency.RESIDENT)
     cold = [make_request(8, adapter=f"cold{number % 3}") for number in range(6)]

@@ -102,7 +102,7 @@ def ask(base: FakeBase, *candidates: DraftCandidate, chosen: Sequence[Proposal] 
     )
 
 
-def test_the_better_it_is_the_more_tokens_it_is_asked_for():
+def test_better_draft_base_proposes_more_tokens():
     counts = []
     for right in (0.5, 0.8, 0.99):
         (proposal,) = ask(FakeBase(1.5), candidate(right=right))
@@ -113,19 +113,19 @@ def test_the_better_it_is_the_more_tokens_it_is_asked_for():
 
 
 @pytest.mark.parametrize("base", [FakeBase(9.0), FakeBase(20.0)], ids=["nearly as slow", "slower"])
-def test_one_that_takes_as_long_as_the_base_is_never_asked(base):
+def test_draft_base_as_slow_as_base_is_unused(base):
     assert ask(base, candidate(right=0.99)) == []
     assert base.asked == []
 
 
-def test_one_that_is_wrong_is_not_asked_until_its_patience_is_over():
+def test_wrong_draft_base_is_paused_until_patience_ends():
     base, one = FakeBase(1.0), candidate(right=0.0)
     drafting, costs = Drafting(base, clock=base.clock), costs_of(*STEPS)
     asked = [bool(drafting.propose([one], [], costs, num_requests=1, room=60, min_gain=MIN_GAIN)) for _ in range(1002)]
     assert asked.index(True) == 1000
 
 
-def test_requests_of_which_it_is_wrong_are_left_out():
+def test_requests_with_wrong_proposals_are_excluded():
     right, wrong = candidate(0, right=0.95), candidate(1, right=0.05)
     (proposal,) = ask(FakeBase(0.5), right, wrong)
     assert proposal.number == 0
@@ -133,14 +133,14 @@ def test_requests_of_which_it_is_wrong_are_left_out():
     assert right.rate.num_unmade == 0
 
 
-def test_what_was_found_in_texts_is_replaced_only_by_what_is_expected_to_be_better():
+def test_text_matches_are_replaced_only_by_better_drafts():
     good, bad = found(0), found(0, length=1)
     assert ask(FakeBase(3.0), candidate(right=0.9, lookup=good), chosen=[good]) == [good]
     (proposal,) = ask(FakeBase(0.5), candidate(right=0.99, lookup=bad), chosen=[bad])
     assert proposal.source is ProposalSource.DRAFT
 
 
-def test_a_long_text_is_not_read_for_a_few_tokens():
+def test_long_text_is_not_read_for_few_tokens():
     base, one = FakeBase(1.0), candidate(right=0.9)
     base.behind = 4000
     assert ask(base, one) != []
@@ -150,13 +150,13 @@ def test_a_long_text_is_not_read_for_a_few_tokens():
     assert ask(base, one) != []
 
 
-def test_no_more_rows_are_proposed_than_the_step_has_room_for():
+def test_proposed_rows_fit_step_budget():
     for room in range(1, 12):
         proposals = ask(FakeBase(0.1), candidate(0, right=0.99), candidate(1, right=0.99), room=room)
         assert sum(len(proposal.token_ids) for proposal in proposals) <= room
 
 
-def test_its_time_is_counted_and_it_is_measured_again_when_it_was_not_asked_for_long():
+def test_draft_time_is_counted_and_remeasured_after_pause():
     base = FakeBase(20.0)
     drafting, costs, one = Drafting(base, clock=base.clock), costs_of(*STEPS), candidate(right=0.9)
     num_first = base.num_rehearsals
@@ -170,7 +170,7 @@ def test_its_time_is_counted_and_it_is_measured_again_when_it_was_not_asked_for_
     assert drafting.propose([one], [], costs, num_requests=1, room=60, min_gain=MIN_GAIN) != []
 
 
-def test_steps_without_it_are_measured_first_and_now_and_then():
+def test_steps_without_draft_are_measured_first_and_periodically():
     base = FakeBase(1.0)
     drafting, costs = Drafting(base, clock=base.clock), StepCosts()
     plain = []
@@ -182,7 +182,7 @@ def test_steps_without_it_are_measured_first_and_now_and_then():
     assert sum(plain) < 14
 
 
-def test_in_steps_of_more_requests_than_may_be_it_is_not_asked_and_no_step_is_kept_plain():
+def test_draft_is_skipped_in_steps_over_request_limit():
     base = FakeBase(1.0)
     drafting = Drafting(base, max_requests=2, clock=base.clock)
     assert [drafting.takes(count) for count in (1, 2, 3)] == [True, True, False]

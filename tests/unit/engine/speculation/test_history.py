@@ -11,7 +11,7 @@ ONE, OTHER = Digest("1" * 64), Digest("2" * 64)
 TEXT = list(range(100, 120))
 
 
-def test_a_text_is_found_by_its_own_tenant_and_adapter_alone():
+def test_text_is_found_only_within_tenant_and_adapter():
     history = History(1 << 20)
     history.add((A, ONE), TEXT)
     index = history.get((A, ONE))
@@ -21,7 +21,7 @@ def test_a_text_is_found_by_its_own_tenant_and_adapter_alone():
         assert history.get(key) is None
 
 
-def test_texts_stay_within_their_bytes_and_the_least_recently_used_are_forgotten():
+def test_texts_stay_within_bytes_and_evict_least_recent():
     history = History(256 << 10)
     rng = random.Random(0)
     keys = [(A, Digest(f"{i:064}")) for i in range(50)]
@@ -43,7 +43,7 @@ def test_of_a_long_text_the_end_is_kept():
     assert len(index) == MAX_TEXT_TOKENS + 1
 
 
-def test_a_version_that_is_gone_leaves_no_text():
+def test_deleted_version_leaves_no_text():
     history = History(1 << 20)
     for key in ((A, ONE), (B, ONE), (A, OTHER), (A, None)):
         history.add(key, TEXT)
@@ -57,7 +57,7 @@ def test_a_version_that_is_gone_leaves_no_text():
     assert history.num_bytes == sum(index.num_bytes for index in history._indices.values())
 
 
-def test_what_a_deleted_version_made_is_forgotten_for_all_tenants_that_used_it():
+def test_texts_of_deleted_version_are_forgotten_everywhere():
     # A owns sql@1, and B has used it by a grant; B owns the same bytes by another name, as C does
     c = TenantId("c")
     texts = {

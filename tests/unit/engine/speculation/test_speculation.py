@@ -55,25 +55,25 @@ FLAT = ((1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (16, 1.0))
 STEEP = tuple((rows, float(rows)) for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64))
 
 
-def test_what_followed_the_last_tokens_before_is_proposed():
+def test_earlier_continuation_of_last_tokens_is_proposed():
     speculation = costing(Speculation(), *FLAT)
     (proposed,) = propose(speculation, decoding([*TEXT, *TEXT[:10]]))
     assert proposed == tuple(TEXT[10 : 10 + len(proposed)])
     assert 0 < len(proposed) <= MAX_PROPOSED
 
 
-def test_a_text_that_repeats_itself_is_taken_to_go_on_with_that():
+def test_repeating_text_is_proposed_to_repeat():
     speculation = costing(Speculation(), *FLAT)
     (proposed,) = propose(speculation, decoding([*TEXT, 1, 2, 1, 2, 1, 2]))
     assert proposed == (1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1)[: len(proposed)]
     assert len(proposed) > 2
 
 
-def test_a_text_without_repetition_is_proposed_nothing():
+def test_text_without_repetition_gets_no_proposal():
     assert propose(costing(Speculation(), *FLAT), decoding(list(range(50)))) == [()]
 
 
-def test_no_more_is_proposed_than_a_request_may_still_say_less_one():
+def test_proposal_is_shorter_than_remaining_answer():
     speculation = costing(Speculation(), *FLAT)
     tokens = [*TEXT, *TEXT[:10]]
     for left, most in ((1, 0), (2, 1), (3, 2)):
@@ -81,23 +81,23 @@ def test_no_more_is_proposed_than_a_request_may_still_say_less_one():
         assert len(propose(speculation, request)[0]) <= most
 
 
-def test_no_more_rows_are_taken_than_the_step_has_room_for():
+def test_proposal_rows_fit_step_budget():
     speculation = costing(Speculation(), *FLAT)
     assert len(propose(speculation, decoding([*TEXT, *TEXT[:10]]), budget=2)[0]) <= 2
     assert propose(speculation, decoding([*TEXT, *TEXT[:10]]), budget=0) == [()]
 
 
-def test_nothing_is_proposed_where_each_row_costs_as_much_as_a_step():
+def test_expensive_rows_stop_proposals():
     assert propose(costing(Speculation(), *STEEP), decoding([*TEXT, *TEXT[:10]])) == [()]
 
 
-def test_nothing_is_proposed_in_a_full_step():
+def test_full_step_gets_no_proposals():
     speculation = costing(Speculation(), *FLAT)
     requests = [decoding([*TEXT, *TEXT[:10]]) for _ in range(MAX_ROWS)]
     assert not any(propose(speculation, *requests))
 
 
-def test_wrong_proposals_end_soon_and_are_tried_again_ever_more_seldom():
+def test_wrong_proposals_stop_and_are_retried_rarely():
     # a row costs a little
     speculation = costing(Speculation(), (1, 1.0), (2, 1.3), (4, 1.3), (8, 1.6), (16, 2.2))
     request, tried = decoding([*TEXT, *TEXT[:10]], max_tokens=10_000), []
@@ -113,7 +113,7 @@ def test_wrong_proposals_end_soon_and_are_tried_again_ever_more_seldom():
     assert gaps == sorted(gaps)
 
 
-def test_a_new_request_begins_with_what_others_of_its_tenant_and_adapter_have_learned():
+def test_new_request_inherits_tenant_and_adapter_rates():
     costs = ((1, 1.0), (2, 1.3), (4, 1.3), (8, 1.6), (16, 2.2))
     speculation = costing(Speculation(), *costs)
     for _ in range(6):
@@ -138,7 +138,7 @@ def test_right_proposals_grow():
     assert lengths[-1] == MAX_PROPOSED
 
 
-def test_another_tenants_texts_and_another_adapters_are_never_proposed():
+def test_foreign_texts_are_never_proposed():
     speculation = costing(Speculation(), *FLAT)
     speculation.end(decoding(TEXT, tenant="a", adapter="x"))
     prompt = [7, 7, 7, *TEXT[:10]]
@@ -149,7 +149,7 @@ def test_another_tenants_texts_and_another_adapters_are_never_proposed():
     assert proposed == tuple(TEXT[10 : 10 + len(proposed)]) != ()
 
 
-def test_nothing_is_proposed_to_probes_to_prompts_and_to_answers_of_a_slow_grammar():
+def test_probes_prompts_and_slow_grammars_get_no_proposals():
     speculation = costing(Speculation(), *FLAT)
     tokens = [*TEXT, *TEXT[:10]]
     assert propose(speculation, decoding(tokens, num_prompt_tokens=len(tokens))) == [()]
@@ -161,7 +161,7 @@ def test_nothing_is_proposed_to_probes_to_prompts_and_to_answers_of_a_slow_gramm
     assert speculation.propose([in_flight], 100) == []
 
 
-def test_all_indices_together_stay_within_their_bytes():
+def test_all_indices_together_stay_within_bytes():
     speculation = costing(Speculation(max_bytes=200_000), *FLAT)
     requests = [decoding([*range(i, i + 900)], max_tokens=2000) for i in range(40)]
     propose(speculation, *requests)
@@ -184,7 +184,7 @@ def test_sources_are_counted_apart():
     assert speculation.num_accepted == {ProposalSource.REQUEST: 1, ProposalSource.HISTORY: len(second)}
 
 
-def test_a_rate_is_that_of_the_last_tokens():
+def test_rate_covers_last_tokens():
     rate = Rate()
     for _ in range(50):
         rate.note(5, 5)
@@ -195,7 +195,7 @@ def test_a_rate_is_that_of_the_last_tokens():
     assert rate.patience == MAX_PATIENCE
 
 
-def test_rates_tell_their_parent():
+def test_rates_update_parent_rate():
     parent = Rates()
     Rates(parent).note(4, 3, 0)
     assert parent.of(4).value < Rates().of(4).value == parent.of(8).value
@@ -211,7 +211,7 @@ def test_unknown_costs_grow_with_rows(known):
     assert all_costs[0] < all_costs[-1]
 
 
-def test_a_step_that_waited_for_something_else_counts_little():
+def test_step_delayed_by_foreign_work_counts_little():
     costs = StepCosts()
     for _ in range(20):
         costs.note(1, 1.0)
@@ -219,7 +219,7 @@ def test_a_step_that_waited_for_something_else_counts_little():
     assert costs.of(1) < 1.2
 
 
-def test_one_measurement_proves_little_and_some_do():
+def test_single_measurement_has_little_weight():
     costs = StepCosts()
     costs.note(1, 1.0)
     # the first step of so many rows has its kernels made
@@ -238,7 +238,7 @@ def test_an_old_measurement_is_a_guess_again():
     assert costs.of(2) < 1.2
 
 
-def test_nothing_is_proposed_in_a_step_of_more_requests_than_are_asked_for() -> None:
+def test_step_over_request_limit_gets_no_proposals() -> None:
     text = [*TEXT, *TEXT[:10]]
     assert any(propose(costing(Speculation(max_requests=2), *FLAT), decoding(text), decoding(text)))
     crowd = [decoding(text) for _ in range(3)]
@@ -247,7 +247,7 @@ def test_nothing_is_proposed_in_a_step_of_more_requests_than_are_asked_for() -> 
 
 
 @pytest.mark.parametrize("has_draft_base", [True, False])
-def test_steps_right_after_proposals_tell_nothing_of_steps_without_a_draft_base(has_draft_base: bool) -> None:
+def test_steps_after_proposals_are_no_plain_measurements(has_draft_base: bool) -> None:
     drafting = SimpleNamespace(seconds=0.0) if has_draft_base else None
     speculation = Speculation(drafting=drafting)  # type: ignore[arg-type]
     request = decoding(TEXT)

@@ -32,7 +32,7 @@ def expected(tokens: list[int], last: list[int]) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize("piece", [1, 3, 40, 500])
 @pytest.mark.parametrize("vocab", [2, 12, 32_000])
-def test_the_latest_place_of_the_longest_end_is_found_nearly_always(vocab, piece):
+def test_latest_position_of_longest_suffix_is_usually_found(vocab, piece):
     rng = random.Random(vocab)
     motif = [rng.randrange(vocab) for _ in range(30)]
     tokens: list[int] = []
@@ -50,7 +50,7 @@ def test_the_latest_place_of_the_longest_end_is_found_nearly_always(vocab, piece
     assert num_lost <= max(1, len(tokens) // piece // 5)
 
 
-def test_pieces_make_nearly_the_same_index_as_the_whole():
+def test_index_from_pieces_nearly_equals_whole_index():
     rng = random.Random(0)
     tokens = [rng.randrange(9) for _ in range(200)]
     whole, pieces = TokenIndex(1024), TokenIndex(1024)
@@ -62,7 +62,7 @@ def test_pieces_make_nearly_the_same_index_as_the_whole():
     assert num_equal > 180
 
 
-def test_a_token_after_the_end_of_a_text_is_not_read():
+def test_token_after_end_of_text_is_not_read():
     index = TokenIndex(1024)
     index.add([1, 2, 3, 4, SEPARATOR, 5, 6])
     match = find(index, [9, 1, 2])
@@ -73,14 +73,14 @@ def test_a_token_after_the_end_of_a_text_is_not_read():
 
 
 @pytest.mark.parametrize("last", [[], [1], [5, 5], [2**31 - 1] * 8])
-def test_what_never_occurred_is_not_found(last):
+def test_absent_suffix_is_not_found(last):
     index = TokenIndex(1024)
     assert find(index, last) is None
     index.add([1, 2, 3, 1])
     assert find(index, last) is None
 
 
-def test_a_full_index_stays_within_its_bytes_and_knows_what_came_last():
+def test_full_index_stays_within_bytes_and_keeps_recent():
     rng = random.Random(1)
     index = TokenIndex(MIN_CAPACITY * 4)
     tokens: list[int] = []

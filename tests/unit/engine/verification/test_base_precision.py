@@ -48,7 +48,7 @@ def replies_of(parts: EngineParts, num: int = 1) -> list[m.BaseMeasured]:
     return replies
 
 
-def test_running_engine_finds_what_doctor_finds(build: Callable[..., EngineParts]) -> None:
+def test_running_engine_reports_same_precision_as_doctor(build: Callable[..., EngineParts]) -> None:
     parts = build(quantize="int8")
     prompt = tuple(range(5, 25))
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -82,7 +82,7 @@ def test_running_engine_finds_what_doctor_finds(build: Callable[..., EngineParts
     assert not parts.verifier.is_active
 
 
-def test_base_that_is_not_rounded_has_nothing_to_measure(build: Callable[..., EngineParts]) -> None:
+def test_unrounded_base_has_no_loss_to_measure(build: Callable[..., EngineParts]) -> None:
     parts = build(quantize="none")
     parts.verifier.measure_base(1)
     (reply,) = replies_of(parts)
@@ -91,7 +91,7 @@ def test_base_that_is_not_rounded_has_nothing_to_measure(build: Callable[..., En
     assert not parts.engine.has_requests
 
 
-def test_failed_measurement_is_answered_and_leaves_nothing(
+def test_failed_measurement_is_answered_and_leaves_no_state(
     build: Callable[..., EngineParts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = build(quantize="int8")

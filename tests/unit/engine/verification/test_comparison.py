@@ -20,7 +20,7 @@ def adapter(*token_ids: int, invocation: tuple[int, ...] = ()) -> AdapterIR:
     return AdapterIR((module,), "F32", invocation_token_ids=invocation)
 
 
-def test_probes_are_the_same_each_time_and_below_the_vocabulary(small_base: BaseSpec) -> None:
+def test_probes_are_deterministic_and_within_vocabulary(small_base: BaseSpec) -> None:
     first, second = probe_sequences(small_base, [adapter()])
     assert [first, second] == probe_sequences(small_base, [adapter()])
     assert len(first) != len(second)
@@ -28,13 +28,13 @@ def test_probes_are_the_same_each_time_and_below_the_vocabulary(small_base: Base
     assert max(*first, *second) < small_base.vocab_size
 
 
-def test_probes_hold_tokens_that_have_rows_of_their_own(small_base: BaseSpec) -> None:
+def test_probes_contain_tokens_with_trained_rows(small_base: BaseSpec) -> None:
     sequences = probe_sequences(small_base, [adapter(2, 30, 31)])
     assert all({2, 30, 31} <= set(sequence) for sequence in sequences)
 
 
 @pytest.mark.parametrize("size", [1, 3, 20])
-def test_probes_invoke_an_activated_adapter_before_their_answers(size: int, small_base: BaseSpec) -> None:
+def test_probes_invoke_activated_adapter_before_answers(size: int, small_base: BaseSpec) -> None:
     base = msgspec.structs.replace(small_base, vocab_size=1000)
     invocation = tuple(range(900, 900 + size))
     for sequence in probe_sequences(base, [adapter(invocation=invocation)]):
@@ -61,14 +61,14 @@ def judged(base: torch.Tensor, adapted: torch.Tensor, effect: torch.Tensor = EFF
     return judge(Answers([base], [[BASE + effect], [adapted]]), reference, **settings)  # type: ignore[arg-type]
 
 
-def test_one_round_that_differs_fails() -> None:
+def test_single_differing_round_fails() -> None:
     assert judged(BASE, BASE + EFFECT).verdict == "passed"
     found = judged(BASE, BASE + 1.01 * EFFECT)
     assert found.verdict == "failed"
     assert found.max_difference > found.tolerance
 
 
-def test_one_token_that_differs_fails() -> None:
+def test_single_differing_token_fails() -> None:
     adapted = BASE + EFFECT
     adapted[7] -= 0.0013 * EFFECT[7]
     found = judged(BASE, adapted)
@@ -89,31 +89,31 @@ def test_rounded_weights_alone_widen_no_bound() -> None:
     assert judged(BASE + 1e-4 * NOISE, BASE + EFFECT, is_quantized=True).verdict == "passed"
 
 
-def test_spread_is_what_nudge_changes() -> None:
+def test_spread_equals_change_by_nudge() -> None:
     assert spread_of(Evaluation((BASE,), (BASE,))) == Noise()
     nudged = Evaluation((BASE, BASE), (BASE, BASE), nudged=(BASE + 0.1, BASE - 0.1))
     found = spread_of(nudged)
     assert (found.largest, found.rms, found.token_rms) == pytest.approx((0.1, 0.1, 0.1), rel=1e-4)
 
 
-def test_size_of_an_effect_below_the_rounding_is_judged_too() -> None:
+def test_effect_smaller_than_rounding_is_judged_by_size() -> None:
     noisy, effect = BASE + 0.02 * NOISE, 0.02 * EFFECT
     assert judged(noisy, noisy + effect, effect, **INT8).verdict == "passed"
     assert "0.5 times the reference's" in judged(noisy, noisy + 0.5 * effect, effect, **INT8).reason
 
 
-def test_precision_that_operators_allow_is_allowed() -> None:
+def test_precision_allowed_by_operator_passes() -> None:
     adapted = BASE + EFFECT * (1 + 0.05 * NOISE)
     assert judged(BASE, adapted).verdict == "failed"
     assert judged(BASE, adapted, precision_loss=0.02).verdict == "passed"
 
 
-def test_evaluation_that_is_not_finite_fails() -> None:
+def test_non_finite_evaluation_fails() -> None:
     assert judged(BASE, BASE, EFFECT * torch.inf).verdict == "failed"
 
 
 @pytest.mark.parametrize("wrong", [BASE.flip(0), BASE * torch.nan], ids=["another", "NaN"])
-def test_nothing_is_said_on_a_base_that_is_wrong_itself(wrong: torch.Tensor) -> None:
+def test_wrong_base_gives_no_verdict(wrong: torch.Tensor) -> None:
     for options in ({}, INT8, {"dtype": "bfloat16"}):
         found = judged(wrong, BASE + EFFECT, **options)
         assert found.verdict == "not_possible"
