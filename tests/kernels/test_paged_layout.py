@@ -105,7 +105,9 @@ def read_replaced(pool: PagedPool, slot: int, m: LoraModule) -> ReplacedRows | N
 
 @pytest.mark.parametrize("stored", STORED_DTYPES)
 @pytest.mark.parametrize("shapes", [ODD, EVEN], ids=["odd", "even"])
-def test_tables_locate_every_rank_and_delta(shapes: dict[str, tuple[int, int]], stored: torch.dtype) -> None:
+def test_tables_locate_ranks_and_deltas_with_zero_padding(
+    shapes: dict[str, tuple[int, int]], stored: torch.dtype
+) -> None:
     torch.manual_seed(0)
     pool = empty_pool(shapes, torch.float16 if stored == torch.int8 else stored)
     loaded = {}

@@ -115,7 +115,7 @@ def test_tables_are_as_wide_as_the_longest_context() -> None:
     assert plan.device_block_tables.data_ptr() == plan.buffer[header[TABLES_AT] :].data_ptr()
 
 
-def test_host_knows_launch_parameters() -> None:
+def test_launch_parameters_are_known_on_host() -> None:
     plan = make_plan()
     fill(plan, [1, 1, 0], [3, 0, 7])
     assert (plan.num_tokens, plan.num_seqs, plan.num_decode_rows, plan.num_tiles) == (2, 3, 2, 0)
@@ -125,7 +125,7 @@ def test_host_knows_launch_parameters() -> None:
     assert not plan.is_decode_only
 
 
-def test_step_numbers_stay_in_host_memory() -> None:
+def test_step_numbers_stay_on_host_during_next_fill() -> None:
     plan = make_plan()
     fill(plan, [1], [900])
     staged = plan._staged[0]

@@ -58,7 +58,7 @@ def test_sealed_memory_takes_no_change() -> None:
         os.close(fd)
 
 
-def test_freed_memory_is_gone(tmp_path: Path) -> None:
+def test_freed_memory_is_gone_and_foreign_bytes_refused(tmp_path: Path) -> None:
     blob = filled()
     memory = blob.seal(CONFIG)
     for config, weights in ((WEIGHTS, WEIGHTS), (CONFIG, CONFIG)):

@@ -71,7 +71,7 @@ async def test_a_grammar_is_measured_and_remembered(make_checker) -> None:
     assert checker.check_s.num == 1
 
 
-async def test_grammar_of_foreign_tenant_is_recompiled(make_checker) -> None:
+async def test_foreign_grammar_is_recompiled_and_leaks_no_timing(make_checker) -> None:
     checker = make_checker()
     # one after the other, together, and one that is wrong: b waits as long as if a weren't there
     await checker.check("a", regex("[0-9]+"))

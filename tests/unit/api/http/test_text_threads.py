@@ -91,7 +91,7 @@ async def test_tenants_have_turns(gates: Gates) -> None:
     assert gates.begun[-1] == "a3"
 
 
-async def test_thread_is_held_until_work_ends(
+async def test_thread_outlasts_client_and_queue_slot_does_not(
     gates: Gates,
 ) -> None:
     threads = TextThreads(2)

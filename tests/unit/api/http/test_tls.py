@@ -23,7 +23,7 @@ def test_chain_and_key_may_share_file(tmp_path: Path) -> None:
     assert TlsFiles(both, None).context.minimum_version is ssl.TLSVersion.TLSv1_2
 
 
-def test_wrong_tls_files_are_refused_by_name(tmp_path: Path, subtests: Any) -> None:
+def test_wrong_files_are_refused_at_start_and_reload(tmp_path: Path, subtests: Any) -> None:
     good, key = tmp_path / "good.pem", tmp_path / "good.key"
     write_certificate(good, key)
     write_certificate(tmp_path / "other.pem", tmp_path / "other.key")

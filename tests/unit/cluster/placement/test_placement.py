@@ -200,7 +200,7 @@ def test_free_memory_excludes_adapters_without_second_copy() -> None:
     assert spare_places(held) == {"r0": 2, "r1": 0, "r2": 1, "r3": 0}
 
 
-def test_hot_version_goes_to_nearest_replica() -> None:
+def test_hot_version_goes_to_nearest_among_equal_loads() -> None:
     placement, replicas = Placement(PlacementPolicy(hot_share=0.5, cold_share=0.2)), make_replicas([0] * 2)
     flood(placement, make_request(), replicas, 60)
     digest = make_request().digest
@@ -213,7 +213,7 @@ def test_hot_version_goes_to_nearest_replica() -> None:
             assert placement.rank(make_request(), make_replicas([0, 0], **residency), 60.0)[0] == f"r{near}"
 
 
-def test_base_goes_to_least_loaded_replica() -> None:
+def test_base_goes_to_least_loaded_prefix_to_holder() -> None:
     placement, replicas = Placement(), make_replicas([3, 1, 2])
     assert placement.rank(PlacementRequest(TenantId("acme")), replicas, 0.0) == ["r1", "r2", "r0"]
     idle = make_replicas([0] * 8)
