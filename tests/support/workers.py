@@ -37,7 +37,7 @@ class Machine:
         """Wait until the machine can be shared, or is free."""
         if self._is_kept:
             return
-        # whoever waits for the machine keeps others from the queue
+        # a test that waits for the machine keeps the queue locked
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(self._queue, fcntl.LOCK_UN)

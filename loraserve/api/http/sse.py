@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from loraserve.api.errors import openai_envelope, unforeseen
 from loraserve.api.http.connection import MAX_PIECE_BYTES, PieceWriter, can_send, piece_writer
+from loraserve.api.http.disconnect import wait_for_disconnect
 from loraserve.api.http.json_body import dump_json
 from loraserve.errors import LoraserveError
 
@@ -58,32 +60,35 @@ def error_event(error: LoraserveError) -> bytes:
     return event(openai_envelope(error))
 
 
-class EventSource:
+class EventSource(ABC):
     """Events of one stream, and how it ends.
 
     Attributes:
         ending: bytes after the last event, whatever ended the stream.
-        on_deliver: called before each piece, once it is certain that the client is there and the
-            piece goes out.
-        note_piece: called with each piece that passes no middleware.
     """
 
     ending: bytes = DONE
-    on_deliver: Callable[[], None] = staticmethod(lambda: None)
-    note_piece: Callable[[bytes], None] = staticmethod(lambda _: None)
 
+    @abstractmethod
     def events(self) -> AsyncGenerator[bytes, None]:
         """Yield pieces of whole events."""
-        raise NotImplementedError
 
-    def connect(self, pieces: PieceWriter) -> None:
+    def on_deliver(self) -> None:  # noqa: B027 - most streams are free
+        """Note that a piece goes out next: it is certain that the client is there."""
+
+    def connect(self, pieces: PieceWriter) -> None:  # noqa: B027 - most streams have one writer
         """Take the connection's writer, which may be written to while nothing waits before."""
+
+    def write(self, pieces: PieceWriter, data: bytes) -> None:
+        """Write a piece past the middlewares, while the connection is free."""
+        self.on_deliver()
+        pieces.write(data)
 
     def failure(self, error: LoraserveError) -> bytes:
         """Return the events of an error that ends the stream."""
         return error_event(error)
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - most streams hold nothing
         """Free what the stream holds; called at every end."""
 
 
@@ -105,7 +110,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._write(scope, send))
-        watcher = asyncio.create_task(self._wait_for_disconnect(receive))
+        watcher = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
@@ -129,9 +134,7 @@ class EventStream(Response):
         try:
             async for data in self._events:
                 if pieces is not None and 0 < len(data) <= MAX_PIECE_BYTES and pieces.is_free():
-                    source.on_deliver()
-                    source.note_piece(data)
-                    pieces.write(data)
+                    source.write(pieces, data)
                     continue
                 if not await can_send(scope):
                     return
@@ -144,10 +147,6 @@ class EventStream(Response):
             with contextlib.suppress(OSError):
                 await send({"type": "http.response.body", "body": failure, "more_body": True})
         await send({"type": "http.response.body", "body": source.ending, "more_body": False})
-
-    async def _wait_for_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
 
 class JSONAnswer(Response):

@@ -10,8 +10,8 @@ import msgspec
 from starlette.requests import Request
 
 from loraserve.api.grammar.checker import Grammar
+from loraserve.api.http.disconnect import while_connected
 from loraserve.api.http.json_body import parse_json
-from loraserve.api.inference.answering.delivery import while_connected
 from loraserve.api.inference.schemas import InferenceBody
 from loraserve.api.services import services_of
 from loraserve.errors import InvalidRequest, PayloadTooLarge, UnsupportedParameter

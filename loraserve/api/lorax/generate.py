@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from loraserve.api.errors import generate_envelope
 from loraserve.api.http.sse import event
-from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.delivery import Delivery
 from loraserve.api.inference.answering.generation import Generation
 from loraserve.api.inference.answering.metering import RequestUsage
@@ -119,7 +119,7 @@ async def _generate(request: Request, caller: Caller, raw: Mapping[str, Any], *,
     return await Delivery(request, generation, answer, usage).respond()
 
 
-class _GeneratedAnswer(Answer):
+class _GeneratedAnswer(StreamableAnswer):
     """Generated text with its details, or an event a token."""
 
     # these clients read each line as an event, and know no end but the stream's

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api.http.sse import EventTemplate, event
-from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.delivery import Delivery
 from loraserve.api.inference.answering.generation import Generation, finish_reason
 from loraserve.api.inference.answering.metering import RequestUsage
@@ -112,7 +112,7 @@ async def create_completion(
     return await Delivery(request, generation, answer, usage).respond()
 
 
-class _Completion(Answer):
+class _Completion(StreamableAnswer):
     """Text completion, or its chunks.
 
     Args:

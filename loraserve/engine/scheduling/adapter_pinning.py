@@ -43,10 +43,11 @@ class AdapterPinning:
         """Return whether an adapter waits for memory that running requests hold."""
         return self._adapters.is_admission_paused
 
-    def exceeds_share(self, request: Request) -> bool:
-        """Return whether the adapter of a waiting request would take more than its tenant's share.
+    def hold_to_share(self, request: Request) -> bool:
+        """Stop a waiting request whose adapter would take more than its tenant's share.
 
-        Then it is neither pinned nor asked for: it would push others' adapters out for nothing.
+        Return whether it was stopped: then its adapter is neither pinned nor requested, which would
+        evict other tenants' adapters for nothing, and it doesn't wait for the load either.
         """
         if request.adapter is None or request.pin is not None:
             return False

@@ -134,7 +134,7 @@ class PromptAdmission:
             # not in this step: so the last token of a request preempted in flight is known when it
             # starts again
             return
-        if self._pinning.exceeds_share(request):
+        if self._pinning.hold_to_share(request):
             # in order: its smaller adapters must not starve this one
             visits.skip_tenant(max_deficit=0.0)
             return

@@ -147,10 +147,10 @@ class _Unit:
 class UsageMeter:
     """Meter of the usage of this server's clients.
 
-    `expect` costs a set's look-up, `record` some microseconds. Usage is in the journal, where a
-    kill doesn't lose it, after `LIMITS.usage_journal_s` or when `persist` returns. It reaches the
-    database exactly once within `LIMITS.usage_flush_s`, or as soon as the database is reachable, or
-    when the next server on this folder starts.
+    Usage is in the journal, where a kill doesn't lose it, after `LIMITS.usage_journal_s`, or what
+    was recorded when `persist` returns. It reaches the database exactly once within
+    `LIMITS.usage_flush_s`, or as soon as the database is reachable, or when the next server on this
+    folder starts.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class UsageMeter:
             self._oldest_at = self._monotonic()
 
     def expect(self, source: UsageSource) -> None:
-        """Have the source record its usage before the journal is next written."""
+        """Have the source record its usage within `LIMITS.usage_journal_s`."""
         self._sources.add(source)
 
     def forget(self, source: UsageSource) -> None:

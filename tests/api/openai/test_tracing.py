@@ -101,6 +101,16 @@ async def test_request_joins_client_trace_and_contains_stage_spans(
     assert collector.paths[0] == "/v1/traces"
 
 
+async def test_stream_span_counts_pieces_of_several_choices(
+    client: httpx2.AsyncClient, engine: FakeEngine, tracer: SpanTracer, collector: OTLPCollector
+) -> None:
+    engine.step_s = 0.002
+    response = await client.post("/v1/completions", json=BODY | {"stream": True, "n": 2}, headers=TRACEPARENT)
+    [stream] = (await spans_of(tracer, collector))["stream"]
+    num_events = response.text.count("data: ")
+    assert 5 < stream.attributes["loraserve.stream.num_pieces"] <= num_events
+
+
 async def test_span_durations_match_server_timing_and_add_up(
     client: httpx2.AsyncClient, engine: FakeEngine, tracer: SpanTracer, collector: OTLPCollector
 ) -> None:

@@ -13,18 +13,11 @@ if TYPE_CHECKING:
 
 
 class Answer(ABC):
-    """Answer to one HTTP request in the form of one dialect, whole or as a stream of events.
+    """Answer to one HTTP request in the form of one dialect, in one piece.
 
-    A `Delivery` calls, for a whole answer, `add` with each chunk, then `finish` and `whole`; for a
-    stream `opening`, `render` with each chunk, and `closing`. Each chunk is in the usage before.
-
-    Attributes:
-        is_stream: whether the request asks for a stream.
-        ending: bytes after the last event of a stream, whatever ended it.
+    A `Delivery` calls `add` with each chunk, which is in the usage already, then `finish` and
+    `whole`.
     """
-
-    is_stream: bool = False
-    ending: bytes = DONE
 
     @abstractmethod
     def headers(self, first: Chunk) -> dict[str, str]:
@@ -41,13 +34,28 @@ class Answer(ABC):
     def whole(self) -> Any:
         """Return the whole answer, as JSON has it."""
 
+
+class StreamableAnswer(Answer):
+    """Answer that a client may also have as a stream of events.
+
+    A `Delivery` then calls `opening`, `render` with each chunk, which is in the usage already, and
+    `closing`.
+
+    Attributes:
+        is_stream: whether the request asks for a stream.
+        ending: bytes after the last event of a stream, whatever ended it.
+    """
+
+    is_stream: bool
+    ending: bytes = DONE
+
     def opening(self) -> bytes:
         """Return the events before the first chunk's."""
         return b""
 
+    @abstractmethod
     def render(self, index: int, chunk: Chunk) -> bytes:
         """Return the events of a chunk of choice ``index``; empty if it adds nothing."""
-        raise NotImplementedError(f"{type(self).__name__} is no stream")
 
     async def closing(self) -> bytes:
         """Return the events after the last chunk's."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
+from loraserve.api.http.disconnect import while_connected
 from loraserve.api.http.json_body import dump_json
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.http.sse import EventSource, EventStream, JSONAnswer
+from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.direct_reader import DirectReader
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
     from loraserve.errors import LoraserveError
 
-T = TypeVar("T")
-
 
 class Delivery(EventSource):
     """Way of one answer from the engine's chunks into the client's connection.
@@ -34,14 +32,13 @@ class Delivery(EventSource):
 
     def __init__(self, request: Request, generation: Generation, answer: Answer, usage: RequestUsage) -> None:
         self._request, self._generation, self._answer, self._usage = request, generation, answer, usage
-        self.ending = answer.ending
-        self.on_deliver = usage.bill_last
         self._record: RequestRecord = request.state.record
         self._record.inference = generation.record
-        self.note_piece = self._record.note_piece
+        self._stream: StreamableAnswer | None = None
         self._reader: DirectReader | None = None
-        if answer.is_stream:
-            self._reader = DirectReader(self.render, self.on_deliver, self.note_piece)
+        if isinstance(answer, StreamableAnswer) and answer.is_stream:
+            self._stream, self.ending = answer, answer.ending
+            self._reader = DirectReader(self._render, self.write)
             generation.read_with(self._reader)
 
     async def respond(self) -> Response:
@@ -55,7 +52,7 @@ class Delivery(EventSource):
         try:
             first = await while_connected(request, generation.start())
             headers = {**answer.headers(first), **generation.headers}
-            if answer.is_stream:
+            if self._stream is not None:
                 return EventStream(self, headers)
             await while_connected(request, self._collect())
             await generation.close()
@@ -73,18 +70,29 @@ class Delivery(EventSource):
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the stream, but for what its reader writes meanwhile."""
-        if data := self._answer.opening():
+        stream = self._stream
+        if stream is None:
+            return
+        if data := stream.opening():
             yield data
         async for index, chunk in self._generation:
-            if data := self.render(index, chunk):
+            if data := self._render(index, chunk):
                 yield data
-        if data := await self._answer.closing():
+        if data := await stream.closing():
             yield data
 
-    def render(self, index: int, chunk: Chunk) -> bytes:
+    def _render(self, index: int, chunk: Chunk) -> bytes:
         """Add a chunk to the usage, and return its events."""
         self._usage.add(index, chunk)
-        return self._answer.render(index, chunk)
+        return b"" if self._stream is None else self._stream.render(index, chunk)
+
+    def on_deliver(self) -> None:
+        self._usage.bill_last()
+
+    def write(self, pieces: PieceWriter, data: bytes) -> None:
+        """Write a piece past the middlewares, and note it as they do."""
+        self._record.note_piece(data)
+        super().write(pieces, data)
 
     def connect(self, pieces: PieceWriter) -> None:
         if self._reader is not None:
@@ -92,7 +100,7 @@ class Delivery(EventSource):
 
     def failure(self, error: LoraserveError) -> bytes:
         self._record.code = error.code
-        return self._answer.failure(error)
+        return super().failure(error) if self._stream is None else self._stream.failure(error)
 
     async def close(self) -> None:
         try:
@@ -105,30 +113,3 @@ class Delivery(EventSource):
         generation.note_answered()
         self._usage.close(generation.num_tokens, has_engine_work=generation.has_engine_work)
         self._usage.note(generation.record)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it once the client has left.
-
-    The body must have been read: what comes next on the connection is its end.
-
-    Raises:
-        ClientDisconnect: the client left before.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return await task
-    finally:
-        watcher.cancel()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await asyncio.shield(asyncio.gather(task, watcher, return_exceptions=True))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

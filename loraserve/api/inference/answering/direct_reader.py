@@ -20,19 +20,14 @@ class DirectReader:
 
     Args:
         render: returns the events of a chunk of choice 0, and adds it to the usage.
-        on_deliver: called before each write.
-        note_piece: counts what is written, as the middlewares do.
+        write: writes them into the connection, and bills them.
     """
 
-    def __init__(
-        self,
-        render: Callable[[int, Chunk], bytes],
-        on_deliver: Callable[[], None],
-        note_piece: Callable[[bytes], None],
-    ) -> None:
-        self._render, self._on_deliver, self._note_piece = render, on_deliver, note_piece
+    def __init__(self, render: Callable[[int, Chunk], bytes], write: Callable[[PieceWriter, bytes], None]) -> None:
+        self._delivery: tuple[Callable[[int, Chunk], bytes], Callable[[PieceWriter, bytes], None]] | None
+        self._delivery = render, write
         self._pieces: PieceWriter | None = None
-        self.note: Callable[[Chunk], Chunk] = lambda chunk: chunk
+        self.note: Callable[[Chunk], Chunk] = _unchanged
         """Counts the chunk, and returns what the client gets of it."""
 
     def connect(self, pieces: PieceWriter) -> None:
@@ -45,7 +40,8 @@ class DirectReader:
         What renders and counts the chunks holds the generation, which holds this: in a circle a
         request's ephemeral adapter would stay in memory until a collection.
         """
-        self._pieces, self.note, self._render = None, lambda chunk: chunk, lambda _index, _chunk: b""
+        self._pieces = self._delivery = None
+        self.note = _unchanged
 
     def is_ready(self) -> bool:
         """Return whether the connection takes a piece at once."""
@@ -53,8 +49,12 @@ class DirectReader:
 
     def take(self, chunk: Chunk) -> None:
         """Write a chunk's events, while `is_ready`."""
-        data = self._render(0, self.note(chunk))
-        if data and self._pieces is not None:
-            self._on_deliver()
-            self._note_piece(data)
-            self._pieces.write(data)
+        if self._pieces is None or self._delivery is None:
+            return
+        render, write = self._delivery
+        if data := render(0, self.note(chunk)):
+            write(self._pieces, data)
+
+
+def _unchanged(chunk: Chunk) -> Chunk:
+    return chunk

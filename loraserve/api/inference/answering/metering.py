@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from loraserve.db.names import name_key
 from loraserve.registry.composition import label
+from loraserve.tenancy.billing.journal import Amounts
 from loraserve.tenancy.billing.meter import UsageEvent, plain, price_tag
 from loraserve.tenancy.prices import highest
 
@@ -106,10 +107,8 @@ class RequestUsage:
         """Whether what is held is the end of a choice."""
         self._billed_prompts: set[int] = set()
         self._num_billed = 0
-        self._unrecorded = [0, 0, 0, 0]
-        """Requests, prompt tokens, cached ones and completion tokens that were billed and not
-        recorded: an event a token would cost more than the token's way.
-        """
+        self._unrecorded = Amounts()
+        """Billed and not recorded: an event for each token would cost more than its way."""
         self._is_closed = False
 
     def add(self, index: int, chunk: Chunk) -> None:
@@ -154,7 +153,7 @@ class RequestUsage:
             self._recorder.forget(self)
         num_left = num_made - self._num_billed
         if not self._is_closed and num_left > 0:
-            self._record(undelivered_tokens=num_left)
+            self._record(Amounts(undelivered_tokens=num_left))
         self._is_closed = True
 
     def as_dict(self) -> dict[str, Any]:
@@ -200,8 +199,7 @@ class RequestUsage:
         if not has_some:
             return
         self._num_billed += completion_tokens
-        unrecorded, amounts = self._unrecorded, (int(is_first), prompt_tokens, cached_tokens, completion_tokens)
-        self._unrecorded = [one + more for one, more in zip(unrecorded, amounts, strict=True)]
+        self._unrecorded += Amounts(int(is_first), prompt_tokens, cached_tokens, completion_tokens)
         recorder = self._recorder
         if recorder is None:
             return
@@ -214,18 +212,11 @@ class RequestUsage:
 
     def record(self) -> None:
         """Record what was billed since the last call."""
-        amounts, self._unrecorded = self._unrecorded, [0, 0, 0, 0]
-        if any(amounts):
-            self._record(*amounts)
+        amounts, self._unrecorded = self._unrecorded, Amounts()
+        if amounts != Amounts():
+            self._record(amounts)
 
-    def _record(
-        self,
-        num_requests: int = 0,
-        prompt_tokens: int = 0,
-        cached_tokens: int = 0,
-        completion_tokens: int = 0,
-        undelivered_tokens: int = 0,
-    ) -> None:
+    def _record(self, amounts: Amounts) -> None:
         services, caller, recorder = self._context.services, self._caller, self._recorder
         if recorder is None:
             return
@@ -236,13 +227,13 @@ class RequestUsage:
                 owner="" if adapter is None or adapter.tenant == caller.tenant else adapter.tenant,
                 adapter=_name(adapter),
                 version=0 if adapter is None or adapter.is_ephemeral else adapter.version,
-                num_requests=num_requests,
-                prompt_tokens=prompt_tokens,
-                cached_tokens=cached_tokens,
-                completion_tokens=completion_tokens,
-                undelivered_tokens=undelivered_tokens,
-                num_cached_requests=num_requests if self._is_replayed else 0,
-                cached_completion_tokens=completion_tokens if self._is_replayed else 0,
+                num_requests=amounts.num_requests,
+                prompt_tokens=amounts.prompt_tokens,
+                cached_tokens=amounts.cached_tokens,
+                completion_tokens=amounts.completion_tokens,
+                undelivered_tokens=amounts.undelivered_tokens,
+                num_cached_requests=amounts.num_requests if self._is_replayed else 0,
+                cached_completion_tokens=amounts.completion_tokens if self._is_replayed else 0,
                 price="" if price is None or table is None else price_tag(table.currency, price),
                 at=services.clock(),
             )

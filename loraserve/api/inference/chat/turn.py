@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraserve.api.inference.answering.answer import Answer
+from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.delivery import Delivery
 from loraserve.api.inference.answering.generation import Generation
 from loraserve.api.inference.answering.metering import RequestUsage
@@ -216,7 +216,7 @@ class ChatTurn:
         choices = [ChatChoice(context, body, index, answer_format) for index in range(body.n)]
         return cls(context, body, prompt, generation, choices, RequestUsage(context, caller, admitted), sampling)
 
-    async def respond(self, request: Request, answer: Answer) -> Response:
+    async def respond(self, request: Request, answer: StreamableAnswer) -> Response:
         """Return the response that the answer makes of the turn.
 
         Raises:
@@ -226,7 +226,7 @@ class ChatTurn:
         return await Delivery(request, self.generation, answer, self.usage).respond()
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(StreamableAnswer):
     """Answer to a chat, in what all dialects of chats share."""
 
     def __init__(self, turn: ChatTurn) -> None:

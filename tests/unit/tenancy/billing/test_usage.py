@@ -64,6 +64,46 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
+class Source:
+    """Usage of one token at each time that it is asked for."""
+
+    def __init__(self, meter: UsageMeter, tenant: TenantId) -> None:
+        self._meter, self._tenant = meter, tenant
+        self.num_records = 0
+
+    def record(self) -> None:
+        self.num_records += 1
+        self._meter.record(event(self._tenant))
+
+
+async def test_expected_usage_is_recorded_once(database: Database, meter: UsageMeter, acme: TenantId) -> None:
+    source = Source(meter, acme)
+    for _ in range(3):
+        meter.expect(source)
+    assert source.num_records == 0
+    await meter.flush()
+    await meter.flush()
+    assert source.num_records == 1
+    assert [row[3] for row in await counted(database)] == [1]
+
+
+async def test_forgotten_source_records_no_usage(meter: UsageMeter, acme: TenantId) -> None:
+    source = Source(meter, acme)
+    meter.expect(source)
+    meter.forget(source)
+    await meter.flush()
+    assert source.num_records == 0
+
+
+async def test_running_meter_collects_expected_usage(meter: UsageMeter, acme: TenantId) -> None:
+    source = Source(meter, acme)
+    meter.start()
+    meter.expect(source)
+    async with asyncio.timeout(60):
+        while not source.num_records:
+            await asyncio.sleep(0.01)
+
+
 def die(meter: UsageMeter) -> None:
     """The process is killed: nothing is flushed, and its lock is gone."""
     meter._journal.close()
