@@ -24,6 +24,7 @@ class Probe:
         has_own_step: whether steps that compute its prompt have rows of such probes alone.
         output: last output of its request, once that has ended.
         start: first token whose logits are kept.
+        is_wide: whether its logits have the columns of the adapter's tokens beyond the base's too.
         max_answer_tokens: tokens that are sampled, greedily and to an end-of-text token at most; 0:
             none is, the tokens are fixed.
     """
@@ -33,6 +34,7 @@ class Probe:
     has_own_step: bool = False
     output: TokenOutput | None = None
     start: int = 0
+    is_wide: bool = False
     max_answer_tokens: int = 0
     num_prompt_tokens: int = field(init=False)
     _rows: dict[int, Tensor] = field(default_factory=dict)

@@ -131,7 +131,7 @@ class _FormulaPass(ReferencePass):
             hidden = hidden + config.residual_scale * delta
         x = self._scale_and_norm(hidden, architecture.norm, 0, "norm")
         x = self._keep_wanted(x)
-        logits = self._linear(x, 0, "lm_head")
+        logits = self._with_extra(self._linear(x, 0, "lm_head"), x)
         if config.logits_scale != 1:
             logits = logits * config.logits_scale
         if config.logits_cap is not None:

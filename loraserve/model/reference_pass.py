@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from loraserve.adapters.ir import AdapterIR, ModuleIR, NormIR, TensorView
+from loraserve.adapters.ir import AdapterIR, ExtraRowsIR, ModuleIR, NormIR, TensorView
 from loraserve.model.layers.linears import Linear, rounding_of_row
 from loraserve_kernels.common.arithmetic import ActivationRounding
 
@@ -63,11 +64,14 @@ class Evaluation:
         adapted: of the base with the adapter.
         nudged: of the base alone, with inputs that are moved by 1/4096 before they are rounded to
             integers; empty where no product rounds its input so, or the base's logits were known.
+        own: of the base with the adapter, of the subject's own sequences: [num_tokens, vocab_size +
+            the adapter's extra rows].
     """
 
     base: tuple[Tensor, ...]
     adapted: tuple[Tensor, ...]
     nudged: tuple[Tensor, ...] = ()
+    own: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +85,26 @@ class Subject:
         known_base: the sequences' logits by the base, from an earlier evaluation: they aren't
             computed again.
         starts: each sequence's first token whose logits are wanted; None: all tokens' are.
+        own: sequences with tokens that only the adapter has rows for; the base alone computes none.
     """
 
     sequences: Sequence[Sequence[int]]
     terms: Sequence[tuple[AdapterIR, float]]
     known_base: tuple[Tensor, ...] | None = None
     starts: Sequence[int] | None = None
+    own: Sequence[Sequence[int]] = ()
 
     @property
     def placed(self) -> list[tuple[tuple[int, ...], int]]:
         """Each sequence with its first token whose logits are wanted."""
         starts = self.starts or [0] * len(self.sequences)
         return [(tuple(sequence), start) for sequence, start in zip(self.sequences, starts, strict=True)]
+
+    @property
+    def num_extra_rows(self) -> int:
+        """Rows beyond the base's that its own sequences are computed with."""
+        rows = [ir.extra_rows.num_rows for ir, _ in self.terms if ir.extra_rows is not None] if self.own else []
+        return max(rows, default=0)
 
 
 class Products(Protocol):
@@ -133,6 +145,10 @@ class _Term:
 
     def norm(self, layer: int, norm: str) -> NormIR | None:
         return self._norms.get((layer, norm))
+
+    @property
+    def extra_rows(self) -> ExtraRowsIR | None:
+        return self._ir.extra_rows
 
     def among(self, rows: Tensor, num_rows: int) -> _Term:
         """Return the term on those of its rows that are kept, counted among these.
@@ -210,6 +226,7 @@ class ReferencePass(ABC):
         self._weights, self._is_wanted = base, is_wanted
         self._device = base.device
         self._subjects = subjects
+        self._num_extra = max((one.num_extra_rows for one in subjects), default=0)
         self._by_base: dict[tuple[int, ...], int] = {}
         for sequence, start in (pair for one in subjects if one.known_base is None for pair in one.placed):
             self._by_base[sequence] = min(start, self._by_base.get(sequence, start))
@@ -225,7 +242,7 @@ class ReferencePass(ABC):
         for one in subjects:
             first, known = len(rows.tokens), {}
             acting: list[set[int]] = [set() for _ in one.terms]
-            for sequence, start in one.placed:
+            for sequence, start in [*one.placed, *((tuple(sequence), 0) for sequence in one.own)]:
                 starts = [invocation_start(sequence, ir.invocation_token_ids) for ir, _ in one.terms]
                 added = rows.add(sequence, starts, known)
                 self._wanted.append(added[start:])
@@ -248,7 +265,7 @@ class ReferencePass(ABC):
 
     @abstractmethod
     def _logits(self) -> Tensor:
-        """Return the logits of the rows that `_keep_wanted` keeps, [num_kept, vocab_size]."""
+        """Return the logits of the rows that `_keep_wanted` keeps, as `_with_extra` makes them."""
 
     def _keep_wanted(self, x: Tensor) -> Tensor:
         """Return the rows whose logits are wanted, and place sequences and terms among them."""
@@ -263,7 +280,9 @@ class ReferencePass(ABC):
 
     def _evaluations(self, logits: Tensor) -> list[Evaluation]:
         # copies: keeping them for the next evaluation must not keep all the others
-        parts = iter([logits[torch.tensor(rows, dtype=torch.int64)] for rows in self._wanted])
+        vocab_size = logits.shape[1] - self._num_extra
+        wide = iter([logits[torch.tensor(rows, dtype=torch.int64)] for rows in self._wanted])
+        parts = (part[:, :vocab_size] for part in wide)
         plain, nudged = (
             dict(zip(self._by_base, itertools.islice(parts, len(self._by_base)), strict=True))
             if is_there
@@ -273,8 +292,10 @@ class ReferencePass(ABC):
         found = []
         for one in self._subjects:
             adapted = tuple(itertools.islice(parts, len(one.sequences)))
+            num_columns = vocab_size + one.num_extra_rows
+            own = tuple(part[:, :num_columns] for part in itertools.islice(wide, len(one.own)))
             if one.known_base is not None:
-                found.append(Evaluation(one.known_base, adapted))
+                found.append(Evaluation(one.known_base, adapted, own=own))
                 continue
             base, again = (
                 tuple(by_base[sequence][start - self._by_base[sequence] :] for sequence, start in one.placed)
@@ -282,13 +303,29 @@ class ReferencePass(ABC):
                 else ()
                 for by_base in (plain, nudged)
             )
-            found.append(Evaluation(base, adapted, again))
+            found.append(Evaluation(base, adapted, again, own))
         return found
 
     # linears
 
     def _linear(self, x: Tensor, layer: int, module: str) -> Tensor:
         return self._adapt(x, self._multiply(x, layer, module), layer, module)
+
+    def _with_extra(self, logits: Tensor, x: Tensor) -> Tensor:
+        """Return logits with those of the rows that subjects' own sequences have beyond the base's.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            x: what the head has read, [num_rows, hidden_size].
+        """
+        if not self._num_extra:
+            return logits
+        first, wide = logits.shape[1], F.pad(logits, (0, self._num_extra))
+        for term in self._terms:
+            if term.extra_rows is not None:
+                head = self._of(term.extra_rows.head)[: self._num_extra]
+                wide[term.rows, first : first + len(head)] = x[term.rows] @ head.T
+        return wide
 
     def _linears(self, x: Tensor, layer: int, sizes: Mapping[str, int]) -> list[Tensor]:
         """Return the outputs of modules that read the same input.
@@ -424,24 +461,35 @@ class ReferencePass(ABC):
     # the embedding
 
     def _embed(self) -> Tensor:
-        out = self._table_rows(self._weights.weight_rows(0, "embed_tokens"))
+        out, num_rows = self._table_rows(self._weights.weight_rows(0, "embed_tokens"))
+        beyond = self._tokens - num_rows
+        # rows of tokens that the base lacks are written below
+        self._tokens = torch.where(beyond < 0, self._tokens, 0)
         plain = out.clone()
         for term in self._terms:
             m = term.module(0, "embed_tokens")
             if m is not None:
                 out[term.rows] += term.weight * (self._embedded(m, term.rows, plain[term.rows]) - plain[term.rows])
+        for term in self._terms:
+            if term.extra_rows is not None:
+                own, embedded = beyond[term.rows], out[term.rows]
+                embedded[own >= 0] = self._of(term.extra_rows.embedding)[own[own >= 0]]
+                out[term.rows] = embedded
         return out
 
-    def _table_rows(self, blocks: Iterator[Tensor]) -> Tensor:
-        """Return the tokens' rows of a table that comes in blocks."""
+    def _table_rows(self, blocks: Iterator[Tensor]) -> tuple[Tensor, int]:
+        """Return the tokens' rows of a table that comes in blocks, and the number of its rows.
+
+        A token beyond them has zeros.
+        """
         out, start = torch.empty(len(self._tokens), 0, device=self._device), 0
         for block in blocks:
             if start == 0:
-                out = torch.empty(len(self._tokens), block.shape[1], device=self._device)
+                out = torch.zeros(len(self._tokens), block.shape[1], device=self._device)
             here = (self._tokens >= start) & (self._tokens < start + block.shape[0])
             out[here] = block[self._tokens[here] - start]
             start += block.shape[0]
-        return out
+        return out, start
 
     def _embedded(self, m: ModuleIR, rows: Tensor | slice, embedded: Tensor) -> Tensor:
         tokens = self._tokens[rows]

@@ -137,7 +137,8 @@ class Sampler:
         """
         if logits.shape[1] == self._vocab_size:
             return logits
-        return logits[:, : self._vocab_size + (0 if request.is_internal else request.num_extra_rows)]
+        is_narrow = request.probe is not None and not request.probe.is_wide
+        return logits[:, : self._vocab_size + (0 if is_narrow else request.num_extra_rows)]
 
     @torch.inference_mode()
     def sample_entry(self, entry: ScheduledRequest, logits: Tensor) -> StepResult:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from loraserve.adapters.format.tensor_names import modelled_names
 from loraserve.engine.probe import Probe
-from loraserve.engine.verification.comparison import FAILED, NOT_POSSIBLE, PASSED, Answers, judge, spread_of, unanswered
+from loraserve.engine.verification.comparison import (
+    FAILED,
+    NOT_POSSIBLE,
+    PASSED,
+    Answers,
+    judge,
+    judge_extra,
+    spread_of,
+    unanswered,
+)
 from loraserve.engine.verification.float_base import FloatsUnavailable
 from loraserve.engine.verification.module_changes import worst_difference
 from loraserve.engine.verification.rounding_loss import add_loss, measure
@@ -61,6 +70,8 @@ class Certifier:
                 precision_loss=v.precision_loss or 0.0,
                 seconds=self._clock() - v.started_s,
             )
+            if v.own and certificate.verdict == PASSED:
+                certificate = judge_extra(certificate, _logits(v.own), reference.own, dtype=base.dtype)
             certificate = self._with_modules(v, certificate)
         if certificate.verdict == NOT_POSSIBLE:
             logger.error("no adapter can be verified on this base: %s", certificate.reason)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -66,6 +67,21 @@ def probe_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple
         tokens[4:4] = invocation
         sequences.append(tuple(tokens[: base.max_model_len - 1]))
     return sequences
+
+
+def extra_sequences(base: BaseSpec, adapters: Sequence[AdapterIR]) -> list[tuple[int, ...]]:
+    """Return the token ids of probes of rows beyond the base's; none where an adapter has none.
+
+    Each row but the first and the last few is seen in its logits alone.
+    """
+    num_rows = max((ir.extra_rows.num_rows for ir in adapters if ir.extra_rows is not None), default=0)
+    if not num_rows:
+        return []
+    ids = range(base.vocab_size, base.vocab_size + num_rows)
+    own = dict.fromkeys([*ids[:_MAX_SPECIAL], *ids[-_MAX_SPECIAL:]])
+    arbitrary = filler(base.vocab_size, len(_LENGTHS), len(own) + 2, ())
+    tokens = [token for pair in zip(own, arbitrary, strict=False) for token in pair]
+    return [tuple([*arbitrary[len(own) :], *tokens][: base.max_model_len - 1])]
 
 
 def filler(vocab_size: int, seed: int, count: int, avoided: Sequence[int]) -> list[int]:
@@ -229,6 +245,33 @@ def judge(
         reason=problems[0] if problems else "",
         base_spread=spread.rms,
     )
+
+
+def judge_extra(
+    certificate: Certificate, answers: Sequence[Tensor], reference: Sequence[Tensor], *, dtype: str
+) -> Certificate:
+    """Return a passed certificate with the comparison of rows beyond the base's.
+
+    The base has no logits of them, and so no effect to compare: each logit is allowed the
+    certificate's tolerance and ε of the largest one.
+
+    Args:
+        answers: the engine's logits of `extra_sequences`, [num_tokens, vocab_size + num_rows].
+        reference: the reference's.
+    """
+    epsilon = _EPSILONS[dtype] + _LOSS_FACTOR * (certificate.precision_loss or 0.0)
+    largest = max(float(rows.abs().max()) for rows in reference)
+    allowed = (certificate.tolerance or 0.0) + epsilon * largest
+    found = max(float((rows - wanted).abs().max()) for rows, wanted in zip(answers, reference, strict=True))
+    num_tokens = certificate.num_probe_tokens + sum(rows.shape[0] for rows in reference)
+    certificate = msgspec.structs.replace(certificate, num_probe_tokens=num_tokens)
+    if found <= allowed:
+        return certificate
+    reason = (
+        f"A logit after tokens that the base lacks differs from the reference's by {found:.4g};"
+        f" {allowed:.4g} is allowed."
+    )
+    return msgspec.structs.replace(certificate, verdict=FAILED, reason=reason)
 
 
 def _base_problem(noise: Noise, tokens: _TokenSums, spread: Noise, dtype: str, *, is_quantized: bool) -> str:

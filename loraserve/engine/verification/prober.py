@@ -73,6 +73,7 @@ class Prober:
             v.beside.append(probe)
         # last, so that the others are in its batches even if a step takes only a few rows
         v.mixed += [self._probe(sequence, v.ref) for sequence in sequences[len(v.mixed) :]]
+        v.own = [self._add(Probe(self._next_id(), list(one), is_wide=True), v.ref) for one in v.reference.own_sequences]
         handle = self._engine.pager.handle(v.ref.digest)
         v.packed = handle if isinstance(handle, PackedAdapter) else None
         v.answers = [

@@ -20,7 +20,7 @@ from loraserve.adapters.compiler import open_adapter
 from loraserve.adapters.ir import AdapterIR
 from loraserve.background import BACKGROUND_NICENESS, Pause, Throttle, lower_thread_priority
 from loraserve.engine.verification.answer_prompts import AnswerPrompts
-from loraserve.engine.verification.comparison import probe_sequences
+from loraserve.engine.verification.comparison import extra_sequences, probe_sequences
 from loraserve.engine.verification.float_base import FloatBase, FloatsUnavailable
 from loraserve.engine.verification.module_changes import Place, expected_changes
 from loraserve.errors import InvariantViolation
@@ -75,7 +75,8 @@ class Reference:
         sequences: sequences, once the adapter is read; or the error: it doesn't fit this base
             (`AdapterRejected`), or its files can't be read (`AdapterCorrupt`,
             `AdapterUnavailable`).
-        prompts: prompts that the engine answers with the adapter; known with the sequences.
+        own_sequences: sequences with tokens that only the adapter has rows for; known likewise.
+        prompts: prompts that the engine answers with the adapter; known likewise.
         changes: what its modules add to random inputs; known before the evaluation, on a CPU.
         evaluation: logits of the sequences.
         is_wanted: set to False to let the evaluation stop.
@@ -83,6 +84,7 @@ class Reference:
 
     ref: AdapterRef
     texts: Sequence[tuple[Sequence[int], int]] = ()
+    own_sequences: Sequences = ()
     prompts: Sequences = ()
     changes: Mapping[Place, Tensor | None] | None = None
     sequences: Future[Sequences] = field(default_factory=Future)
@@ -226,6 +228,7 @@ class ReferenceEvaluator:
                 sequences = tuple(tuple(text) for text, _ in reference.texts)
             else:
                 sequences = tuple(probe_sequences(self._spec, adapters))
+                reference.own_sequences = tuple(extra_sequences(self._spec, adapters))
                 reference.prompts = () if self._prompts is None else self._prompts.of(adapters)
         except Exception as error:
             reference.sequences.set_exception(error)
@@ -240,7 +243,8 @@ class ReferenceEvaluator:
                 reference.evaluation.set_exception(error)
                 return None
         starts = [start for _, start in reference.texts] or None
-        return _Read(reference, base, Subject(sequences, terms, known.get(sequences), starts), num_bytes)
+        subject = Subject(sequences, terms, known.get(sequences), starts, reference.own_sequences)
+        return _Read(reference, base, subject, num_bytes)
 
     def _base_of(self, reference: Reference) -> ReferenceBase:
         """Return the base that a reference is evaluated on.

@@ -42,6 +42,7 @@ class Verification:
         alone: probes in steps without other rows.
         mixed: probes in mixed batches.
         base: probes of the base's logits, unless those are known.
+        own: probes of tokens that the base lacks, in mixed batches.
         beside: probes that only fill the batch.
         precision_loss: loss of serving the adapter's weights; known once it is on the device, when
             the mixed round begins.
@@ -55,6 +56,7 @@ class Verification:
     alone: list[Probe] = field(default_factory=list)
     mixed: list[Probe] = field(default_factory=list)
     base: list[Probe] = field(default_factory=list)
+    own: list[Probe] = field(default_factory=list)
     beside: list[Probe] = field(default_factory=list)
     packed: PackedAdapter | None = None
     answers: list[Probe] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Verification:
 
     @property
     def probes(self) -> list[Probe]:
-        return [*self.alone, *self.mixed, *self.base, *self.beside, *self.answers, *self.base_answers]
+        return [*self.alone, *self.mixed, *self.base, *self.own, *self.beside, *self.answers, *self.base_answers]
 
     @property
     def failed_probe(self) -> Probe | None:
@@ -98,7 +100,7 @@ class Verification:
 
     def drop_logits(self) -> None:
         """Free the logits that the first comparison was about."""
-        for probe in (*self.alone, *self.mixed, *self.base, *self.beside):
+        for probe in (*self.alone, *self.mixed, *self.base, *self.own, *self.beside):
             probe.drop()
 
     @property

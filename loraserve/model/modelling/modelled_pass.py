@@ -117,7 +117,8 @@ class ModelledPass(ReferencePass):
 
     def head(self, x: Tensor) -> Tensor:
         """Return the logits of the rows that are wanted."""
-        return self._linear(self._keep_wanted(x), 0, "lm_head")
+        kept = self._keep_wanted(x)
+        return self._with_extra(self._linear(kept, 0, "lm_head"), kept)
 
 
 class ReferenceLinear(nn.Module):

@@ -42,7 +42,7 @@ from loraserve.model.reference_model import ReferenceBase
 from loraserve.model.reference_pass import Evaluation, Subject
 from loraserve.types import AdapterRef, Certificate, Digest, TokenOutput
 from loraserve_kernels.common.plan import make_plan
-from loraserve_kernels.cpu.lora.layout import LoraModule
+from loraserve_kernels.cpu.lora.layout import ExtraRows, LoraModule
 
 from ..conftest import ADAPTERS, World, store_adapter
 from ..test_engine import add, run
@@ -322,6 +322,62 @@ def test_ignored_part_of_kind_fails(
 ) -> None:
     break_packing(monkeypatch, IGNORED[kind])
     assert certificate(make_engine(), kinds[kind]).verdict == "failed"
+
+
+@pytest.fixture(scope="module")
+def resized(world: World, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef:
+    """An adapter of a base with eleven more rows, as PEFT saves it."""
+    folder = tmp_path_factory.mktemp("resized")
+    base = transformers.AutoModelForCausalLM.from_pretrained(world.model_dir)
+    base.resize_token_embeddings(base.config.vocab_size + 11)
+    config = lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return store_adapter(open_store(world.store_url), folder)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "changes", [{}, {"quantize": "int8"}, {"model_impl": "transformers"}], ids=["float32", "int8", "modelled"]
+)
+def test_resized_adapter_passes(
+    changes: dict[str, object], resized: AdapterRef, make_engine: Callable[..., Engine]
+) -> None:
+    found = certificate(make_engine(**changes), resized)
+    assert found.verdict == "passed", found.reason
+    # four of the first and of the last rows, each before a token of the base, after two of these
+    assert found.num_probe_tokens == 13 + 17 + 18
+
+
+WRONG_ROWS: dict[str, Callable[[ExtraRows], ExtraRows]] = {
+    "embeddings in another order": lambda rows: replace(rows, embedding=rows.embedding.flip(0)),
+    "last row of the head": lambda rows: replace(rows, head=torch.cat((rows.head[:-1], rows.head[:1]))),
+    "no head": lambda rows: replace(rows, head=torch.zeros_like(rows.head)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("wrong", WRONG_ROWS)
+def test_wrong_extra_rows_fail_verification(
+    wrong: str,
+    quantize: str,
+    resized: AdapterRef,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pack = CpuDevice.pack
+    monkeypatch.setattr(
+        CpuDevice,
+        "pack",
+        lambda self, *parts: pack(self, *(WRONG_ROWS[wrong](p) if isinstance(p, ExtraRows) else p for p in parts)),
+    )
+    found = certificate(make_engine(quantize=quantize), resized)
+    assert found.verdict == "failed"
+    assert "tokens that the base lacks" in found.reason
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
