@@ -53,8 +53,11 @@ class Limits:
     """Texts of one request for embeddings, pairs or documents of one for scores."""
     max_live_pooled_inputs: int = 64
     """Of one request's inputs, those that are in the engine at once; the others follow them."""
-    max_stop_strings: int = 8
+    silent_stream_s: float = 10.0
+    """Seconds without a first token after which a stream begins with a comment, and between two."""
+    max_stop_strings: int = 64
     max_stop_bytes: int = 512
+    max_stop_bytes_in_all: int = 4096
     max_stop_token_ids: int = 64
     max_logit_bias: int = 300
     max_allowed_token_ids: int = 1024

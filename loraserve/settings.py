@@ -184,6 +184,7 @@ ToolCallParser = Literal[
     "auto",
     "none",
     "functiongemma",
+    "generic",
     "granite",
     "granite4",
     "hermes",

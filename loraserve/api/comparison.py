@@ -31,7 +31,7 @@ from loraserve.tenancy.identity.auth import Caller
 router = APIRouter()
 
 _SET_HERE = ("stream", "stream_options")
-_COPIED = frozenset({b"authorization", b"x-api-key", b"x-tenant"})
+_COPIED = frozenset({b"api-key", b"authorization", b"x-api-key", b"x-tenant"})
 _SHARED = (scopes.GIVEN_CALLER, scopes.COLLECTED_USAGE, CAN_SEND)
 _SHOWN = ("server-timing", "x-loraserve-adapter", "x-loraserve-ignored", "x-loraserve-cache")
 _QUEUE_SIZE = 1

@@ -121,7 +121,8 @@ def _who_has(scope: str, caller: Caller) -> str:
 def bearer_key(request: Request) -> str:
     """Return the secret of ``Authorization: Bearer …``, or the password of ``Basic …``.
 
-    Without that header, the secret of Anthropic's ``x-api-key``: beside it, it may be a gateway's.
+    Without that header, the secret of Anthropic's ``x-api-key`` or Azure's ``api-key``: beside it,
+    it may be a gateway's.
     Clients that send no key of their own, such as trainers, send as Basic what their URL holds:
     ``http://x:KEY@host``.
 
@@ -130,11 +131,12 @@ def bearer_key(request: Request) -> str:
     """
     value = request.headers.get("authorization")
     if value is None:
-        secret = request.headers.get("x-api-key", "").strip()
+        name = "x-api-key" if "x-api-key" in request.headers else "api-key"
+        secret = request.headers.get(name, "").strip()
         if not secret:
             raise AuthenticationError("No API key was given.", hint="Send the header Authorization: Bearer sk-lora-…")
         if not _can_be_key(secret):
-            raise AuthenticationError("The x-api-key header should be: sk-lora-…")
+            raise AuthenticationError(f"The {name} header should be: sk-lora-…")
         return secret
     kind, _, secret = value.partition(" ")
     secret = secret.strip()

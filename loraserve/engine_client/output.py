@@ -47,9 +47,16 @@ class StopStrings:
 
     def _num_open(self, text: str) -> int:
         """Return the length of the longest end of ``text`` that some stop string begins with."""
-        return max(
-            (n for s in self._stop for n in range(min(len(s) - 1, len(text)), 0, -1) if text.endswith(s[:n])), default=0
-        )
+        longest, last = 0, text[-1:]
+        for stop in self._stop if text else ():
+            # each place of the text's last character may end a beginning
+            end = stop.rfind(last, longest, min(len(stop) - 1, len(text))) + 1
+            while end > longest:
+                if text.endswith(stop[:end]):
+                    longest = end
+                    break
+                end = stop.rfind(last, longest, end - 1) + 1
+        return longest
 
 
 class OutputProcessor:

@@ -14,6 +14,7 @@ from loraserve.text.chat_template import ChatTemplate
 from loraserve.text.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.tool_parsers.format import LarkRules, Tool, ToolFormat
+from loraserve.text.tool_parsers.generic import Generic
 from loraserve.text.tool_parsers.parser import (
     ArgumentsDelta,
     CallStart,
@@ -71,7 +72,9 @@ class ChatFormat:
     ) -> None:
         self.template = template
         self.variables: Mapping[str, Any] = variables or {}
-        self.tools: ToolFormat | None = tool_format(tool_call_parser, tokenizer, template.source)
+        self.tools: ToolFormat | None = tool_format(
+            tool_call_parser, tokenizer, template.source, takes_tools=template.takes_tools
+        )
         self.reasoning: ReasoningFormat | None = reasoning_format(reasoning_parser, template.source)
         self._tokenizer = tokenizer
 
@@ -85,6 +88,20 @@ class ChatFormat:
         if tools is None and reasoning is None:
             return None
         return ChatAnswerFormat(self._tokenizer, tools, tool_use, reasoning, is_open, skip_special_tokens)
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether messages tell the model of tools, in the place of its template."""
+        return isinstance(self.tools, Generic)
+
+    def shown(
+        self, messages: list[dict[str, Any]], tool_use: ToolUse | None
+    ) -> tuple[list[dict[str, Any]], tuple[Mapping[str, Any], ...] | None]:
+        """Return the messages and the tools as the template gets them."""
+        tools = None if tool_use is None else tool_use.shown
+        if not isinstance(self.tools, Generic):
+            return messages, tools
+        return self.tools.shown(messages, tools or ()), None
 
     @property
     def bounds_thinking(self) -> bool:

@@ -233,15 +233,14 @@ class _Reader:
         return tuple(dict.fromkeys(ids))
 
     def _stop_strings(self) -> tuple[str, ...]:
-        most, most_bytes = LIMITS.max_stop_strings, LIMITS.max_stop_bytes
+        most, most_bytes, in_all = LIMITS.max_stop_strings, LIMITS.max_stop_bytes, LIMITS.max_stop_bytes_in_all
 
         def is_right(value: object) -> bool:
             texts = value if isinstance(value, list) else [value]
-            return len(texts) <= most and all(
-                isinstance(text, str) and 0 < len(text.encode()) <= most_bytes for text in texts
-            )
+            sizes = [len(text.encode()) if isinstance(text, str) else 0 for text in texts]
+            return len(texts) <= most and all(0 < size <= most_bytes for size in sizes) and sum(sizes) <= in_all
 
-        expected = f"a string, or a list of at most {most}, each of 1 to {most_bytes} bytes"
+        expected = f"a string, or a list of at most {most}, each of 1 to {most_bytes} bytes and {in_all} in all"
         value = self._take("stop_strings", expected, is_right)
         return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 

@@ -12,7 +12,6 @@ from loraserve.api.anthropic.blocks import Dialogue
 from loraserve.api.inference.fields import fields_of
 from loraserve.api.inference.schemas import ChatBody, SamplingBody
 from loraserve.errors import InvalidRequest, UnsupportedParameter
-from loraserve.text.chat_format import ChatFormat
 
 _TEXT_OR_BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _MESSAGES = {
@@ -38,8 +37,6 @@ _TEXTS = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "nu
 
 _NO_LOGPROBS = "Ask /v1/chat/completions for it."
 _MAX_USER_LENGTH = 256
-_THINKING_SWITCH = "enable_thinking"
-"""Variable by which chat templates turn reasoning on and off."""
 
 FIELDS: Mapping[str, str] = {
     "reasoning_effort": "output_config.effort",
@@ -106,7 +103,6 @@ class ChatRequest:
         if has_cache_control or dialogue.has_cache_control:
             ignored.append("cache_control")
         choice, is_parallel = _chat_choice(body.tool_choice)
-        self._thinking = _thinking(body.thinking)
         output = fields_of(body.output_config, "output_config", ("effort", "format"))
         self._places = dialogue.places
         self.ignored = tuple(dict.fromkeys(ignored))
@@ -123,36 +119,12 @@ class ChatRequest:
             "parallel_tool_calls": is_parallel,
             "response_format": _chat_format(output.get("format")),
             "reasoning_effort": _effort(output.get("effort")),
+            "thinking": body.thinking,
             "chat_template_kwargs": body.chat_template_kwargs,
             "continue_final_message": dialogue.continues_last,
             "add_generation_prompt": not dialogue.continues_last,
         }
         self.body = ChatBody(**fields)
-
-    def variables(self, chat_format: ChatFormat) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return the variables for the template, and the fields that it can't follow.
-
-        Args:
-            chat_format: of the bound version.
-        """
-        if not self._thinking:
-            return {}, ()
-        has_switch, has_budget = chat_format.template.reads(_THINKING_SWITCH), self.thinking_budget(chat_format)
-        followed = {"type": has_switch, "budget_tokens": has_budget is not None}
-        given = [name for name, value in self._thinking.items() if value is not None]
-        ignored = tuple(f"thinking.{name}" for name in given if not followed.get(name))
-        variables = {_THINKING_SWITCH: self._thinking["type"] != "disabled"} if has_switch else {}
-        return variables, ignored if any(followed.values()) else ("thinking",)
-
-    def thinking_budget(self, chat_format: ChatFormat) -> int | None:
-        """Return the bound on the answer's thinking; None: there is none, or it can't be kept.
-
-        Args:
-            chat_format: of the bound version.
-        """
-        budget: int | None = self._thinking.get("budget_tokens")
-        is_kept = self._thinking.get("type") == "enabled" and chat_format.bounds_thinking
-        return budget if is_kept else None
 
     def place(self, param: str) -> str:
         """Return the place in the request's body for a place in the chat's."""
@@ -226,22 +198,6 @@ def _chat_choice(choice: object) -> tuple[Any, bool]:
     if not isinstance(kind, str) or kind not in _MODES:
         raise InvalidRequest("tool_choice.type should be auto, any, tool or none.", param="tool_choice.type")
     return _MODES[kind], not is_alone
-
-
-def _thinking(thinking: object) -> Mapping[str, Any]:
-    """Return the fields of `thinking`, whose type is known; none if it isn't sent."""
-    if thinking is None:
-        return {}
-    kind = thinking.get("type") if isinstance(thinking, dict) else None
-    if not isinstance(thinking, dict) or kind not in ("enabled", "disabled", "adaptive"):
-        raise InvalidRequest("thinking.type should be enabled, disabled or adaptive.", param="thinking.type")
-    budget = thinking.get("budget_tokens")
-    is_number = isinstance(budget, int) and not isinstance(budget, bool) and 1 <= budget < 1 << 31
-    if budget is not None and not is_number:
-        raise InvalidRequest(
-            "thinking.budget_tokens should be an integer of 1 or more.", param="thinking.budget_tokens"
-        )
-    return thinking
 
 
 def _chat_format(wanted: object) -> dict[str, Any] | None:

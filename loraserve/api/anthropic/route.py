@@ -54,8 +54,6 @@ async def create_message(
             (*ignored, *chat.ignored),
             prefix="msg_",
             names=FIELDS,
-            variables=chat.variables,
-            thinking_budget=chat.thinking_budget,
         )
     return await turn.respond(request, _MessageAnswer(turn, request.state.request_id))
 
@@ -75,7 +73,7 @@ async def count_tokens(
     body, ignored = parse_body(MessageTokensBody, raw)
     chat = ChatRequest(body)
     with renamed(chat.place, FIELDS):
-        read = await ChatPrompt.read(request, caller, chat.body, ignored, is_bounded=False, variables=chat.variables)
+        read = await ChatPrompt.read(request, caller, chat.body, ignored, is_bounded=False)
     return MessageTokensCount(input_tokens=len(read.prompt.token_ids))
 
 

@@ -26,6 +26,7 @@ from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_
 from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.connection import MAX_PIECE_BYTES, connection_slot, note_refusal
 from loraserve.api.http.encoded_path import keep_encoded_slashes
+from loraserve.api.http.path_spelling import respell_path
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (
@@ -56,6 +57,7 @@ _UPLOAD_PATH = re.compile(
 """Routes that stream their body to where it belongs, so that it may be large."""
 _SINGLETONS = frozenset(
     {
+        b"api-key",
         b"authorization",
         b"content-length",
         b"content-range",
@@ -130,6 +132,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         keep_encoded_slashes(scope)
+        respell_path(scope)
         exchange = _Exchange(scope, receive, send, self._limits, self._rooms, self._proxies)
         self._metrics.live_requests.inc()
         try:

@@ -322,13 +322,18 @@ class InferenceContext:
         """Return the prompt of the choice with this index."""
         return self.prompts[index // self.body.n]
 
-    def headers(self, first: Chunk) -> dict[str, str]:
-        """Return the headers of the response; `first` is its first chunk."""
+    def headers(self, first: Chunk | None) -> dict[str, str]:
+        """Return the headers of the response; `first` is its first chunk, if there is one yet."""
         return response_headers(first, self.target, self.ignored)
 
 
-def response_headers(first: Chunk, target: TargetSelector, ignored: Sequence[str]) -> dict[str, str]:
-    """Return the headers of a response: its timing, who answered, and what was ignored."""
+def response_headers(first: Chunk | None, target: TargetSelector, ignored: Sequence[str]) -> dict[str, str]:
+    """Return the headers of a response: its timing, who answered, and what was ignored.
+
+    Before the first chunk it isn't certain who answers, and there is no timing.
+    """
+    if first is None:
+        return ignored_header(ignored)
     timing = (("queue", first.queue_s), ("adapter", first.adapter_s), ("prefill", first.prefill_s))
     headers = {"server-timing": ", ".join(f"{name};dur={seconds * 1000:.1f}" for name, seconds in timing)}
     return {**headers, **target.headers(), **ignored_header(ignored)}

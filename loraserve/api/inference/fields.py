@@ -7,7 +7,8 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -19,6 +20,8 @@ from loraserve.errors import InvalidRequest, UnsupportedParameter
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_NUMBER = re.compile(r"[+-]?\d{1,20}(\.\d{1,20})?(e[+-]?\d{1,2})?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_NAMED = 20
 _MAX_GUESSED, _MAX_KEPT_GUESSES = 4, 1024
@@ -178,7 +181,8 @@ async def json_fields(request: Request) -> dict[str, Any]:
 def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]:
     """Return the known fields, checked, and the names of the ignored fields (`IgnoredField`).
 
-    Explicit nulls count as absent.
+    Explicit nulls count as absent; a number may come as its text ("8"), and an integer as a whole
+    float (8.0), as in vLLM.
 
     Raises:
         UnsupportedParameter: a field would change the answer and isn't implemented.
@@ -186,7 +190,12 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
     """
     given = {name: value for name, value in body.items() if value is not None}
     _refuse_unsupported(model, given)
-    known = {name: value for name, value in given.items() if name in model.model_fields}
+    numeric = _numeric_fields(model)
+    known = {
+        name: _as_number(value, numeric[name]) if name in numeric else value
+        for name, value in given.items()
+        if name in model.model_fields
+    }
     try:
         fields = model.model_validate(known)
     except ValidationError as error:
@@ -198,6 +207,26 @@ def parse_body(model: type[Model], body: Mapping[str, Any]) -> tuple[Model, tupl
     ignored = [name for name in given if name in passed]
     guesses = [_likely_field(name, model) for name in ignored[:_MAX_GUESSED]]
     return fields, (*map(IgnoredField.of, ignored, guesses), *ignored[_MAX_GUESSED:])
+
+
+@lru_cache
+def _numeric_fields(model: type[BaseModel]) -> Mapping[str, type[int] | type[float]]:
+    """Find the fields of a model that are numbers, by name."""
+    found: dict[str, type[int] | type[float]] = {}
+    for name, field in model.model_fields.items():
+        kinds = {field.annotation, *get_args(field.annotation)} - {None, NoneType}
+        if kinds & {int, float} and kinds <= {int, float, int | None, float | None}:
+            found[name] = int if int in kinds else float
+    return found
+
+
+def _as_number(value: object, kind: type[int] | type[float]) -> object:
+    """Return the number that a text or a whole float stands for; any other value as it is."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value) if kind is float or not _INTEGER.fullmatch(value) else int(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def _likely_field(name: str, model: type[BaseModel]) -> str | None:

@@ -89,7 +89,8 @@ class _Reader:
         if not isinstance(calls, list) or len(calls) > LIMITS.max_tools:
             raise InvalidRequest(f"{where} should be a list of at most {LIMITS.max_tools} calls.", param=where)
         read = [self._read_call(call, f"{where}.{index}") for index, call in enumerate(calls)]
-        if self._format.tools is not None and not self._format.template.takes_tool_calls:
+        is_text = self._format.writes_tools or not self._format.template.takes_tool_calls
+        if self._format.tools is not None and is_text:
             checked["content"] += self._format.tools.written([call["function"] for call in read])
         else:
             checked["tool_calls"] = read

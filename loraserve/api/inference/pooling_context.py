@@ -131,7 +131,7 @@ class _PooledAnswer(Answer):
     take: Callable[[int, bytes], None]
     render_whole: Callable[[dict[str, Any]], dict[str, Any]]
 
-    def headers(self, first: Chunk) -> dict[str, str]:
+    def headers(self, first: Chunk | None) -> dict[str, str]:
         return response_headers(first, self.context.target, self.context.ignored)
 
     def add(self, index: int, chunk: Chunk) -> None:

@@ -97,18 +97,25 @@ class PromptReader:
             ContextLengthExceeded: they can't be short enough, whatever their tokens.
         """
 
-        template, tools = chat_format.template, None if tool_use is None else tool_use.shown
+        template = chat_format.template
         set_variables = {**chat_format.variables, **variables}
 
-        def read() -> list[dict[str, Any]]:
+        def read() -> tuple[list[dict[str, Any]], tuple[Mapping[str, Any], ...] | None]:
             checked = read_messages(messages, chat_format)
             _check_bytes(sum(len(message["content"].encode()) for message in checked), "messages")
-            return checked
+            return chat_format.shown(checked, tool_use)
 
         def render(template: ChatTemplate) -> str:
+            shown, tools = read()
             if continues_last:
-                return template.render_continued(read(), tools, set_variables)
-            return template.render(read(), add_generation_prompt, tools, set_variables)
+                return template.render_continued(shown, tools, set_variables)
+            return template.render(shown, add_generation_prompt, tools, set_variables)
+
+        def question(template: VersionTemplate) -> bytes:
+            shown, tools = read()
+            return template.question(
+                self.tenant, shown, add_generation_prompt, tools, set_variables, continues_last=continues_last
+            )
 
         def encode(text: str) -> Prompt:
             _check_bytes(len(text.encode()), "messages")
@@ -119,12 +126,7 @@ class PromptReader:
             return Prompt(tuple(kept), text if len(kept) == len(token_ids) else None)
 
         if isinstance(template, VersionTemplate):
-            question = await self.run(
-                lambda: template.question(
-                    self.tenant, read(), add_generation_prompt, tools, set_variables, continues_last=continues_last
-                )
-            )
-            rendered = await self.services.templates.render(self.tenant, question)
+            rendered = await self.services.templates.render(self.tenant, await self.run(lambda: question(template)))
             prompt = await self.run(lambda: encode(rendered))
         else:
             prompt = await self.run(lambda: encode(render(template)))

@@ -18,6 +18,8 @@ from loraserve.errors import ContextLengthExceeded, InvalidRequest
 from loraserve.limits import LIMITS
 from loraserve.types import BaseSpec, SamplingParams, ThinkingBudget
 
+ALL_THE_ROOM = -1
+"""`max_tokens` of an answer that may be as long as the context has room for."""
 _MIN_TOP_P = 1e-9
 _MASK = (1 << 63) - 1
 
@@ -246,6 +248,8 @@ def _read_stop(value: object) -> tuple[str, ...]:
         raise InvalidRequest("stop should be a string or a list of strings.", param="stop")
     if len(stops) > LIMITS.max_stop_strings:
         raise InvalidRequest(f"stop has more than {LIMITS.max_stop_strings} strings.", param="stop")
+    if sum(len(stop.encode()) for stop in stops) > LIMITS.max_stop_bytes_in_all:
+        raise InvalidRequest(f"stop has more than {LIMITS.max_stop_bytes_in_all} bytes in all.", param="stop")
     for position, stop in enumerate(stops):
         if not stop:
             raise InvalidRequest("stop has an empty string.", param=f"stop.{position}")

@@ -109,7 +109,8 @@ class InferenceBody(SamplingBody):
     n: int = Field(default=1, ge=1, le=LIMITS.max_n)
     stream_options: Annotated[StreamOptions, BeforeValidator(_drop_nulls)] = StreamOptions()
 
-    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    max_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    """-1: as many as there is room for."""
     return_token_ids: bool = False
     cache: Annotated[Any, WithJsonSchema(_CACHE)] = None
     """Whether the answer may be one that was kept, and be kept: read by `sampling`."""
@@ -139,7 +140,7 @@ class CompletionBody(InferenceBody):
 
 class ChatBody(InferenceBody):
     messages: Any
-    max_completion_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    max_completion_tokens: int | None = Field(default=None, ge=-1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=LIMITS.max_chat_top_logprobs)
     # checked by `chat.tools`, which has clearer messages than a union
@@ -158,6 +159,11 @@ class ChatBody(InferenceBody):
 
     A template that doesn't read it ignores it, and the answer's header says so.
     """
+    # what other clients send for it: read by `chat.thinking`
+    reasoning: Any = None
+    thinking: Any = None
+    enable_thinking: bool | None = None
+    think: Any = None
     echo: Literal[False] = False
 
 

@@ -136,8 +136,9 @@ class _GeneratedAnswer(StreamableAnswer):
         self.is_stream = is_stream
         self._context, self._sequences, self._is_listed = context, sequences, is_listed
 
-    def headers(self, first: Chunk) -> dict[str, str]:
-        return {**self._context.headers(first), **self._context.target.lorax_headers()}
+    def headers(self, first: Chunk | None) -> dict[str, str]:
+        own = {} if first is None else self._context.target.lorax_headers()
+        return {**self._context.headers(first), **own}
 
     def add(self, index: int, chunk: Chunk) -> None:
         self._sequences[index].add(chunk)

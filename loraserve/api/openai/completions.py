@@ -26,7 +26,7 @@ from loraserve.api.inference.fields import json_fields, parse_body
 from loraserve.api.inference.logprobs import CompletionLogprobs, finite_logprob, join_logprobs, prompt_logprobs
 from loraserve.api.inference.prompts import PromptReader
 from loraserve.api.inference.quota import admitted_caller, reserve
-from loraserve.api.inference.sampling import cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
+from loraserve.api.inference.sampling import ALL_THE_ROOM, cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
 from loraserve.api.inference.schemas import CompletionBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import Services, services_of
@@ -69,7 +69,8 @@ async def create_completion(
     model = await resolve_asked(services, caller, body)
     reader = PromptReader(services, caller.tenant, len(await request.body()), model.tokenizer)
     default_max_tokens = model.defaults.max_tokens(DEFAULT_MAX_TOKENS) or DEFAULT_MAX_TOKENS
-    keep = kept_tokens(body, default_max_tokens if body.max_tokens is None else body.max_tokens, base)
+    wanted_tokens = default_max_tokens if body.max_tokens is None else body.max_tokens
+    keep = kept_tokens(body, None if wanted_tokens == ALL_THE_ROOM else wanted_tokens, base)
     prompts = await reader.prompts(body.prompt, add_special_tokens=body.add_special_tokens, keep=keep)
     check_num_choices(len(prompts), body.n)
     is_scoring = body.max_tokens == 0
@@ -94,7 +95,7 @@ async def create_completion(
     max_tokens = [_max_tokens(body, default_max_tokens, len(prompt.token_ids), services) for prompt in prompts]
     if wanted is not None:
         sampling = sampling.constrained(await check_grammar(request, caller.tenant, wanted, model.tokenizer))
-    admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=True)
+    admitted = reserve(request, prompts, max_tokens, body.n, is_bounded=body.max_tokens != ALL_THE_ROOM)
 
     context = InferenceContext.begin("cmpl-", services, body, model, prompts, ignored)
     requests = context.requests(caller, sampling, max_tokens, thinking=thinking)
@@ -137,7 +138,7 @@ class _Completion(StreamableAnswer):
         self._can_fill = not self._has_running_usage and not body.return_token_ids and body.logprobs is None
         self._templates: dict[int, EventTemplate] = {}
 
-    def headers(self, first: Chunk) -> dict[str, str]:
+    def headers(self, first: Chunk | None) -> dict[str, str]:
         return self._context.headers(first)
 
     def add(self, index: int, chunk: Chunk) -> None:
@@ -181,7 +182,8 @@ def _check_combination(body: CompletionBody) -> None:
         raise InvalidRequest("best_of over n is for answers in one piece; this one is a stream.", param="best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens should be 1 or more; 0 only scores a prompt, with echo.", param="max_tokens")
-    if body.max_tokens is not None and body.min_tokens > max(1, body.max_tokens):
+    is_bounded = body.max_tokens is not None and body.max_tokens != ALL_THE_ROOM
+    if is_bounded and body.min_tokens > max(1, body.max_tokens or 0):
         raise InvalidRequest("min_tokens exceeds max_tokens.", param="min_tokens")
 
 
@@ -189,6 +191,8 @@ def _max_tokens(body: CompletionBody, default: int, num_prompt_tokens: int, serv
     base = services.engine.base
     if body.max_tokens == 0 and num_prompt_tokens <= base.max_model_len:
         return 1
+    if body.max_tokens == ALL_THE_ROOM:
+        return choose_max_tokens(None, None, num_prompt_tokens, base, "prompt")
     return choose_max_tokens(body.max_tokens, default, num_prompt_tokens, base, "prompt")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from loraserve.text.tokenizer import Tokenizer
 from loraserve.text.tool_parsers.format import ToolFormat
 from loraserve.text.tool_parsers.functiongemma import FunctionGemma
+from loraserve.text.tool_parsers.generic import Generic
 from loraserve.text.tool_parsers.granite import Granite
 from loraserve.text.tool_parsers.hermes import Hermes
 from loraserve.text.tool_parsers.llama3_json import Llama3Json
@@ -27,21 +28,28 @@ _FORMATS: tuple[type[ToolFormat], ...] = (
     Llama3Json,
 )
 TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {format_.name: format_ for format_ in _FORMATS} | {
+    "generic": Generic,
     "granite4": Hermes,
     "llama4_json": Llama3Json,
     "llama4_pythonic": Pythonic,
     "qwen3_xml": Qwen3Coder,
 }
-"""Formats by their names in vLLM's ``--tool-call-parser``."""
+"""Formats by their names in vLLM's ``--tool-call-parser``, and ``generic``."""
 
 
-def tool_format(name: str, tokenizer: Tokenizer, template: str) -> ToolFormat | None:
-    """Return the format of this name, if there is one.
+def tool_format(name: str, tokenizer: Tokenizer, template: str, *, takes_tools: bool = True) -> ToolFormat | None:
+    """Choose the format of a name; None: there is none.
 
     ``auto`` is the format that the chat template's text shows.
+
+    Args:
+        takes_tools: whether tools reach the prompt by the template; otherwise ``auto`` is generic.
     """
+    chosen: type[ToolFormat] | None
     if name != "auto":
         chosen = TOOL_FORMATS.get(name)
+    elif not takes_tools:
+        chosen = Generic
     else:
         chosen = next((format_ for format_ in _FORMATS if format_.is_of(template)), None)
     return None if chosen is None else chosen(tokenizer, template)

@@ -135,18 +135,21 @@ async def test_stalled_body_is_answered_and_closed(url: str, acme: Any, limits: 
 
 @pytest.mark.parametrize("limits", [Limits(stalled_reader_s=0.5)])
 async def test_trickling_body_holds_no_slot(url: str, acme: Any, limits: Limits) -> None:
-    reader, writer = await connect(url)
+    loop = asyncio.get_running_loop()
     data = request_bytes(url, acme.key, {"model": "sql", "prompt": "x" * 60})
-    writer.write(data[:-60])
-    answer = asyncio.create_task(reader.read())
-    for position in range(len(data) - 60, len(data)):
-        # never silent for long enough, and never done
-        await asyncio.sleep(0.1)
-        if answer.done():
-            break
-        writer.write(data[position : position + 1])
-    assert (await asyncio.wait_for(answer, 60)).startswith(b"HTTP/1.1 408")
-    writer.close()
+    # a plain socket: asyncio's streams forget what has arrived when a write fails
+    with socket.create_connection(("127.0.0.1", urlsplit(url).port)) as client:
+        client.setblocking(False)
+        await loop.sock_sendall(client, data[:-60])
+        answer = asyncio.create_task(loop.sock_recv(client, 4096))
+        with contextlib.suppress(ConnectionError):
+            for position in range(len(data) - 60, len(data)):
+                # never silent for long enough, and never done
+                await asyncio.sleep(0.1)
+                if answer.done():
+                    break
+                await loop.sock_sendall(client, data[position : position + 1])
+        assert (await asyncio.wait_for(answer, 60)).startswith(b"HTTP/1.1 408")
 
 
 # 4 KiB in ten seconds are more than the least pace, 50 seconds more than the time without any

@@ -287,10 +287,43 @@ async def test_choices_number_openais_most(client: httpx2.AsyncClient) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
 
+async def test_number_may_come_as_text(client: httpx2.AsyncClient, engine: Any) -> None:
+    await complete(client, max_tokens="5", temperature="0.5", seed=7.0, top_k="-1", top_p="1")
+    params = engine.seen[-1].params
+    assert (params.max_tokens, params.temperature, params.seed, params.top_k) == (5, 0.5, 7, 0)
+    await chat(client, max_tokens=2.0, presence_penalty="1e-1")
+    params = engine.seen[-1].params
+    assert (params.max_tokens, params.presence_penalty) == (2, 0.1)
+    for value in ("", "5 tokens", "0x5", "٥", "5.5", 5.5, "nan", "9" * 30):
+        answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "x", "max_tokens": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens"), value
+
+
+async def test_minus_one_token_means_all_the_room(client: httpx2.AsyncClient, engine: Any) -> None:
+    room = 256
+    await complete(client, max_tokens=-1)
+    assert engine.seen[-1].params.max_tokens == room - len(engine.seen[-1].prompt_token_ids)
+    await complete(client, max_tokens="-1", min_tokens=3, truncate_prompt_tokens=-1)
+    assert engine.seen[-1].params.max_tokens == room - len(engine.seen[-1].prompt_token_ids)
+    for name in ("max_tokens", "max_completion_tokens"):
+        await chat(client, **{"max_tokens": None, name: -1})
+        assert engine.seen[-1].params.max_tokens == room - len(engine.seen[-1].prompt_token_ids)
+
+
+async def test_stop_strings_are_bounded_together(client: httpx2.AsyncClient, engine: Any) -> None:
+    stops = [f"<stop {number}>" for number in range(LIMITS.max_stop_strings)]
+    await complete(client, stop=stops)
+    assert engine.seen[-1].stop == tuple(stops)
+    too_long = ["x" * LIMITS.max_stop_bytes] * (LIMITS.max_stop_bytes_in_all // LIMITS.max_stop_bytes)
+    for refused in ([*stops, "one more"], [*too_long, "y"]):
+        answer = await client.post("/v1/completions", json={"model": "sql", "prompt": "x", "stop": refused})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop")
+
+
 ROUTES = (("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}), ("completions", {"prompt": "x"}))
 
 
-@pytest.mark.parametrize(("value", "code"), [(-2, "invalid_value"), (True, "invalid_value"), ("8", "invalid_value")])
+@pytest.mark.parametrize(("value", "code"), [(-2, "invalid_value"), (True, "invalid_value"), ("many", "invalid_value")])
 async def test_odd_thinking_budget_is_refused(client: httpx2.AsyncClient, value: object, code: str) -> None:
     for path, prompt in (
         ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),

@@ -300,7 +300,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"instructions": 5}, "instructions"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10**6}, "input"),
-    ({"max_output_tokens": "5"}, "max_output_tokens"),
+    ({"max_output_tokens": "five"}, "max_output_tokens"),
     ({"min_tokens": 9, "max_output_tokens": 5}, "min_tokens"),
     ({"metadata": 5}, "metadata"),
     ({"metadata": {"a": 5}}, "metadata"),

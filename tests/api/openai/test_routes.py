@@ -32,6 +32,35 @@ async def test_models_are_the_base_and_the_tenants_adapters(client: httpx2.Async
     assert sql["created"] > 1_700_000_000
 
 
+@pytest.mark.parametrize("prefix", ["", "/t/acme"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions/",
+        "/chat/completions",
+        "/chat/completions/",
+        "/v1/v1/chat/completions",
+        "/openai/v1/chat/completions",
+        "/openai/deployments/sql/chat/completions?api-version=2024-10-21",
+    ],
+)
+async def test_route_is_found_by_each_spelling(client: httpx2.AsyncClient, prefix: str, path: str) -> None:
+    body = {"model": "sql", "messages": [{"role": "user", "content": "x"}]}
+    assert (await client.post(prefix + path, json=body)).json()["object"] == "chat.completion"
+
+
+async def test_only_inference_routes_have_spellings(client: httpx2.AsyncClient, acme: Any) -> None:
+    for path in ("/models", "/models/", "/v1/models/", "/v1/models/sql/"):
+        assert (await client.get(path)).status_code == 200, path
+    for path in ("/chat", "/files", "/v1/v1/files", "/x/models", "/openai/v1/audio"):
+        assert (await client.get(path)).status_code == 404, path
+    # Azure's header
+    del client.headers["authorization"]
+    assert (await client.get("/v1/models", headers={"api-key": acme.key})).status_code == 200
+    refused = await client.get("/v1/models", headers={"api-key": "x" * 600})
+    assert (refused.status_code, "api-key header" in refused.text) == (401, True)
+
+
 @pytest.mark.parametrize("model", ["org/base:1", "sql", "sql@1", "sql@live", "org/base:1:sql"])
 async def test_model_is_found_by_each_name(client: httpx2.AsyncClient, model: str) -> None:
     response = await client.get(f"/v1/models/{model}")
@@ -320,8 +349,6 @@ async def test_unknown_route_and_wrong_method_get_error_envelopes(client: httpx2
 
 NEAREST = {
     "GET /v1/model": "GET /v1/models",
-    "POST /v1/completions/": "POST /v1/completions",
-    "POST /chat/completions": "POST /v1/chat/completions",
     "POST /v1/chat/completion": "POST /v1/chat/completions",
     "POST /V1/Completions": "POST /v1/completions",
     "POST /t/acme/v1/completion": "POST /t/{tenant}/v1/completions",
@@ -382,7 +409,7 @@ async def test_tokenizer_info_contains_config_plain_tokens_and_template(
     assert (await client.get("/t/acme/tokenizer_info")).json() == info
 
 
-@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/redoc", "/v1/models/"])
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/redoc", "/v1/model/"])
 async def test_the_frameworks_own_routes_are_not_there(client: httpx2.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 404
 

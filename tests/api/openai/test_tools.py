@@ -13,6 +13,7 @@ from hermes_model import CALL, TIME_CALL, base, model_dir, prompt_of
 from loraserve.api.services import Services
 from loraserve.limits import LIMITS
 from loraserve.text.chat_format import ChatFormat
+from loraserve.text.chat_template import CompiledTemplate
 
 __all__ = ["base", "model_dir"]
 
@@ -422,6 +423,63 @@ async def test_arguments_unwritable_by_templates_are_shown_verbatim(
     assert (await chat(client, messages=messages, truncate_prompt_tokens=4000)).status_code == 200
     if len(arguments) < 3000:
         assert f'"arguments": {arguments}' in prompt_of(engine)
+
+
+SILENT_TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant> "
+TEMPLATES = {
+    "system": SILENT_TEMPLATE.replace("<{{", "{# a system message #}<{{"),
+    "no system": "{% if messages[0].role == 'system' %}{{ raise_exception('No System role') }}{% endif %}"
+    + SILENT_TEMPLATE,
+}
+
+
+def serve_template(services: Services, template: str, parser: str = "auto") -> None:
+    template_of: Any = CompiledTemplate({"default": template}, {})
+    services.chat_format = ChatFormat(template_of, services.tokenizer, tool_call_parser=parser)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+async def test_tools_are_told_where_template_reads_none(
+    kind: str, client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    serve_template(services, TEMPLATES[kind])
+    engine.script = CALL
+    body = (await chat(client, tools=[WEATHER, TIME])).json()
+    (call,) = body["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], body["choices"][0]["finish_reason"]) == ("get_weather", "tool_calls")
+    prompt, role = prompt_of(engine), "system" if kind == "system" else "user"
+    assert prompt.startswith(f"<{role}> You can call functions.")
+    assert f"<tools>\n{json.dumps(WEATHER['function'])}\n" in prompt
+    assert prompt.endswith("What's the weather?\n<assistant> ")
+    assert prompt.count("<user>") == 1
+    # the calls and their results, once, whether there are tools now or not
+    messages = [{"role": "system", "content": "Be brief."}] if kind == "system" else []
+    messages += [
+        *HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [call, {**call, "id": "call_2"}]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "sun"},
+    ]
+    for tools in ([WEATHER], []):
+        engine.script = "Both."
+        answer = await chat(client, messages=messages, tools=tools)
+        assert answer.json()["choices"][0]["message"]["content"] == "Both."
+        prompt = prompt_of(engine)
+        assert prompt.count(f"<tool_call>\n{CALL.split(chr(10))[1]}\n</tool_call>") == 2
+        assert prompt.endswith(
+            "<user> <tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>\n<assistant> "
+        )
+        assert ("You can call functions." in prompt) == bool(tools)
+        assert prompt.startswith("<system> Be brief." if kind == "system" else "<user>")
+
+
+async def test_generic_parser_tells_tools_to_any_template(
+    client: httpx2.AsyncClient, engine: Any, services: Services
+) -> None:
+    services.chat_format = ChatFormat(services.chat_format.template, services.tokenizer, tool_call_parser="generic")
+    assert (await chat(client, tools=[TIME])).status_code == 200
+    prompt = prompt_of(engine)
+    assert (prompt.count("You can call functions."), prompt.count("get_time")) == (1, 1)
 
 
 async def test_template_without_tool_support_refuses_tools(client: httpx2.AsyncClient, services: Services) -> None:

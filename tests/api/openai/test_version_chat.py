@@ -188,6 +188,65 @@ async def test_a_messages_thinking_follows_the_versions_own_template(
     assert prompts_of(engine)[-1] == "hi"
 
 
+NO_THINKING: dict[str, dict[str, Any]] = {
+    "OpenAI": {"reasoning_effort": "none"},
+    "OpenRouter": {"reasoning": {"enabled": False}},
+    "OpenRouter's effort": {"reasoning": {"effort": "none"}},
+    "Z.ai": {"thinking": {"type": "disabled"}},
+    "Qwen": {"enable_thinking": False},
+    "Ollama": {"think": False},
+    "the first": {"reasoning_effort": "none", "think": True},
+}
+
+
+@pytest.mark.parametrize("client_of", NO_THINKING)
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+async def test_every_clients_switch_ends_thinking(
+    client_of: str, switch: str, client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    template = f"{{% if {switch} is not defined or {switch} %}}think! {{% endif %}}{{{{ messages[0].content }}}}"
+    version, deaf = await publish("sql", chat_template=template.encode()), await publish("sql")
+    await chat(client, f"sql@{version}")
+    assert prompts_of(engine)[-1] == "think! hi"
+    answer = await chat(client, f"sql@{version}", **NO_THINKING[client_of])
+    assert "x-loraserve-ignored" not in answer.headers
+    assert prompts_of(engine)[-1] == "hi"
+    # the template's own variable goes first
+    await chat(client, f"sql@{version}", **NO_THINKING[client_of], chat_template_kwargs={switch: True})
+    assert prompts_of(engine)[-1] == "think! hi"
+    # a template without a switch: said
+    unheard = await chat(client, f"sql@{deaf}", **NO_THINKING[client_of])
+    assert unheard.headers["x-loraserve-ignored"] == ", ".join(NO_THINKING[client_of])
+
+
+async def test_effort_reaches_template_from_any_field(
+    client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any
+) -> None:
+    version = await publish("sql", chat_template=b"{{ reasoning_effort }}: {{ messages[0].content }}")
+    for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}, {"think": "low"}):
+        answer = await chat(client, f"sql@{version}", **fields)
+        assert (answer.headers.get("x-loraserve-ignored"), prompts_of(engine)[-1]) == (None, "low: hi")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning": "high"}, "reasoning"),
+        ({"reasoning": {"enabled": 1}}, "reasoning.enabled"),
+        ({"reasoning": {"effort": ""}}, "reasoning.effort"),
+        ({"thinking": True}, "thinking.type"),
+        ({"thinking": {"type": "off"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"enable_thinking": "no"}, "enable_thinking"),
+        ({"think": 1}, "think"),
+        ({"think": "x" * 33}, "think"),
+    ],
+)
+async def test_wrong_thinking_switch_is_refused(fields: dict[str, Any], param: str, client: httpx2.AsyncClient) -> None:
+    answer = await client.post("/v1/chat/completions", json={"model": BASE, "messages": MESSAGES, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_version_defaults_apply_where_request_is_silent(
     client: httpx2.AsyncClient, publish: Callable[..., Any], engine: Any, base: Any
 ) -> None:

@@ -20,8 +20,11 @@ class Answer(ABC):
     """
 
     @abstractmethod
-    def headers(self, first: Chunk) -> dict[str, str]:
-        """Return the response's headers, given the first chunk of any choice."""
+    def headers(self, first: Chunk | None) -> dict[str, str]:
+        """Return the response's headers, given the first chunk of any choice.
+
+        None: a stream begins before it, and what answers isn't certain yet.
+        """
 
     @abstractmethod
     def add(self, index: int, chunk: Chunk) -> None:

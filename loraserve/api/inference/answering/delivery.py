@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.http.sse import EventSource, EventStream, JSONAnswer
 from loraserve.api.inference.answering.answer import StreamableAnswer
 from loraserve.api.inference.answering.direct_reader import DirectReader
+from loraserve.api.services import services_of
 
 if TYPE_CHECKING:
     from loraserve.api.http.connection import PieceWriter
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from loraserve.api.inference.answering.metering import RequestUsage
     from loraserve.engine_client.client import Chunk
     from loraserve.errors import LoraserveError
+
+_PING = b": the first token is awaited\n\n"
+"""Comment, which clients skip: proxies end connections that are silent for a minute."""
 
 
 class Delivery(EventSource):
@@ -36,6 +41,8 @@ class Delivery(EventSource):
         self._record.inference = generation.record
         self._stream: StreamableAnswer | None = None
         self._reader: DirectReader | None = None
+        self._starting: asyncio.Future[Chunk] | None = None
+        self._silent_s = services_of(request).limits.silent_stream_s
         if isinstance(answer, StreamableAnswer) and answer.is_stream:
             self._stream, self.ending = answer, answer.ending
             self._reader = DirectReader(self._render, self.write)
@@ -44,16 +51,18 @@ class Delivery(EventSource):
     async def respond(self) -> Response:
         """Return the response, once the first chunk has come; a whole answer's, once it is there.
 
+        A stream begins after `Limits.silent_stream_s` in any case.
+
         Raises:
             LoraserveError: it failed before the first byte of the answer.
             ClientDisconnect: the client has left.
         """
         request, generation, answer, usage = self._request, self._generation, self._answer, self._usage
         try:
-            first = await while_connected(request, generation.start())
-            headers = {**answer.headers(first), **generation.headers}
             if self._stream is not None:
-                return EventStream(self, headers)
+                first = await self._first_of_stream()
+                return EventStream(self, {**answer.headers(first), **generation.headers})
+            headers = {**answer.headers(await while_connected(request, generation.start())), **generation.headers}
             await while_connected(request, self._collect())
             await generation.close()
             await while_connected(request, answer.finish())
@@ -62,6 +71,12 @@ class Delivery(EventSource):
         except BaseException:
             await self.close()
             raise
+
+    async def _first_of_stream(self) -> Chunk | None:
+        """Return the first chunk; None if it takes so long that the stream begins without it."""
+        self._starting = starting = asyncio.ensure_future(self._generation.start())
+        await while_connected(self._request, _wait(starting, self._silent_s))
+        return starting.result() if starting.done() else None
 
     async def _collect(self) -> None:
         async for index, chunk in self._generation:
@@ -73,6 +88,12 @@ class Delivery(EventSource):
         stream = self._stream
         if stream is None:
             return
+        while self._starting is not None and not self._starting.done():
+            yield _PING
+            await _wait(self._starting, self._silent_s)
+        if self._starting is not None:
+            # its error ends the stream
+            self._starting.result()
         if data := stream.opening():
             yield data
         async for index, chunk in self._generation:
@@ -103,6 +124,9 @@ class Delivery(EventSource):
         return super().failure(error) if self._stream is None else self._stream.failure(error)
 
     async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         try:
             await self._generation.close()
         finally:
@@ -113,3 +137,8 @@ class Delivery(EventSource):
         generation.note_answered()
         self._usage.close(generation.num_tokens, has_engine_work=generation.has_engine_work)
         self._usage.note(generation.record)
+
+
+async def _wait(future: asyncio.Future[Chunk], timeout_s: float) -> None:
+    """Wait until it is done, or for that long."""
+    await asyncio.wait({future}, timeout=timeout_s)

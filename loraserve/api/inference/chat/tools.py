@@ -51,17 +51,17 @@ def read_tools(
 
 
 def _check_format(chat_format: ChatFormat) -> None:
-    if not chat_format.template.takes_tools:
+    if not chat_format.template.takes_tools and not chat_format.writes_tools:
         raise UnsupportedParameter(
             "This model's chat template doesn't read tools, so the model wouldn't know of them.",
             param="tools",
-            hint='Send tool_choice: "none", or serve the base with a template that reads tools.',
+            hint="Start the server with --tool-call-parser auto or generic: then messages tell the model of tools.",
         )
     if chat_format.tools is None:
         raise UnsupportedParameter(
             "Nothing is known of how this model writes tool calls.",
             param="tools",
-            hint="Start the server with --tool-call-parser.",
+            hint="Start the server with --tool-call-parser, generic where the model has no format of its own.",
         )
 
 

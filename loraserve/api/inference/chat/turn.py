@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from loraserve.api.inference.answering.delivery import Delivery
 from loraserve.api.inference.answering.generation import Generation
 from loraserve.api.inference.answering.metering import RequestUsage
 from loraserve.api.inference.chat.choice import ChatChoice
+from loraserve.api.inference.chat.thinking import ThinkingSettings
 from loraserve.api.inference.chat.tools import read_tools
 from loraserve.api.inference.context import (
     InferenceContext,
@@ -25,7 +26,14 @@ from loraserve.api.inference.context import (
 )
 from loraserve.api.inference.prompts import Prompt, PromptReader
 from loraserve.api.inference.quota import reserve
-from loraserve.api.inference.sampling import Sampling, cache_ttl_s, choose_max_tokens, kept_tokens, read_sampling
+from loraserve.api.inference.sampling import (
+    ALL_THE_ROOM,
+    Sampling,
+    cache_ttl_s,
+    choose_max_tokens,
+    kept_tokens,
+    read_sampling,
+)
 from loraserve.api.inference.schemas import ChatBody
 from loraserve.api.inference.structured_output import check_grammar, read_answer_format
 from loraserve.api.services import services_of
@@ -38,16 +46,6 @@ if TYPE_CHECKING:
     from loraserve.engine_client.client import Chunk
 
 
-Variables = Callable[[ChatFormat], tuple[Mapping[str, Any], tuple[str, ...]]]
-"""Function of the bound version's chat format: variables for its template, and fields that it can't
-follow.
-"""
-
-
-def _no_variables(_: ChatFormat) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    return {}, ()
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Checked messages and tools, as the model gets them.
@@ -57,6 +55,7 @@ class ChatPrompt:
         asked: tokens that an answer may have; None: as many as there is room for.
         wanted: what the answers have to be; None: any text.
         ignored: fields that change nothing.
+        thinking_budget: tokens of reasoning that an answer may have; None: any number.
     """
 
     body: ChatBody
@@ -69,6 +68,7 @@ class ChatPrompt:
     sampling: Sampling
     prompt: Prompt
     ignored: tuple[str, ...]
+    thinking_budget: int | None
 
     @classmethod
     async def read(
@@ -80,15 +80,12 @@ class ChatPrompt:
         *,
         num_more_bytes: int = 0,
         is_bounded: bool = True,
-        variables: Variables = _no_variables,
     ) -> ChatPrompt:
         """Check the body in the order that every chat has, and make tokens of its messages.
 
         Args:
             num_more_bytes: size of what is read beside the request's body.
             is_bounded: whether the prompt has to fit the context.
-            variables: those of the template that other fields of the route set, where the body
-                doesn't.
 
         Raises:
             InvalidRequest: a field is wrong; `param` names it.
@@ -101,9 +98,8 @@ class ChatPrompt:
         base = services.engine.base
         model = await resolve_asked(services, caller, body)
         chat_format = await services.version_chats.chat_format(caller.tenant, model.binding.adapter)
-        if body.reasoning_effort is not None and not chat_format.template.reads("reasoning_effort"):
-            ignored = (*ignored, "reasoning_effort")
-        more, unread = variables(chat_format)
+        thinking = ThinkingSettings(body)
+        variables, unread = thinking.variables(chat_format)
         ignored = (*ignored, *unread)
         reader = PromptReader(services, caller.tenant, len(await request.body()) + num_more_bytes, model.tokenizer)
         tool_use = await reader.run(
@@ -125,14 +121,16 @@ class ChatPrompt:
             chat_format=chat_format,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens,
-            variables={**more, **_template_variables(body)},
+            variables={**variables, **body.chat_template_kwargs},
             tool_use=tool_use,
             is_bounded=is_bounded,
             continues_last=body.continue_final_message,
             keep=kept_tokens(body, asked, base),
         )
         check_num_candidates([prompt], sampling)
-        return cls(body, reader, model, chat_format, asked, tool_use, wanted, sampling, prompt, ignored)
+        budget = body.thinking_token_budget
+        budget = thinking.budget(chat_format) if budget is None else budget
+        return cls(body, reader, model, chat_format, asked, tool_use, wanted, sampling, prompt, ignored, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +159,6 @@ class ChatTurn:
         prefix: str,
         names: Mapping[str, str] | None = None,
         num_more_bytes: int = 0,
-        variables: Variables = _no_variables,
-        thinking_budget: Callable[[ChatFormat], int | None] = lambda _: None,
     ) -> ChatTurn:
         """Check everything, and admit the chat. No token is made before `respond`.
 
@@ -170,9 +166,6 @@ class ChatTurn:
             prefix: what its id begins with.
             names: a chat's fields that the route calls otherwise, for the ignored ones.
             num_more_bytes: size of what was read beside the request's body.
-            variables: as in `ChatPrompt.read`.
-            thinking_budget: function of the bound version's chat format: tokens of reasoning that
-                another field of the route allows, where the body says nothing.
 
         Raises:
             LoraserveError: as `ChatPrompt.read`.
@@ -180,13 +173,11 @@ class ChatTurn:
             RateLimited: the tenant's share is used up.
         """
         services = services_of(request)
-        read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes, variables=variables)
+        read = await ChatPrompt.read(request, caller, body, ignored, num_more_bytes=num_more_bytes)
         prompt, wanted, sampling = read.prompt, read.wanted, read.sampling
         ttl_s = cache_ttl_s(sampling)
         prompt_text = prompt.end_text(read.model.tokenizer)
-        budget = body.thinking_token_budget
-        budget = thinking_budget(read.chat_format) if budget is None else budget
-        thinking = read.chat_format.thinking_budget(prompt_text, budget)
+        thinking = read.chat_format.thinking_budget(prompt_text, read.thinking_budget)
         answer_format = read.chat_format.answer_format(
             prompt_text, read.tool_use, skip_special_tokens=body.skip_special_tokens
         )
@@ -233,7 +224,7 @@ class ChatAnswer(StreamableAnswer):
         self.turn = turn
         self.is_stream = turn.body.stream
 
-    def headers(self, first: Chunk) -> dict[str, str]:
+    def headers(self, first: Chunk | None) -> dict[str, str]:
         return self.turn.context.headers(first)
 
     def add(self, index: int, chunk: Chunk) -> None:
@@ -245,6 +236,8 @@ def _asked_tokens(body: ChatBody) -> int | None:
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked == 0:
         raise InvalidRequest(f"{param} should be 1 or more.", param=param)
+    if asked == ALL_THE_ROOM:
+        asked = None
     if asked is not None and body.min_tokens > asked:
         raise InvalidRequest(f"min_tokens exceeds {param}.", param="min_tokens")
     if body.top_logprobs and not body.logprobs:
@@ -254,10 +247,3 @@ def _asked_tokens(body: ChatBody) -> int | None:
             "continue_final_message and add_generation_prompt contradict each other.", param="continue_final_message"
         )
     return asked
-
-
-def _template_variables(body: ChatBody) -> dict[str, Any]:
-    variables = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return variables
