@@ -149,6 +149,22 @@ Names = Annotated[
 ]
 
 
+def check_model_aliases(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Return aliases of models as they are.
+
+    Raises:
+        ValueError: one isn't a pattern and a model.
+    """
+    for value in values:
+        pattern, _, model = value.partition("=")
+        if not pattern.strip() or not model.strip():
+            raise ValueError("should be PATTERN=MODEL, separated by commas, such as claude-*=sql,gpt-4o=base")
+    return values
+
+
+ModelAliases = Annotated[Names, AfterValidator(check_model_aliases)]
+
+
 def check_trace_endpoint(value: str) -> str:
     """Return the URL to which traces are posted: one without a path gets OTLP's.
 
@@ -228,6 +244,11 @@ class Settings(BaseSettings):
 
     Letters, digits and ``. _ - / :``. Default: the directory's or the file's name, or the Hugging
     Face id.
+    """
+    model_aliases: ModelAliases = ()
+    """Models that answer for names that a tenant has none of, as PATTERN=MODEL, separated by
+    commas: claude-*=sql,gpt-4o=base. The first pattern (of * and ?) that fits counts; *=MODEL is
+    for all.
     """
     base_names: Names = ()
     """Other names of the base that adapters' configs may carry without a warning, separated by

@@ -32,6 +32,7 @@ LIVE_SETTINGS = frozenset(
         "grace_s",
         "admin_key",
         "base_names",
+        "model_aliases",
         "strict_base",
         "certify",
         "strict_certificates",

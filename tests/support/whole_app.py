@@ -255,6 +255,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "POST /v1/messages/count_tokens": {"json": {"model": "{model}", "messages": [{"role": "user", "content": "x"}]}},
     "POST /v1/responses": {"json": {"model": "{model}", "input": "x", "max_output_tokens": 1}},
+    "POST /v1/responses/input_tokens": {"json": {"model": "{model}", "input": "x"}},
     **{
         f"POST {path}": {"json": {"inputs": "x", "parameters": {"adapter_id": "{model}", "max_new_tokens": 1}}}
         for path in ("/", "/generate", "/generate_stream")

@@ -14,6 +14,18 @@ _ERROR = "Error: "
 """Prefix of a tool's result that is an error: chat templates have no other way to say so."""
 
 
+_BILLING = "x-anthropic-billing-header:"
+"""Beginning of a block that Claude Code puts first in the system prompt.
+
+It is another with each request, and would end every prefix hit.
+"""
+
+
+def _is_billing(block: object) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_BILLING)
+
+
 @dataclass(slots=True)
 class Dialogue:
     """A chat's messages, made of a request's system prompt and its messages' blocks.
@@ -22,11 +34,13 @@ class Dialogue:
         messages: as a chat's body has them.
         places: for each message, where it came from.
         has_cache_control: whether a block says what to cache, which changes nothing here.
+        left_out: what was left out of the system prompt.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     has_cache_control: bool = False
+    left_out: list[str] = field(default_factory=list)
     _call_ids: set[str] = field(default_factory=set)
 
     @property
@@ -41,6 +55,11 @@ class Dialogue:
         Raises:
             InvalidRequest: it is neither; `param` names the place.
         """
+        if isinstance(system, list):
+            kept = [block for block in system if not _is_billing(block)]
+            if len(kept) < len(system):
+                self.left_out.append("system.x-anthropic-billing-header")
+            system = kept or None
         if system is None:
             return
         self._add({"role": "system", "content": self._texts(system, "system")}, "system")

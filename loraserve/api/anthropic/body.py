@@ -33,6 +33,7 @@ _TOOL = {
     "required": ["name", "input_schema"],
 }
 _OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+_OBJECTS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
 _TEXTS = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 
 _NO_LOGPROBS = "Ask /v1/chat/completions for it."
@@ -59,8 +60,6 @@ class MessageTokensBody(SamplingBody):
         "reasoning_effort": "Send output_config.effort, or thinking.",
         "n": "Send a request for each answer.",
         "container": "",
-        "mcp_servers": "",
-        "context_management": "",
         "thread": "Send the whole conversation in messages.",
         **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids"), _NO_LOGPROBS),
         **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), "Send structured_outputs."),
@@ -75,6 +74,9 @@ class MessageTokensBody(SamplingBody):
     output_config: Annotated[Any, WithJsonSchema(_OBJECT)] = None
     metadata: Annotated[Any, WithJsonSchema(_OBJECT)] = None
     stop_sequences: Annotated[Any, WithJsonSchema(_TEXTS)] = None
+    # what Anthropic's servers do with a conversation, and servers of tools that they call: left out
+    context_management: Annotated[Any, WithJsonSchema(_OBJECT)] = None
+    mcp_servers: Annotated[Any, WithJsonSchema(_OBJECTS)] = None
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=32)
 
 
@@ -98,8 +100,13 @@ class ChatRequest:
         dialogue = Dialogue()
         dialogue.add_system(body.system)
         dialogue.add_messages(body.messages)
-        ignored: list[str] = []
-        tools, has_cache_control = _chat_tools(body.tools)
+        ignored = [name for name in ("context_management", "mcp_servers") if getattr(body, name)]
+        ignored += dialogue.left_out
+        tools, left_out, has_cache_control = _chat_tools(body.tools)
+        ignored += dict.fromkeys(left_out.values())
+        self._tool_numbers = [
+            number for number in range(len(body.tools) if isinstance(body.tools, list) else 0) if number not in left_out
+        ]
         if has_cache_control or dialogue.has_cache_control:
             ignored.append("cache_control")
         choice, is_parallel = _chat_choice(body.tool_choice)
@@ -135,6 +142,7 @@ class ChatRequest:
                 is_known = number.isdigit() and int(number) < len(self._places)
                 return self._places[int(number)] if is_known else param
             case "tools":
+                param = _TOOL_NUMBER.sub(lambda found: f"tools.{self._tool_numbers[int(found[1])]}", param, count=1)
                 schema = _SCHEMA_PLACE.sub(r"\1.input_schema", param, count=1)
                 return _TOOL_PLACE.sub(r"\1", schema, count=1)
             case "tool_choice":
@@ -146,22 +154,31 @@ class ChatRequest:
                 return ".".join([FIELDS.get(head, head), *([rest] if rest else [])])
 
 
+_TOOL_NUMBER = re.compile(r"tools\.(\d+)")
 _SCHEMA_PLACE = re.compile(r"(tools\.\d+)\.function\.parameters\b")
 _TOOL_PLACE = re.compile(r"(tools\.\d+)\.function\b")
 
 
-def _chat_tools(tools: object) -> tuple[Any, bool]:
-    """Return the tools as a chat has them, and whether one says what to cache."""
+def _chat_tools(tools: object) -> tuple[Any, dict[int, str], bool]:
+    """Return the tools as a chat has them, what was left out, and whether one says what to cache.
+
+    Tools that Anthropic's servers run, or that its models were trained on, have a type with a date:
+    ``web_search_20250305``.
+    """
     if not isinstance(tools, list):
-        return tools, False
-    found, has_cache_control = [], False
+        return tools, {}, False
+    found, left_out, has_cache_control = [], dict[int, str](), False
     for index, tool in enumerate(tools):
         where = f"tools.{index}"
         if not isinstance(tool, dict):
             raise InvalidRequest(
                 f'{where} should be {{"name": "…", "description": "…", "input_schema": {{…}}}}.', param=where
             )
-        if tool.get("type") not in (None, "custom"):
+        kind = tool.get("type")
+        if isinstance(kind, str) and _DATED.fullmatch(kind):
+            left_out[index] = f"tools.{kind}"
+            continue
+        if kind not in (None, "custom"):
             raise UnsupportedParameter(
                 f"{where}.type: only the caller's own tools are supported; this server runs none.",
                 param=f"{where}.type",
@@ -174,9 +191,10 @@ def _chat_tools(tools: object) -> tuple[Any, bool]:
         function: dict[str, Any] = {name: own[name] for name in ("name", "description", "strict") if name in own}
         function["parameters"] = own["input_schema"]
         found.append({"type": "function", "function": function})
-    return found, has_cache_control
+    return found, left_out, has_cache_control
 
 
+_DATED = re.compile(r"[a-z_]{1,40}_20\d{6}")
 _SILENT = frozenset({"cache_control", "eager_input_streaming"})
 """A tool's fields that change nothing: arguments come as they are made in any case."""
 

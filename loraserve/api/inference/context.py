@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -111,13 +112,22 @@ async def resolve_asked(services: Services, caller: Caller, body: InferenceBody)
     model, field = _asked_model(body, base_id)
     try:
         return await resolve_model(services, caller, model, body.adapters, user=body.user)
-    except ModelNotFound as error:
-        error.param = field
-        raise
-    except InvalidRequest as error:
-        if error.param == "model":
-            error.param = field
-        raise
+    except (ModelNotFound, InvalidRequest) as error:
+        stands_in = _alias_of(model, services.settings.model_aliases)
+        is_name = isinstance(error, ModelNotFound) or error.param == "model"
+        if not is_name or stands_in is None or body.adapters is not None:
+            error.param = field if is_name else error.param
+            raise
+    return await resolve_model(services, caller, stands_in, user=body.user)
+
+
+def _alias_of(model: str, aliases: Sequence[str]) -> str | None:
+    """Return the model that answers for a name that there is no model of; None: none does."""
+    for alias in aliases:
+        pattern, _, stands_in = alias.partition("=")
+        if fnmatchcase(model, pattern.strip()):
+            return stands_in.strip()
+    return None
 
 
 def _asked_model(body: InferenceBody, base_id: str) -> tuple[str, str]:

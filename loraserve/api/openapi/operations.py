@@ -119,6 +119,7 @@ BODIES: Mapping[str, Content] = {
     "POST /v1/completions": {JSON: CompletionBody},
     "POST /v1/chat/completions": {JSON: ChatBody},
     "POST /v1/responses": {JSON: ResponseBody},
+    "POST /v1/responses/input_tokens": {JSON: ResponseBody},
     "POST /v1/messages": {JSON: MessageBody},
     "POST /v1/messages/count_tokens": {JSON: MessageTokensBody},
     "POST /": {JSON: GenerateBody},

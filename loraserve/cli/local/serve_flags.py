@@ -19,8 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 SERVE = "As for serve"
 """The section of these flags in the help of other commands."""
 SECTIONS = {
-    "Model": "model model_id base_names strict_base device dtype model_impl quantize activation_dtype max_model_len "
-    "tool_call_parser reasoning_parser generation_config default_chat_template_kwargs json_whitespace json_numbers",
+    "Model": "model model_id model_aliases base_names strict_base device dtype model_impl quantize activation_dtype "
+    "max_model_len tool_call_parser reasoning_parser generation_config default_chat_template_kwargs json_whitespace "
+    "json_numbers",
     "Engine": "memory_budget memory_utilization adapter_dtype adapter_rank_error max_adapter_loss certify "
     "strict_certificates host_cache max_num_seqs max_num_batched_tokens max_inter_token_ms enable_prefix_cache "
     "speculation draft_model draft_quantize cuda_graphs num_threads tensor_parallel pipeline_parallel loader_threads",
@@ -62,6 +63,7 @@ VALUES = {
     "DIR|ID": "model",
     "NAME": "model_id",
     "NAME,…": "base_names",
+    "PATTERN=MODEL,…": "model_aliases",
     "PATTERN,…": "pull_allow",
     "ORIGIN,…": "cors_allow_origins",
     "CIDR,…": "trusted_proxies",

@@ -153,7 +153,7 @@ BAD: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("a pooling of another type", {"pooling": 1}, 400, "pooling", "invalid_value"),
     ("no dimensions", {"dimensions": 0}, 400, "dimensions", "invalid_value"),
     ("more dimensions than there are", {"dimensions": 9}, 400, "dimensions", "invalid_value"),
-    ("dimensions as text", {"dimensions": "3"}, 400, "dimensions", "invalid_value"),
+    ("dimensions as a word", {"dimensions": "three"}, 400, "dimensions", "invalid_value"),
     ("a form that isn't one", {"encoding_format": "hex"}, 400, "encoding_format", "invalid_value"),
     ("another dtype", {"embed_dtype": "float16"}, 400, "embed_dtype", "invalid_value"),
     ("another order", {"endianness": "big"}, 400, "endianness", "invalid_value"),

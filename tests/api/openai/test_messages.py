@@ -303,7 +303,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": 5}, "tools"),
     ({"tools": [5]}, "tools.0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "telepathy", "name": "f"}]}, "tools.0.type"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}, {"name": "?", "input_schema": {}}]},
+        "tools.1.name",
+    ),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     ({"tools": [{"name": "?", "input_schema": {}}]}, "tools.0.name"),
     ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),
@@ -325,8 +329,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         ({name: value}, name)
         for name, value in (
             ("container", "c"),
-            ("mcp_servers", [{"url": "x"}]),
-            ("context_management", {"edits": []}),
             ("thread", {"type": "create"}),
             ("stop", ["x"]),
             ("user", "ann"),
@@ -338,6 +340,43 @@ BAD: list[tuple[dict[str, Any], str]] = [
         )
     ),
 ]
+
+
+async def test_claude_codes_own_parts_are_left_out(client: httpx2.AsyncClient, engine: Any) -> None:
+    body = {
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f3a9;"},
+            {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
+        ],
+        "thinking": {"type": "disabled"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "mcp_servers": [{"type": "url", "name": "x", "url": "https://example.com"}],
+        "tools": [
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"type": "bash_20250124", "name": "bash"},
+            TIME,
+        ],
+    }
+    answer = await ask(client, **body)
+    assert answer.status_code == 200, answer.text
+    ignored = set(answer.headers["x-loraserve-ignored"].split(", "))
+    assert {
+        "context_management",
+        "mcp_servers",
+        "system.x-anthropic-billing-header",
+        "tools.web_search_20250305",
+        "tools.bash_20250124",
+        "cache_control",
+    } <= ignored
+    first = engine.seen[-1].prompt_token_ids
+    # the next request's block differs: the prompt doesn't
+    body["system"][0]["text"] += " more"  # type: ignore[index, operator]
+    await ask(client, **body)
+    assert engine.seen[-1].prompt_token_ids == first
+    prompt = engine.tokenizer.decode(first, skip_special_tokens=False)
+    assert "You are an agent." in prompt
+    assert "billing" not in prompt
+    assert "web_search" not in prompt
 
 
 async def test_thread_is_refused_with_code_clients_handle(client: httpx2.AsyncClient) -> None:

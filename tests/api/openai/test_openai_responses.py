@@ -165,7 +165,7 @@ def test_a_stored_response_is_read_listed_and_deleted(client: openai.OpenAI) -> 
     ("fields", "param"),
     [
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "telepathy"}]}, "tools.0.type"),
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema.not"),

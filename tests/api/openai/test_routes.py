@@ -49,6 +49,25 @@ async def test_route_is_found_by_each_spelling(client: httpx2.AsyncClient, prefi
     assert (await client.post(prefix + path, json=body)).json()["object"] == "chat.completion"
 
 
+async def test_alias_answers_for_unknown_model(client: httpx2.AsyncClient, services: Services, engine: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    names = ("claude-sonnet-4-5", "claude-sonnet-4-5[1m]", "gpt-4o", "sql")
+    for name in names[:-1]:
+        assert (await client.post("/v1/messages", json={"model": name, **body})).status_code in (400, 404)
+    aliases = ("claude-*=sql", "gpt-?o=org/base:1", "sql=org/base:1", "lost-*=nobody")
+    services.settings = services.settings.model_copy(update={"model_aliases": aliases})
+    for path in ("/v1/messages", "/v1/chat/completions"):
+        for name in names:
+            answer = (await client.post(path, json={"model": name, **body})).json()
+            assert answer["model"] == name
+    # a model of the tenant's own goes first
+    found = [None if one.adapter is None else one.adapter.name for one in engine.seen]
+    assert found == ["sql", "sql", None, "sql"] * 2
+    for name in ("other", "lost-1"):
+        refused = await client.post("/v1/chat/completions", json={"model": name, **body})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_only_inference_routes_have_spellings(client: httpx2.AsyncClient, acme: Any) -> None:
     for path in ("/models", "/models/", "/v1/models/", "/v1/models/sql/"):
         assert (await client.get(path)).status_code == 200, path

@@ -10,6 +10,7 @@ from loraserve.api.http.json_body import dump_json
 from loraserve.api.inference.chat.turn import ChatTurn
 from loraserve.api.openai.responses.body import ResponseBody
 from loraserve.api.openai.responses.output import ResponseOutput
+from loraserve.api.openai.responses.tools import ResponseTools
 from loraserve.errors import LoraserveError
 from loraserve.types import TIMEOUT, FinishReason
 
@@ -25,8 +26,8 @@ class ResponseAnswer:
         is_stored: whether it can be continued; as asked for, until it is known.
     """
 
-    def __init__(self, turn: ChatTurn, body: ResponseBody) -> None:
-        self.output = ResponseOutput(turn.choices[0])
+    def __init__(self, turn: ChatTurn, body: ResponseBody, tools: ResponseTools) -> None:
+        self.output = ResponseOutput(turn.choices[0], tools)
         self.is_stored = body.store
         self._turn = turn
         self._body = body

@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema
 
 from loraserve.api.inference.fields import fields_of
 from loraserve.api.inference.schemas import ChatBody, SamplingBody
+from loraserve.api.openai.responses.tools import ResponseTools
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.limits import LIMITS
 
@@ -33,7 +34,17 @@ _OBJECT = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _LOGPROBS = "message.output_text.logprobs"
-_HARMLESS = frozenset({"reasoning.encrypted_content"})
+_HARMLESS = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 """Values of `include` that are taken though no answer has them."""
 _NO_TOKENS = "Ask /v1/chat/completions for it."
 
@@ -115,16 +126,21 @@ def check_body(body: ResponseBody) -> tuple[str, ...]:
     effort = reasoning.pop("effort", None)
     if effort is not None and not (isinstance(effort, str) and 0 < len(effort) <= 32):
         raise InvalidRequest("reasoning.effort should be a string of 1 to 32 characters.", param="reasoning.effort")
+    verbosity = fields_of(body.text, "text", ("format", "verbosity")).get("verbosity")
+    if verbosity not in (None, "low", "medium", "high"):
+        raise InvalidRequest("text.verbosity should be low, medium or high.", param="text.verbosity")
+    if verbosity in ("low", "high"):
+        ignored.append("text.verbosity")
     # reasoning comes whole, not as a summary
     return (*ignored, *(f"reasoning.{name}" for name in reasoning))
 
 
-def chat_body(body: ResponseBody, messages: Sequence[Mapping[str, Any]]) -> ChatBody:
+def chat_body(body: ResponseBody, messages: Sequence[Mapping[str, Any]], tools: ResponseTools) -> ChatBody:
     """Return the chat that the response is the answer of.
 
     Raises:
-        InvalidRequest: `text`, `tools` or `tool_choice` is wrong; `param` names the place.
-        UnsupportedParameter: a tool isn't a function of the caller's.
+        InvalidRequest: `text` or `tool_choice` is wrong; `param` names the place.
+        UnsupportedParameter: the choice is a tool that isn't the caller's.
     """
     shared = {name: getattr(body, name) for name in SamplingBody.model_fields if name in body.model_fields_set}
     return ChatBody(
@@ -133,7 +149,7 @@ def chat_body(body: ResponseBody, messages: Sequence[Mapping[str, Any]]) -> Chat
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs,
-        tools=_chat_tools(body.tools),
+        tools=tools.functions,
         tool_choice=_chat_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_chat_format(body.text),
@@ -142,11 +158,11 @@ def chat_body(body: ResponseBody, messages: Sequence[Mapping[str, Any]]) -> Chat
     )
 
 
-_TOOL_PLACE = re.compile(r"(tools\.\d+)\.function\b")
+_TOOL_PLACE = re.compile(r"tools\.(\d+)(?:\.function)?\b")
 _CHOICE_PLACE = re.compile(r"tool_choice(?:\.allowed_tools)?((?:\.tools\.\d+)?)(?:\.function)?((?:\.name)?)")
 
 
-def place_in_response(param: str, places: Sequence[str]) -> str:
+def place_in_response(param: str, places: Sequence[str], tools: ResponseTools) -> str:
     """Return the place in a response's body for a place in its chat's.
 
     Args:
@@ -158,7 +174,7 @@ def place_in_response(param: str, places: Sequence[str]) -> str:
             number = rest.partition(".")[0]
             return places[int(number)] if number.isdigit() and int(number) < len(places) else "input"
         case "tools":
-            return _TOOL_PLACE.sub(r"\1", param, count=1)
+            return _TOOL_PLACE.sub(lambda found: tools.places[int(found[1])], param, count=1)
         case "tool_choice":
             return _CHOICE_PLACE.sub(r"tool_choice\1\2", param, count=1)
         case "response_format":
@@ -183,10 +199,6 @@ def _check_metadata(value: object) -> None:
 
 def _chat_format(text: object) -> dict[str, Any] | None:
     fields = fields_of(text, "text", ("format", "verbosity"))
-    if fields.get("verbosity", "medium") != "medium":
-        raise UnsupportedParameter(
-            "text.verbosity is not supported, and ignoring it would change the answer.", param="text.verbosity"
-        )
     wanted = fields.get("format")
     if wanted is None:
         return None
@@ -202,33 +214,11 @@ def _chat_format(text: object) -> dict[str, Any] | None:
             raise InvalidRequest(f"{where}.type should be text, json_object or json_schema.", param=f"{where}.type")
 
 
-def _chat_tools(tools: object) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    found = []
-    for index, tool in enumerate(tools):
-        where = f"tools.{index}"
-        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise InvalidRequest(
-                f'{where} should be {{"type": "function", "name": "…", "parameters": {{…}}}}.', param=where
-            )
-        if tool["type"] != "function":
-            raise UnsupportedParameter(
-                f"{where}.type: only functions are supported; this server runs no tools of its own.",
-                param=f"{where}.type",
-            )
-        given = {name: value for name, value in tool.items() if value not in (None, False) or name == "strict"}
-        function = fields_of(given, where, ("type", "name", "description", "parameters", "strict"))
-        del function["type"]
-        found.append({"type": "function", "function": function})
-    return found
-
-
 def _chat_choice(choice: object) -> Any:
     if not isinstance(choice, dict):
         return choice
     match choice.get("type"):
-        case "function":
+        case "function" | "custom":
             if not isinstance(choice.get("name"), str):
                 raise InvalidRequest(
                     'tool_choice.name is missing: tool_choice should be {"type": "function", "name": "…"}.',

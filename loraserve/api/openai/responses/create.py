@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from loraserve.api.errors import openai_envelope
 from loraserve.api.http.json_body import dump_json
 from loraserve.api.http.sse import named_event
-from loraserve.api.inference.chat.turn import ChatAnswer, ChatTurn
+from loraserve.api.inference.chat.turn import ChatAnswer, ChatPrompt, ChatTurn
 from loraserve.api.inference.fields import json_fields, parse_body, renamed
 from loraserve.api.inference.quota import admitted_caller
 from loraserve.api.openai.responses.answer import ResponseAnswer
 from loraserve.api.openai.responses.body import FIELDS, ResponseBody, chat_body, check_body, place_in_response
 from loraserve.api.openai.responses.items import Conversation, Item, read_items
 from loraserve.api.openai.responses.output import Event
+from loraserve.api.openai.responses.tools import ResponseTools
 from loraserve.api.services import Services, services_of
 from loraserve.conversations.stored_responses import ResponseRecord, StoredResponses, response_not_found
 from loraserve.errors import LoraserveError
@@ -50,16 +52,49 @@ async def create_response(
     """
     services = services_of(request)
     body, ignored = parse_body(ResponseBody, raw)
-    ignored = (*ignored, *check_body(body))
-    items = read_items(body.input)
+    tools, read = ResponseTools.read(body.tools), read_items(body.input)
+    ignored = (*ignored, *check_body(body), *dict.fromkeys(tools.ignored), *read.left_out)
     conversation, num_bytes = await _conversation(services, caller, body)
-    conversation.add(items, "input", is_list=isinstance(body.input, list))
-    chat = chat_body(body, conversation.messages)
-    with renamed(lambda param: place_in_response(param, conversation.places), FIELDS):
+    conversation.add(read)
+    chat = chat_body(body, conversation.messages, tools)
+    with renamed(lambda param: place_in_response(param, conversation.places, tools), FIELDS):
         turn = await ChatTurn.begin(
             request, caller, chat, ignored, prefix="resp_", names=FIELDS, num_more_bytes=num_bytes
         )
-    return await turn.respond(request, _Exchange(turn, ResponseAnswer(turn, body), caller, items, services.responses))
+    answer = ResponseAnswer(turn, body, tools)
+    return await turn.respond(request, _Exchange(turn, answer, caller, read.items, services.responses))
+
+
+class InputTokens(BaseModel):
+    """Tokens of a response's prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post("/responses/input_tokens")
+async def count_input_tokens(
+    request: Request,
+    caller: Caller = Depends(admitted_caller),
+    raw: dict[str, Any] = Depends(json_fields),
+) -> InputTokens:
+    """Count the tokens of a response's prompt, however many they are.
+
+    Raises:
+        InvalidRequest: a field is wrong; `param` names it.
+        ResponseNotFound: the tenant has no such previous response.
+        ModelNotFound: the tenant has no such model.
+    """
+    services = services_of(request)
+    body, ignored = parse_body(ResponseBody, raw)
+    tools, read = ResponseTools.read(body.tools), read_items(body.input)
+    check_body(body)
+    conversation, num_bytes = await _conversation(services, caller, body)
+    conversation.add(read)
+    chat = chat_body(body, conversation.messages, tools)
+    with renamed(lambda param: place_in_response(param, conversation.places, tools), FIELDS):
+        prompt = await ChatPrompt.read(request, caller, chat, ignored, num_more_bytes=num_bytes, is_bounded=False)
+    return InputTokens(input_tokens=len(prompt.prompt.token_ids))
 
 
 async def _conversation(services: Services, caller: Caller, body: ResponseBody) -> tuple[Conversation, int]:
@@ -77,7 +112,7 @@ async def _conversation(services: Services, caller: Caller, body: ResponseBody) 
     def add() -> None:
         for response in stored:
             for items in (orjson.loads(response.input), orjson.loads(response.answer)["output"]):
-                conversation.add(read_items(items, _PREVIOUS), _PREVIOUS, is_list=False)
+                conversation.add(read_items(items, _PREVIOUS, is_stored=True))
 
     await services.text_threads.run(caller.tenant, num_bytes, add)
     return conversation, num_bytes
@@ -148,7 +183,14 @@ class _Exchange(ChatAnswer):
         answer.is_stored = await self._store.save(self._caller.tenant, response)
 
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 def _with_ids(items: list[Item], response_id: str) -> list[Item]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loraserve.api.openai.responses.tools import chat_name, custom_arguments
 from loraserve.errors import InvalidRequest, UnsupportedParameter
 from loraserve.limits import LIMITS
 
@@ -17,24 +18,73 @@ _MAX_NAME_LENGTH = 64
 Item = dict[str, Any]
 
 
-def read_items(value: object, param: str = "input") -> list[Item]:
-    """Return the items in the one form that is stored and rendered.
+_SERVER_ITEMS = frozenset(
+    {
+        "code_interpreter_call",
+        "compaction",
+        "compaction_summary",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""Types of items that other servers' tools have left in a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItems:
+    """Items in the one form that is stored and rendered.
+
+    Attributes:
+        places: place of each in the request.
+        left_out: types of items that were left out, with the field that they came in.
+    """
+
+    items: list[Item]
+    places: list[str]
+    left_out: tuple[str, ...] = ()
+
+
+def read_items(value: object, param: str = "input", *, is_stored: bool = False) -> ReadItems:
+    """Read a text, or items as clients write them.
 
     Args:
-        value: a text, or items as clients write them.
         param: the field that they came in.
+        is_stored: whether they are a stored response's, which the request only names.
 
     Raises:
         InvalidRequest: one is wrong; `param` names it.
-        UnsupportedParameter: one has something other than texts and calls of functions.
+        UnsupportedParameter: one has something other than texts and calls of tools.
     """
     if isinstance(value, str):
-        return [_message("user", value)]
+        return ReadItems([_message("user", value)], [param])
     if not isinstance(value, list) or not value:
         raise InvalidRequest(f"{param} should be a string or a list of items, not an empty one.", param=param)
     if len(value) > LIMITS.max_messages:
         raise InvalidRequest(f"{param} has more than {LIMITS.max_messages} items.", param=param)
-    return [_read_item(item, f"{param}.{index}") for index, item in enumerate(value)]
+    items, places, left_out = list[Item](), list[str](), dict[str, None]()
+    for index, item in enumerate(value):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if isinstance(kind, str) and kind in _SERVER_ITEMS:
+            left_out[f"{param}.{kind}"] = None
+            continue
+        items.append(_read_item(item, f"{param}.{index}"))
+        places.append(param if is_stored else f"{param}.{index}")
+    if not items and not is_stored:
+        raise InvalidRequest(f"{param} has nothing but items of other servers' tools.", param=param)
+    return ReadItems(items, places, tuple(left_out))
 
 
 def _read_item(item: object, where: str) -> Item:
@@ -46,14 +96,17 @@ def _read_item(item: object, where: str) -> Item:
     match kind:
         case "message":
             read = _read_message(item, where)
-        case "function_call":
+        case "function_call" | "custom_tool_call":
+            given = "arguments" if kind == "function_call" else "input"
             read = {
                 "type": kind,
                 "call_id": _text(item, "call_id", where, _MAX_ID_LENGTH),
                 "name": _text(item, "name", where, _MAX_NAME_LENGTH),
-                "arguments": _text(item, "arguments", where, None, is_empty_fine=True),
+                given: _text(item, given, where, None, is_empty_fine=True),
             }
-        case "function_call_output":
+            if item.get("namespace") is not None:
+                read["namespace"] = _text(item, "namespace", where, _MAX_NAME_LENGTH)
+        case "function_call_output" | "custom_tool_call_output":
             read = {
                 "type": kind,
                 "call_id": _text(item, "call_id", where, _MAX_ID_LENGTH),
@@ -70,7 +123,8 @@ def _read_item(item: object, where: str) -> Item:
             }
         case _:
             raise UnsupportedParameter(
-                f"{where}.type: only message, function_call, function_call_output and reasoning are supported.",
+                f"{where}.type: only message, reasoning, function_call, custom_tool_call and their outputs are "
+                "supported; items of tools that OpenAI's servers run are left out.",
                 param=f"{where}.type",
             )
     if isinstance(item.get("id"), str) and 0 < len(item["id"]) <= _MAX_ID_LENGTH:
@@ -150,14 +204,14 @@ class Conversation:
     def add_instructions(self, text: str) -> None:
         self._add({"role": "system", "content": text}, "instructions")
 
-    def add(self, items: Iterable[Item], param: str, *, is_list: bool = True) -> None:
+    def add(self, read: ReadItems) -> None:
         """Add items that `read_items` returned.
 
         Raises:
             InvalidRequest: the output of a call that isn't among them; `param` names it.
         """
-        for index, item in enumerate(items):
-            self._add_item(item, f"{param}.{index}" if is_list else param)
+        for item, place in zip(read.items, read.places, strict=True):
+            self._add_item(item, place)
 
     def _add_item(self, item: Item, place: str) -> None:
         match item["type"]:
@@ -173,18 +227,19 @@ class Conversation:
                     thoughts = [part["text"] for part in item["content"]]
                     before = [message["reasoning_content"]] if "reasoning_content" in message else []
                     message["reasoning_content"] = "\n".join([*before, *thoughts])
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 message = self._assistants(place, is_open=lambda last: True)
-                function = {"name": item["name"], "arguments": item["arguments"]}
+                arguments = item["arguments"] if "arguments" in item else custom_arguments(item["input"])
+                function = {"name": chat_name(item["name"], item.get("namespace")), "arguments": arguments}
                 calls = message.setdefault("tool_calls", [])
                 calls.append({"id": item["call_id"], "type": "function", "function": function})
                 self._call_ids.add(item["call_id"])
             case _:
                 if item["call_id"] not in self._call_ids:
                     raise InvalidRequest(
-                        f"{place}.call_id is that of no function_call before it.",
+                        f"{place}.call_id is that of no call before it.",
                         param=f"{place}.call_id",
-                        hint="Send the function_call too, or the previous_response_id of the response that made it.",
+                        hint="Send the call too, or the previous_response_id of the response that made it.",
                     )
                 self._add({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}, place)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ulid import ULID
 
 from loraserve.api.inference.chat.choice import ChatChoice
+from loraserve.api.openai.responses.tools import ResponseTools, custom_text
 from loraserve.text.tool_parsers.parser import ArgumentsDelta, CallStart, ReasoningDelta, TextDelta
 
 if TYPE_CHECKING:
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 Event = tuple[str, dict[str, Any]]
 """Name and payload of an event, without its number."""
 
-_MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
-_PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_"}
+_MESSAGE, _REASONING, _CALL, _CUSTOM = "message", "reasoning", "function_call", "custom_tool_call"
+_PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_", _CUSTOM: "ctc_"}
 _EVENTS = {
     _MESSAGE: "response.output_text",
     _REASONING: "response.reasoning_text",
     _CALL: "response.function_call_arguments",
+    _CUSTOM: "response.custom_tool_call_input",
 }
 
 
@@ -61,9 +63,9 @@ class ResponseOutput:
         items: those that are complete.
     """
 
-    def __init__(self, choice: ChatChoice) -> None:
+    def __init__(self, choice: ChatChoice, tools: ResponseTools) -> None:
         self.items: list[dict[str, Any]] = []
-        self._choice = choice
+        self._choice, self._tools = choice, tools
         self._open: _OpenItem | None = None
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of tokens whose text hasn't come yet."""
@@ -82,9 +84,9 @@ class ResponseOutput:
                     events.append(self._begin(_REASONING, events).add(text))
                 case CallStart(index, name):
                     events += self._close("completed")
-                    self._begin(_CALL, events, call_id=self._choice.calls[index].id, name=name, arguments="")
+                    self._begin_call(self._choice.calls[index].id, name, events)
                 case ArgumentsDelta(_, text):
-                    events.append(self._begin(_CALL, events).add(text))
+                    self._add_arguments(text, events)
             self._logprobs = []
         return events
 
@@ -101,6 +103,21 @@ class ResponseOutput:
             self._begin(_MESSAGE, events)
         return [*events, *self._close(status)]
 
+    def _begin_call(self, call_id: str, function: str, events: list[Event]) -> None:
+        tool = self._tools.called(function)
+        named = {"name": tool.name} | ({} if tool.namespace is None else {"namespace": tool.namespace})
+        if tool.is_custom:
+            self._begin(_CUSTOM, events, call_id=call_id, **named, input="")
+        else:
+            self._begin(_CALL, events, call_id=call_id, **named, arguments="")
+
+    def _add_arguments(self, text: str, events: list[Event]) -> None:
+        if self._open is not None and self._open.kind == _CUSTOM:
+            # its text is known once the JSON around it is whole
+            self._open.pieces.append(text)
+        else:
+            events.append(self._begin(_CALL, events).add(text))
+
     def _begin(self, kind: str, events: list[Event], **fields: Any) -> _OpenItem:
         """Return the open item if it is of this kind; otherwise end it and begin one."""
         if self._open is not None and self._open.kind == kind:
@@ -114,7 +131,7 @@ class ResponseOutput:
             item |= {"summary": [], "content": []}
         place = {"item_id": item["id"], "output_index": index}
         events.append(("response.output_item.added", {"output_index": index, "item": dict(item)}))
-        if kind != _CALL:
+        if kind not in (_CALL, _CUSTOM):
             place["content_index"] = 0
             events.append(("response.content_part.added", {**place, "part": _part(kind, "", [])}))
         self._open = _OpenItem(item, place)
@@ -128,6 +145,10 @@ class ResponseOutput:
         if kind == _CALL:
             item["arguments"] = text
             yield f"{_EVENTS[kind]}.done", {**place, "name": item["name"], "arguments": text}
+        elif kind == _CUSTOM:
+            item["input"] = custom_text(text)
+            yield f"{_EVENTS[kind]}.delta", {**place, "delta": item["input"]}
+            yield f"{_EVENTS[kind]}.done", {**place, "input": item["input"]}
         else:
             part = _part(kind, text, opened.logprobs)
             item["content"] = [part]
