@@ -25,8 +25,7 @@ from ulid import ULID
 from loraserve.api.errors import MANAGEMENT_PREFIX, error_response, is_messages_path, unforeseen
 from loraserve.api.http.client_address import TrustedProxies
 from loraserve.api.http.connection import MAX_PIECE_BYTES, connection_slot, note_refusal
-from loraserve.api.http.encoded_path import keep_encoded_slashes
-from loraserve.api.http.path_spelling import respell_path
+from loraserve.api.http.request_path import keep_encoded_slashes, respell_path
 from loraserve.api.http.request_record import RequestRecord
 from loraserve.api.metrics.counters import ServerMetrics
 from loraserve.errors import (

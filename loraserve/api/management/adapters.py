@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.http.encoded_path import NAME
+from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.multipart import multipart_boundary, read_upload
 from loraserve.api.management.payloads.resources import (
     AdapterResource,

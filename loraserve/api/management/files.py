@@ -8,7 +8,7 @@ from starlette.responses import Response
 from loraserve.adapters.extra_files import FILE_NAMES
 from loraserve.api import scopes
 from loraserve.api.http.blob_response import blob_response
-from loraserve.api.http.encoded_path import NAME
+from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.responses import header_list, names_etag
 from loraserve.api.services import services_of
 from loraserve.errors import AdapterCorrupt, NotFound

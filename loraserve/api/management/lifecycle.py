@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.http.encoded_path import NAME
+from loraserve.api.http.request_path import NAME
 from loraserve.api.management.payloads.bodies import Body, read_body
 from loraserve.api.management.payloads.resources import AdapterResource, VersionResource
 from loraserve.api.management.payloads.responses import answer, answer_once, rendered

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from loraserve.api import scopes
-from loraserve.api.http.encoded_path import NAME
+from loraserve.api.http.request_path import NAME
 from loraserve.api.management.adapters import check_query
 from loraserve.api.management.payloads.resources import PageResource, Resource, page_of
 from loraserve.api.management.payloads.responses import answer

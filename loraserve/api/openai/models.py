@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from loraserve.api import scopes
-from loraserve.api.http.encoded_path import MODEL
+from loraserve.api.http.request_path import MODEL
 from loraserve.api.services import services_of
 from loraserve.registry.model_name import parse_model
 from loraserve.tenancy.identity.auth import Caller

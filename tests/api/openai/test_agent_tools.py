@@ -96,7 +96,7 @@ async def test_custom_tool_may_be_required(client: httpx2.AsyncClient, engine: A
     assert "exec_command" not in engine.seen[-1].params.grammar
 
 
-async def test_namespaced_function_keeps_its_namespace(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_namespaced_function_keeps_namespace(client: httpx2.AsyncClient, engine: Any) -> None:
     engine.script = script("multi_agent_v1.close_agent")
     (call,) = (await ask(client, tools=TOOLS)).json()["output"]
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "multi_agent_v1", "close_agent")
@@ -127,7 +127,7 @@ async def test_items_of_other_servers_are_left_out(client: httpx2.AsyncClient, e
     assert "secret" not in prompt_of(engine)
 
 
-async def test_input_tokens_are_those_of_the_prompt(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_input_tokens_equal_prompt(client: httpx2.AsyncClient, engine: Any) -> None:
     body = {"model": "sql", "input": "how many?", "instructions": "count", "tools": TOOLS}
     counted = await client.post("/v1/responses/input_tokens", json=body)
     assert (counted.status_code, counted.json()["object"]) == (200, "response.input_tokens")

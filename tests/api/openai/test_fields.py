@@ -299,7 +299,7 @@ async def test_number_may_come_as_text(client: httpx2.AsyncClient, engine: Any) 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens"), value
 
 
-async def test_minus_one_token_means_all_the_room(client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_negative_max_tokens_takes_whole_room(client: httpx2.AsyncClient, engine: Any) -> None:
     room = 256
     await complete(client, max_tokens=-1)
     assert engine.seen[-1].params.max_tokens == room - len(engine.seen[-1].prompt_token_ids)

@@ -51,7 +51,7 @@ async def test_silent_stream_begins_with_comments(path: str, client: httpx2.Asyn
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_late_failure_ends_stream_with_its_error(path: str, client: httpx2.AsyncClient, engine: Any) -> None:
+async def test_late_failure_ends_stream_with_error(path: str, client: httpx2.AsyncClient, engine: Any) -> None:
     engine.steps, engine.fail_after = asyncio.Semaphore(0), 0
     engine.failure = AdapterUnavailable("It can't be read.")
     async with asking(client, path) as (response, lines):

@@ -439,7 +439,7 @@ def serve_template(services: Services, template: str, parser: str = "auto") -> N
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-async def test_tools_are_told_where_template_reads_none(
+async def test_prompt_lists_tools_for_silent_template(
     kind: str, client: httpx2.AsyncClient, engine: Any, services: Services
 ) -> None:
     serve_template(services, TEMPLATES[kind])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.routing import compile_path
 
-from loraserve.api.http.encoded_path import MODEL, NAME, keep_encoded_slashes
+from loraserve.api.http.request_path import MODEL, NAME, keep_encoded_slashes
 
 VERSIONS = f"/adapters/{NAME}/versions"
 
