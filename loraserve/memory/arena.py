@@ -28,7 +28,7 @@ class EvictableCache(Protocol):
         ...
 
     def victim_value(self) -> float | None:
-        """Return the value of what this cache would evict first; None if nothing is idle.
+        """Estimate the value of what this cache would evict first; None if nothing is idle.
 
         The value is the seconds to restore it × uses per second ÷ bytes.
         """
@@ -109,7 +109,7 @@ class ArenaClient:
         self.arena._free_pages(self, pages)
 
     def victim_value_of_others(self) -> float | None:
-        """Return the value of the other clients' least valuable idle content, if any."""
+        """Estimate the value of the other clients' least valuable idle content, if any."""
         victim = self.arena.victim(besides=self)
         return None if victim is None else victim[0]
 
@@ -156,15 +156,14 @@ class Arena:
         self._clients = {owner: ArenaClient(self, owner) for owner in Owner}
 
     def client(self, owner: Owner) -> ArenaClient:
-        """Return that owner's client."""
         return self._clients[owner]
 
     def pages_of(self, num_bytes: int) -> int:
-        """Return the number of pages that hold this many bytes."""
+        """Count the pages that hold this many bytes."""
         return -(-num_bytes // self.page_num_bytes)
 
     def num_idle_besides(self, client: ArenaClient) -> int:
-        """Return the pages that the other clients could free by evicting idle content."""
+        """Count the pages that the other clients could free by evicting idle content."""
         return sum(
             other.cache.num_idle_pages
             for other in self._clients.values()
@@ -187,7 +186,7 @@ class Arena:
         return True
 
     def victim(self, besides: ArenaClient | None = None) -> tuple[float, EvictableCache] | None:
-        """Return the value and the cache of the least valuable idle content; None if there is none.
+        """Find the least valuable idle content, with its value and cache; None if there is none.
 
         Of equals it is the KV cache's.
         """
@@ -210,7 +209,7 @@ class Arena:
             raise InvariantViolation("A cache has evicted its victim, and no page became free.")
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         clients = self._clients.values()
         problems = []
         num_allocated = sum(client.num_allocated for client in clients)

@@ -32,11 +32,11 @@ class Uses:
     at_s: float = 0.0
 
     def used(self, now_s: float, count: float = 1.0) -> Uses:
-        """Return these uses and one more, or as many as are expected."""
+        """Add a use, or the number of uses that are expected."""
         return Uses(self._decayed(now_s) + count, now_s)
 
     def per_second(self, now_s: float) -> float:
-        """Return the uses per second, averaged over about `USE_DECAY_S`."""
+        """Compute the uses per second, averaged over about `USE_DECAY_S`."""
         return self._decayed(now_s) / USE_DECAY_S
 
     def _decayed(self, now_s: float) -> float:
@@ -69,7 +69,7 @@ class Popularity:
             self._uses.popitem(last=False)
 
     def per_second(self, digest: Digest, now_s: float) -> float:
-        """Return the adapter's recent uses per second; 0 if it was never used, or is forgotten."""
+        """Look up the adapter's recent uses per second; 0 if it was never used, or is forgotten."""
         return self._uses.get(digest, NEVER).per_second(now_s)
 
 

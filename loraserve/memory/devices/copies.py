@@ -25,11 +25,11 @@ class Copies(Protocol):
         ...
 
     def host_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of host memory that such tensors take. Any thread may call it."""
+        """Count the bytes of host memory that such tensors take. Any thread may call it."""
         ...
 
     def trim(self) -> None:
-        """Return unused pinned memory over the bound to the system.
+        """Give unused pinned memory over the bound back to the system.
 
         It may take a while: for a loader's thread.
         """

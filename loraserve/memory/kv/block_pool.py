@@ -145,9 +145,9 @@ class BlockPool:
         return 0 if self._layout is None else self._num_unheld * self._layout.pages_per_group
 
     def victim_value(self) -> float | None:
-        """Return the value of the group that is evicted first; None if there is none.
+        """Estimate the value of the group that is evicted first; None if there is none.
 
-        The value is the seconds to compute it anew × uses per second ÷ bytes.
+        The value is the seconds to compute it again × uses per second ÷ bytes.
         """
         if self._free_groups:
             return 0.0
@@ -235,7 +235,7 @@ class BlockPool:
                 self._unhold(block)
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems = []
         held = [block for block, count in enumerate(self._holders) if count > 0]
         free_groups = (*self._free_dedicated, *self._free_groups)
@@ -284,7 +284,7 @@ class BlockPool:
         return (BlockId(block) for block in range(first, min(first + self._per_group, self.num_blocks)))
 
     def _take_free(self) -> BlockId:
-        """Return a block that is in no state for now.
+        """Take a block out of every state.
 
         It is a free block, one of a free group, one of a newly allocated group, or an evicted one.
 
@@ -313,7 +313,7 @@ class BlockPool:
         return victim[1]
 
     def _split(self, group: int) -> BlockId:
-        """Return the first block of a group, after adding its others to the free ones."""
+        """Add all blocks of a group but the first to the free ones; return the first."""
         first, *others = self._blocks(group)
         self._free.update(dict.fromkeys(others))
         return first
@@ -343,14 +343,14 @@ class BlockPool:
         (self._free_groups if group < self._num_arena_groups else self._free_dedicated)[group] = None
 
     def _victim_block(self) -> tuple[float, BlockId] | None:
-        """Return the least valuable of the longest idle blocks, with its value per byte."""
+        """Find the least valuable of the longest idle blocks, with its value per byte."""
         now_s, num_bytes = self._clock(), 1 if self._layout is None else self._layout.block_num_bytes
         blocks = islice(self._idle, MAX_VICTIM_CANDIDATES)
         candidates = [(self.prefix_cache.value(block, now_s) / num_bytes, block) for block in blocks]
         return min(candidates, key=lambda candidate: candidate[0], default=None)
 
     def _victim_group(self) -> tuple[float, int] | None:
-        """Return the least valuable of the longest idle groups, with its value per byte."""
+        """Find the least valuable of the longest idle groups, with its value per byte."""
         if self._layout is None:
             return None
         now_s, num_bytes, value = self._clock(), self._layout.block_num_bytes * self._per_group, self.prefix_cache.value

@@ -80,7 +80,7 @@ class BoundedLoads:
         self.memory.close()
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         return self.memory.check()
 
     def _first_need(self, ref: AdapterRef) -> int:

@@ -99,7 +99,7 @@ class HostCache:
         return self._evictable.num_evictions
 
     def has_room_for(self, num_bytes: int, is_worth_less: Callable[[Digest], bool]) -> bool:
-        """Return whether the bytes fit once evictable adapters that are worth less have gone.
+        """Check whether the bytes fit once evictable adapters that are worth less have gone.
 
         Only the next `MAX_LOOKED_AT` to be evicted count.
         """
@@ -111,7 +111,7 @@ class HostCache:
         return room >= num_bytes
 
     def can_put(self, num_bytes: int) -> bool:
-        """Return whether the bytes fit once everything that isn't held has been evicted."""
+        """Check whether the bytes fit once everything that isn't held has been evicted."""
         return self._held_bytes + num_bytes <= self.budget_bytes
 
     def put(self, digest: Digest, adapter: LoadedAdapter, last_used_s: float, *, hold: bool = False) -> bool:
@@ -166,7 +166,7 @@ class HostCache:
         yield from self._evictable.items()
 
     def find(self, digests: Iterable[Digest]) -> dict[Digest, HostEntry]:
-        """Return those of the adapters that are here."""
+        """Select those of the adapters that are here."""
         found = {}
         for digest in digests:
             where = self._held if digest in self._held else self._evictable
@@ -175,7 +175,7 @@ class HostCache:
         return found
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems: list[str] = []
         total = sum(entry.adapter.num_bytes for _, entry in self.items())
         if total != self.num_bytes:

@@ -139,7 +139,7 @@ class Pager:
         return self._queue.reserved_for is not None
 
     def tier(self, digest: Digest) -> Tier:
-        """Return where a request that comes now finds the adapter.
+        """Find the tier in which a new request finds the adapter.
 
         It is usable on the device, in host memory or on its way from there, or on disk.
         """
@@ -231,7 +231,7 @@ class Pager:
         return self._pool.pin(digest, self._clock(), is_use=is_use)
 
     def handle(self, digest: Digest) -> AdapterHandle:
-        """Return what a step names a resident adapter by.
+        """Look up the handle by which a step names a resident adapter.
 
         On a CPU these are its packed tensors, on a GPU its slot in the pool.
 
@@ -241,7 +241,7 @@ class Pager:
         return self._pool.handle(digest)
 
     def metadata(self, digest: Digest) -> AdapterMetadata:
-        """Return what is known of a resident adapter beside its weights.
+        """Look up what is known of a resident adapter apart from its weights.
 
         Raises:
             InvariantViolation: it isn't resident.
@@ -249,16 +249,16 @@ class Pager:
         return self._pool.metadata(digest)
 
     def memory_share(self, digest: Digest) -> float:
-        """Return the part of the device's memory that an adapter takes; 0 before its first load."""
+        """Compute the share of the device's memory an adapter takes; 0 before its first load."""
         size, arena = self._history.size(digest), self._pool.device.arena_client.arena
         return 0.0 if size is None else size.footprint.num_bytes / max(1, arena.num_pages * arena.page_num_bytes)
 
     def other_resident(self, digest: Digest) -> Digest | None:
-        """Return another adapter that takes requests on the device; None if there is none."""
+        """Find another adapter that takes requests on the device; None if there is none."""
         return next((d for d, _ in self._pool.items() if d != digest and self._pool.takes_requests(d)), None)
 
     def error(self, digest: Digest) -> LoraserveError | None:
-        """Return why the adapter's last load failed; None if it didn't.
+        """Look up why the adapter's last load failed; None if it didn't.
 
         It is an `AdapterUnavailable`, or the `InvalidRequest` of an invalid composition.
         """
@@ -273,7 +273,7 @@ class Pager:
         self._history.note_corruption(error)
 
     def take_corruptions(self) -> list[Corruption]:
-        """Return, once, the blobs found damaged or gone, one per load that failed for it."""
+        """Take, once, the blobs found damaged or gone, one per load that failed for it."""
         return self._history.take_corruptions()
 
     def set_operator_pin(self, ref: AdapterRef, is_pinned: bool) -> None:
@@ -302,13 +302,13 @@ class Pager:
             self._free_discarded()
 
     def residency(self, only: Collection[Digest] | None = None) -> list[AdapterResidency]:
-        """Return where each adapter is that is in memory or on its way, or each of `only`."""
+        """List where each adapter is that is in memory or on its way, or each of `only`."""
         return residency_rows(
             self._pool, self._host, self._queue, self._loaders, self._operator_pins, self._clock(), only
         )
 
     def stats(self) -> dict[str, int | float | Histogram]:
-        """Return the adapters' fields of EngineStats."""
+        """Collect the adapters' fields of EngineStats."""
         return {
             **adapter_usage(self._pool, self._host),
             "load_bytes": self._loads.memory.num_bytes,
@@ -320,7 +320,7 @@ class Pager:
         }
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         problems = [*self._pool.check(), *self._host.check(), *self._loads.check(), *self._queue.check()]
         problems += self._loaders.check()
         in_host = {digest for digest, _ in self._host.items()}
@@ -374,7 +374,7 @@ class Pager:
         )
 
     def _take_results(self, now: float, changed: list[Digest]) -> dict[Digest, LoadedAdapter]:
-        """Return the adapters of successful loads; remove those of failed ones from the queue."""
+        """Take the adapters of successful loads; remove those of failed ones from the queue."""
         loaded: dict[Digest, LoadedAdapter] = {}
         for result in self._loaders.take():
             digest = result.ref.digest
@@ -427,7 +427,7 @@ class Pager:
         return placed + reopened
 
     def _is_placeable(self, digest: Digest) -> bool:
-        """Return whether the adapter lacks only room: it was read once, and isn't draining."""
+        """Check whether the adapter lacks only room: it was read once, and isn't draining."""
         return digest not in self._pool and self._history.size(digest) is not None
 
     def _can_ever_place(self, digest: Digest) -> bool:

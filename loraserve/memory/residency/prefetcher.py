@@ -54,16 +54,16 @@ class HotSet:
         self._refs.pop(digest, None)
 
     def is_stored(self, digest: Digest) -> bool:
-        """Return whether requests have asked for a version of these bytes that isn't ephemeral."""
+        """Check whether requests have asked for a version of these bytes that isn't ephemeral."""
         ref = self._refs.get(digest)
         return ref is not None and not ref.is_ephemeral
 
     def sums_of(self, digest: Digest) -> list[Digest]:
-        """Return the sums that this adapter is a part of."""
+        """List the sums that this adapter is a part of."""
         return [one for one, ref in self._refs.items() if any(part.adapter.digest == digest for part in ref.parts)]
 
     def next(self, now_s: float, is_wanted: Callable[[Digest], bool]) -> AdapterRef | None:
-        """Return the adapter to read first: of the tenant whose turn is longest ago, the most used.
+        """Choose the adapter to read first: of the tenant served longest ago, the most used.
 
         Return None if none is wanted, or it is too early to look.
 
@@ -117,11 +117,11 @@ class Prefetcher:
         self._hot_set.forget(digest)
 
     def is_stored(self, digest: Digest) -> bool:
-        """Return whether requests have asked for a version of these bytes that isn't ephemeral."""
+        """Check whether requests have asked for a version of these bytes that isn't ephemeral."""
         return self._hot_set.is_stored(digest)
 
     def sums_of(self, digest: Digest) -> list[Digest]:
-        """Return the sums that requests have asked for with this adapter as a part."""
+        """List the sums that requests have asked for with this adapter as a part."""
         return self._hot_set.sums_of(digest)
 
     def prefetch(self, refs: Sequence[AdapterRef], now_s: float) -> None:
