@@ -85,7 +85,7 @@ class LoadMemory:
             self._changed.notify_all()
 
     def check(self) -> list[str]:
-        """Return every broken invariant, in words; empty when all hold."""
+        """List the broken invariants, in words; empty when all hold."""
         with self._changed:
             if len(self._reservations) > 1 and self._num_bytes() > self.budget_bytes:
                 return [f"loads: {self._num_bytes()} bytes are over the budget of {self.budget_bytes}"]

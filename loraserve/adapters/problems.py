@@ -43,7 +43,7 @@ class Problems:
         ]
 
     def raise_if_any(self) -> None:
-        """Return if there are none.
+        """Raise all problems as one error; do nothing if there are none.
 
         Raises:
             AdapterFormatError: if one is of this kind; else

@@ -42,7 +42,7 @@ def norms_of(contents: Contents) -> tuple[NormIR, ...]:
 
 
 def vocabulary_problem(what: str, num_rows: int, vocab_size: int) -> str:
-    """Return why a table with another number of rows than the base's can't be served, in words."""
+    """Explain why a table with another number of rows than the base's can't be served."""
     message = f"{what} has {num_rows:,} rows; this base has {vocab_size:,} tokens. "
     if num_rows > vocab_size:
         return message + (

@@ -81,7 +81,7 @@ class ConfigProblem:
 def read_settings(
     config: Mapping[str, Any], limits: Limits = LIMITS
 ) -> tuple[LoraSettings | None, list[ConfigProblem]]:
-    """Return the settings and no problems, or None and every problem."""
+    """Read the settings and no problems, or None and every problem."""
     reader = _Reader(config, limits)
     settings = reader.read()
     return (None if reader.problems else settings), reader.problems
@@ -354,7 +354,7 @@ class _Reader:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a regex of that text matches that text alone.
+    """Check whether a regex of that text matches that text alone.
 
     Its dots are excepted: they part names here.
     """

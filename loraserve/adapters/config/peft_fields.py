@@ -141,7 +141,7 @@ with the classes.
 
 
 def refusal(name: str, value: object, table: Mapping[str, FieldRule]) -> str | None:
-    """Return why a config can't be served with this field, in a sentence.
+    """Explain in a sentence why a config can't be served with this field.
 
     None where it can, or where the code that implements the field judges its value.
     """

@@ -51,7 +51,7 @@ class Container(Protocol):
     """Whether it needs no ``adapter_config.json``."""
 
     def read_beginning(self, beginning: Buffer, limits: Limits) -> int | None:
-        """Return the most bytes that a file has which begins so; None: it isn't known yet.
+        """Bound the bytes of a file from its beginning; None: it isn't known yet.
 
         Raises:
             AdapterFormatError: no file that begins so is accepted.
@@ -59,7 +59,7 @@ class Container(Protocol):
         ...
 
     def read(self, config: bytes, weights: Buffer, base: BaseSpec, limits: Limits) -> ConvertedFiles:
-        """Return the adapter's files.
+        """Read the adapter's files.
 
         Raises:
             AdapterRejected: it can't be read.
@@ -85,12 +85,12 @@ CONTAINERS: tuple[Container, ...] = (TorchArchive(),)
 
 
 def find_container(first: Buffer, containers: Sequence[Container]) -> Container | None:
-    """Return the container whose files begin with these bytes; None: they are safetensors."""
+    """Find the container whose files begin with these bytes; None: they are safetensors."""
     return next((one for one in containers if bytes(first[: len(one.magic)]) == one.magic), None)
 
 
 def needs_conversion(config: bytes, first: Buffer, index: bytes | None, containers: Sequence[Container]) -> bool:
-    """Return whether an upload isn't PEFT's two files yet.
+    """Check whether an upload isn't PEFT's two files yet.
 
     Args:
         config: contents of ``adapter_config.json``; empty: there is none.
@@ -116,7 +116,7 @@ def convert_files(
     containers: Sequence[Container] = CONTAINERS,
     limits: Limits = LIMITS,
 ) -> ConvertedFiles:
-    """Return the files of an upload that needs a conversion, as PEFT writes them.
+    """Convert the files of an upload into those that PEFT writes.
 
     Args:
         index: contents of the index of several shards, which `weights` are, one after the other.

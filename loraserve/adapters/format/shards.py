@@ -16,7 +16,7 @@ _HINT = f"Send every file that {INDEX_FILE} names, once."
 
 
 def read_shards(weights: Buffer, index: bytes, limits: Limits = LIMITS) -> dict[str, TensorView]:
-    """Return the tensors of all shards, sharing their memory.
+    """Read the tensors of all shards, sharing their memory.
 
     Args:
         weights: the shards, in any order.
@@ -62,7 +62,7 @@ def read_shards(weights: Buffer, index: bytes, limits: Limits = LIMITS) -> dict[
 
 
 def _shard_of(tensors: dict[str, TensorView], places: dict[str, str]) -> str:
-    """Return the name that the index has for the file of these tensors.
+    """Look up the name that the index has for the file of these tensors.
 
     Raises:
         AdapterFormatError: a tensor is in another file than the index says, or not in the index.

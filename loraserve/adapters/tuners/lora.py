@@ -31,7 +31,7 @@ from loraserve.types import BaseSpec
 def compile_lora(
     config: Mapping[str, Any], tensors: Mapping[str, TensorView], base: BaseSpec, limits: Limits = LIMITS
 ) -> AdapterIR:
-    """Return the adapter in the base's terms, as `compile_adapter` does.
+    """Compile the adapter into the base's terms, as `compile_adapter` does.
 
     Raises:
         AdapterRejected: as `compile_adapter`.
@@ -138,7 +138,7 @@ class _Modules:
     def _rank_and_scaling(
         self, linear: BaseLinear, stored: LinearTensors, name: str, numbers: _Numbers, reported_layer: int | None
     ) -> tuple[int, float] | None:
-        """Return a LoRA's rank and scaling by the config; None and a problem where it has one."""
+        """Look up a LoRA's rank and scaling by the config; None and a problem where it has one."""
         settings = self.settings
         if not self._has_both(linear, stored, reported_layer):
             return None
@@ -320,7 +320,7 @@ def _split(
 
 
 def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: BaseSpec) -> list[ModuleIR]:
-    """Return the modules with their trained tokens, and modules that have nothing else."""
+    """Add trained tokens to the modules, and modules for those that have nothing else."""
     if not rows:
         return modules
     by_place = {m.place: m for m in modules}
@@ -331,7 +331,7 @@ def _with_rows(modules: list[ModuleIR], rows: Mapping[str, TokenRows], base: Bas
 
 
 def _in_order(modules: Iterable[ModuleIR], base: BaseSpec) -> list[ModuleIR]:
-    """Return the modules in order of layer, then of the base's modules, then of experts."""
+    """Sort the modules by layer, then in the order of the base's modules, then by expert."""
     order = {module: index for index, module in enumerate(base.module_shapes)}
     return sorted(modules, key=lambda m: (m.layer, order[m.module], m.expert))
 
