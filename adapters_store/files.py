@@ -18,7 +18,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def fresh_memory(num_bytes: int) -> memoryview:
-    """Return writable memory from fresh kernel pages.
+    """Map writable memory from fresh kernel pages.
 
     It is zeroed once, allocated when written to, and freed with the last view.
     """

@@ -359,7 +359,7 @@ def _make_folder(name: str, parent_fd: int) -> int:
 
 
 def _names(folder: Path, length: int) -> list[str]:
-    """Return the entries of `folder` that are hex of that length; none if the folder is gone."""
+    """List the entries of `folder` that are hex of that length; none if the folder is gone."""
     try:
         return [n for n in os.listdir(folder) if len(n) == length and not n.strip("0123456789abcdef")]
     except (FileNotFoundError, NotADirectoryError):

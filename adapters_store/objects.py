@@ -213,7 +213,7 @@ class ObjectStore:
         return self._read_marker()[0] == data[: MAX_MARKER_BYTES + 1]
 
     def _read_marker(self) -> tuple[bytes | None, str | None]:
-        """Return the marker's bytes and its ETag."""
+        """Read the marker's bytes and its ETag."""
         try:
             with bucket_errors("marker"):
                 found = obstore.get(self._bucket, MARKER)
@@ -265,7 +265,7 @@ class ObjectStore:
             faults.hit("blob.after_put")
 
     def _fetch(self, digest: Digest) -> tuple[int, Iterator[bytes]]:
-        """Return the object's size and its bytes in pieces, all of one state.
+        """Fetch the object's size and its bytes in pieces, all of one state.
 
         Some pieces are fetched ahead.
 
@@ -351,7 +351,7 @@ def _spooled_pieces(fd: int, num_bytes: int, digest: Digest) -> Iterator[bytes]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the error's message without the library's debug output."""
+    """Cut the library's debug output from the error's message."""
     return str(error).partition("\n\nDebug source")[0]
 
 
@@ -380,7 +380,7 @@ def bucket_errors(digest: str) -> Iterator[None]:
 
 
 def open_object(bucket: str, prefix: str, name: str) -> tuple[int, Iterator[bytes]]:
-    """Return the size and the bytes, in pieces, of the object `name` below the prefix.
+    """Fetch the size and the bytes, in pieces, of the object `name` below the prefix.
 
     All are of one state of it.
 
