@@ -150,7 +150,7 @@ def apply_expert_lora(x: Tensor, y: Tensor, segments: Sequence[cpu_experts.Exper
 
 
 def _may_meet(rows: Tensor, plan: LoraPlan | GpuLoraPlan) -> bool:
-    """Return whether the plan is of the rows' kind of device.
+    """Check whether the plan is of the rows' kind of device.
 
     In Triton's interpreter a GPU's plan is on the CPU.
     """
@@ -168,7 +168,7 @@ def warm_up(adapter_dtype: torch.dtype) -> None:
 
 
 def can_compile_apart() -> bool:
-    """Return whether processes share compiled kernels here: there is a folder for them."""
+    """Check whether processes share compiled kernels here: there is a folder for them."""
     return cpu_lora.HAS_NUMBA and kernel_cache() is not None
 
 

@@ -75,7 +75,7 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def label_of(module: str, expert: int) -> str:
-    """Return a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
+    """Format a module's name for people: ``q_proj``, ``experts.3.gate_proj``."""
     return module.replace("experts.", f"experts.{expert}.")
 
 

@@ -23,7 +23,7 @@ _RUNTIME = re.compile(r"\s(/\S*lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*)$")
 
 @functools.cache
 def _runtime() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch has loaded; None where there is none.
+    """Find the OpenMP runtime that torch has loaded; None where there is none.
 
     It is GNU's, or Intel's or LLVM's, which offer GNU's entries too.
     """
@@ -90,5 +90,4 @@ def run(kernel: Callable[[int], None], address: int, args: int, num_threads: int
 
 
 def num_threads() -> int:
-    """Return how many threads torch's operators use."""
     return torch.get_num_threads()

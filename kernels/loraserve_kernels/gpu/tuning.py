@@ -53,7 +53,7 @@ Config = TypeVar("Config")
 
 
 def tuned(kernel: str, key: str, default: Config) -> Config:
-    """Return the default tile sizes with those of the device's file in their place.
+    """Replace the default tile sizes by those of the device's file.
 
     Args:
         kernel: one of `TUNABLE`.
@@ -72,7 +72,7 @@ def tuned(kernel: str, key: str, default: Config) -> Config:
 
 @cache
 def active() -> Sizes:
-    """Return the sizes in the file that holds here; nothing without a file.
+    """Read the sizes in the file that holds here; nothing without a file.
 
     Raises:
         InvalidTuning: the file can't be used.
@@ -87,12 +87,12 @@ def active() -> Sizes:
 
 
 def file_name(device: str) -> str:
-    """Return the file's name for a device: ``nvidia-h100-80gb-hbm3.json``."""
+    """Format the file's name for a device: ``nvidia-h100-80gb-hbm3.json``."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
 
 
 def read(path: Path) -> Sizes:
-    """Return the tile sizes in a file.
+    """Read the tile sizes in a file.
 
     Raises:
         InvalidTuning: it can't be read, or a kernel, field or value in it is none that there is.

@@ -229,7 +229,7 @@ def _row_values(weights, weights_row, group, width, size, blocks, begin, stop, o
 
 @numba.njit
 def _following(args, sequence, head):  # type: ignore[no-untyped-def]
-    """Return the keys that a thread is likely to read next.
+    """Find the keys that a thread is likely to read next.
 
     They are those of a head that is counted on from sequence to sequence: their block table, the
     address that block 0 would have, the elements from block to block, the first block and the end.
@@ -363,7 +363,7 @@ def _attend(args):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -67,7 +67,7 @@ def _use_kernel_cache() -> None:
 
 
 def compile_kernel(function: Callable[[Any], None]) -> Any:
-    """Return a C function of its argument block's address, compiled or read from the cache.
+    """Compile a C function of its argument block's address, or read it from the cache.
 
     Args:
         function: takes the address; its name is unlike any other kernel's.

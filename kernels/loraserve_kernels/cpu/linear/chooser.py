@@ -108,7 +108,7 @@ class Choice:
         return self.arithmetic.kernel
 
     def seconds(self, num_rows: int) -> float:
-        """Return the taken kernel's time of one product.
+        """Look up the taken kernel's time of one product.
 
         NaN where nothing could be taken but what wasn't timed.
         """
@@ -116,7 +116,7 @@ class Choice:
         return of.get(num_rows, math.nan)
 
     def ratio(self, num_rows: int) -> float:
-        """Return the taken kernel's time as a multiple of float32's."""
+        """Compute the taken kernel's time as a multiple of float32's."""
         return self.seconds(num_rows) / self.float_s[num_rows]
 
     @property
@@ -158,7 +158,7 @@ class Chooser:
     _hopeless: set[tuple[str, str]] = field(default_factory=set)
 
     def choose(self, format: str, out_features: int, in_features: int) -> Choice:
-        """Return what computes weights of this format and about this shape.
+        """Choose what computes weights of this format and about this shape.
 
         Args:
             format: one of `FORMATS`.
@@ -183,18 +183,18 @@ class Chooser:
         self._choices[format, out_features, in_features] = choice
 
     def taken(self) -> list[tuple[str, int, int, Arithmetic]]:
-        """Return each class so far with what was taken for it.
+        """List each class so far with what was taken for it.
 
         A class is a format, out_features and in_features.
         """
         return [(*key, choice.arithmetic) for key, choice in self._choices.items()]
 
     def choices(self) -> list[Choice]:
-        """Return the choices made so far, each once."""
+        """List the choices made so far, each once."""
         return list({id(choice): choice for choice in self._choices.values()}.values())
 
     def _nearest(self, key: tuple[str, int, int]) -> Choice | None:
-        """Return the format's choice that is nearest in size once probing has taken its time.
+        """Find the format's choice that is nearest in size once probing has taken its time.
 
         None without one.
         """
@@ -221,13 +221,12 @@ class Chooser:
 
 @functools.cache
 def chooser() -> Chooser:
-    """Return the process's own chooser."""
     return Chooser()
 
 
 @functools.cache
 def work_clock() -> Callable[[], float]:
-    """Return a clock of the processor's time that the calling thread has taken.
+    """Choose a clock of the processor's time that the calling thread has taken.
 
     It is a clock of all time where the system counts the former too coarsely.
     """
@@ -309,9 +308,9 @@ def _times(
     run_s: float,
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """Return seconds by number of rows, fewest first.
+    """Measure seconds by number of rows, fewest first.
 
-    The rest is missing where it would take hopelessly long.
+    Larger numbers are missing where they would take hopelessly long.
     """
     seconds: dict[int, float] = {}
     last: tuple[int, float] | None = None
@@ -351,7 +350,7 @@ def _taken(
     float_s: dict[int, float],
     cut_s: Callable[[], float],
 ) -> Arithmetic:
-    """Return the fastest of the first rank that isn't much slower than the best of all.
+    """Choose the fastest of the first rank that isn't much slower than the best of all.
 
     Where none can be used, it is the last candidate, which needs nothing.
     """
@@ -380,7 +379,7 @@ def _mean(numbers: Iterable[float]) -> float:
 
 
 def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[], float]) -> float:
-    """Return seconds of the fastest run, after one that isn't counted.
+    """Measure the seconds of the fastest run, after one that isn't counted.
 
     The first may make what later runs use again.
     """
@@ -400,7 +399,7 @@ def _best(work: Callable[[], object], runs: int, run_s: float, clock: Callable[[
 
 
 def _power(number: int) -> int:
-    """Return the next power of two, 64 at least."""
+    """Round up to the next power of two, 64 at least."""
     return 1 << max(6, (number - 1).bit_length())
 
 

@@ -190,7 +190,7 @@ _STAMP = zlib.crc32(repr((stamp_with(*_FILES), _RECORD)).encode())
 
 @functools.cache
 def compiled_float32() -> Any:
-    """Return the kernel for adapters in float32, compiled or read from numba's cache."""
+    """Load the kernel for adapters in float32, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_float32(args):  # type: ignore[no-untyped-def]
@@ -202,7 +202,7 @@ def compiled_float32() -> Any:
 
 @functools.cache
 def compiled_bfloat16() -> Any:
-    """Return the kernel for adapters in bfloat16, compiled or read from numba's cache."""
+    """Load the kernel for adapters in bfloat16, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_bfloat16(args):  # type: ignore[no-untyped-def]
@@ -214,7 +214,7 @@ def compiled_bfloat16() -> Any:
 
 @functools.cache
 def compiled_float16() -> Any:
-    """Return the kernel for adapters in float16, compiled or read from numba's cache."""
+    """Load the kernel for adapters in float16, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_float16(args):  # type: ignore[no-untyped-def]
@@ -226,7 +226,7 @@ def compiled_float16() -> Any:
 
 @functools.cache
 def compiled_int8() -> Any:
-    """Return the kernel for adapters in int8, compiled or read from numba's cache."""
+    """Load the kernel for adapters in int8, compiled or read from numba's cache."""
     stamp = _STAMP
 
     def lora_int8(args):  # type: ignore[no-untyped-def]

@@ -151,7 +151,7 @@ def pack_adapter(
 
 
 def _zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in memory of their own.
+    """Allocate zeros in memory of their own.
 
     Large ones are the system's fresh pages, which aren't zeroed once more, huge ones where it has
     them, and given back whole when the last view goes: an allocator that keeps pieces of them held

@@ -47,7 +47,7 @@ F32_BYTES = 4
 
 @numba.njit
 def inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
-    """Return ``1 / sqrt(mean(x²) + eps)`` of `width` float32."""
+    """Compute ``1 / sqrt(mean(x²) + eps)`` of `width` float32."""
     whole = width // LANES * LANES
     total = splat(np.float32(0))
     for k in range(0, whole, LANES):
@@ -108,7 +108,7 @@ _norm = row_loop.row_loop("norm", _norm_row, NUM_ROWS)
 
 @functools.cache
 def compiled() -> Any:
-    """Return the kernel, compiled or read from numba's cache.
+    """Load the kernel, compiled or read from numba's cache.
 
     It is a C function of the argument block's address.
     """

@@ -56,7 +56,7 @@ class AttendConfig:
 
 
 def decode_config(head_dim: int, group: int) -> AttendConfig:
-    """Return the tiles for sequences of a single row.
+    """Choose the tiles for sequences of a single row.
 
     They have 16 query heads, 32 where a group is larger, and 8 KiB of keys at a time, two times
     ahead: with 16 heads of up to 128 four programs fit on a multiprocessor of either generation.
@@ -67,7 +67,7 @@ def decode_config(head_dim: int, group: int) -> AttendConfig:
 
 
 def chunk_config(head_dim: int, group: int) -> AttendConfig:
-    """Return the tiles for a chunk's rows.
+    """Choose the tiles for a chunk's rows.
 
     They have twice the keys at a time, so that the four warps meet half as often, and two programs
     on a multiprocessor.

@@ -48,7 +48,7 @@ four heads to a group.
 
 
 def max_splits(num_kv_heads: int) -> int:
-    """Return the most parts that a long context is cut into.
+    """Compute the most parts that a long context is cut into.
 
     The splits of one sequence then keep about a hundred multiprocessors busy.
     """
@@ -56,7 +56,7 @@ def max_splits(num_kv_heads: int) -> int:
 
 
 def tile_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Return the number of a chunk's rows in a tile.
+    """Count a chunk's rows in a tile.
 
     As many as have their query heads of one KV head fit in, 1 where a group alone fills it.
     """
@@ -138,7 +138,7 @@ class GpuAttentionPlan:
         return sum(t.numel() * t.element_size() for t in (self.buffer, self.partials, self.lse))
 
     def num_splits(self, context_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return into how many parts the keys of a sequence with a single row are cut.
+        """Compute into how many parts the keys of a sequence with a single row are cut.
 
         It is 0 without context, else by the context's own length alone.
         """

@@ -136,7 +136,7 @@ def add_products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus a row tile's shrunk sums times B, for some columns of one slice.
+    """Add a row tile's shrunk sums times B, for some columns of one slice, to acc.
 
     δ and the shift are the caller's.
     """

@@ -66,7 +66,7 @@ Rows = npt.NDArray[np.int32]
 
 
 def split_k(site: str, in_features: int) -> int:
-    """Return into how many parts shrink cuts a row's sum.
+    """Decide into how many parts shrink cuts a row's sum.
 
     It is fixed by the sum's length, never by the batch, so a row's bits don't depend on what shares
     its step.
@@ -238,7 +238,7 @@ class GpuLoraPlan:
 
 
 def _tiles_of_rows(row_slots: Rows, block_m: int) -> tuple[Rows, Rows, Rows, Rows]:
-    """Return rows sorted by adapter, base rows left out, and the tiles that they make.
+    """Sort rows by adapter, base rows left out, and cut them into tiles.
 
     Of each tile: where it starts among them, how many rows it has, the slot of its adapter.
     """

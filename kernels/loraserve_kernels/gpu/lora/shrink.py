@@ -97,7 +97,7 @@ def products(  # type: ignore[no-untyped-def]
     NUM_STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return acc plus some rows of x times sixteen rows of the pool, between two columns."""
+    """Add some rows of x times sixteen rows of the pool, between two columns, to acc."""
     offs_k = tl.arange(0, BLOCK_K)
     starts = tl.multiple_of(units * (UNIT_BITS // pool_ptr.dtype.element_ty.primitive_bitwidth), 16)
     a_ptrs = pool_ptr + starts[None, :] + offs_k[:, None]

@@ -112,7 +112,7 @@ class AdapterPages:
 
 
 def shapes_of(module_shapes: ModuleShapes) -> tuple[tuple[int, int], ...]:
-    """Return the base's (out_features, in_features) in the order of `MODULES`.
+    """List the base's (out_features, in_features) in the order of `MODULES`.
 
     Zeros stand for what it lacks.
     """
@@ -120,7 +120,7 @@ def shapes_of(module_shapes: ModuleShapes) -> tuple[tuple[int, int], ...]:
 
 
 def tiles_of_sites(sites: npt.NDArray[np.int32], num_layers: int) -> list[tuple[str, int, int]]:
-    """Return (module, first tile, tiles) of an adapter, from its words for each site.
+    """List (module, first tile, tiles) of an adapter, from its words for each site.
 
     The tiles are those of its ranks and those of its replaced rows.
     """

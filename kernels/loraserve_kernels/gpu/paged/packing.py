@@ -212,7 +212,7 @@ def _write_rows(pages: Tensor, runs: Runs, rows: Tensor, dtype: torch.dtype) -> 
 
 
 def _starts_of(runs: Runs, width: int, dtype: torch.dtype) -> npt.NDArray[np.int64]:
-    """Return the start of each row, in bytes."""
+    """Compute the start of each row, in bytes."""
     num_bytes = row_num_bytes(width, dtype)
     return np.concatenate(
         [np.zeros(0, dtype=np.int64), *(start + num_bytes * np.arange(count) for start, count in runs)]

@@ -151,7 +151,7 @@ class PagedPool:
         return len(self.sites)
 
     def can_load(self, num_pages: int, num_tiles: int, leaving: Iterable[int] = ()) -> bool:
-        """Return whether `load` has room for an adapter of so many pages and tiles.
+        """Check whether `load` has room for an adapter of that many pages and tiles.
 
         The slots in `leaving` count as unloaded.
         """
@@ -220,7 +220,7 @@ class PagedPool:
 
 
 def _runs(pages: list[int]) -> list[tuple[int, int]]:
-    """Return pages that follow one another in the pool, each run as (first, how many).
+    """Group pages that follow one another in the pool into runs, each as (first, how many).
 
     One copy takes a whole run.
     """

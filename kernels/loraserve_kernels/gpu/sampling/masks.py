@@ -75,7 +75,7 @@ class MaskRows:
 
 
 def allowed_logits(logits: Tensor, rows: MaskRows) -> Tensor:
-    """Return the logits with `LOWEST` for tokens that masks don't allow, [num_rows, vocab_size].
+    """Mask logits with `LOWEST` for tokens that masks don't allow, [num_rows, vocab_size].
 
     A logit that isn't finite stays, so that its row is still found out. One launch; no
     synchronisation.

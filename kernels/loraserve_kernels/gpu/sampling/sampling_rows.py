@@ -122,7 +122,7 @@ class SamplingRows:
         self.is_greedy = not drawn.any()
 
     def scratch(self, vocab_size: int) -> SamplingScratch:
-        """Return the kernels' memory, allocated at its first use for logits of this width."""
+        """Provide the kernels' memory, allocated at its first use for logits of this width."""
         if self._scratch is None or self._scratch.vocab_size != vocab_size:
             self._scratch = SamplingScratch(self.max_num_seqs, vocab_size, self.device)
         return self._scratch
@@ -156,7 +156,7 @@ class SamplingScratch:
 
 
 def group_size(vocab_size: int) -> int:
-    """Return the number of neighbours whose largest logit stands for them.
+    """Choose the number of neighbours whose largest logit stands for them.
 
     They are few enough that there are more groups than candidates, wherever there are that many
     tokens.

@@ -15,7 +15,7 @@ from loraserve_kernels.cpu.simd import fetch_add, load_int, stamp_with
 
 
 def tile_loop(one: Any, four: Any, eight: Any) -> Any:
-    """Return the loop that claims tiles and multiplies their codes with chunks of rows.
+    """Build the loop that claims tiles and multiplies their codes with chunks of rows.
 
     A chunk has one, four or eight rows. All loops have one name, by which numba resolves machine
     code from its cache: an argument of a type of its own, for each of them and each kind of codes,
@@ -55,5 +55,5 @@ def tile_loop(one: Any, four: Any, eight: Any) -> Any:
 
 
 def tile_stamp() -> int:
-    """Return the stamp of entries that run such a loop; it changes with what they share."""
+    """Hash the stamp of entries that run such a loop; it changes with what they share."""
     return stamp_with(tile.__file__, tile_writer.__file__, codes_ahead.__file__, __file__)
