@@ -67,7 +67,7 @@ class NamedSchema(Struct, frozen=True):
     param: str
 
     def as_json_schema(self, *, has_bounded_numbers: bool = True) -> dict[str, Any]:
-        """Return the schema as llguidance takes it.
+        """Convert the schema to the form that llguidance takes.
 
         Raises:
             UnsupportedParameter: a part of it can't be enforced.
@@ -108,7 +108,7 @@ class AnswerFormat(Struct, frozen=True):
 
 
 def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda text: False) -> str:
-    """Return the grammar in llguidance's JSON form, which isn't compiled yet.
+    """Build the grammar in llguidance's JSON form, which isn't compiled yet.
 
     Args:
         is_special: whether a text is one of the tokenizer's special tokens.
@@ -142,7 +142,7 @@ def grammar_of(wanted: AnswerFormat, is_special: Callable[[str], bool] = lambda 
 
 
 def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
-    """Return the schema of a format of that kind, as llguidance takes it."""
+    """Convert the schema of a format of that kind to the form that llguidance takes."""
     schema = prepare(
         wanted.value,
         wanted.param,
@@ -164,7 +164,7 @@ def json_schema_of(wanted: AnswerFormat) -> dict[str, Any]:
 
 
 def _whitespace_options(whitespace: str | None) -> dict[str, Any]:
-    """Return llguidance's options for the white space of `AnswerFormat`."""
+    """Choose llguidance's options for the white space of `AnswerFormat`."""
     options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     if whitespace in (WHITESPACE, ONE_LINE):
         options["item_separator"], options["key_separator"] = SEPARATORS
@@ -175,7 +175,7 @@ _WHITESPACE_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern", "i
 
 
 def _options(schema: dict[str, Any], param: str, *, is_lenient: bool) -> dict[str, Any]:
-    """Return llguidance's options for a prepared schema, which its own override."""
+    """Choose llguidance's options for a prepared schema, which its own override."""
     return {
         "coerce_one_of": is_lenient or has_exclusive_alternatives(schema),
         "json_allowed_escapes": allowed_escapes(schema, param, is_lenient=is_lenient),
@@ -213,7 +213,7 @@ def _quoted(text: str) -> str:
 
 
 def _lark_regex(regex: str) -> str:
-    """Return the regex as it stands between slashes.
+    """Write the regex as it stands between slashes.
 
     It is for the whole answer, so that anchors at its ends say nothing more.
     """
@@ -226,7 +226,7 @@ def _lark_regex(regex: str) -> str:
 
 
 def _to_lark(text: str, param: str) -> str:
-    """Return Lark as it is, and llama.cpp's GBNF as Lark.
+    """Convert llama.cpp's GBNF to Lark; Lark stays as it is.
 
     Raises:
         InvalidRequest: it is neither.
@@ -252,7 +252,7 @@ def _to_lark(text: str, param: str) -> str:
 
 
 def _structural_tag(wanted: AnswerFormat, is_special: Callable[[str], bool]) -> str:
-    """Return Lark for text with structured parts between tags, as vLLM and SGLang describe them."""
+    """Convert text with structured parts between tags, as vLLM and SGLang describe it, to Lark."""
     from llguidance import StructTag
 
     value, param = wanted.value, wanted.param
@@ -292,7 +292,7 @@ def _structural_tag(wanted: AnswerFormat, is_special: Callable[[str], bool]) -> 
 
 
 def _triggered_tags(form: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """Return xgrammar's newer form of structural tags as the older one.
+    """Convert xgrammar's newer form of structural tags to the older one.
 
     Raises:
         UnsupportedParameter: it is of another kind.
@@ -311,7 +311,7 @@ def _triggered_tags(form: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def _texts(value: object) -> list[str]:
-    """Return the list of texts that this is; an empty one if it is none."""
+    """Check that this is a list of texts; an empty one if it isn't."""
     if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
         return value
     return []

@@ -119,7 +119,7 @@ class GrammarCompiler:
         self._limits: LLParserLimits | None = None
 
     def load(self) -> LLTokenizer:
-        """Return llguidance's form of the tokenizer, which the first call builds.
+        """Build llguidance's form of the tokenizer on the first call; return it.
 
         Raises:
             ConfigError: llguidance isn't installed.
@@ -136,7 +136,7 @@ class GrammarCompiler:
         return 0 if self._differences is None else BYTES_PER_TOKEN * self.vocab_size
 
     def of(self, tokenizer: str) -> GrammarCompiler:
-        """Return the compiler for a version's tokenizer; it takes a second where it is built now.
+        """Find the compiler for a version's tokenizer; it takes a second where it is built now.
 
         Args:
             tokenizer: its differences from the base's, as `TokenizerSummary.text`; empty: it is the
@@ -163,7 +163,7 @@ class GrammarCompiler:
         return GrammarCompiler(self._model_dir, vocab_size, self._eos_token_ids, differences=differences)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the grammar's beginning, without the interpreter's lock meanwhile.
+        """Compile a matcher at the grammar's beginning, without the interpreter's lock meanwhile.
 
         Args:
             grammar: llguidance's JSON form, or Lark.
@@ -254,12 +254,12 @@ class GrammarCompiler:
 
 
 def is_dead_end(message: str) -> bool:
-    """Return whether llguidance says that it has no token to allow after the answer so far."""
+    """Check whether llguidance reports that it has no token to allow after the answer so far."""
     return message.startswith(_DEAD_END)
 
 
 def dead_end_error() -> GrammarDeadEnd:
-    """Return the error of an answer that can neither go on nor end."""
+    """Build the error of an answer that can neither continue nor end."""
     return GrammarDeadEnd(
         "The grammar allows no token of this model after the answer so far.",
         hint="A part of the schema, regex or grammar that nothing satisfies can't be answered.",
@@ -267,7 +267,7 @@ def dead_end_error() -> GrammarDeadEnd:
 
 
 def grammar_error(message: str) -> InvalidRequest:
-    """Return the error for what llguidance says of a grammar, without the grammar's own words."""
+    """Build the error for llguidance's message on a grammar, without the grammar's own words."""
     if is_dead_end(message):
         return dead_end_error()
     first = message.strip().partition("\n")[0]

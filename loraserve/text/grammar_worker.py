@@ -152,7 +152,7 @@ def _is_special(compiler: GrammarCompiler, text: str) -> bool:
 
 
 def _fault(compiler: GrammarCompiler, wanted: AnswerFormat) -> str:
-    """Return the place of a schema that can't be compiled; of anything else, the field."""
+    """Find the place of a schema that can't be compiled; of anything else, the field."""
 
     def is_compilable(part: dict[str, object]) -> bool:
         try:
@@ -178,7 +178,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def _allocated_bytes() -> int:
-    """Return the bytes that are allocated now; 0 where the C library doesn't say."""
+    """Count the bytes that are allocated now; 0 where the C library has no such count."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

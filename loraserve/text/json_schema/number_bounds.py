@@ -101,7 +101,7 @@ def bound_digits(root: Node) -> None:
 
 
 def _is_moderate(node: Mapping[str, Any]) -> bool:
-    """Return whether the bounded numbers include all that a schema names."""
+    """Check whether the bounded numbers include all that a schema names."""
     listed = node.get("enum")
     named = [node.get("const"), *(listed if isinstance(listed, list) else ()), *(node.get(key) for key in _BOUNDS)]
     return all(_has_few_digits(number) for number in map(_decimal, named) if number is not None)
@@ -113,7 +113,7 @@ def _has_few_digits(number: Decimal) -> bool:
 
 
 def _decimal(value: object) -> Decimal | None:
-    """Return a JSON number as it is written; None if it is none, or isn't finite."""
+    """Parse a JSON number as it is written; None if it is none, or isn't finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     number = Decimal(str(value))

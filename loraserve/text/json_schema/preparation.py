@@ -45,7 +45,7 @@ _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength"
 
 
 def prepare(schema: object, param: str, *, is_lenient: bool = False, has_no_more_properties: bool = False) -> Node:
-    """Return the schema as llguidance takes it.
+    """Prepare the schema for llguidance.
 
     Args:
         param: the field that it came in.

@@ -150,7 +150,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def _arguments(self) -> Steps[str]:
-        """Return whole arguments: an object, a string that holds one, or null for none."""
+        """Parse whole arguments: an object, a string that holds one, or null for none."""
         pieces: list[str] = []
         yield from self._value(pieces.append)
         arguments = "".join(pieces)

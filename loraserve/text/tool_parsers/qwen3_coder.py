@@ -123,7 +123,7 @@ class _Qwen3CoderParser(JsonToolParser):
         yield from self._end((_END,))
 
     def _parameter(self, schema: object) -> Steps[str]:
-        """Return JSON of the value up to its closing tag.
+        """Parse the value up to its closing tag, as JSON.
 
         Raises:
             NotACall: the text ends in it.
