@@ -172,7 +172,7 @@ class Operations:
         return record
 
     async def get(self, tenant: TenantId | None, operation_id: str) -> OperationRecord:
-        """Return the operation of the tenant, or with None of any tenant.
+        """Read the operation of the tenant, or with None of any tenant.
 
         Raises:
             OperationNotFound
@@ -187,7 +187,7 @@ class Operations:
     async def list(
         self, tenant: TenantId | None, *, limit: int = 50, cursor: str | None = None
     ) -> Page[OperationRecord]:
-        """Return a page of the tenant's operations, newest first.
+        """List a page of the tenant's operations, newest first.
 
         With None, they are all tenants'.
         """

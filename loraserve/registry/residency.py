@@ -59,7 +59,7 @@ async def list_owned(
     cursor: str | None,
     digests: Sequence[Digest] | None,
 ) -> Page[OwnedVersion]:
-    """Return a page of live versions: those of `tenant`, or with None of all tenants.
+    """List a page of live versions: those of `tenant`, or with None of all tenants.
 
     All tenants' are ordered by id, and so are those with one of `digests`, if these are given; all
     of one tenant's by name and number. Each of the lists has its own cursors.
@@ -95,7 +95,7 @@ async def list_owned(
 
 
 async def versions_stored_in(session: AsyncSession, digest: Digest, blob: Digest) -> list[tuple[TenantId, str, int]]:
-    """Return tenant, name and number of the live versions with that digest and blob, by id."""
+    """List tenant, name and number of the live versions with that digest and blob, by id."""
     query = (
         select(Adapter.tenant_id, Adapter.name, AdapterVersion.number)
         .join(Adapter, Adapter.id == AdapterVersion.adapter_id)
@@ -164,7 +164,7 @@ class _Left(NamedTuple):
 async def _list_of_tenant(
     database: Database, tenant: TenantId, *, limit: int, cursor: str | None
 ) -> Page[OwnedVersion]:
-    """Return a page of all live versions of the tenant, by name and number."""
+    """List a page of all live versions of the tenant, by name and number."""
     after = _read_position(decode_cursor(cursor))
     # one more says whether there is a next page
     wanted = check_limit(limit) + 1
@@ -189,7 +189,7 @@ async def _list_of_tenant(
 
 
 async def _adapters_after(session: AsyncSession, tenant: TenantId, after: _Position, limit: int) -> list[_Left]:
-    """Return the tenant's next live adapters by name, of that of `after` what is left."""
+    """List the tenant's next live adapters by name, of that of `after` what is left."""
     query = (
         select(Adapter.id, Adapter.name, Adapter.last_version)
         .where(Adapter.tenant_id == tenant, Adapter.deleted_at.is_(None))
@@ -226,7 +226,7 @@ def _parts(adapters: Sequence[_Left], size: int) -> Iterator[Sequence[_Left]]:
 
 
 async def _versions_of(session: AsyncSession, adapters: Sequence[_Left], limit: int) -> list[tuple[Any, ...]]:
-    """Return live versions with their adapters' names, as the adapters are ordered and by number.
+    """List live versions with their adapters' names, as the adapters are ordered and by number.
 
     They are all that are left of several adapters, or the first `limit` that are left of one.
     """

@@ -113,7 +113,7 @@ class Grants:
             )
 
     async def get(self, owner: TenantId, name: str, tenant: str) -> GrantRecord:
-        """Return the tenant's grant.
+        """Read the tenant's grant.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.
@@ -128,7 +128,7 @@ class Grants:
     async def list(
         self, owner: TenantId, name: str, *, limit: int = 50, cursor: str | None = None
     ) -> Page[GrantRecord]:
-        """Return a page of the adapter's grants by tenant name.
+        """List a page of the adapter's grants by tenant name.
 
         Raises:
             AdapterNotFound: `owner` has no such adapter.

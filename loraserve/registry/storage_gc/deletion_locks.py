@@ -48,7 +48,7 @@ class DeletionLock:
     """Deleted digests; filled by the holder."""
 
     def has_time(self, now_s: float, now: datetime) -> bool:
-        """Return whether another deletion may begin, by the monotonic clock and by the wall clock.
+        """Check whether another deletion may begin, by the monotonic clock and by the wall clock.
 
         The monotonic clock may stand still while a machine is paused and others end the lock; the
         wall clock may be set back, after which the age of the lock is unknown.

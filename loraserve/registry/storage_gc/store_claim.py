@@ -96,7 +96,7 @@ class StoreClaim:
         await self._task.close()
 
     async def renew(self) -> None:
-        """Return once the store is known to be this registry's and has a new stamp of it.
+        """Wait until the store is known to be this registry's and has a new stamp of it.
 
         Raises:
             StoreMismatch: it isn't known to be.
@@ -105,7 +105,7 @@ class StoreClaim:
         await self._settled(self._renew)
 
     async def look(self) -> None:
-        """Return if the store is known to be this registry's.
+        """Check that the store is known to be this registry's.
 
         A store without a marker is claimed if it can be.
 
@@ -116,7 +116,7 @@ class StoreClaim:
         await self._settled(self._verified)
 
     async def why_not(self) -> StoreMismatch | None:
-        """Return why a server wouldn't start on this store, or None if it would.
+        """Explain why a server wouldn't start on this store; None if it would.
 
         Nothing is written.
 
@@ -175,12 +175,12 @@ class StoreClaim:
         raise self._is_contended()
 
     async def _name(self) -> str:
-        """Return this registry's id, for messages."""
+        """Read this registry's id, for messages."""
         async with self._database.read() as session:
             return await session.scalar(select(RegistryIdentity.id)) or "(a new one)"
 
     async def _verified(self) -> bytes:
-        """Return the marker, which this registry wrote.
+        """Read the marker, which this registry wrote.
 
         It is written now if the store had none and can be claimed.
 
@@ -209,7 +209,7 @@ class StoreClaim:
         raise self._is_contended()
 
     async def _read_verified(self) -> bytes | None:
-        """Return the marker, which this registry wrote.
+        """Read the marker, which this registry wrote.
 
         None: there is none, and this registry never claimed a store.
 
@@ -253,7 +253,7 @@ class StoreClaim:
         )
 
     async def _why_not(self, contents: StoreContents) -> StoreMismatch | None:
-        """Return why a store without a marker isn't claimed; None if it is.
+        """Explain why a store without a marker isn't claimed; None if it is.
 
         The registry has never claimed one.
         """
@@ -284,7 +284,7 @@ class StoreClaim:
     # --- the database ---
 
     async def _identity(self) -> str:
-        """Return this registry's id, made if it has none yet."""
+        """Read this registry's id, made if it has none yet."""
         async with self._database.read() as session:
             found = await session.scalar(select(RegistryIdentity.id))
         if found is None:

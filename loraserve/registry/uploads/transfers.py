@@ -52,7 +52,7 @@ class Uploads:
         self.resumable = ResumableUploads(database, store, self._slots, clock=clock, throttle=throttle)
 
     def shares(self) -> tuple[Shares, ...]:
-        """Return the shares of the upload and download slots, for metrics."""
+        """List the shares of the upload and download slots, for metrics."""
         return self._slots.shares, self.downloads.shares, self._staging.shares
 
     async def stage(
