@@ -71,7 +71,7 @@ NO_POLICY = TenantPolicy()
 
 
 def read_weight(value: float) -> float:
-    """Return `value` if it is a valid weight.
+    """Check that `value` is a valid weight, and return it.
 
     Raises:
         InvalidRequest: the weight is out of bounds.
@@ -83,5 +83,5 @@ def read_weight(value: float) -> float:
 
 
 def policy_of_row(limits: Mapping[str, Any], weight: float, prices: Mapping[str, Any]) -> TenantPolicy:
-    """Return the policy in a tenant's row."""
+    """Read the policy in a tenant's row."""
     return TenantPolicy(TenantLimits.of_row(limits), weight, read_prices(prices))

@@ -38,7 +38,7 @@ class Pauses:
             pause.ended.set()
 
     def is_paused(self, tenant: str) -> bool:
-        """Return whether the tenant's new requests wait."""
+        """Check whether the tenant's new requests wait."""
         return self._seconds_left(tenant) > 0
 
     @property
@@ -47,7 +47,7 @@ class Pauses:
         return sum(self.is_paused(tenant) for tenant in tuple(self._pauses))
 
     async def wait(self, tenant: str) -> None:
-        """Return once the tenant isn't paused."""
+        """Wait until the tenant isn't paused."""
         while (left_s := self._seconds_left(tenant)) > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._pauses[tenant].ended.wait(), left_s)

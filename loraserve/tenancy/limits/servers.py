@@ -79,7 +79,7 @@ class Servers:
         )
 
     def uses_elsewhere(self, tenant: TenantId) -> list[RateUse]:
-        """Return what the tenant has lately used of its rates on each other live server."""
+        """List what the tenant has lately used of its rates on each other live server."""
         rates = (self._rates.get(ident, {}).get(tenant) for ident in self._live)
         return [RateUse(*use) for use in rates if use is not None]
 

@@ -81,16 +81,16 @@ class Shares:
         self._held_by_key: Counter[Holder] = Counter()
 
     def held(self, holder: Holder) -> int:
-        """Return what the holder has, with all of its keys."""
+        """Look up what the holder has, with all of its keys."""
         return self._held.get(holder.name, 0)
 
     def has_room(self, holder: Holder, amount: int = 1) -> bool:
-        """Return whether the holder, and its key, may take so much more."""
+        """Check whether the holder, and its key, may take that much more."""
         room = self._room(holder)
         return amount <= room and self._key_has_room(holder, amount, room)
 
     def _room(self, holder: Holder) -> float:
-        """Return how much more the holder may have."""
+        """Compute how much more the holder may have."""
         limit = min(self._max_per_holder, self._share_of_free * (self.capacity - self.total))
         return limit - self.held(holder)
 
@@ -319,7 +319,7 @@ def tenant_holder(tenant: TenantId, key_id: str | None = None) -> Holder:
 
 
 def address_holder(host: str) -> Holder:
-    """Return the holder of a client's address.
+    """Choose the holder of a client's address.
 
     Of an IPv6 address, it is the half that the client can't choose.
     """
