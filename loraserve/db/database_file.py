@@ -49,7 +49,7 @@ class DatabaseFile:
         )
 
     def url(self, parsed: URL) -> URL:
-        """Return the URL of connections that open this file and never create one."""
+        """Build the URL of connections that open this file and never create one."""
         return parsed.set(database=f"file:{quote(str(self.path))}", query={"mode": "rw", "uri": "true"})
 
     def watch(self, engine: Engine) -> None:

@@ -75,7 +75,7 @@ class SightingAges(Generic[K]):
         self._seen_at_s = {key: self._seen_at_s.get(key, now_s) for key in keys}
 
     def older_than(self, age_s: float) -> list[K]:
-        """Return the keys that were first seen at least so many seconds ago.
+        """List the keys that were first seen at least that many seconds ago.
 
         They are in the order of the last `update`.
         """

@@ -154,7 +154,7 @@ class Adapter(Base):
 
 
 def _index_of_some(condition: TextClause, *columns: str) -> Index:
-    """Return an index of the rows for which the condition holds."""
+    """Build an index of the rows for which the condition holds."""
     return Index(None, *columns, sqlite_where=condition, postgresql_where=condition)
 
 

@@ -191,7 +191,7 @@ def database_errors(is_silent: Callable[[], bool] = lambda: True) -> Iterator[No
 
 
 def damaged(found: str) -> DatabaseDamaged:
-    """Return the error for a database whose bytes aren't what was written."""
+    """Build the error for a database whose bytes aren't what was written."""
     return DatabaseDamaged(
         f"The registry's database is damaged, truncated, or no database at all: {found}.",
         hint="Restore a backup, or check LORASERVE_DATABASE_URL.",
@@ -280,11 +280,11 @@ class Database:
         return not self._is_sqlite
 
     def silence_s(self) -> float:
-        """Return the seconds since the database answered a statement of this process."""
+        """Compute the seconds since the database answered a statement of this process."""
         return time.monotonic() - self._answered_at
 
     def is_silent(self) -> bool:
-        """Return whether the database has been silent for long.
+        """Check whether the database has been silent for long.
 
         Then waits for connections are its fault.
         """
