@@ -167,7 +167,7 @@ class Backup:
                 logger.warning("the collectors' lease can't be given back now: %s", error)
 
     async def _versions_of(self, blobs: Collection[Digest]) -> list[str]:
-        """Return some of the versions that have these blobs."""
+        """List some of the versions that have these blobs."""
         some = sorted(blobs)[:1000]
         query = (
             select(Tenant.name, Adapter.name, AdapterVersion.number)
