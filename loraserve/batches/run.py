@@ -270,7 +270,7 @@ class BatchRun:
                     yield line
 
     def _has_room(self, now_s: float) -> bool:
-        """Return whether another line may begin, or wait in turn with other batches' lines."""
+        """Check whether another line may begin, or wait in turn with other batches' lines."""
         context = self._context
         share = max(1, 2 * context.max_requests // max(1, context.num_runs()))
         is_stuck = self._unit is not None or self._results.num_bytes > LIMITS.max_batch_chunk_bytes
@@ -448,7 +448,7 @@ class BatchRun:
 
 
 def _take(results: object) -> list[tuple[bool, bytes]]:
-    """Return some hundred of the next results."""
+    """Take some hundred of the next results."""
     found: list[tuple[bool, bytes]] = []
     num_bytes = 0
     for kind, text in results:  # type: ignore[attr-defined]

@@ -117,7 +117,7 @@ class StoredFiles:
         return FileRecord.of(row)
 
     async def get(self, tenant: TenantId, file_id: str) -> FileRecord:
-        """Return the tenant's file.
+        """Read the tenant's file.
 
         Raises:
             FileNotFound: it is absent, expired, or another tenant's; the text is the same.
@@ -128,7 +128,7 @@ class StoredFiles:
     async def list(
         self, tenant: TenantId, *, purpose: str | None, limit: int, after: str | None, is_ascending: bool
     ) -> Listing[FileRecord]:
-        """Return some of the tenant's files in the order of their creation.
+        """List some of the tenant's files in the order of their creation.
 
         Args:
             after: id of the last file of the page before.
@@ -215,7 +215,7 @@ def insert_file(
 async def find_file(
     session: AsyncSession, tenant: TenantId, file_id: str, now: datetime, *, is_locking: bool = False
 ) -> FileRow:
-    """Return the row of the tenant's file.
+    """Find the row of the tenant's file.
 
     Raises:
         FileNotFound
@@ -230,7 +230,7 @@ async def find_file(
 
 
 def is_object_id(text: str) -> bool:
-    """Return whether `text` could be an id of ours: a database rejects none of them."""
+    """Check whether `text` could be an id of ours: a database rejects none of them."""
     return len(text) <= OBJECT_ID_LENGTH and text.isascii() and text.isprintable()
 
 
