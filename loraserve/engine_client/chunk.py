@@ -41,7 +41,7 @@ class ChunkReader(Protocol):
     """Reads chunks in the turn of the event loop in which their tokens come."""
 
     def is_ready(self) -> bool:
-        """Return whether it takes a chunk now, without waiting."""
+        """Check whether it takes a chunk now, without waiting."""
         ...
 
     def take(self, chunk: Chunk) -> None:

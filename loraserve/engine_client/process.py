@@ -158,7 +158,7 @@ class EngineProcess:
             exited.cancel()
 
     async def wait(self) -> int:
-        """Return the exit code once the process has ended."""
+        """Wait until the process has ended; return its exit code."""
         if self._process is None:
             return 0
         return await self._process.wait()
@@ -171,7 +171,7 @@ class EngineProcess:
         return await asyncio.shield(self._hung)
 
     def describe_end(self, code: int) -> str:
-        """Return how the process ended, as in "the engine …"."""
+        """Describe how the process ended, as in "the engine …"."""
         if code >= 0:
             return f"ended with code {code}"
         try:
@@ -258,7 +258,7 @@ class EngineProcess:
             self._hung.set_result(reason)
 
     async def _examine(self, timeout_s: float) -> str:
-        """Return where a process hangs that made no progress for so long; log its stack."""
+        """Find where a process hangs that made no progress for that long; log its stack."""
         doing, pid = self.vitals.doing, self.pid or 0
         state = state_of(pid)
         if state in ("T", "t"):
@@ -338,7 +338,7 @@ class EngineProcess:
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the engine may have: no key, and none of the server's settings."""
+    """Select the variables that the engine may have: no key, and none of the server's settings."""
     return {
         name: value
         for name, value in environment.items()

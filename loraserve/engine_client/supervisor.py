@@ -276,7 +276,7 @@ class EngineSupervisor:
                 return
 
     async def _wait_for_end(self) -> str:
-        """Return why the engine is to be replaced, once it is dead."""
+        """Wait until the engine is dead; return why it is to be replaced."""
         process = self._process
         if process is None:
             return "was never started"
