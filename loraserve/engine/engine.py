@@ -319,11 +319,11 @@ class Engine:
                 logger.error("no request is alive, but %d %s are held", count, what)
 
     def check(self) -> list[str]:
-        """Return every broken invariant of the requests and the memory, as text."""
+        """List the broken invariants of the requests and the memory, as text."""
         return [*self._scheduler.check(self._pipeline.entries), *self._kv.check(), *self.pager.check()]
 
     def stats(self) -> EngineStats:
-        """Return the current counters and gauges; those of adapters come from the pager."""
+        """Collect the current counters and gauges; those of adapters come from the pager."""
         kv, scheduler = self._kv, self._scheduler
         return EngineStats(
             num_steps=self._timer.num_steps,
@@ -367,7 +367,7 @@ class Engine:
 
 
 def _versions_of(adapter: AdapterRef | None) -> tuple[VersionName, ...]:
-    """Return the versions that an adapter consists of."""
+    """List the versions that an adapter consists of."""
     if adapter is None:
         return ()
     refs = tuple(part.adapter for part in adapter.parts) or (adapter,)

@@ -55,7 +55,6 @@ class StepPipeline:
         self._in_flight: deque[_Step] = deque()
 
     def __len__(self) -> int:
-        """Return the number of steps in flight."""
         return len(self._in_flight)
 
     @property
@@ -94,7 +93,7 @@ class StepPipeline:
         return outputs
 
     def _num_left(self, scheduled: Sequence[ScheduledRequest]) -> int:
-        """Return how many steps may run on while the next is scheduled.
+        """Compute how many steps may run on while the next is scheduled.
 
         None may if that needs to know what this one samples, or how many tokens.
         """

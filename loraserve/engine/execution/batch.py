@@ -84,7 +84,7 @@ def build_batch(
     handle_of: Callable[[Digest], AdapterHandle],
     previous: Batch | None = None,
 ) -> Batch:
-    """Return the step's arrays.
+    """Build the step's arrays.
 
     Args:
         handle_of: returns an adapter that some scheduled request has pinned.
@@ -128,7 +128,7 @@ def build_batch(
 def _rows(
     entries: Sequence[ScheduledRequest], tables: npt.NDArray[np.int32], block_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the position of each row, and its slot."""
+    """Compute the position of each row, and its slot."""
     num_entries = len(entries)
     starts = np.fromiter((entry.start for entry in entries), np.int64, num_entries)
     counts = np.fromiter((entry.num_tokens for entry in entries), np.int64, num_entries)
@@ -141,9 +141,9 @@ def _rows(
 def _single_rows(
     entries: Sequence[ScheduledRequest], block_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the same of entries with a row each.
+    """Compute the position of each row, and its slot, where each entry has one row.
 
-    Of few entries, NumPy's calls take longer than all else that is done for them.
+    With few entries, NumPy's calls take longer than all else that is done for them.
     """
     positions = [entry.start for entry in entries]
     slots = [
@@ -155,7 +155,7 @@ def _single_rows(
 def _pooled(
     entries: Sequence[ScheduledRequest], query_starts: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
-    """Return the rows that are pooled, and each entry's range of them."""
+    """Collect the rows that are pooled, and each entry's range of them."""
     if all(entry.request.pooler is None for entry in entries):
         return _NO_ROWS, [(0, 0)] * len(entries)
     pieces, ranges, count = [_NO_ROWS], [], 0
@@ -220,7 +220,7 @@ def _deferred_tokens(
 
 
 def _acting_adapter(entry: ScheduledRequest) -> str:
-    """Return the digest of the adapter that acts on some of the entry's rows.
+    """Find the digest of the adapter that acts on some of the entry's rows.
 
     Empty if none does.
     """

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """Return the sizes that decode steps are padded to, each at most twice the one before."""
+    """List the sizes that decode steps are padded to, each at most twice the one before."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 4097, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
@@ -42,7 +42,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def bucket(self, num_rows: int) -> int | None:
-        """Return the smallest size that holds so many rows; None if there is none."""
+        """Find the smallest size that holds that many rows; None if there is none."""
         index = bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
@@ -96,7 +96,7 @@ class _Borrowed:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory that doesn't keep it from being reused.
+    """View the same memory as a tensor that doesn't keep it from being reused.
 
     Args:
         tensor: float32, contiguous, on a CUDA device.

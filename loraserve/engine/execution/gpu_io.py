@@ -44,13 +44,13 @@ def send_logprobs(entries: list[ScheduledRequest], logits: Tensor, tokens: Tenso
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in pinned host memory, complete once everything launched so far is done."""
+    """Copy to pinned host memory, complete once everything launched so far is done."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return out.copy_(tensor, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, which nothing waits for."""
+    """Copy to the device, which nothing waits for."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 

@@ -144,7 +144,7 @@ class GpuRunner:
         return self._sample(batch, sampled, logits, rows, hidden)
 
     def needs_results_first(self, request: Request) -> bool:
-        """Return whether the next token is chosen on the host, or from what a grammar allows."""
+        """Check whether the next token is chosen on the host, or from what a grammar allows."""
         return needs_host(request) or request.constraint is not None
 
     def _run_decode(self, batch: Batch, row_slots: npt.NDArray[np.int32], bucket: int) -> Tensor:
@@ -259,7 +259,7 @@ class GpuRunner:
     def _mask(
         self, entries: Sequence[ScheduledRequest], places: Sequence[int], rows: Tensor
     ) -> tuple[Tensor, dict[int, StepResult]]:
-        """Return the logits to sample from, and the results of entries without a mask.
+        """Mask the logits to sample from; return them, and the results of entries without a mask.
 
         The device computes the forward pass while the masks are waited for.
 
@@ -286,7 +286,7 @@ class GpuRunner:
 
 
 def needs_host(request: Request) -> bool:
-    """Return whether the request's tokens are chosen on the host, or in advance."""
+    """Check whether the request's tokens are chosen on the host, or in advance."""
     params = request.params
     if request.probe is not None:
         return True

@@ -271,7 +271,7 @@ class Constraint:
         return bool(cursor.ahead) or cursor.try_token(wanted)
 
     def forced(self, count: int) -> tuple[int, ...]:
-        """Return tokens that the grammar leaves no choice about, if it is fast; `count` at most.
+        """Find tokens that the grammar leaves no choice about, if it is fast; `count` at most.
 
         A search for them takes of the lexer's limits. A request whose lexer was once over one has
         no more searches, so that it fails only where it would without them.
@@ -329,21 +329,21 @@ class Constraint:
         return self._words
 
     def allows(self, token_id: int) -> bool:
-        """Return whether the token may come next."""
+        """Check whether the token may come next."""
         return token_id == self.permitted or (token_id < self.vocab_size and has_token(self.words, token_id))
 
     def allowed_words(self, unwanted: Sequence[int]) -> Words:
-        """Return the mask without the unwanted tokens; with them where it allows no others."""
+        """Remove the unwanted tokens from the mask; keep them where it allows no others."""
         words = self.words
         found = [token_id for token_id in unwanted if has_token(words, token_id)]
         return without(words, found) if found else words
 
     def allowed(self, unwanted: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
-        """Return [vocab_size] bool: `allowed_words`, unpacked."""
+        """Unpack `allowed_words` to [vocab_size] bool."""
         return unpacked(self.allowed_words(unwanted), self.vocab_size)
 
     def likeliest(self, logits: npt.NDArray[np.float32], unwanted: Sequence[int] = ()) -> int:
-        """Return the likeliest of the tokens that `allowed_words` allows; of equals the first.
+        """Find the likeliest of the tokens that `allowed_words` allows; of equals the first.
 
         Args:
             logits: [vocab_size].

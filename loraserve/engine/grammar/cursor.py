@@ -93,7 +93,7 @@ class GrammarCursor:
         return True
 
     def forced(self, count: int) -> tuple[int, ...]:
-        """Return the tokens that the grammar leaves no choice about, `count` at most.
+        """Find the tokens that the grammar leaves no choice about, `count` at most.
 
         Other tokens may have the same text. A copy of the matcher looks for them, 30 µs for each
         thousand tokens of the answer: llguidance leaves the bytes that it finds in the matcher,
@@ -128,7 +128,7 @@ class GrammarCursor:
             raise self.failure()
 
     def failure(self) -> Failure:
-        """Return the error that the matcher is in."""
+        """Convert the matcher's message to the error that it is in."""
         message = self.matcher.get_error()
         return dead_end_error() if is_dead_end(message) else MatcherFailed(message)
 
@@ -182,7 +182,7 @@ def compute_masks_together(
 
 
 def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Count the tokens that both begin with."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

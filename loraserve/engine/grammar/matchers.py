@@ -47,7 +47,7 @@ class CompiledGrammar:
     is_slow: bool = False
 
     def new_matcher(self) -> LLMatcher:
-        """Return another matcher at the grammar's beginning. It takes microseconds."""
+        """Copy a matcher at the grammar's beginning. It takes microseconds."""
         with self.lock:
             return self.origin.deep_copy()
 
@@ -92,7 +92,7 @@ class MatcherCache:
         return self._compile_s.histogram
 
     def executor(self, num_lexers: int) -> LLExecutor:
-        """Return threads that follow several matchers at once, without the interpreter's lock.
+        """Provide threads that follow several matchers at once, without the interpreter's lock.
 
         They are no more than the lexers: threads would wait for each other at one lexer's lock.
         """
@@ -105,7 +105,7 @@ class MatcherCache:
             return self._executors[num_threads]
 
     def get(self, tenant: str, grammar: str, num_bytes: int = 0, *, tokenizer: str = "") -> CompiledGrammar:
-        """Return the tenant's compiled grammar, which is compiled now if it isn't there.
+        """Look up the tenant's compiled grammar, which is compiled now if it isn't there.
 
         Args:
             num_bytes: what it takes, as measured before; 0: unknown.

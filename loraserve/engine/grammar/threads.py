@@ -66,7 +66,7 @@ class JobTurns:
             self._changed.notify()
 
     def get(self) -> Job | None:
-        """Return the next job, once there is one; None once the queue is closed and empty."""
+        """Wait for the next job; None once the queue is closed and empty."""
         with self._changed:
             while not self._jobs:
                 if self._is_closed:
@@ -187,7 +187,7 @@ class MaskThreads:
             self._fast.put(self._run_released)
 
     def wait(self, masks: Sequence[Mask], patience_s: float = MASK_PATIENCE_S) -> None:
-        """Return once every mask is there, or after `patience_s`; note those that are late."""
+        """Wait for every mask, but at most `patience_s`; note those that are late."""
         started_s = time.monotonic()
         self._follow_at_once()
         self.release()

@@ -45,7 +45,7 @@ class Follower:
         self._adapters: dict[int, PackedAdapter] = {}
 
     def run(self) -> None:
-        """Return once rank 0 says so, or has ended."""
+        """Run until rank 0 stops this rank, or has ended."""
         while True:
             try:
                 message = m.decode_to_rank(self._connection.recv_bytes())

@@ -46,7 +46,7 @@ class GroupForward:
         self.num_micro_batches = 0
 
     def __call__(self, inputs: ModelInputs, kv: KVTensors) -> tuple[Tensor, Tensor | None]:
-        """Return what `Decoder.forward_pooled` does."""
+        """Compute what `Decoder.forward_pooled` does."""
         pipe = self._pipe
         if pipe is None:
             self._send(step_message(inputs, self._adapters))
@@ -96,7 +96,7 @@ class GroupRunner(CpuRunner):
 
 
 def step_message(inputs: ModelInputs, adapters: Numbered) -> ComputeStep:
-    """Return what tells other ranks of a step."""
+    """Build the message that announces a step to other ranks."""
     rows, pooled = inputs.logits_rows, inputs.pooled
     segments = () if inputs.lora is None else inputs.lora.segments
     return ComputeStep(

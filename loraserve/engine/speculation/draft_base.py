@@ -38,7 +38,7 @@ class _Seat:
     guessed: tuple[int, ...] = ()
 
     def num_computed_tokens(self, token_ids: Sequence[int]) -> int:
-        """Return how many of a request's first tokens have keys and values.
+        """Count a request's first tokens that have keys and values.
 
         Guesses that were right have. The last token always has to be computed, since the next one
         is sampled from its row.
@@ -102,7 +102,7 @@ class DraftBase:
         self._seats: dict[Request, _Seat] = {}
 
     def max_count(self, request: Request) -> int:
-        """Return how many tokens can be drafted for a request.
+        """Compute how many tokens can be drafted for a request.
 
         None, if it is too long, or its adapter has tokens that the large base lacks.
         """
@@ -111,7 +111,7 @@ class DraftBase:
         return max(0, self.max_tokens - len(request.token_ids))
 
     def num_behind(self, request: Request) -> int:
-        """Return how many of a request's tokens must be computed before one can be proposed."""
+        """Count a request's tokens that must be computed before one can be proposed."""
         seat = self._seats.get(request)
         return len(request.token_ids) - (0 if seat is None else seat.num_computed_tokens(request.token_ids))
 
@@ -196,7 +196,7 @@ class DraftBase:
         return going
 
     def _inputs(self, parts: Sequence[tuple[int, int, list[int]]]) -> ModelInputs:
-        """Return a pass's rows.
+        """Build a pass's rows.
 
         Args:
             parts: seats, and the tokens that each computes from a position on.

@@ -106,17 +106,17 @@ class Drafting:
             self._costs.note(num_sequences * num_rows, self._clock() - started)
 
     def takes(self, num_requests: int) -> bool:
-        """Return whether the draft base may be asked in a step of so many requests."""
+        """Check whether the draft base may be used in a step of that many requests."""
         return not self._is_broken and (self._max_requests is None or num_requests <= self._max_requests)
 
     def needs_plain_step(self, costs: StepCosts, num_requests: int) -> bool:
-        """Return whether a step must have no proposals, to know what others are compared with."""
+        """Decide whether a step must have no proposals, to measure the time to compare with."""
         return self.takes(num_requests) and not costs.is_sure(
             num_requests, min_count=MIN_PLAIN_STEPS, max_age=MAX_PLAIN_AGE
         )
 
     def max_count(self, request: Request) -> int:
-        """Return how many tokens a request may have: none, if the draft base can't read it."""
+        """Compute how many tokens a request may have: none, if the draft base can't read it."""
         return min(MAX_DRAFTED, self._base.max_count(request))
 
     def forget(self, request: Request) -> None:
@@ -133,7 +133,7 @@ class Drafting:
         room: int,
         min_gain: float,
     ) -> list[Proposal]:
-        """Return a step's proposals, with the draft base's in the place of some that were found.
+        """Choose a step's proposals, with the draft base's in the place of some that were found.
 
         Args:
             chosen: what was found in texts, and is made if the draft base isn't asked.
@@ -174,7 +174,7 @@ class Drafting:
         room: int,
         min_gain: float,
     ) -> tuple[list[DraftCandidate], int]:
-        """Return the candidates that the draft base is asked for, and how many tokens of each."""
+        """Choose the candidates that the draft base drafts for, and how many tokens of each."""
         num_tokens = num_requests + sum(one.rate.expected(len(one.token_ids)) for one in chosen)
         num_rows = num_requests + sum(len(one.token_ids) for one in chosen)
         min_gain += GAIN_PER_REQUEST * (num_requests - 1)
@@ -210,7 +210,7 @@ class Drafting:
         return asked[:best_asked], best_count
 
     def _catch_up_s(self, request: Request) -> float:
-        """Return what reading a request's new text takes, spread over what it may still say."""
+        """Estimate what reading a request's new text takes, spread over its remaining tokens."""
         # the last two are a pass like any other
         num_rows = self._base.num_behind(request) - 2
         if num_rows <= 0:
@@ -219,7 +219,7 @@ class Drafting:
         return num_rows * self._costs.of(MAX_ROWS) / MAX_ROWS / max(1, min(num_left, PAYBACK_TOKENS))
 
     def _ask(self, asked: Sequence[DraftCandidate], count: int) -> dict[int, tuple[int, ...]]:
-        """Return what the draft base says, by the number of the entry."""
+        """Draft tokens with the draft base, by the number of the entry."""
         going = drafted = self._base.begin([one.request for one in asked], [min(count, one.max_count) for one in asked])
         while going:
             num_rows, started = sum(len(one.rows) for one in going), self._clock()
@@ -229,7 +229,7 @@ class Drafting:
         return {one.number: said.get(one.request, ()) for one in asked}
 
     def _timed(self, work: Callable[[], T]) -> T | None:
-        """Return what the draft base gives, and add up what that takes; None if it fails.
+        """Run work of the draft base, and add up what that takes; None if it fails.
 
         Answers don't need it.
         """

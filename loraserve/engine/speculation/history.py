@@ -23,7 +23,7 @@ HistoryKey = tuple[TenantId, Digest | None]
 def is_of(
     tenant: TenantId, versions: Iterable[VersionName], owner: TenantId, name: str | None, version: int | None
 ) -> bool:
-    """Return whether a text was made by a version, or by any of an adapter or of a tenant.
+    """Check whether a text was made by a version, or by any of an adapter or of a tenant.
 
     Args:
         tenant: whose request it was.
@@ -37,7 +37,7 @@ def is_of(
 
 
 def history_key(request: Request) -> HistoryKey:
-    """Return the key of the texts that the same model made for the same tenant."""
+    """Build the key of the texts that the same model made for the same tenant."""
     return request.tenant, None if request.adapter is None else request.adapter.digest
 
 
@@ -61,11 +61,10 @@ class History:
         self._versions: dict[HistoryKey, set[VersionName]] = {}
 
     def __len__(self) -> int:
-        """Return the number of indices."""
         return len(self._indices)
 
     def get(self, key: HistoryKey) -> TokenIndex | None:
-        """Return a tenant's and adapter's index, and count that as a use; None if there is none."""
+        """Look up a tenant's and adapter's index, and count a use; None if there is none."""
         index = self._indices.get(key)
         if index is not None:
             self._indices.move_to_end(key)

@@ -62,7 +62,6 @@ class TokenIndex:
         self._resize(MIN_CAPACITY)
 
     def __len__(self) -> int:
-        """Return the number of tokens that it holds."""
         return len(self._tokens)
 
     @property
@@ -87,7 +86,7 @@ class TokenIndex:
         self._insert(first)
 
     def find(self, hashes: Sequence[int], last: Sequence[int]) -> Match | None:
-        """Return the latest place after the last `LONGEST` tokens of a text, or after fewer.
+        """Find the latest place after the last `LONGEST` tokens of a text, or after fewer.
 
         If the text is the index's own, its end isn't found.
 
@@ -106,9 +105,9 @@ class TokenIndex:
         return None
 
     def read(self, position: int, count: int) -> tuple[int, ...]:
-        """Return `count` tokens from a position on, or as many as their text has.
+        """Read `count` tokens from a position on, or as many as their text has.
 
-        A text that goes on, as the index's last one does, is taken to repeat what begins there.
+        A text that continues, as the index's last one does, is taken to repeat what begins there.
         """
         token_ids = tuple(self._tokens[position : position + count])
         if SEPARATOR in token_ids:
@@ -145,7 +144,7 @@ class TokenIndex:
 
 
 def end_hashes(last: Sequence[int]) -> tuple[int, ...]:
-    """Return the hashes of a text's ends of 2, 4 and 8 tokens, as far as it is as long.
+    """Hash a text's ends of 2, 4 and 8 tokens, as far as it is as long.
 
     They are right modulo 2**32.
 

@@ -143,7 +143,7 @@ class BaseMeasurements:
         self._evaluator.make_base(made)
 
     def _advance(self, current: _Measurement) -> BasePrecision | None:
-        """Return what was found once it is there.
+        """Advance a measurement; return what was found once it is there.
 
         Raises:
             LoraserveError: there will be nothing.
@@ -206,7 +206,7 @@ def texts_of(token_ids: Sequence[int], base: BaseSpec) -> Sequences:
 
 
 def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
-    """Return the differences of log probabilities to the expected ones.
+    """Compute the differences of log probabilities to the expected ones.
 
     Args:
         found, expected: logits [num_positions, vocab_size].
@@ -230,7 +230,7 @@ def compare(found: Tensor, expected: Tensor, targets: Tensor) -> Rounding:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> float:
-    """Return the mean of -log p of the text's next token."""
+    """Compute the mean of -log p of the text's next token."""
     total = 0.0
     for start in range(0, len(targets), _ROWS_AT_A_TIME):
         rows = slice(start, start + _ROWS_AT_A_TIME)

@@ -247,7 +247,7 @@ class ReferenceEvaluator:
         return _Read(reference, base, subject, num_bytes)
 
     def _base_of(self, reference: Reference) -> ReferenceBase:
-        """Return the base that a reference is evaluated on.
+        """Choose the base that a reference is evaluated on.
 
         Raises:
             FloatsUnavailable: it is the checkpoint's own, and that can't be read.
@@ -334,7 +334,7 @@ class _Share:
         self._began_s += paused_s
 
     def is_starved(self) -> bool:
-        """Return whether the thread has had next to no time, for long enough to tell."""
+        """Check whether the thread has had next to no time, for long enough to be sure."""
         elapsed_s, worked_s = monotonic() - self._began_s, thread_time() - self._worked_s
         self.was_starved = elapsed_s > STARVED_AFTER_S and worked_s < STARVED_SHARE * elapsed_s
         return self.was_starved

@@ -68,7 +68,7 @@ def measure(
 
 
 def add_loss(certificate: Certificate, loss: RoundingLoss) -> Certificate:
-    """Return a passed certificate with what rounding costs, degraded if that is too much."""
+    """Add what rounding costs to a passed certificate, degraded if that is too much."""
     kept, verdict, reason = loss.effect_kept, certificate.verdict, certificate.reason
     if kept is not None and not kept >= MIN_EFFECT_KEPT:
         verdict = DEGRADED
@@ -91,7 +91,7 @@ def add_loss(certificate: Certificate, loss: RoundingLoss) -> Certificate:
 
 
 def _variance(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted variance of each row of x; `weights` of a row add up to 1."""
+    """Compute the weighted variance of each row of x; `weights` of a row add up to 1."""
     mean = (weights * x).sum(1, keepdim=True)
     return (weights * (x - mean).square()).sum(1)
 

@@ -160,7 +160,7 @@ class Worker:
             self._handle(m.decode_input(raw))
 
     def _timeout_ms(self) -> int:
-        """Return how long to wait for a message, or for a background thread."""
+        """Compute how long to wait for a message, or for a background thread."""
         engine = self._engine
         if engine.has_requests and not engine.is_waiting:
             return 0
