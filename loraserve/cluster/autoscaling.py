@@ -31,7 +31,7 @@ class QueueAndTtftPolicy:
         self._max_ttft_s = max_ttft_s
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the replicas that should be there, and no state."""
+        """Decide how many replicas should be there; keep no state."""
         current = context.current_num_replicas
         if current == 0:
             return context.target_num_replicas, {}

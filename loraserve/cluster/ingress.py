@@ -122,7 +122,7 @@ class Ingress:
         return app
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Return a record of each replica that takes requests, for `loraserve cluster status`."""
+        """Build a record of each replica that takes requests, for `loraserve cluster status`."""
         return [
             {
                 "replica": replica_id,
@@ -169,7 +169,7 @@ class _OneRequestId:
 
 
 def _another_answers() -> bool:
-    """Return whether an ingress is in service; one that is being made isn't."""
+    """Check whether an ingress is in service; one that is being made isn't."""
     own = serve.get_replica_context()
     application = serve.status().applications.get(own.app_name)
     deployment = None if application is None else application.deployments.get(own.deployment)

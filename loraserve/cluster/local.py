@@ -71,12 +71,12 @@ class ClusterState(Struct, frozen=True):
 
 
 def state_path(data_dir: Path) -> Path:
-    """Return the file that a cluster over this folder holds locked while it runs."""
+    """Locate the file that a cluster over this folder holds locked while it runs."""
     return data_dir / STATE_FILE
 
 
 def read_state(data_dir: Path) -> ClusterState:
-    """Return the state of the cluster that runs over a data folder.
+    """Read the state of the cluster that runs over a data folder.
 
     Raises:
         ConfigError: none does.
@@ -126,7 +126,7 @@ def check_installed() -> None:
 
 
 def start_ray(init: Callable[[], Any], shutdown: Callable[[], object]) -> Any:
-    """Return what Ray's start returns; try again where it isn't done within its own 30 s.
+    """Start Ray; try again where it isn't done within its own 30 s.
 
     On a busy machine its processes need longer the first time than the second, when their files are
     in memory.
@@ -265,7 +265,7 @@ class LocalCluster:
 
 
 def wait_until_ready(url: str, within_s: float = _START_S) -> None:
-    """Return once the cluster at `url` answers requests.
+    """Wait until the cluster at `url` answers requests.
 
     Raises:
         EngineUnavailable: it doesn't in time.
@@ -286,7 +286,7 @@ def wait_until_ready(url: str, within_s: float = _START_S) -> None:
 
 
 def wait_for_signal() -> signal.Signals:
-    """Return the next SIGTERM, SIGINT or SIGHUP."""
+    """Wait for the next SIGTERM, SIGINT or SIGHUP."""
     came = threading.Event()
     found: list[int] = []
 

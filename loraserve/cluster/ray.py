@@ -69,7 +69,7 @@ def app(args: dict[str, str]) -> Application:
 def build(
     settings: Settings, options: ClusterOptions, parts: ClusterParts = OURS, listener_path: Path | None = None
 ) -> Application:
-    """Return the ingress over the engine replicas, as Serve deploys it.
+    """Build the ingress over the engine replicas, as Serve deploys it.
 
     Args:
         listener_path: where the ingress finds the socket that clients connect to; None: Serve's
@@ -121,7 +121,7 @@ def build(
 
 
 def _scaling(options: ClusterOptions, config: EngineConfig) -> dict[str, Any]:
-    """Return the part of a deployment that says how many replicas there are."""
+    """Choose the part of a deployment that sets how many replicas there are."""
     if options.fewest == options.most:
         return {"num_replicas": options.replicas}
     return {

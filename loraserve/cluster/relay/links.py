@@ -35,7 +35,7 @@ class Links:
         self._open: set[str] = set()
 
     def has(self, replica_id: str) -> bool:
-        """Return whether there is a link to a replica, maybe one that opens."""
+        """Check whether there is a link to a replica, maybe one that opens."""
         return replica_id in self._reading
 
     def ensure(self, replica_id: str) -> None:

@@ -67,7 +67,7 @@ class Outbox:
                 self._link = None
 
     async def _wait(self, link: object) -> bool:
-        """Return whether there is something for this link; False: it ends."""
+        """Wait until there is something for this link; False: it ends."""
         while self._link is link:
             if self._outputs:
                 return True

@@ -23,7 +23,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return one replica per rank, the best first."""
+        """Choose one replica per rank, the best first."""
         by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
         placement = _placement(pending_request)
         if placement is None:
