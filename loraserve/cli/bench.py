@@ -81,7 +81,7 @@ def bench(
 
 
 def _models(client: Client, named: list[str] | None, base: str, *, all_adapters: bool) -> tuple[str, ...]:
-    """Return the models to send load to.
+    """Choose the models to send load to.
 
     Raises:
         AdapterNotFound: all are wanted, and there is none.

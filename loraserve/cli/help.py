@@ -58,7 +58,7 @@ def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
 
 
 def _value_name(param: Any, ctx: Any) -> str | None:
-    """Return the choices of an option, or the name of its type's values."""
+    """List the choices of an option, or name its type's values."""
     descriptor = getattr(param, "type_descriptor", None)
     if descriptor is None:
         return None

@@ -55,7 +55,7 @@ class TrafficPlan:
         return [shared + some(self.prompt_tokens - self.shared_tokens) for _ in range(self.num_requests)]
 
     def delays_s(self) -> list[float]:
-        """Return each request's due time from the start, in seconds.
+        """Compute each request's due time from the start, in seconds.
 
         All are zero if there is no rate.
         """
@@ -230,7 +230,7 @@ async def ask(client: AsyncClient, model: str, prompt: list[int], max_tokens: in
 
 
 def _server_timing(header: str | None) -> dict[str, float]:
-    """Return ``queue;dur=1.5, adapter;dur=0`` as name → milliseconds."""
+    """Parse ``queue;dur=1.5, adapter;dur=0`` as name → milliseconds."""
     found = {}
     for part in (header or "").split(","):
         name, _, duration = part.strip().partition(";dur=")

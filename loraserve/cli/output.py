@@ -208,7 +208,7 @@ class Output:
         _print(_safe("\n".join(lines), sys.stderr), file=sys.stderr)
 
     def _some(self, problems: Iterable[str]) -> list[str]:
-        """Return a line for each problem, as many as people read, and the number of the others."""
+        """Format a line for each problem, as many as people read, and the number of the others."""
         lines = [f"  - {problem}" for problem in problems]
         shown = lines[: self.max_problems]
         num_more = len(lines) - len(shown)
@@ -313,7 +313,7 @@ class Output:
 
 
 def _shown(value: object) -> str:
-    """Return a cell's text: a dash for nothing, local time, lists with commas."""
+    """Format a cell's text: a dash for nothing, local time, lists with commas."""
     if value is None or value in ("", [], (), {}):
         return "-"
     match value:
@@ -373,7 +373,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> None:
 
 
 def next_step(error: errors.LoraserveError, named: Mapping[str, str] | None = None) -> str | None:
-    """Return the command to run next; None if no command helps.
+    """Choose the command to run next; None if no command helps.
 
     It is the error's own, else the one for its class.
 

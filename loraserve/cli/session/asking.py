@@ -145,7 +145,7 @@ def tell_answer(output: Output, answer: Answer | None) -> None:
 def _split(
     fields: Mapping[str, object], known: Mapping[str, object]
 ) -> tuple[SamplingFields, Mapping[str, object] | None]:
-    """Return the fields that are the SDK's arguments, and the others for `extra_body`."""
+    """Split the fields into the SDK's arguments and the others, for `extra_body`."""
     own = {name: value for name, value in fields.items() if name not in known}
     return cast("SamplingFields", {name: value for name, value in fields.items() if name in known}), own or None
 

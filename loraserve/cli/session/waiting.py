@@ -23,7 +23,7 @@ LONG_LOAD_MS = 1000.0
 
 
 def term_names(model: str) -> list[str]:
-    """Return the adapters that a model names, without weights: ``a+0.5*b@3`` has a and b@3."""
+    """List the adapters that a model names, without weights: ``a+0.5*b@3`` has a and b@3."""
     return [term.rpartition("*")[2].strip() for term in model.split("+")]
 
 
@@ -82,7 +82,7 @@ class WaitTeller:
 
 
 def wait_reason(model: str, rows: Sequence[AdapterResidency]) -> str:
-    """Return what a request for `model` waits for, by the versions in memory or on their way."""
+    """Describe what a request for `model` waits for, by the versions in memory or on their way."""
     names = {term.partition("@")[0] for term in term_names(model)}
     loading = [row for row in rows if row.name in names and row.tier == "loading"]
     if loading:
@@ -92,7 +92,7 @@ def wait_reason(model: str, rows: Sequence[AdapterResidency]) -> str:
 
 
 def _duration_ms(server_timing: str | None, name: str) -> float:
-    """Return the milliseconds of a part of ``Server-Timing``; 0 if it isn't there."""
+    """Read the milliseconds of a part of ``Server-Timing``; 0 if it isn't there."""
     for part in (server_timing or "").split(","):
         what, *facts = (word.strip() for word in part.split(";"))
         if what == name:
