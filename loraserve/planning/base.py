@@ -220,7 +220,7 @@ def _parts(
 def _embedding(
     blueprint: Blueprint, shape: tuple[int, int], device: str, dtype: str, *, is_whole: bool
 ) -> tuple[str, int]:
-    """Return the format of the embedding and its bytes.
+    """Choose the format of the embedding, and compute its bytes.
 
     Args:
         is_whole: False: the base is cut, and this is a part.
@@ -239,7 +239,7 @@ def _embedding(
 
 
 def _block_bytes(stored: StoredWeight, out_features: int, in_features: int, rounded: Collection[str]) -> int:
-    """Return the bytes of GGUF's blocks in the order that kernels read."""
+    """Compute the bytes of GGUF's blocks in the order that kernels read."""
     scheme, group = stored.scheme, stored.group_size
     block = BLOCK_FORMATS[scheme.block_type].block
     # a block of one group has its scale in float16
@@ -256,7 +256,7 @@ def _weight(
     kept: tuple[int, int],
     rounded: Collection[str],
 ) -> tuple[str, int]:
-    """Return the format of a linear's weight, and the bytes of what is kept of it.
+    """Choose the format of a linear's weight, and compute the bytes of what is kept of it.
 
     Args:
         kept: out_features and in_features.
@@ -282,7 +282,7 @@ def _weight(
 def _float_weight(
     kept: tuple[int, int], quantize: str, dtype: str, whole_in_features: int, rounded: Collection[str]
 ) -> tuple[str, int]:
-    """Return the format of a float weight once it is rounded, and the bytes of what is kept of it.
+    """Choose the format of a float weight once it is rounded, and compute the bytes kept of it.
 
     Args:
         kept: out_features and in_features.
@@ -299,6 +299,6 @@ def _float_weight(
 
 
 def _quantized_bytes(format: str, out_features: int, in_features: int, group: int, group_bytes: int = 4) -> int:
-    """Return the bytes of codes, and of the scale and the zero of each group of inputs."""
+    """Compute the bytes of codes, and of the scale and the zero of each group of inputs."""
     code_bytes = in_features // 2 if format in ("int4", "nf4") else in_features
     return out_features * (code_bytes + group_bytes * (in_features // group))

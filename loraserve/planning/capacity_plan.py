@@ -251,12 +251,12 @@ def _ranks(base: BasePlan, arena: ArenaPlan, served: Sequence[AdapterPlan]) -> I
 
 
 def total_pages(adapters: Sequence[AdapterPlan]) -> int:
-    """Return the bytes of all adapters together."""
+    """Sum the pages of all adapters."""
     return sum(adapter.num_pages * adapter.count for adapter in adapters)
 
 
 def _mean(sizes: Sequence[tuple[int, int]]) -> float:
-    """Return the mean of sizes, weighted by their counts."""
+    """Compute the mean of sizes, weighted by their counts."""
     count = sum(count for _, count in sizes)
     return sum(size * count for size, count in sizes) / count if count else 0.0
 
