@@ -198,7 +198,7 @@ def _check_found_gpu(probed: TorchFacts, device: str) -> Iterator[Check]:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Return whether a version is within bounds such as ``>=2.1,<2.2``.
+    """Check whether a version is within bounds such as ``>=2.1,<2.2``.
 
     Local parts (``+cpu``) and what stands behind numbers don't count.
     """

@@ -27,7 +27,7 @@ _HEADS = {"int4": ("int8",), "nf4": ("int8",)}
 
 
 def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, Any]:
-    """Return the table that `loraserve_kernels.cpu.linear.kernel_table` prints.
+    """Run `loraserve_kernels.cpu.linear.kernel_table`, and read the table that it prints.
 
     Args:
         formats: of its table; empty: all.
@@ -57,7 +57,7 @@ def tried(formats: Sequence[str] = (), *, is_quick: bool = False) -> dict[str, A
 
 
 def formats_of(quantize: str, dtype: str, activation_dtype: str) -> tuple[str, ...]:
-    """Return the formats, as the table names them, that settings mean on a CPU.
+    """Choose the formats, as the table names them, that settings mean on a CPU.
 
     None where linears are float32.
     """
@@ -86,7 +86,7 @@ def check(found: dict[str, Any]) -> Iterator[Check]:
 
 
 def records(found: dict[str, Any]) -> list[dict[str, object]]:
-    """Return the table for people: a line for each format, shape and number of rows."""
+    """Format the table for people: a line for each format, shape and number of rows."""
     return [
         {
             "format": one["format"],

@@ -48,7 +48,7 @@ def room(base_bytes: int, device: str, available_bytes: int | None) -> Iterator[
 
 
 def measure(config: EngineConfig) -> RoundingCost:
-    """Return what rounding costs the base of a config.
+    """Measure what rounding costs the base of a config.
 
     This takes as long as a start of the server and a minute or more.
 

@@ -132,7 +132,7 @@ def check_store(store_url: str, database_url: str) -> Iterator[Check]:
 
 
 def _path_of(url: str) -> Path | None:
-    """Return the path of a file:// store or a SQLite database; None for others."""
+    """Parse the path of a file:// store or a SQLite database; None for others."""
     parts = urlsplit(url)
     scheme = parts.scheme.partition("+")[0]
     if scheme == "file":
