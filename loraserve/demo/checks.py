@@ -88,7 +88,7 @@ def check_chat(access: Access, frame: Frame) -> TourCheck:
 
 
 def ask_for_query(access: Access, model: str, prompt: str) -> str:
-    """Return the model's answer to a prompt, as JSON of `SCHEMA`."""
+    """Request the model's answer to a prompt, as JSON of `SCHEMA`."""
     with Client(access.url, api_key=access.api_key) as client:
         chat = client.chat.completions.create(
             model=model,
@@ -113,7 +113,7 @@ def check_schema(access: Access, frame: Frame) -> TourCheck:
 
 
 def ask_for_call(access: Access, model: str, prompt: str) -> list[ToolCall]:
-    """Return the calls of the model's answer to a prompt, which must be one call of `TOOL`."""
+    """Request the calls of the model's answer to a prompt, which must be one call of `TOOL`."""
     with Client(access.url, api_key=access.api_key) as client:
         chat = client.chat.completions.create(
             model=model,
@@ -153,7 +153,7 @@ def _tools_problem(access: Access, style: Style, frame: Frame) -> str | None:
 
 
 def is_query(text: str) -> bool:
-    """Return whether a text is JSON of `SCHEMA`."""
+    """Check whether a text is JSON of `SCHEMA`."""
     try:
         query = json.loads(text)
     except ValueError:
